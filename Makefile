@@ -1,0 +1,37 @@
+# Two commands from a fresh clone: `make demo` and `make test`. Each makes .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s :
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	# torch first and alone: a second resolve could take another build of it
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(READY)  ## train something small: plain Lightning, trainkit and the big batch
+	$(BIN)/python recipes/side_by_side.py
+
+test: $(READY)  ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff, pyright, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/pyright
+
+bench: $(READY)  ## measure the cost of a step
+	$(BIN)/python tests/benchmarks/step_cost.py
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,186 @@
+"""What is done to gradients, once a window, in place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainkit.core.ranks import Ranks
+from trainkit.errors import TrainkitError
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def parameters_of(optimizer_or_parameters: Any) -> list[Tensor]:
+    """The parameters of an optimizer, or those given, each once."""
+    groups = getattr(optimizer_or_parameters, "param_groups", None)
+    if groups is not None:
+        found = [p for group in groups for p in group["params"]]
+    elif isinstance(optimizer_or_parameters, Tensor):
+        found = [optimizer_or_parameters]
+    elif isinstance(optimizer_or_parameters, Iterable):
+        found = list(optimizer_or_parameters)
+    else:
+        found = [optimizer_or_parameters]
+    for parameter in found:
+        if not isinstance(parameter, Tensor):
+            raise TrainkitError(
+                f"finish(): takes an optimizer or its parameters, received "
+                f"{type(parameter).__name__}. Pass the optimizer, or "
+                f"model.parameters()."
+            )
+    return list({id(p): p for p in found}.values())
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients there are, each rank's own part of sharded ones."""
+    return [_local(p.grad) for p in parameters if p.grad is not None]
+
+
+@torch.no_grad()
+def scale_(gradients: Iterable[Tensor], scale: Tensor) -> None:
+    """Multiply gradients by a 0-d tensor, never rounding it to half precision."""
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if gradient.is_sparse or gradient.is_complex():
+            gradient.mul_(scale.to(gradient.device))
+        else:
+            alike[gradient.device, gradient.dtype].append(gradient)
+    for (device, dtype), dense in alike.items():
+        if dtype in HALF:
+            factor = scale.to(device, torch.float32)
+            for gradient in dense:
+                gradient.copy_(gradient.float().mul_(factor))
+        else:
+            torch._foreach_mul_(dense, scale.to(device, dtype))
+
+
+@torch.no_grad()
+def sum_over_ranks_(parameters: Iterable[Tensor], ranks: Ranks) -> None:
+    """Add up the gradients of ranks that no backend brings together.
+
+    A parameter that has a gradient on one rank gets it on all; one that has none
+    anywhere keeps none, so that its optimizer state does not move.
+    """
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            alike[parameter.device, parameter.dtype].append(parameter)
+    for members in alike.values():
+        present = [p.grad is not None for p in members]
+        flat = [
+            torch.zeros_like(p).flatten() if p.grad is None else _dense(p.grad)
+            for p in members
+        ]
+        marks = flat[0].new_tensor(present)
+        total = ranks.sum_(torch.cat([*flat, marks]))
+        values, counts = total[: -len(members)], total[-len(members) :]
+        # Only a rank that lacks a gradient must ask whether another has it.
+        used = [True] * len(members) if all(present) else (counts > 0).tolist()
+        offset = 0
+        for parameter, is_used in zip(members, used, strict=True):
+            size = parameter.numel()
+            if is_used:
+                whole = values[offset : offset + size].view_as(parameter)
+                _assign(parameter, whole)
+            offset += size
+
+
+@torch.no_grad()
+def total_norm(parameters: Iterable[Tensor], apart: Ranks | None) -> Tensor | None:
+    """The 2-norm of all gradients together; None where there is none.
+
+    Args:
+        parameters: whose gradients.
+        apart: the ranks, where each holds a flat shard that does not say so (FSDP1).
+    """
+    found = [p.grad for p in parameters if p.grad is not None]
+    if not found:
+        return None
+    dense = [g.coalesce().values() if g.is_sparse else g for g in found]
+    norm = torch.nn.utils.get_total_norm(dense)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return norm if apart is None else apart.sum_(norm.square()).sqrt()
+
+
+@torch.no_grad()
+def save_partial(
+    named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks | None
+) -> dict[str, Tensor]:
+    """The gradients of an open window, by name, whole, on the CPU.
+
+    Args:
+        named_parameters: the parameters that train.
+        ranks: where the ranks' partial gradients are still apart, those to add up.
+    """
+    saved = {}
+    for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()  # the ranks' sum or mean already
+        elif ranks is not None and ranks.size > 1:
+            # Every rank takes part, also one where the parameter was not used yet.
+            mine = torch.zeros_like(parameter) if gradient is None else gradient
+            gradient = ranks.sum_(mine.to_dense() if mine.is_sparse else mine.clone())
+        if gradient is not None:
+            # clone: on a CPU the checkpoint must not change when training goes on
+            saved[name] = gradient.detach().to("cpu", copy=True)
+    return saved
+
+
+@torch.no_grad()
+def load_partial(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    saved: Mapping[str, Tensor],
+    *,
+    only_sharded: bool = False,
+) -> None:
+    """Put the gradients of an open window back where `save_partial` found them.
+
+    Args:
+        named_parameters: the parameters that train.
+        saved: what `save_partial` returned.
+        only_sharded: on all ranks but one, when `saved` is the sum over ranks: a
+            sharded parameter takes its part everywhere, any other once.
+    """
+    own = dict(named_parameters)
+    missing = sorted(saved.keys() - own.keys())
+    if missing:
+        raise TrainkitError(
+            f"checkpoint: it holds partial gradients of {missing[:5]}, but the model "
+            f"has no such parameter. Resume with the model that was saved, or from a "
+            f"checkpoint taken between two optimizer steps."
+        )
+    for name, gradient in saved.items():
+        parameter = own[name]
+        whole = gradient.to(parameter.device, parameter.dtype)
+        if only_sharded and not isinstance(parameter, DTensor):
+            continue
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements
+            )
+        parameter.grad = whole
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+
+
+def _assign(parameter: Tensor, whole: Tensor) -> None:
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = whole.clone()
+    else:
+        parameter.grad.copy_(whole)

@@ -1,0 +1,179 @@
+"""The ranks that share a window, and what their backend does to gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.errors import TrainkitError
+
+Aggregation = Literal["auto", "mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The data-parallel replicas of a window: tensor-parallel ranks are none.
+
+    Attributes:
+        aggregation: what the backend does to gradients across these ranks: it leaves
+            their `"mean"` (DDP, FSDP) or their `"sum"`, or does nothing (`"none"`).
+        group: their process group; None is the default group.
+        size: how many they are.
+        index: which of them this process is.
+        module: the DDP wrapper, where there is one.
+    """
+
+    aggregation: Literal["mean", "sum", "none"] = "none"
+    group: Any = None
+    size: int = 1
+    index: int = 0
+    ddp: DistributedDataParallel | None = None
+
+    @property
+    def multiplier(self) -> int:
+        """What turns the backend's gradient into a sum over ranks."""
+        return self.size if self.aggregation == "mean" else 1
+
+    @property
+    def backend_sums(self) -> bool:
+        """Whether backward passes already communicate between these ranks."""
+        return self.size > 1 and self.aggregation != "none"
+
+    def share(self, row: Tensor) -> Shared:
+        """Start to show every rank this rank's row; the host does not wait.
+
+        One all-reduce of a table in which each rank fills its own line: sums stay
+        exact and in the same order on all ranks, and a flag names its rank.
+        """
+        if self.size == 1:
+            return Shared(row.unsqueeze(0), None)
+        table = row.new_zeros(self.size, row.numel())
+        table[self.index] = row
+        return Shared(table, dist.all_reduce(table, group=self.group, async_op=True))
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over these ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A table with one row for each rank, perhaps still on its way."""
+
+    table: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()  # on a GPU the stream waits, the host does not
+        return self.table
+
+
+def find_ranks(
+    module: Any = None, aggregation: Aggregation = "auto", group: Any = None
+) -> Ranks:
+    """Find out who shares a window, and what has been done to their gradients.
+
+    Args:
+        module: what trains: a module, wrapped or not, or Lightning's strategy object.
+        aggregation: said by the caller, or `"auto"` to read it from `module`.
+        group: the data-parallel process group, where it is not the module's own.
+
+    Raises:
+        TrainkitError: there are several ranks and nothing to read it from.
+    """
+    if aggregation not in get_args(Aggregation):
+        raise TrainkitError(
+            f"aggregation: must be one of {list(get_args(Aggregation))}, received "
+            f"{aggregation!r}. Say what your backend does to gradients across ranks."
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    ddp = _submodule(module, DistributedDataParallel)
+    if aggregation != "auto":
+        group = group or _group_of(module, ddp)
+        return _ranks(aggregation, group, ddp)
+    if ddp is not None:
+        return _ranks("mean", group or ddp.process_group, ddp)
+    if group is not None or _spans_ranks(module):
+        # Sharded parameters are averaged by the reduce-scatter that shards them.
+        return _ranks("mean", group or _group_of(module, ddp), ddp)
+    if dist.get_world_size() == 1:
+        return Ranks()
+    raise TrainkitError(
+        f"aggregation: {dist.get_world_size()} ranks are running, and "
+        f"{'no module was given' if module is None else type(module).__name__} does "
+        f"not show what the backend does to gradients across them. Pass module= (a "
+        f"DDP or FSDP module), or aggregation='mean' (the backend averages), 'sum' "
+        f"(it adds up) or 'none' (it does nothing, trainkit adds up)."
+    )
+
+
+def _ranks(aggregation: Any, group: Any, ddp: DistributedDataParallel | None) -> Ranks:
+    size = dist.get_world_size(group)
+    return Ranks(aggregation, group, size, dist.get_rank(group), ddp)
+
+
+def _spans_ranks(module: Any) -> bool:
+    return (
+        _data_parallel_mesh(module) is not None
+        or _submodule(module, FullyShardedDataParallel) is not None
+        or _sharded_mesh(module) is not None
+    )
+
+
+def _group_of(module: Any, ddp: DistributedDataParallel | None) -> Any:
+    """The data-parallel group that a module shows; None is the default group."""
+    if ddp is not None:
+        return ddp.process_group
+    mesh = _data_parallel_mesh(module) or _sharded_mesh(module)
+    if mesh is None:
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise TrainkitError(
+        f"aggregation='auto': the parameters are sharded over a mesh of "
+        f"{mesh.ndim} dimensions {mesh.mesh_dim_names}, and which of them hold "
+        f"data-parallel replicas cannot be read from it. Pass "
+        f"process_group=mesh['your data-parallel dimension'].get_group() and "
+        f"aggregation='mean'."
+    )
+
+
+def _data_parallel_mesh(strategy: Any) -> Any:
+    """The replicas of Lightning's `ModelParallelStrategy`: its ranks less the
+    tensor-parallel ones."""
+    if isinstance(strategy, nn.Module) or not hasattr(
+        strategy, "distributed_sampler_kwargs"
+    ):
+        return None
+    mesh = getattr(strategy, "device_mesh", None)
+    named = mesh is not None and "data_parallel" in (mesh.mesh_dim_names or ())
+    return mesh["data_parallel"] if named else None
+
+
+def _sharded_mesh(module: Any) -> Any:
+    for parameter in _parameters(module):
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh
+    return None
+
+
+def _submodule(module: Any, kind: type) -> Any:
+    root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    if not isinstance(root, nn.Module):
+        return None
+    return next((m for m in root.modules() if isinstance(m, kind)), None)
+
+
+def _parameters(module: Any) -> list[Any]:
+    root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    return list(root.parameters()) if isinstance(root, nn.Module) else []

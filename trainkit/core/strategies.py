@@ -1,0 +1,188 @@
+"""How much a micro-batch weighs.
+
+A strategy's weight must be the denominator of the loss: what `training_step` divided by
+to get its mean. Then weight * mean is the sum again, and sums may be added.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from trainkit.core.batches import (
+    Path,
+    leading_dimension,
+    lookup_tensor,
+)
+from trainkit.errors import TrainkitError
+
+LossReduction = Literal["mean", "sum"]
+Weight = int | float | Tensor
+
+
+class AccumulationStrategy(ABC):
+    """Says what a micro-batch weighs. Subclass it with one method to make your own.
+
+    >>> class ByClass(AccumulationStrategy):  # cross entropy with class weights
+    ...     def __init__(self, class_weights):
+    ...         self.class_weights = class_weights
+    ...     def weight(self, batch):
+    ...         return self.class_weights[batch["labels"]].sum()
+
+    Attributes:
+        loss_reduction: what `training_step` returns, the `"mean"` over what the
+            micro-batch's weight counts, or the `"sum"`.
+    """
+
+    loss_reduction: LossReduction = "mean"
+
+    @abstractmethod
+    def weight(self, batch: Any) -> Weight:
+        """What the micro-batch weighs: a number, or a 0-d tensor on any device.
+
+        A tensor stays where it is; nothing waits for its value.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerSample(AccumulationStrategy):
+    """A micro-batch weighs as much as it has samples.
+
+    >>> import torch
+    >>> PerSample().weight({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
+    3
+
+    Args:
+        size: path of the tensor whose length counts. Default: the leading dimension
+            that all tensors of the batch share.
+        mask: path of a tensor of 0/1 or real-valued sample weights; its sum counts.
+        loss_reduction: what `training_step` returns, `"mean"` or `"sum"`.
+    """
+
+    size: Path | None = None
+    mask: Path | None = None
+    loss_reduction: LossReduction = "mean"
+
+    def __post_init__(self) -> None:
+        check_reduction(self)
+        _check_paths(self, "size", "mask")
+        if self.size is not None and self.mask is not None:
+            raise TrainkitError(
+                f"PerSample: size and mask exclude each other, received size="
+                f"{self.size!r} and mask={self.mask!r}. Keep the mask: its sum is the "
+                f"weight."
+            )
+
+    def weight(self, batch: Any) -> Weight:
+        if self.mask is not None:
+            return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
+        if self.size is None:
+            return leading_dimension(batch)
+        tensor = lookup_tensor(batch, self.size, role="PerSample size")
+        if tensor.ndim == 0:
+            raise TrainkitError(
+                f"PerSample size {self.size!r}: must be a tensor with a length, but "
+                f"is a single number. Name a tensor with one row per sample."
+            )
+        return tensor.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerToken(AccumulationStrategy):
+    """A micro-batch weighs as much as it has labels that count.
+
+    >>> import torch
+    >>> PerToken().weight({"labels": torch.tensor([[5, 7, -100], [5, -100, -100]])})
+    tensor(3)
+
+    Args:
+        labels: dotted path or index of the labels in the batch.
+        ignore_index: the label that does not count, as in `cross_entropy`.
+        shift: True for a causal model that shifts inside, as those of `transformers`
+            do: the first label of each row is then no target and is not counted.
+        mask: path of a tensor of 0/1 or real-valued token weights; its sum is the
+            weight, and the labels are not looked at.
+        loss_reduction: what `training_step` returns, `"mean"` or `"sum"`.
+    """
+
+    labels: Path = "labels"
+    ignore_index: int = -100
+    shift: bool = False
+    mask: Path | None = None
+    loss_reduction: LossReduction = "mean"
+
+    def __post_init__(self) -> None:
+        check_reduction(self)
+        _check_paths(self, "labels", "mask")
+        if isinstance(self.ignore_index, bool) or not isinstance(
+            self.ignore_index, int
+        ):
+            raise TrainkitError(
+                f"PerToken ignore_index: must be an integer label, received "
+                f"{self.ignore_index!r}. cross_entropy's own default is -100."
+            )
+
+    def weight(self, batch: Any) -> Weight:
+        if self.mask is not None:
+            mask = lookup_tensor(batch, self.mask, role="PerToken mask")
+            return _total(self._targets(mask, "mask"))
+        labels = lookup_tensor(batch, self.labels, role="PerToken labels")
+        if labels.is_floating_point() or labels.is_complex():
+            raise TrainkitError(
+                f"PerToken labels {self.labels!r}: must hold integers to be compared "
+                f"with ignore_index, received {labels.dtype}. Name the label tensor, "
+                f"or a mask: PerToken(mask='path.to.mask')."
+            )
+        return torch.count_nonzero(self._targets(labels, "labels") != self.ignore_index)
+
+    def _targets(self, tensor: Tensor, role: str) -> Tensor:
+        """The positions that the loss looks at."""
+        if tensor.ndim == 0:
+            raise TrainkitError(
+                f"PerToken {role}: must have one entry per token, but is a single "
+                f"number. Name the tensor of labels or token weights."
+            )
+        return tensor[..., 1:] if self.shift else tensor
+
+
+@dataclass(frozen=True)
+class Uniform(AccumulationStrategy):
+    """Every micro-batch weighs 1, over the number that really ran.
+
+    Equals the big batch only when all micro-batches hold equally much. It is the
+    default, since it asks nothing of the batch.
+    """
+
+    def weight(self, batch: Any) -> Weight:
+        return 1
+
+
+def check_reduction(strategy: AccumulationStrategy) -> None:
+    """Refuse a `loss_reduction` that is neither `"mean"` nor `"sum"`."""
+    if strategy.loss_reduction not in get_args(LossReduction):
+        raise TrainkitError(
+            f"{type(strategy).__name__} loss_reduction: must be 'mean' or 'sum', "
+            f"received {strategy.loss_reduction!r}. Say what training_step returns."
+        )
+
+
+def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:
+    for name in names:
+        path = getattr(strategy, name)
+        wrong = isinstance(path, bool) or not isinstance(path, str | int | None)
+        if wrong or path == "":
+            raise TrainkitError(
+                f"{type(strategy).__name__} {name}: must be a dotted path or an index "
+                f"into the batch, received {path!r}. For example {name}='targets.ids'."
+            )
+
+
+def _total(mask: Tensor) -> Tensor:
+    # In the mask's own half precision, 1001 ones would make 1000.
+    if mask.is_floating_point():
+        return mask.sum(dtype=torch.float32 if mask.is_mps else torch.float64)
+    return mask.sum()

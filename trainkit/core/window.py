@@ -1,0 +1,199 @@
+"""One window: what a rank has seen of it, and what all ranks together made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainkit.core.strategies import LossReduction, Weight
+
+# The columns of a rank's row. What follows them are the single weights, if asked for.
+WEIGHT, DIVISOR, LOSS, COUNT, LARGEST = range(5)
+BAD_LOSS, BAD_WEIGHT, LOST_MEAN = range(5, 8)
+PADDING, TOKENS = range(8, 10)
+NUM_COLUMNS = 10
+
+
+@dataclass
+class Window:
+    """What one rank has seen of an open window.
+
+    Everything is kept as it came and looked at once, when the window closes: a step
+    costs a few small operations, however many micro-batches it has.
+
+    Attributes:
+        weights: what each micro-batch weighs.
+        applied: the same after the rounding of a half-precision loss, which cannot
+            carry 1001: what the gradients were really multiplied by.
+        losses: each loss as it went into the backward pass, detached.
+        padding: for each micro-batch looked at, how many of its tokens only pad.
+        tokens: and how many it has in all.
+        carried: the totals of micro-batches that a checkpoint brought back.
+    """
+
+    weights: list[Weight] = field(default_factory=list)
+    applied: list[Weight] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    padding: list[Weight] = field(default_factory=list)
+    tokens: list[Weight] = field(default_factory=list)
+    carried: Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.losses) or self.carried is not None
+
+    def add(self, weight: Weight, applied: Weight, loss: Tensor) -> None:
+        self.weights.append(weight)
+        self.applied.append(applied)
+        self.losses.append(loss)
+
+    def row(
+        self, device: torch.device, reduction: LossReduction, *, slots: int = 0
+    ) -> Tensor:
+        """This rank's totals and flags, in float64.
+
+        Args:
+            device: where the ranks meet.
+            reduction: whether the losses are means or sums.
+            slots: how many single weights to append, those not used as NaN.
+        """
+        weights = vector(self.weights, device)
+        if not self.losses:
+            own = weights.new_zeros(NUM_COLUMNS)
+        else:
+            own = self._own_columns(weights, reduction)
+        if self.carried is not None:
+            largest = torch.maximum(own[LARGEST], self.carried.to(own)[LARGEST])
+            own = own + self.carried.to(own)
+            own[LARGEST] = largest
+        if not slots:
+            return own
+        unused = weights.new_full((max(slots - len(weights), 0),), torch.nan)
+        return torch.cat([own, weights[:slots], unused])
+
+    def _own_columns(self, weights: Tensor, reduction: LossReduction) -> Tensor:
+        losses = vector(self.losses, weights.device)
+        same = all(a is w for a, w in zip(self.applied, self.weights, strict=True))
+        divisor = weights if same else vector(self.applied, weights.device)
+        counts = weights != 0
+        finite = losses.isfinite()
+        # A mean over nothing is NaN, and NaN * 0 is NaN: leave it out by hand.
+        sums = (
+            torch.where(counts, losses * weights, 0) if reduction == "mean" else losses
+        )
+        flags = torch.stack(
+            [
+                ~finite if reduction == "sum" else counts & ~finite,
+                ~((weights >= 0) & weights.isfinite()),
+                ~counts & ~finite,
+            ]
+        )
+        return torch.cat(
+            [
+                torch.stack([weights, divisor, sums, torch.ones_like(sums)]).sum(1),
+                weights.amax().unsqueeze(0),
+                flags.any(1),
+                self._padding_columns(weights),
+            ]
+        )
+
+    def _padding_columns(self, like: Tensor) -> Tensor:
+        if not self.tokens:
+            return like.new_zeros(2)
+        padding = vector(self.padding, like.device).sum()
+        return torch.stack([padding, vector(self.tokens, like.device).sum()])
+
+
+@dataclass(frozen=True, eq=False)
+class WindowStats:
+    """What a window was, over all ranks.
+
+    Everything in it has been exchanged when the window closed. Its numbers are 0-d
+    tensors on the device: reading one never communicates, and nothing waits for it
+    until it is turned into a Python number.
+    """
+
+    table: Tensor
+    """One row for each rank."""
+
+    totals: Tensor
+    """The table's sums over ranks."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective batch: all weights together, in float64."""
+        return self.totals[WEIGHT]
+
+    @property
+    def num_micro_batches(self) -> Tensor:
+        """How many micro-batches ran, on all ranks."""
+        return self.totals[COUNT].long()
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the window; 0 where nothing in it counts."""
+        weight = self.weight
+        return torch.where(weight == 0, 0, self.totals[LOSS] / weight)
+
+    @property
+    def imbalance(self) -> Tensor:
+        """The largest share of a micro-batch, times their number: 1 when all weigh
+        the same, and never less."""
+        largest = self.table[:, LARGEST].amax()
+        return largest * self.totals[COUNT] / self.weight
+
+    @property
+    def padding(self) -> Tensor:
+        """The share of tokens that only pad; NaN where nobody counted."""
+        return self.totals[PADDING] / self.totals[TOKENS]
+
+    @property
+    def weights(self) -> Tensor | None:
+        """What each micro-batch weighed, on all ranks, if that was kept."""
+        if self.table.shape[1] == NUM_COLUMNS:
+            return None
+        single = self.table[:, NUM_COLUMNS:].flatten()
+        return single[~single.isnan()]
+
+    @property
+    def uniform_gap(self) -> Tensor | None:
+        """How far uniform averaging would have been from the true weights.
+
+        The total variation 1/2 sum_i |w_i / W - 1/n|: the share of the gradient that
+        would have gone to the wrong micro-batch. None if single weights were not kept,
+        NaN if not all were (a window that a checkpoint brought back).
+        """
+        if self.table.shape[1] == NUM_COLUMNS:
+            return None
+        single = self.table[:, NUM_COLUMNS:]
+        gap = (single / self.weight - 1 / self.totals[COUNT]).abs().nansum() / 2
+        kept_all = (~single.isnan()).sum() == self.totals[COUNT]
+        return torch.where(kept_all, gap, torch.nan)
+
+
+def vector(numbers: list[Weight] | list[Tensor], device: torch.device) -> Tensor:
+    """Numbers and 0-d tensors as one float64 vector, without waiting for any."""
+    dtype = totals_dtype(device)
+    if all(isinstance(n, Tensor) for n in numbers) and numbers:
+        return torch.stack([n.reshape(()) for n in numbers]).to(device, dtype)  # type: ignore[union-attr]
+    if not any(isinstance(n, Tensor) for n in numbers):
+        host = torch.tensor(numbers, dtype=dtype)
+        if device.type != "cuda":
+            return host.to(device)
+        return host.pin_memory().to(device, non_blocking=True)
+    return torch.stack([scalar(n, device) for n in numbers])
+
+
+def scalar(number: Weight, device: torch.device) -> Tensor:
+    """A number as a float64 0-d tensor, filled on the device rather than copied."""
+    dtype = totals_dtype(device)
+    if isinstance(number, Tensor):
+        return number.detach().reshape(()).to(device, dtype)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+def totals_dtype(device: torch.device) -> torch.dtype:
+    """float64 counts exactly to 2^53; Apple's GPUs have none."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,335 @@
+"""The callback that weights every backward pass and divides every window."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.checks import Checks
+from trainkit.core.gradients import parameters_of
+from trainkit.core.ranks import Aggregation
+from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.window import WindowStats
+from trainkit.errors import TrainkitError
+from trainkit.lit import checkpoint as checkpoints
+from trainkit.lit import refusals
+from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit.steps import StepWatch
+
+
+class WindowCallback(Callback):
+    """What the callback for foreign modules and the mixin's have in common.
+
+    It stands first in `trainer.callbacks`, so that every other callback sees the exact
+    gradient in `on_before_optimizer_step`.
+
+    Attributes:
+        accumulators: one for each optimizer, by its index.
+        windows: the window that closed last, of each optimizer.
+        manual_window: how many micro-batches make a window in manual optimization.
+    """
+
+    def __init__(
+        self,
+        strategy: AccumulationStrategy,
+        *,
+        aggregation: Aggregation = "auto",
+        checks: Checks = "late",
+    ) -> None:
+        super().__init__()
+        # Made here for its checks alone: the ranks are not known before training.
+        Accumulator(strategy, aggregation="none", checks=checks)
+        self.strategy = strategy
+        self.aggregation: Aggregation = aggregation
+        self.checks: Checks = checks
+        self.manual_window: int | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing of one `fit` reaches the next."""
+        self.accumulators: dict[int, Accumulator] = {}
+        self.windows: dict[int, WindowStats] = {}
+        self._weight: Weight | None = None
+        self._handle: Any = None
+        self._restored: Any = None
+        self._batch_idx = 0
+        self._meeting_point: Any = None
+        self._steps: list[StepWatch] = []
+        self._wants_weights: list[Callable[[int], bool]] = []
+        self._batch_is_unfinished = False
+        self._closed_several = False
+        self._warned_short_epoch = False
+
+    # ---- what others ask -------------------------------------------------------------
+
+    @property
+    def last_window(self) -> WindowStats | None:
+        """The window that closed last, where there is one optimizer."""
+        return self.windows.get(0)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Optimizer steps that a gradient scaler has skipped since `fit` began."""
+        return sum(steps.num_skipped for steps in self._steps)
+
+    def skipped_last_step(self, index: int = 0) -> bool:
+        """Whether the last step of an optimizer was skipped by the gradient scaler."""
+        return self._steps[index].skipped_last
+
+    def keep_weights(self, wanted: Callable[[int], bool]) -> None:
+        """Keep single weights in the windows (by index) for which `wanted` is true;
+        every rank must say the same."""
+        self._wants_weights.append(wanted)
+
+    # ---- before training -------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        refusals.refuse_two_drivers(trainer, self, WindowCallback)
+        if stage != "fit":
+            return
+        self._forget()
+        refusals.refuse_backend_that_accumulates(trainer)
+        # A new list: Lightning is walking through the old one to call this very hook.
+        trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        scaler = scaler_of(trainer)
+        refusals.refuse_closures_that_repeat(trainer, trainer.accumulate_grad_batches)
+        refusals.refuse_unknown_backend(trainer)
+        refusals.refuse_unseen_batches(pl_module, self.strategy)
+        for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
+            accumulator = Accumulator(
+                self.strategy,
+                module=trainer.strategy,
+                aggregation=self.aggregation,
+                checks=self.checks,
+                nonfinite="raise" if scaler is None else "allow",
+            )
+            refusals.refuse_static_graph(accumulator.ranks, self.window_size(trainer))
+            self.accumulators[index] = accumulator
+            self._steps.append(StepWatch(optimizer, accumulator, scaler))
+            if scaler is not None and unscales_itself(optimizer):
+                refusals.announce_scaled_gradients(optimizer)
+        if pl_module.automatic_optimization and self.accumulators:
+            self.accumulators[0].num_windows = trainer.global_step
+        if self.accumulators:
+            self._meeting_point = refusals.make_meeting_point(
+                self.accumulators[0].ranks
+            )
+        if self._restored is not None:
+            checkpoints.restore(self._restored, self.accumulators, pl_module)
+            self._restored = None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.accumulators:
+            return
+        ranks = self.accumulators[0].ranks
+        refusals.refuse_unequal_loaders(trainer, ranks)
+        num_batches = trainer.num_training_batches
+        expected = self.window_size(trainer)
+        if num_batches < expected and not self._warned_short_epoch:
+            self._warned_short_epoch = True
+            if ranks.index == 0:
+                warnings.warn(
+                    f"accumulate_grad_batches={expected}: the epoch has only "
+                    f"{num_batches} batches, so no window ever fills; every step is "
+                    f"exact over those {num_batches}. Lower it, or give longer epochs.",
+                    stacklevel=2,
+                )
+
+    # ---- a micro-batch ---------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._closed_several = False
+        self._batch_idx = batch_idx
+        if not self.accumulators:
+            return
+        refusals.refuse_early_end(trainer, self._meeting_point, batch_idx)
+        if pl_module.automatic_optimization:
+            # Before training_step, which may take the batch apart.
+            self._weight = self.strategy.weight(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self._batch_is_unfinished = True
+        if not pl_module.automatic_optimization:
+            return  # accumulate() weights the loss itself
+        accumulator = self.accumulators[0]
+        num_expected = trainer.accumulate_grad_batches
+        value = loss.detach() * num_expected  # Lightning has divided by it
+        scaler = scaler_of(trainer)
+        if scaler is not None:
+            value = value / scaler.scale(loss.new_ones(()))
+        assert self._weight is not None
+        if accumulator.num_micro_batches:
+            refusals.refuse_closures_that_repeat(trainer, num_expected)
+        self._handle = accumulator.weigh(
+            loss,
+            self._weight,
+            divided_by=num_expected,
+            value=value,
+            expected=num_expected,
+        )
+        if window_ends(trainer, self._batch_idx, num_expected):
+            accumulator.announce(slots=self._slots(accumulator, num_expected))
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    # ---- the end of a window ---------------------------------------------------------
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        index = self.index_of(trainer, optimizer)
+        accumulator = self.accumulators[index]
+        if not pl_module.automatic_optimization:
+            if accumulator.is_open:
+                raise TrainkitError(
+                    f"optimizer {index}: step() was called while its window is open "
+                    f"({accumulator.num_micro_batches} micro-batches, not divided "
+                    f"yet). Call self.finish_window(optimizer) before it."
+                )
+            return
+        if not accumulator.is_open:
+            # Nothing ran backward: gradients left from an earlier step (the BatchNorm
+            # epoch of StochasticWeightAveraging) must not be stepped with again.
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+            return
+        if not self._batch_is_unfinished and scaler_of(trainer) is not None:
+            refusals.refuse_none_on_last_micro_batch()
+        refusals.refuse_second_closure(self._closed_several)
+        self._closed_several = accumulator.num_micro_batches > 1
+        self.close(trainer, index)
+
+    def close(self, trainer: Any, index: int) -> WindowStats:
+        """Divide an optimizer's window; used by `finish_window` as well."""
+        accumulator = self.accumulators[index]
+        self._steps[index].expect_step()
+        slots = self._slots(accumulator, self.window_size(trainer))
+        self.windows[index] = accumulator.finish(trainer.optimizers[index], slots=slots)
+        return self.windows[index]
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch_is_unfinished = False
+        for steps in self._steps:
+            steps.look()
+
+    def _slots(self, accumulator: Accumulator, num_expected: int) -> int:
+        wanted = any(wants(accumulator.num_windows) for wants in self._wants_weights)
+        return num_expected if wanted else 0
+
+    # ---- where a window ends early ---------------------------------------------------
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if pl_module.automatic_optimization and self.accumulators:
+            self._drop("its gradients were zeroed before its step")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if pl_module.automatic_optimization:
+            self._drop("the epoch ended inside it")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._drop("training ended inside it")
+        for accumulator in self.accumulators.values():
+            accumulator.watch.read_all()
+        for steps in self._steps:
+            steps.close()
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        held = [a.num_micro_batches for a in self.accumulators.values() if a.is_open]
+        if held:
+            # Only said: a checkpoint that is written because of the exception may
+            # still save the window. The next fit forgets it.
+            _say_dropped(sum(held), f"{type(exception).__name__} ended training")
+        for steps in self._steps:
+            steps.close()
+
+    def _drop(self, why: str) -> None:
+        for accumulator in self.accumulators.values():
+            if accumulator.is_open:
+                held = accumulator.drop()
+                if accumulator.ranks.index == 0:
+                    _say_dropped(held, why)
+
+    # ---- checkpoints -----------------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[checkpoints.KEY] = checkpoints.save(
+            self.accumulators,
+            pl_module,
+            torn=self._batch_is_unfinished,
+            alone=trainer.interrupted,
+        )
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._restored = checkpoint.get(checkpoints.KEY)
+
+    # ---- small things ----------------------------------------------------------------
+
+    def window_size(self, trainer: Any) -> int:
+        """How many micro-batches a full window has on one rank."""
+        return self.manual_window or trainer.accumulate_grad_batches
+
+    def index_of(self, trainer: Any, optimizer: Any) -> int:
+        """Which of the Trainer's optimizers this is."""
+        wanted = unwrapped(optimizer)
+        for index, candidate in enumerate(trainer.optimizers):
+            if unwrapped(candidate) is wanted:
+                return index
+        raise TrainkitError(
+            f"optimizer: must be one that configure_optimizers returned, received "
+            f"{type(wanted).__name__}. Take it from self.optimizers()."
+        )
+
+
+class AccumulationCallback(WindowCallback):
+    """Exact gradient accumulation for a `LightningModule` you did not write.
+
+        Trainer(accumulate_grad_batches=8, callbacks=[AccumulationCallback(PerToken())])
+
+    Args:
+        strategy: says what a micro-batch weighs.
+        aggregation: what the backend does to gradients across ranks, where the
+            Trainer's strategy does not show it: `"mean"`, `"sum"` or `"none"`.
+        checks: `"late"` costs nothing and complains one window late; `"now"` waits for
+            the device once a window and refuses before the step is taken.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        refusals.refuse_manual_optimization(pl_module)
+        super().on_train_start(trainer, pl_module)
+
+
+def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
+    """Whether the window closes with this batch: it is full, or the epoch is over."""
+    return (
+        (batch_idx + 1) % num_expected == 0
+        or trainer.is_last_batch
+        or batch_idx + 1 == trainer.num_training_batches
+    )
+
+
+def _say_dropped(held: int, why: str) -> None:
+    warnings.warn(
+        f"accumulation: an open window of {held} micro-batch{'es' * (held != 1)} was "
+        f"dropped, since {why}; no optimizer step was taken with it.",
+        stacklevel=3,
+    )

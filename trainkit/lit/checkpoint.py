@@ -1,0 +1,87 @@
+"""A checkpoint taken inside a window, and the run that resumes from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.gradients import load_partial, save_partial
+
+KEY = "trainkit"
+
+
+def save(
+    accumulators: Mapping[int, Accumulator],
+    pl_module: Any,
+    *,
+    torn: bool,
+    alone: bool,
+) -> dict[str, Any]:
+    """What a checkpoint must hold so that the resumed run is exact.
+
+    Args:
+        accumulators: one for each optimizer.
+        pl_module: whose partial gradients.
+        torn: a micro-batch is under way, which the resumed run will run again; what it
+            has left in the gradients cannot be taken out.
+        alone: the other ranks may not be saving, so nothing can be asked of them.
+
+    Returns:
+        Tensors, numbers and strings only, so that `weights_only` loading works.
+    """
+    state: dict[str, Any] = {
+        "num_windows": {i: a.num_windows for i, a in accumulators.items()}
+    }
+    held = sum(a.num_micro_batches for a in accumulators.values())
+    if not any(a.is_open for a in accumulators.values()):
+        return state
+    ranks = next(iter(accumulators.values())).ranks
+    flat = any(isinstance(m, FullyShardedDataParallel) for m in pl_module.modules())
+    if torn or flat or (alone and ranks.size > 1):
+        why = (
+            "a micro-batch is under way"
+            if torn
+            else "FSDP1 keeps gradients in flat shards that no other run can place"
+            if flat
+            else "the other ranks cannot be asked for theirs"
+        )
+        warnings.warn(
+            f"checkpoint: taken inside a window of {held} micro-batches, whose "
+            f"gradients it does not hold, since {why}. A run resumed from it steps "
+            f"with the rest of that window alone.",
+            stacklevel=2,
+        )
+        state["lost"] = held
+        return state
+    state["windows"] = {
+        i: a.state_dict(over_ranks=True) for i, a in accumulators.items()
+    }
+    state["gradients"] = save_partial(pl_module.named_parameters(), ranks)
+    return state
+
+
+def restore(
+    state: Mapping[str, Any], accumulators: Mapping[int, Accumulator], pl_module: Any
+) -> None:
+    """Go on inside the window that `save` has saved."""
+    for index, num_windows in state["num_windows"].items():
+        if index in accumulators:
+            accumulators[index].num_windows = num_windows
+    if "lost" in state:
+        warnings.warn(
+            f"checkpoint: it was taken inside a window and does not hold the "
+            f"{state['lost']} micro-batches that the window had seen; its step is made "
+            f"from the rest alone.",
+            stacklevel=2,
+        )
+    if "windows" not in state:
+        return
+    for index, window in state["windows"].items():
+        accumulators[index].load_state_dict(window)
+    first = next(iter(accumulators.values()))
+    named = pl_module.named_parameters()
+    load_partial(named, state["gradients"], only_sharded=first.ranks.index != 0)

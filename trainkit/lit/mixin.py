@@ -1,0 +1,310 @@
+"""The mixin for a LightningModule of your own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainkit.core.checks import Checks
+from trainkit.core.ranks import Aggregation, find_ranks
+from trainkit.core.strategies import AccumulationStrategy, Uniform, Weight
+from trainkit.core.window import WindowStats
+from trainkit.errors import TrainkitError
+from trainkit.lit.callback import WindowCallback, window_ends
+from trainkit.lit.exact_log import ExactMeans
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule as _Base
+else:
+    _Base = object
+
+_HOOKS = ("configure_callbacks", "lr_scheduler_step")
+
+
+class AccumulationMixin(_Base):
+    """Exact gradient accumulation for a `LightningModule` of your own.
+
+        class MyModule(AccumulationMixin, LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.accumulation = PerToken()
+
+    The mixin stands before `LightningModule`. It brings the callback that does the
+    work; no hook of the module divides anything.
+
+    Attributes:
+        accumulation: says what a micro-batch weighs.
+        accumulation_checks: `"late"`, or `"now"` to refuse before a bad step is taken.
+        accumulation_aggregation: what the backend does to gradients across ranks,
+            where the Trainer's strategy does not show it.
+        hold_schedulers: True keeps a learning-rate scheduler with `interval="step"`
+            where it is when a gradient scaler has skipped the optimizer's step.
+            Lightning moves it, and `global_step`, all the same.
+    """
+
+    accumulation: AccumulationStrategy = Uniform()
+    accumulation_checks: Checks = "late"
+    accumulation_aggregation: Aggregation = "auto"
+    hold_schedulers: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse_wrong_order(cls)
+        for name in _HOOKS:
+            if callable(own := cls.__dict__.get(name)):
+                setattr(cls, name, _calls_super(own, name))
+
+    # ---- hooks -----------------------------------------------------------------------
+
+    def configure_callbacks(self) -> Any:
+        self._note_call("configure_callbacks")
+        theirs = super().configure_callbacks()
+        listed = list(theirs) if isinstance(theirs, Sequence) else [theirs]
+        return [*listed, MixinCallback(self)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self._note_call("lr_scheduler_step")
+        if self.hold_schedulers and self._was_skipped(scheduler):
+            return
+        super().lr_scheduler_step(scheduler, metric)
+
+    def _was_skipped(self, scheduler: Any) -> bool:
+        by_step = any(
+            config.scheduler is scheduler and config.interval == "step"
+            for config in self.trainer.lr_scheduler_configs
+        )
+        return by_step and self._windows().skipped_last_step()
+
+    def _note_call(self, name: str) -> None:
+        calls = self.__dict__.setdefault("_trainkit_calls", {})
+        calls[name] = calls.get(name, 0) + 1
+
+    # ---- manual optimization ---------------------------------------------------------
+
+    def accumulate(
+        self,
+        loss: Tensor,
+        batch: Any = None,
+        *,
+        optimizer: Any = None,
+        weight: Weight | None = None,
+        sync: bool = True,
+    ) -> None:
+        """Run a micro-batch's backward pass, weighted, into an optimizer's window.
+
+        With several optimizers each has a window of its own; use `toggle_optimizer` as
+        ever, so that one's loss leaves no gradient in the other's parameters.
+
+        Args:
+            loss: what the strategy's `loss_reduction` says, undivided.
+            batch: what the strategy weighs.
+            optimizer: whose window; needed when there are several.
+            weight: the weight itself, in place of `batch`.
+            sync: False leaves the ranks' gradients apart, which saves time on all
+                micro-batches but a window's last: `sync=self.window_ends(batch_idx)`.
+        """
+        if self.automatic_optimization:
+            raise TrainkitError(
+                "accumulate(): it is for manual optimization. With "
+                "automatic_optimization=True return the loss from training_step; the "
+                "window is weighted and divided by itself."
+            )
+        windows = self._windows()
+        index = self._index(windows, optimizer)
+        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        with nullcontext() if sync else block():
+            windows.accumulators[index].backward(
+                loss, batch, weight=weight, backward=self.manual_backward
+            )
+        windows.is_apart[index] = not sync
+
+    def window_ends(self, batch_idx: int, every: int | None = None) -> bool:
+        """Whether a window closes with this batch: it is full, or the epoch is over.
+
+        Args:
+            batch_idx: as `training_step` got it.
+            every: how many micro-batches make a full window; default: what
+                `Trainer(accumulate_grad_batches=...)` says.
+        """
+        num_expected = every or self._windows().window_size(self.trainer)
+        return window_ends(self.trainer, batch_idx, num_expected)
+
+    def finish_window(self, optimizer: Any = None) -> WindowStats:
+        """Close an optimizer's window: its gradients become those of the big batch.
+
+        Then clip, `optimizer.step()` and `optimizer.zero_grad()` as ever.
+        """
+        windows = self._windows()
+        index = self._index(windows, optimizer)
+        if windows.is_apart.get(index):
+            raise TrainkitError(
+                f"finish_window(): the last micro-batch of optimizer {index} was "
+                f"accumulated with sync=False, so the ranks' gradients are still "
+                f"apart. Pass sync=True on the window's last one: "
+                f"accumulate(..., sync=self.window_ends(batch_idx))."
+            )
+        return windows.close(self.trainer, index)
+
+    def _index(self, windows: WindowCallback, optimizer: Any) -> int:
+        if optimizer is not None:
+            return windows.index_of(self.trainer, optimizer)
+        if len(windows.accumulators) != 1:
+            raise TrainkitError(
+                f"optimizer: must be named where there are several, and there are "
+                f"{len(windows.accumulators)}. Pass optimizer=, one of "
+                f"self.optimizers()."
+            )
+        return 0
+
+    # ---- evaluation ------------------------------------------------------------------
+
+    def log_exact(
+        self,
+        name: str,
+        loss: Tensor,
+        batch: Any = None,
+        *,
+        weight: Weight | None = None,
+        prog_bar: bool = False,
+        logger: bool = True,
+    ) -> None:
+        """Log a mean with the strategy's weights, over all batches and ranks.
+
+        Lightning's own `self.log` weighs an epoch's means by rows, or by nothing. One
+        name is one mean: with several loaders, put the loader's index into it.
+
+        Args:
+            name: under which the mean is logged when the epoch ends.
+            loss: what the strategy's `loss_reduction` says.
+            batch: what the strategy weighs.
+            weight: the weight itself, in place of `batch`.
+            prog_bar: also show it in the progress bar.
+            logger: send it to the loggers.
+        """
+        strategy = self.accumulation
+        self._windows().means.add(
+            _stage(self.trainer),
+            name,
+            loss,
+            strategy.weight(batch) if weight is None else weight,
+            strategy.loss_reduction,
+            {"prog_bar": prog_bar, "logger": logger},
+        )
+
+    def _windows(self) -> MixinCallback:
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, MixinCallback):
+                return callback
+        raise TrainkitError(
+            f"{type(self).__name__}: the callback that its AccumulationMixin brings is "
+            f"not among trainer.callbacks. Leave in the list what is in it."
+        )
+
+
+class MixinCallback(WindowCallback):
+    """The callback that a mixin module brings."""
+
+    def __init__(self, module: AccumulationMixin) -> None:
+        super().__init__(
+            module.accumulation,
+            aggregation=module.accumulation_aggregation,
+            checks=module.accumulation_checks,
+        )
+        self.means = ExactMeans()
+        self.manual_window = _take_over_window_size(module)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.is_apart: dict[int, bool] = {}
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._log_means(trainer, pl_module, "train")
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log_means(trainer, pl_module, "validate")
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log_means(trainer, pl_module, "test")
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        self._give_back_window_size(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._give_back_window_size(trainer)
+
+    def _give_back_window_size(self, trainer: Any) -> None:
+        if self.manual_window is not None:
+            trainer.accumulate_grad_batches = self.manual_window
+
+    def _log_means(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # "mean": outside of fit nothing is wrapped; only the group matters here.
+        self.means.log(pl_module, stage, find_ranks(trainer.strategy, "mean"))
+
+
+def _take_over_window_size(module: AccumulationMixin) -> int | None:
+    """Lightning refuses `accumulate_grad_batches` with manual optimization, since it
+    would do nothing there; here it is what `window_ends` goes by."""
+    if module.automatic_optimization:
+        return None
+    trainer = module.trainer
+    asked = trainer.accumulate_grad_batches
+    trainer.accumulate_grad_batches = 1
+    return asked
+
+
+def _stage(trainer: Any) -> str:
+    stages = {
+        "train": trainer.training,
+        "validate": trainer.validating or trainer.sanity_checking,
+        "test": trainer.testing,
+    }
+    for stage, is_active in stages.items():
+        if is_active:
+            return stage
+    raise TrainkitError(
+        f"log_exact(): it logs the mean of an epoch of training, validation or test, "
+        f"and the Trainer is in {trainer.state.stage}. Call it in training_step, "
+        f"validation_step or test_step."
+    )
+
+
+def _refuse_wrong_order(cls: type) -> None:
+    order = [base.__name__ for base in cls.__mro__]
+    if "LightningModule" not in order:
+        return
+    if order.index("LightningModule") < order.index("AccumulationMixin"):
+        raise TrainkitError(
+            f"class {cls.__name__}: AccumulationMixin must come before "
+            f"LightningModule, whose hooks hide the mixin's otherwise. Write "
+            f"class {cls.__name__}(AccumulationMixin, LightningModule)."
+        )
+
+
+def _calls_super(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Let an override of a mixin hook complain if it keeps the mixin's from running."""
+
+    @functools.wraps(hook)
+    def checked(self: AccumulationMixin, *args: Any, **kwargs: Any) -> Any:
+        def num_calls() -> int:
+            return self.__dict__.get("_trainkit_calls", {}).get(name, 0)
+
+        before = num_calls()
+        result = hook(self, *args, **kwargs)
+        needed = name != "lr_scheduler_step" or self.hold_schedulers
+        if needed and num_calls() == before:
+            raise TrainkitError(
+                f"{type(self).__name__}.{name}(): it must call super().{name}(), and "
+                f"did not, so that AccumulationMixin's part did not run. Call it, and "
+                f"return or extend what it returns."
+            )
+        return result
+
+    return checked

@@ -1,0 +1,167 @@
+"""What cannot be exact is refused by name, as early as it can be known."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import LBFGS
+
+from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import AccumulationStrategy, Uniform
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import averages_models, unwrapped
+
+PATIENCE = timedelta(minutes=5)
+"""How long a rank whose batches are over waits for the others to say the same."""
+
+
+def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:
+    others = [c for c in trainer.callbacks if isinstance(c, kind) and c is not callback]
+    if others:
+        names = sorted({type(c).__name__ for c in [callback, *others]})
+        raise TrainkitError(
+            f"accumulation: a window must be divided by one driver, and "
+            f"{len(others) + 1} are present ({', '.join(names)}). A module with "
+            f"AccumulationMixin brings its own: remove AccumulationCallback from the "
+            f"Trainer, or give one callback only."
+        )
+
+
+def refuse_backend_that_accumulates(trainer: Any) -> None:
+    strategy = trainer.strategy
+    if strategy.handles_gradient_accumulation:
+        raise TrainkitError(
+            f"strategy {type(strategy).__name__}: it accumulates gradients by itself, "
+            f"out of reach of on_before_optimizer_step, and divides by its own count. "
+            f"Use ddp, fsdp or ModelParallelStrategy."
+        )
+
+
+def refuse_unknown_backend(trainer: Any) -> None:
+    strategy = trainer.strategy
+    if averages_models(strategy):
+        raise TrainkitError(
+            f"strategy {type(strategy).__name__}(model_averaging_period=...): with "
+            f"post-local SGD the ranks average weights, not gradients, so no gradient "
+            f"is the window's. Remove the averaging period and its communication hook."
+        )
+    if trainer.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise TrainkitError(
+            f"strategy {type(strategy).__name__}: it runs {trainer.world_size} ranks "
+            f"without torch.distributed, so their weights cannot be added up. Use ddp, "
+            f"fsdp or ModelParallelStrategy."
+        )
+
+
+def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
+    for optimizer in map(unwrapped, trainer.optimizers):
+        if isinstance(optimizer, LBFGS) and num_micro_batches > 1:
+            raise TrainkitError(
+                f"LBFGS: its closure runs only the last micro-batch of a window again, "
+                f"so a window must have one, and accumulate_grad_batches is "
+                f"{num_micro_batches}. Set it to 1, or use another optimizer."
+            )
+
+
+def refuse_second_closure(closed_several: bool) -> None:
+    if closed_several:
+        raise TrainkitError(
+            "optimizer: it ran its closure twice in one step, and the closure runs "
+            "only the last of the window's micro-batches again. With such an "
+            "optimizer, set accumulate_grad_batches=1."
+        )
+
+
+def refuse_static_graph(ranks: Ranks, num_micro_batches: int) -> None:
+    if ranks.ddp is not None and ranks.ddp.static_graph and num_micro_batches > 1:
+        raise TrainkitError(
+            f"static_graph=True: DDP cannot run a window of several micro-batches with "
+            f"it, and accumulate_grad_batches is {num_micro_batches}. Use "
+            f"DDPStrategy(static_graph=False)."
+        )
+
+
+def refuse_manual_optimization(pl_module: Any) -> None:
+    if not pl_module.automatic_optimization:
+        raise TrainkitError(
+            f"{type(pl_module).__name__}: with automatic_optimization=False it runs "
+            f"its own backward passes, which AccumulationCallback cannot weigh. Let "
+            f"the class inherit AccumulationMixin and call self.accumulate()."
+        )
+
+
+def refuse_unseen_batches(pl_module: Any, strategy: AccumulationStrategy) -> None:
+    parameters = inspect.signature(pl_module.training_step).parameters
+    if "dataloader_iter" in parameters and not isinstance(strategy, Uniform):
+        raise TrainkitError(
+            f"training_step(dataloader_iter): it fetches its batches itself, so "
+            f"{type(strategy).__name__} cannot weigh them. Take (batch, batch_idx), or "
+            f"use Uniform()."
+        )
+
+
+def refuse_none_on_last_micro_batch() -> None:
+    raise TrainkitError(
+        "training_step: it returned None on the last micro-batch of a window under a "
+        "gradient scaler, and Lightning then skips the whole window. Return a loss "
+        "that weighs nothing instead, such as 0.0 * output.sum() for a batch of "
+        "weight 0."
+    )
+
+
+def refuse_unequal_loaders(trainer: Any, ranks: Ranks) -> None:
+    """Compare the lengths of the ranks' loaders; once an epoch, which waits."""
+    if ranks.size == 1:
+        return
+    length = trainer.num_training_batches
+    known = -1.0 if length == float("inf") else float(length)
+    row = torch.tensor([known], device=trainer.strategy.root_device)
+    lengths = [int(row[0]) for row in ranks.share(row).wait().tolist()]
+    if len(set(lengths)) > 1:
+        raise TrainkitError(
+            f"train_dataloader: all ranks must have the same number of batches, and "
+            f"they have {lengths} (-1: unknown). A rank without a batch leaves the "
+            f"others waiting. Use a distributed sampler, or limit_train_batches."
+        )
+
+
+def make_meeting_point(ranks: Ranks) -> Any:
+    """A group whose barrier can give up; every rank makes it together."""
+    if ranks.size == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def refuse_early_end(trainer: Any, meeting_point: Any, batch_idx: int) -> None:
+    """A loader ends before its announced length: do the other ranks' as well?
+
+    Only a rank that sees its last batch waits here, and only where the length was not
+    known: a rank that came alone says so, instead of leaving the others waiting.
+    """
+    if meeting_point is None or not trainer.is_last_batch:
+        return
+    if batch_idx + 1 >= trainer.num_training_batches:
+        return
+    try:
+        dist.monitored_barrier(meeting_point, timeout=PATIENCE, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise TrainkitError(
+            f"train_dataloader: rank {trainer.global_rank} has run out of batches "
+            f"after {batch_idx + 1}, and other ranks have not ({error}). All ranks "
+            f"must yield the same number of batches: split the stream evenly, or set "
+            f"limit_train_batches to what every rank has."
+        ) from error
+
+
+def announce_scaled_gradients(optimizer: Any) -> None:
+    warnings.warn(
+        f"{type(optimizer).__name__}(fused=True) under a gradient scaler: it takes the "
+        f"scaler's factor off inside step(). The step is exact; callbacks that read "
+        f"gradients in on_before_optimizer_step see them multiplied by that factor.",
+        stacklevel=2,
+    )

@@ -1,0 +1,102 @@
+"""Watching the optimizer's own step, through torch's public step hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.reading import LateReading
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import unscales_itself
+
+
+class StepWatch:
+    """Knows whether a window's step was really taken, and refuses undivided ones.
+
+    A gradient scaler that finds an infinity does not call `optimizer.step()`: that is
+    how a skipped step shows, without asking the device. A fused optimizer skips inside
+    its step; then the scaler's factor falls, which is read when it has arrived.
+    """
+
+    def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
+        self._accumulator = accumulator
+        self._scaler = scaler
+        self._is_fused = scaler is not None and unscales_itself(optimizer)
+        self._device = next(
+            (p.device for group in optimizer.param_groups for p in group["params"]),
+            torch.device("cpu"),
+        )
+        self._expects = False
+        self._stepped = False
+        self._skipped = 0
+        self._factor_before: Tensor | None = None
+        self._fused_skips: list[LateReading] = []
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped so far; waits for the device where the optimizer is fused."""
+        return self._skipped + sum(int(r.values()) for r in self._fused_skips)
+
+    @property
+    def skipped_last(self) -> bool:
+        """Whether the window that closed last was not stepped with."""
+        if self._scaler is None:
+            return False
+        if self._is_fused:
+            fell = self._fell()
+            return bool(fell) if fell is not None else self._last_fused_skip()
+        return not self._stepped
+
+    def expect_step(self) -> None:
+        """A window closes: its step should follow."""
+        self._expects, self._stepped = True, False
+        if self._is_fused:
+            self._factor_before = self._factor()
+
+    def look(self) -> None:
+        """The batch is over: count the step as taken or skipped."""
+        if not self._expects:
+            return
+        self._expects = False
+        fell = self._fell()
+        if fell is not None:
+            self._fused_skips.append(LateReading(fell))
+            self._factor_before = None
+        elif self._scaler is not None and not self._stepped:
+            self._skipped += 1
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _factor(self) -> Tensor:
+        return self._scaler.scale(torch.ones((), device=self._device))
+
+    def _fell(self) -> Tensor | None:
+        if self._factor_before is None:
+            return None
+        return self._factor() < self._factor_before
+
+    def _last_fused_skip(self) -> bool:
+        return bool(self._fused_skips) and bool(self._fused_skips[-1].values())
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure") or next(iter(args), None)
+        if closure is None and self._accumulator.is_open:
+            raise TrainkitError(
+                f"{type(optimizer).__name__}.step(): its window of "
+                f"{self._accumulator.num_micro_batches} micro-batches has not been "
+                f"divided, since on_before_optimizer_step did not run. In "
+                f"optimizer_step, call optimizer.step(closure=optimizer_closure) on "
+                f"the optimizer that Lightning passes."
+            )
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepped = True
