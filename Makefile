@@ -31,7 +31,7 @@ lint: $(READY)  ## ruff, pyright, codespell
 	$(BIN)/pyright
 
 bench: $(READY)  ## measure the cost of a step
-	$(BIN)/python tests/benchmarks/step_cost.py
+	$(BIN)/python -m tests.benchmarks.step_cost
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

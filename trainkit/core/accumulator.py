@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.gradients import (
@@ -22,14 +23,20 @@ from trainkit.core.gradients import (
 from trainkit.core.ranks import Aggregation, Ranks, Shared, find_ranks
 from trainkit.core.strategies import AccumulationStrategy, Weight, check_reduction
 from trainkit.core.window import (
+    COUNT,
     DIVISOR,
-    LARGEST,
     WEIGHT,
     Window,
     WindowStats,
+    merged,
     scalar,
+    totals_dtype,
 )
 from trainkit.errors import TrainkitError
+
+HEADROOM = 256
+"""Under a gradient scaler, how much heavier a run's first window may be than its first
+micro-batch lets expect before half precision overflows and a step is lost."""
 
 
 class Accumulator:
@@ -93,6 +100,7 @@ class Accumulator:
         self._module = module
         self._window = Window()
         self._reference: Tensor | None = None  # r
+        self._inverses: dict[Any, Tensor] = {}
         self._announced: Shared | None = None
         if nonfinite == "skip" and self.ranks.backend_sums:
             raise TrainkitError(
@@ -104,8 +112,10 @@ class Accumulator:
 
     @property
     def num_micro_batches(self) -> int:
-        """How many micro-batches of the open window this process has seen."""
-        return len(self._window.losses)
+        """How many micro-batches the open window holds, a checkpoint's included."""
+        carried = self._window.carried
+        before = 0 if carried is None else int(carried[COUNT])
+        return before + len(self._window.losses)
 
     @property
     def is_open(self) -> bool:
@@ -135,6 +145,7 @@ class Accumulator:
         _refuse_dividing_backward(backward)
         weight = self.strategy.weight(batch) if weight is None else weight
         if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
+            self._window.add(0, 0, loss.new_zeros(()), 1)
             return
         handle = self.weigh(loss, weight)
         if last:
@@ -173,14 +184,21 @@ class Accumulator:
         by_mean = self.strategy.loss_reduction == "mean"
         if self._reference is None:
             self._reference = self._agree_on_reference(weight, expected, loss.device)
-        factor = divided_by * (weight if by_mean else 1) / self._reference
+        inverse = self._inverse_reference(loss.dtype, divided_by)
+        factor = inverse * weight if by_mean else inverse
         applied: Weight = weight
         if by_mean and loss.dtype in HALF:
-            applied = factor.to(loss.dtype) * (self._reference / divided_by)
-        self._window.add(weight, applied, loss.detach() if value is None else value)
+            applied = factor.to(loss.dtype) / inverse
+        # clone: the next step of a CUDA graph writes over this one's loss
+        shown, shown_divided_by = (loss.detach().clone(), divided_by)
+        if value is not None:
+            shown, shown_divided_by = (value, 1)
+        self._window.add(weight, applied, shown, shown_divided_by)
 
         def weighted(gradient: Tensor) -> Tensor:
-            return (gradient * factor).to(gradient.dtype)
+            product = gradient * factor
+            same = product.dtype == gradient.dtype
+            return product if same else product.to(gradient.dtype)
 
         return loss.register_hook(weighted)
 
@@ -214,16 +232,18 @@ class Accumulator:
                 window must stop the run.
         """
         parameters = parameters_of(optimizer_or_parameters)
-        if not self.is_open and self.ranks.size == 1:
+        if not self.is_open and (self.ranks.size == 1 or self.ranks.backend_sums):
             raise TrainkitError(
                 "finish(): the window is empty, so it has no gradient. Call "
-                "backward() at least once before it."
+                "backward() at least once before it; where ranks communicate in "
+                "their backward passes, every one of them needs a micro-batch, if "
+                "only one of weight 0."
             )
         if self._announced is None:
             self.announce(slots=slots)
         assert self._announced is not None
         table = self._announced.wait()
-        totals = table.sum(0)
+        totals = table[0] if self.ranks.size == 1 else table.sum(0)
         stats = WindowStats(table, totals)
         step, self.num_windows = self.num_windows, self.num_windows + 1
         self.drop()
@@ -258,16 +278,19 @@ class Accumulator:
             "totals": None,
             "gradients": {},
         }
-        if self.is_open:
-            row = self._window.row(self._device(), self.strategy.loss_reduction)
-            table = self.ranks.share(row).wait() if over_ranks else row.unsqueeze(0)
-            state["totals"] = table.sum(0)
-            state["totals"][LARGEST] = table[:, LARGEST].amax()
-            state["totals"] = state["totals"].cpu()
+        # A rank without a micro-batch takes part as well, or the others would wait.
+        ranks = self.ranks if over_ranks else Ranks()
+        row = self._window.row(self._device(), self.strategy.loss_reduction)
+        own = row.new_zeros(()) if self._reference is None else self._reference.to(row)
+        table = ranks.share(torch.cat([row, own.unsqueeze(0)])).wait()
+        totals, common = merged(table), table[:, -1].amax()
+        if bool(totals[COUNT]):
+            state["totals"] = totals.cpu()
+            # With aggregation="none", ranks have different r in their first window.
+            state["reference"] = common.cpu()
             if isinstance(self._module, nn.Module):
-                ranks = self.ranks if over_ranks else None
-                named = self._module.named_parameters()
-                state["gradients"] = save_partial(named, ranks)
+                named = _inside_wrappers(self._module).named_parameters()
+                state["gradients"] = save_partial(named, ranks, scale=own / common)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,25 +309,43 @@ class Accumulator:
         self.watch.forget()
         self.num_windows = state["num_windows"]
         self._reference = state["reference"]
+        self._inverses = {}
         is_mine = not is_whole or self.ranks.index == 0
-        if is_mine:
-            self._window.carried = state["totals"]
+        if state["totals"] is not None:
+            # Open on every rank, with zeros on all but one: they must act alike.
+            self._window.carried = state["totals"] * is_mine
         if state["gradients"] and isinstance(self._module, nn.Module):
-            named = self._module.named_parameters()
-            load_partial(named, state["gradients"], only_sharded=not is_mine)
+            named = _inside_wrappers(self._module).named_parameters()
+            ranks = self.ranks if is_whole else None
+            load_partial(named, state["gradients"], ranks)
 
     def _divide(self, parameters: list[Tensor], totals: Tensor) -> None:
-        divisor = totals[DIVISOR]
         if self._reference is not None:
-            reference = self._reference.to(divisor.device)
-            scale = torch.where(
-                divisor == 0, 0, self.ranks.multiplier * reference / divisor
+            reference = self._reference.to(totals.device)
+            # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
+            scale = (self.ranks.multiplier * reference / totals[DIVISOR]).nan_to_num(
+                nan=0.0, posinf=0.0, neginf=0.0
             )
             scale_(gradients_of(parameters), scale)
         if self.ranks.size > 1 and not self.ranks.backend_sums:
             sum_over_ranks_(parameters, self.ranks)
-        mean = totals[WEIGHT] / self.ranks.size
-        self._reference = _power_of_two(mean, self._reference)
+        if self.num_windows < 8 or self.num_windows % 16 == 0:
+            # r only keeps the sums near the size of a mean gradient: it need not
+            # follow every window, but all ranks must change it at the same one.
+            mean = totals[WEIGHT] / self.ranks.size
+            self._reference = _power_of_two(mean, self._reference)
+            self._inverses = {}
+
+    def _inverse_reference(self, dtype: torch.dtype, divided_by: int) -> Tensor:
+        """divided_by / r, in the loss's precision, but never in half: r is a power of
+        two, so that w / r is exact where w is."""
+        key = (dtype, divided_by)
+        if key not in self._inverses:
+            assert self._reference is not None
+            inverse = divided_by / self._reference
+            wide = inverse.dtype if dtype in HALF else dtype
+            self._inverses[key] = inverse.to(wide)
+        return self._inverses[key]
 
     def _agree_on_reference(
         self, weight: Weight, expected: int, device: torch.device
@@ -315,6 +356,8 @@ class Accumulator:
         passes communicate, every rank comes here in its first one.
         """
         first = scalar(weight, device) * expected
+        if self.watch.nonfinite == "allow":
+            first = first * HEADROOM
         if self.ranks.backend_sums:
             first = self.ranks.sum_(first) / self.ranks.size
         return _power_of_two(first, None)
@@ -361,11 +404,15 @@ class Accumulator:
 
 
 def _power_of_two(number: Tensor, otherwise: Tensor | None) -> Tensor:
-    """The power of two nearest to a number, so that w / r is exact in any dtype."""
-    fallback = torch.ones_like(number) if otherwise is None else otherwise.to(number)
-    usable = (number > 0) & number.isfinite()
-    safe = torch.where(usable, number, 1)
-    return torch.where(usable, safe.log2().round().exp2(), fallback)
+    """The power of two nearest to a positive number, else what it was before.
+
+    It falls by halves only: the window after an epoch's short last one is a full one.
+    """
+    nearest = number.log2().round().exp2()
+    if otherwise is None:
+        return torch.where(nearest > 0, nearest, 1.0)
+    before = otherwise.to(number.device)
+    return torch.where(nearest > 0, nearest.maximum(before / 2), before)
 
 
 def _checked(weight: Any) -> Weight:
@@ -376,7 +423,10 @@ def _checked(weight: Any) -> Weight:
                 f"weight: must be one number for a micro-batch, received a tensor of "
                 f"shape {list(weight.shape)}. Sum it in the strategy's weight()."
             )
-        return weight.detach().reshape(())
+        # A copy, in the dtype of the totals: a buffer that the loop fills again would
+        # change what the window holds.
+        dtype = totals_dtype(weight.device)
+        return weight.detach().reshape(()).to(dtype, copy=True)
     if hasattr(weight, "item"):  # numpy's numbers
         weight = weight.item()
     if not isinstance(weight, int | float):
@@ -405,6 +455,19 @@ def _refuse_dividing_backward(backward: Any) -> None:
             f"gradient_accumulation_steps={steps}, and the window is divided already. "
             f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
         )
+
+
+def _inside_wrappers(module: nn.Module) -> nn.Module:
+    """The user's own module, whose parameter names do not depend on the ranks."""
+    while True:
+        inner: nn.Module | None = module._modules.get("_orig_mod")  # torch.compile
+        if inner is None:
+            inner = module._modules.get("_forward_module")  # Fabric
+        if isinstance(module, DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
 
 
 def _default_device() -> torch.device:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Callable
+from math import inf, isfinite
 from typing import Literal, get_args
 
 from torch import Tensor
 
 from trainkit.core.reading import LateReading
-from trainkit.core.window import BAD_LOSS, BAD_WEIGHT, COUNT, LOST_MEAN, WEIGHT
+from trainkit.core.window import (
+    BARE_LOSS,
+    COUNT,
+    LARGEST,
+    LOSS,
+    SMALLEST,
+    WEIGHT,
+)
 from trainkit.errors import TrainkitError
 
 Checks = Literal["late", "now"]
@@ -68,27 +77,33 @@ class Watch:
         self._look(step, rows)
 
     def _look(self, step: int, rows: list[list[float]]) -> None:
-        def ranks(column: int) -> str:
-            return _names([i for i, row in enumerate(rows) if row[column]])
-
+        if all(map(_is_sound, rows)) and any(row[WEIGHT] for row in rows):
+            return
         where = f"optimizer step {step} (counted from 0)"
-        if any(row[BAD_WEIGHT] for row in rows):
+        micro_batches = int(sum(row[COUNT] for row in rows))
+        if not micro_batches:
             raise TrainkitError(
-                f"{where}, {ranks(BAD_WEIGHT)}: a micro-batch's weight must be finite "
-                f"and not negative, and one was not. Look at the strategy's weight() "
-                f"and at the mask or sample weights that it sums."
+                f"{where}: the window was empty on every rank, so it has no gradient. "
+                f"Call backward() at least once before finish()."
             )
-        if any(row[LOST_MEAN] for row in rows) and self._lost_mean_at is None:
-            self._lost_mean_at = step
-        if any(row[BAD_LOSS] for row in rows) and self.nonfinite != "allow":
+        if bad := _ranks(rows, lambda r: not (0 <= r[SMALLEST] <= r[LARGEST] < inf)):
             raise TrainkitError(
-                f"{where}, {ranks(BAD_LOSS)}: the loss must be finite where the "
-                f"micro-batch weighs something, and one was NaN or infinite."
-                f"{self._hint(step)}"
+                f"{where}, {bad}: a micro-batch's weight must be finite and not "
+                f"negative, and one was not. Look at the strategy's weight() and at "
+                f"the mask or sample weights that it sums."
+            )
+        if _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS])):
+            self._lost_mean_at = (
+                step if self._lost_mean_at is None else self._lost_mean_at
+            )
+        bad = _ranks(rows, lambda row: not isfinite(row[LOSS]))
+        if bad and self.nonfinite != "allow":
+            raise TrainkitError(
+                f"{where}, {bad}: the loss must be finite where the micro-batch "
+                f"weighs something, and one was NaN or infinite.{self._hint(step)}"
             )
         if sum(row[WEIGHT] for row in rows) == 0 and not self._warned_weightless:
             self._warned_weightless = True
-            micro_batches = int(sum(row[COUNT] for row in rows))
             warnings.warn(
                 f"{where}: none of the window's {micro_batches} micro-batches weighs "
                 f"anything (all labels ignored?). Its gradient is zero and the step "
@@ -111,6 +126,14 @@ class Watch:
         )
 
 
-def _names(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+def _is_sound(row: list[float]) -> bool:
+    return isfinite(row[BARE_LOSS]) and 0 <= row[SMALLEST] <= row[LARGEST] < inf
+
+
+def _ranks(rows: list[list[float]], wrong: Callable[[list[float]], bool]) -> str:
+    """The ranks whose row is wrong, in words; empty if none is."""
+    found = [rank for rank, row in enumerate(rows) if wrong(row)]
+    if not found:
+        return ""
+    listed = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+    return f"rank{'s' if len(found) > 1 else ''} {listed}"

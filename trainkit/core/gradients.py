@@ -34,6 +34,12 @@ def parameters_of(optimizer_or_parameters: Any) -> list[Tensor]:
                 f"{type(parameter).__name__}. Pass the optimizer, or "
                 f"model.parameters()."
             )
+    if not found:
+        raise TrainkitError(
+            "finish(): received no parameters, so nothing would be divided. Was a "
+            "generator such as model.parameters() used up before? Pass the optimizer, "
+            "or a list."
+        )
     return list({id(p): p for p in found}.values())
 
 
@@ -111,28 +117,32 @@ def total_norm(parameters: Iterable[Tensor], apart: Ranks | None) -> Tensor | No
 
 @torch.no_grad()
 def save_partial(
-    named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks | None
+    named_parameters: Iterable[tuple[str, Tensor]],
+    ranks: Ranks | None,
+    *,
+    scale: Tensor | float = 1.0,
 ) -> dict[str, Tensor]:
     """The gradients of an open window, by name, whole, on the CPU.
 
     Args:
         named_parameters: the parameters that train.
-        ranks: where the ranks' partial gradients are still apart, those to add up.
+        ranks: those whose gradients to add up; None saves this rank's own.
+        scale: what to multiply this rank's own by before.
     """
+    ranks = ranks or Ranks()
+    training = {name: p for name, p in named_parameters if p.requires_grad}
     saved = {}
-    for name, parameter in named_parameters:
-        if not parameter.requires_grad:
-            continue
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            gradient = gradient.full_tensor()  # the ranks' sum or mean already
-        elif ranks is not None and ranks.size > 1:
-            # Every rank takes part, also one where the parameter was not used yet.
-            mine = torch.zeros_like(parameter) if gradient is None else gradient
-            gradient = ranks.sum_(mine.to_dense() if mine.is_sparse else mine.clone())
-        if gradient is not None:
-            # clone: on a CPU the checkpoint must not change when training goes on
-            saved[name] = gradient.detach().to("cpu", copy=True)
+    for name in _used_somewhere(training, ranks):
+        parameter = training[name]
+        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(mine, DTensor):
+            total = mine.full_tensor() * ranks.multiplier  # brought together already
+        elif ranks.size > 1:
+            total = ranks.sum_((mine.to_dense() if mine.is_sparse else mine) * scale)
+        else:
+            total = mine
+        # copy: on a CPU the checkpoint must not change when training goes on
+        saved[name] = total.detach().to("cpu", copy=True)
     return saved
 
 
@@ -140,17 +150,17 @@ def save_partial(
 def load_partial(
     named_parameters: Iterable[tuple[str, Tensor]],
     saved: Mapping[str, Tensor],
-    *,
-    only_sharded: bool = False,
+    ranks: Ranks | None,
 ) -> None:
     """Put the gradients of an open window back where `save_partial` found them.
 
     Args:
         named_parameters: the parameters that train.
         saved: what `save_partial` returned.
-        only_sharded: on all ranks but one, when `saved` is the sum over ranks: a
-            sharded parameter takes its part everywhere, any other once.
+        ranks: those over which it is to be shared, if it was added up over ranks: a
+            sharded parameter takes its part on each, any other all of it on the first.
     """
+    ranks = ranks or Ranks()
     own = dict(named_parameters)
     missing = sorted(saved.keys() - own.keys())
     if missing:
@@ -159,16 +169,27 @@ def load_partial(
             f"has no such parameter. Resume with the model that was saved, or from a "
             f"checkpoint taken between two optimizer steps."
         )
-    for name, gradient in saved.items():
-        parameter = own[name]
-        whole = gradient.to(parameter.device, parameter.dtype)
-        if only_sharded and not isinstance(parameter, DTensor):
+    for name, parameter in own.items():
+        parameter.grad = None
+        if name not in saved:
             continue
+        whole = saved[name].to(parameter.device, parameter.dtype, copy=True)
         if isinstance(parameter, DTensor):
-            whole = distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements
+            parameter.grad = distribute_tensor(
+                whole / ranks.multiplier, parameter.device_mesh, parameter.placements
             )
-        parameter.grad = whole
+        elif ranks.index == 0:
+            parameter.grad = whole
+
+
+def _used_somewhere(parameters: Mapping[str, Tensor], ranks: Ranks) -> list[str]:
+    """Those that have a gradient on any rank, the same list on all ranks."""
+    present = [p.grad is not None for p in parameters.values()]
+    if ranks.size > 1 and parameters:
+        device = next(iter(parameters.values())).device
+        counts = ranks.sum_(torch.tensor(present, dtype=torch.int32, device=device))
+        present = counts.tolist()
+    return [name for name, used in zip(parameters, present, strict=True) if used]
 
 
 def _local(gradient: Tensor) -> Tensor:

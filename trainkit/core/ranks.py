@@ -103,13 +103,16 @@ def find_ranks(
         return _ranks(aggregation, group, ddp)
     if ddp is not None:
         return _ranks("mean", group or ddp.process_group, ddp)
-    if group is not None or _spans_ranks(module):
+    if _spans_ranks(module):
         # Sharded parameters are averaged by the reduce-scatter that shards them.
-        return _ranks("mean", group or _group_of(module, ddp), ddp)
-    if dist.get_world_size() == 1:
+        ranks = _ranks("mean", group or _group_of(module, ddp), ddp)
+        if ranks.size > 1:
+            _refuse_unsharded(module)
+        return ranks
+    if dist.get_world_size(group) == 1:
         return Ranks()
     raise TrainkitError(
-        f"aggregation: {dist.get_world_size()} ranks are running, and "
+        f"aggregation: {dist.get_world_size(group)} ranks are running, and "
         f"{'no module was given' if module is None else type(module).__name__} does "
         f"not show what the backend does to gradients across them. Pass module= (a "
         f"DDP or FSDP module), or aggregation='mean' (the backend averages), 'sum' "
@@ -161,10 +164,29 @@ def _data_parallel_mesh(strategy: Any) -> Any:
 
 
 def _sharded_mesh(module: Any) -> Any:
-    for parameter in _parameters(module):
+    for parameter in _parameters(module).values():
         if isinstance(parameter, DTensor):
             return parameter.device_mesh
     return None
+
+
+def _refuse_unsharded(module: Any) -> None:
+    """What no reduce-scatter brings together keeps each rank's own gradient."""
+    if _submodule(module, FullyShardedDataParallel) is not None:
+        return
+    replicas = _data_parallel_mesh(module)
+    for name, parameter in _parameters(module).items():
+        dimensions = None
+        if isinstance(parameter, DTensor):
+            dimensions = parameter.device_mesh.mesh_dim_names or ()
+        is_split_only = replicas is not None and dimensions == ("tensor_parallel",)
+        if parameter.requires_grad and (dimensions is None or is_split_only):
+            raise TrainkitError(
+                f"aggregation='auto': {name} is not sharded over the data-parallel "
+                f"ranks, so nothing shows that its gradient is averaged over them. "
+                f"Shard all that trains (fully_shard on the root module too), or say "
+                f"what your backend does: aggregation='mean'."
+            )
 
 
 def _submodule(module: Any, kind: type) -> Any:
@@ -174,6 +196,6 @@ def _submodule(module: Any, kind: type) -> Any:
     return next((m for m in root.modules() if isinstance(m, kind)), None)
 
 
-def _parameters(module: Any) -> list[Any]:
+def _parameters(module: Any) -> dict[str, Any]:
     root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
-    return list(root.parameters()) if isinstance(root, nn.Module) else []
+    return dict(root.named_parameters()) if isinstance(root, nn.Module) else {}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from trainkit.core.strategies import LossReduction, Weight
 
-# The columns of a rank's row. What follows them are the single weights, if asked for.
-WEIGHT, DIVISOR, LOSS, COUNT, LARGEST = range(5)
-BAD_LOSS, BAD_WEIGHT, LOST_MEAN = range(5, 8)
-PADDING, TOKENS = range(8, 10)
-NUM_COLUMNS = 10
+# The columns of a rank's row: sums, then extremes. What follows them are the single
+# weights, if asked for.
+WEIGHT, DIVISOR, LOSS, BARE_LOSS, COUNT, PADDING, TOKENS = range(7)
+SMALLEST, LARGEST = range(7, 9)
+NUM_COLUMNS = 9
 
 
 @dataclass
@@ -28,14 +31,16 @@ class Window:
         applied: the same after the rounding of a half-precision loss, which cannot
             carry 1001: what the gradients were really multiplied by.
         losses: each loss as it went into the backward pass, detached.
+        divisors: what the loop had divided each of them by.
         padding: for each micro-batch looked at, how many of its tokens only pad.
         tokens: and how many it has in all.
-        carried: the totals of micro-batches that a checkpoint brought back.
+        carried: the row of micro-batches that a checkpoint brought back.
     """
 
     weights: list[Weight] = field(default_factory=list)
     applied: list[Weight] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    divisors: list[int] = field(default_factory=list)
     padding: list[Weight] = field(default_factory=list)
     tokens: list[Weight] = field(default_factory=list)
     carried: Tensor | None = None
@@ -44,15 +49,18 @@ class Window:
     def is_open(self) -> bool:
         return bool(self.losses) or self.carried is not None
 
-    def add(self, weight: Weight, applied: Weight, loss: Tensor) -> None:
+    def add(
+        self, weight: Weight, applied: Weight, loss: Tensor, divided_by: int
+    ) -> None:
         self.weights.append(weight)
         self.applied.append(applied)
-        self.losses.append(loss)
+        self.losses.append(loss.reshape(()) if loss.ndim else loss)
+        self.divisors.append(divided_by)
 
     def row(
         self, device: torch.device, reduction: LossReduction, *, slots: int = 0
     ) -> Tensor:
-        """This rank's totals and flags, in float64.
+        """This rank's numbers, in float64.
 
         Args:
             device: where the ranks meet.
@@ -60,50 +68,44 @@ class Window:
             slots: how many single weights to append, those not used as NaN.
         """
         weights = vector(self.weights, device)
-        if not self.losses:
-            own = weights.new_zeros(NUM_COLUMNS)
-        else:
+        if self.losses:
             own = self._own_columns(weights, reduction)
+        else:
+            own = weights.new_zeros(NUM_COLUMNS)
         if self.carried is not None:
-            largest = torch.maximum(own[LARGEST], self.carried.to(own)[LARGEST])
-            own = own + self.carried.to(own)
-            own[LARGEST] = largest
+            own = merged(torch.stack([own, self.carried.to(own)]))
         if not slots:
             return own
         unused = weights.new_full((max(slots - len(weights), 0),), torch.nan)
         return torch.cat([own, weights[:slots], unused])
 
     def _own_columns(self, weights: Tensor, reduction: LossReduction) -> Tensor:
-        losses = vector(self.losses, weights.device)
-        same = all(a is w for a, w in zip(self.applied, self.weights, strict=True))
+        losses = self._undivided_losses(weights.device)
+        same = all(map(operator.is_, self.applied, self.weights))
         divisor = weights if same else vector(self.applied, weights.device)
-        counts = weights != 0
-        finite = losses.isfinite()
-        # A mean over nothing is NaN, and NaN * 0 is NaN: leave it out by hand.
-        sums = (
-            torch.where(counts, losses * weights, 0) if reduction == "mean" else losses
-        )
-        flags = torch.stack(
-            [
-                ~finite if reduction == "sum" else counts & ~finite,
-                ~((weights >= 0) & weights.isfinite()),
-                ~counts & ~finite,
-            ]
-        )
-        return torch.cat(
-            [
-                torch.stack([weights, divisor, sums, torch.ones_like(sums)]).sum(1),
-                weights.amax().unsqueeze(0),
-                flags.any(1),
-                self._padding_columns(weights),
-            ]
-        )
+        weighted = losses
+        if reduction == "mean":
+            # A mean over nothing is NaN, and NaN * 0 is NaN: leave it out by hand.
+            weighted = torch.where(weights == 0, 0, losses * weights)
+        sums = torch.stack([weights, divisor, weighted, losses]).sum(1)
+        counts = [len(self.losses), sum(self.padding), sum(self.tokens)]
+        extremes = torch.stack(weights.aminmax())
+        return torch.cat([sums, vector(counts, weights.device), extremes])
 
-    def _padding_columns(self, like: Tensor) -> Tensor:
-        if not self.tokens:
-            return like.new_zeros(2)
-        padding = vector(self.padding, like.device).sum()
-        return torch.stack([padding, vector(self.tokens, like.device).sum()])
+    def _undivided_losses(self, device: torch.device) -> Tensor:
+        losses = vector(self.losses, device)
+        first = self.divisors[0]
+        if all(divided_by == first for divided_by in self.divisors):
+            return losses if first == 1 else losses * first
+        return losses * vector(list(self.divisors), device)
+
+
+def merged(rows: Tensor) -> Tensor:
+    """Several rows as one: the sums added up, the extremes taken again."""
+    row = rows[:, :NUM_COLUMNS].sum(0)
+    row[SMALLEST] = rows[:, SMALLEST].amin()
+    row[LARGEST] = rows[:, LARGEST].amax()
+    return row
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,17 +175,23 @@ class WindowStats:
         return torch.where(kept_all, gap, torch.nan)
 
 
-def vector(numbers: list[Weight] | list[Tensor], device: torch.device) -> Tensor:
+def vector(
+    numbers: Sequence[Weight] | Sequence[Tensor], device: torch.device
+) -> Tensor:
     """Numbers and 0-d tensors as one float64 vector, without waiting for any."""
     dtype = totals_dtype(device)
-    if all(isinstance(n, Tensor) for n in numbers) and numbers:
-        return torch.stack([n.reshape(()) for n in numbers]).to(device, dtype)  # type: ignore[union-attr]
-    if not any(isinstance(n, Tensor) for n in numbers):
+    num_tensors = sum(isinstance(number, Tensor) for number in numbers)
+    if num_tensors == 0:
         host = torch.tensor(numbers, dtype=dtype)
         if device.type != "cuda":
             return host.to(device)
         return host.pin_memory().to(device, non_blocking=True)
-    return torch.stack([scalar(n, device) for n in numbers])
+    if num_tensors == len(numbers):
+        found = cast(Sequence[Tensor], numbers)
+        # stack would round int64 to bfloat16 beside one, and wants one shape and device
+        if len({(n.dtype, n.shape, n.device) for n in found}) == 1:
+            return torch.stack(list(found)).to(device, dtype).flatten()
+    return torch.stack([scalar(number, device) for number in numbers])
 
 
 def scalar(number: Weight, device: torch.device) -> Tensor:

@@ -21,6 +21,12 @@ def unscales_itself(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def is_scaled(scaler: Any, optimizer: Any) -> bool:
+    """Whether an optimizer's gradients still carry the scaler's factor."""
+    state = scaler._per_optimizer_states.get(id(unwrapped(optimizer)))
+    return state is None or state["stage"].name == "READY"
+
+
 def unwrapped(optimizer: Any) -> Any:
     """The torch optimizer inside a `LightningOptimizer`."""
     return getattr(optimizer, "_optimizer", optimizer)
@@ -29,3 +35,18 @@ def unwrapped(optimizer: Any) -> Any:
 def averages_models(strategy: Any) -> bool:
     """Whether DDP ranks average weights now and then in place of gradients."""
     return getattr(strategy, "_model_averaging_period", None) is not None
+
+
+def batches_into_epoch(checkpoint: Any) -> int:
+    """How many batches of its epoch a checkpoint's run had done; 0 at its end."""
+    loops = checkpoint.get("loops", {})
+    progress = loops.get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if not progress or progress["is_last_batch"]:
+        return 0
+    return progress["current"]["processed"]
+
+
+def logged_step(trainer: Any) -> int:
+    """The step under which Lightning's own logs of this batch stand: in manual
+    optimization it counts batches, and `global_step` the steps of all optimizers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -55,14 +55,16 @@ class WindowCallback(Callback):
         self.accumulators: dict[int, Accumulator] = {}
         self.windows: dict[int, WindowStats] = {}
         self._weight: Weight | None = None
-        self._handle: Any = None
+        self._scaler: Any = None
         self._restored: Any = None
         self._batch_idx = 0
         self._meeting_point: Any = None
         self._steps: list[StepWatch] = []
         self._wants_weights: list[Callable[[int], bool]] = []
         self._batch_is_unfinished = False
-        self._closed_several = False
+        self._gradients_are_fresh = False
+        self._num_closed = 0
+        self.longest_window = 0  # that manual optimization has asked for
         self._warned_short_epoch = False
 
     # ---- what others ask -------------------------------------------------------------
@@ -98,10 +100,13 @@ class WindowCallback(Callback):
         trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        scaler = scaler_of(trainer)
+        scaler = self._scaler = scaler_of(trainer)
         refusals.refuse_closures_that_repeat(trainer, trainer.accumulate_grad_batches)
         refusals.refuse_unknown_backend(trainer)
-        refusals.refuse_unseen_batches(pl_module, self.strategy)
+        refusals.refuse_unseen_batches(
+            pl_module, self.strategy, trainer.accumulate_grad_batches
+        )
+        refusals.refuse_no_optimizer(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             accumulator = Accumulator(
                 self.strategy,
@@ -147,11 +152,12 @@ class WindowCallback(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._closed_several = False
+        self._num_closed = 0
         self._batch_idx = batch_idx
         if not self.accumulators:
             return
-        refusals.refuse_early_end(trainer, self._meeting_point, batch_idx)
+        if trainer.is_last_batch:
+            refusals.refuse_early_end(trainer, self._meeting_point)
         if pl_module.automatic_optimization:
             # Before training_step, which may take the batch apart.
             self._weight = self.strategy.weight(batch)
@@ -161,15 +167,19 @@ class WindowCallback(Callback):
         if not pl_module.automatic_optimization:
             return  # accumulate() weights the loss itself
         accumulator = self.accumulators[0]
-        num_expected = trainer.accumulate_grad_batches
-        value = loss.detach() * num_expected  # Lightning has divided by it
-        scaler = scaler_of(trainer)
-        if scaler is not None:
-            value = value / scaler.scale(loss.new_ones(()))
+        if not accumulator.is_open and not self._gradients_are_fresh:
+            # Lightning zeroes by the batch's index and steps by their number: where
+            # accumulate_grad_batches changes or the loader yields None, it does not.
+            _clear_gradients(trainer.optimizers[0])
+        num_expected = trainer.accumulate_grad_batches  # Lightning has divided by it
+        value = None
+        if self._scaler is not None:
+            factor = self._scaler.scale(loss.new_ones(()))
+            value = loss.detach() * num_expected / factor
         assert self._weight is not None
         if accumulator.num_micro_batches:
             refusals.refuse_closures_that_repeat(trainer, num_expected)
-        self._handle = accumulator.weigh(
+        accumulator.weigh(
             loss,
             self._weight,
             divided_by=num_expected,
@@ -178,11 +188,6 @@ class WindowCallback(Callback):
         )
         if window_ends(trainer, self._batch_idx, num_expected):
             accumulator.announce(slots=self._slots(accumulator, num_expected))
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
 
     # ---- the end of a window ---------------------------------------------------------
 
@@ -202,20 +207,21 @@ class WindowCallback(Callback):
         if not accumulator.is_open:
             # Nothing ran backward: gradients left from an earlier step (the BatchNorm
             # epoch of StochasticWeightAveraging) must not be stepped with again.
-            for parameter in parameters_of(optimizer):
-                parameter.grad = None
+            _clear_gradients(optimizer)
             return
-        if not self._batch_is_unfinished and scaler_of(trainer) is not None:
+        if not self._batch_is_unfinished and self._scaler is not None:
             refusals.refuse_none_on_last_micro_batch()
-        refusals.refuse_second_closure(self._closed_several)
-        self._closed_several = accumulator.num_micro_batches > 1
+        refusals.refuse_second_closure(self._num_closed)
         self.close(trainer, index)
 
     def close(self, trainer: Any, index: int) -> WindowStats:
         """Divide an optimizer's window; used by `finish_window` as well."""
         accumulator = self.accumulators[index]
         self._steps[index].expect_step()
-        slots = self._slots(accumulator, self.window_size(trainer))
+        self._gradients_are_fresh = False
+        self._num_closed = accumulator.num_micro_batches
+        size = max(self.window_size(trainer), self.longest_window)
+        slots = self._slots(accumulator, size)
         self.windows[index] = accumulator.finish(trainer.optimizers[index], slots=slots)
         return self.windows[index]
 
@@ -235,8 +241,10 @@ class WindowCallback(Callback):
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if pl_module.automatic_optimization and self.accumulators:
             self._drop("its gradients were zeroed before its step")
+            self._gradients_are_fresh = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        refusals.refuse_early_end(trainer, self._meeting_point)
         if pl_module.automatic_optimization:
             self._drop("the epoch ended inside it")
 
@@ -261,6 +269,7 @@ class WindowCallback(Callback):
     def _drop(self, why: str) -> None:
         for accumulator in self.accumulators.values():
             if accumulator.is_open:
+                self._gradients_are_fresh = False
                 held = accumulator.drop()
                 if accumulator.ranks.index == 0:
                     _say_dropped(held, why)
@@ -273,7 +282,7 @@ class WindowCallback(Callback):
         checkpoint[checkpoints.KEY] = checkpoints.save(
             self.accumulators,
             pl_module,
-            torn=self._batch_is_unfinished,
+            num_torn=self._num_torn(),
             alone=trainer.interrupted,
         )
 
@@ -281,6 +290,17 @@ class WindowCallback(Callback):
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         self._restored = checkpoint.get(checkpoints.KEY)
+        if self._restored is None:
+            num_expected = self.window_size(trainer)
+            self._restored = checkpoints.without_state(checkpoint, num_expected)
+
+    def _num_torn(self) -> int:
+        """How many micro-batches a window has that the one under way has been added
+        to: the resumed run will run that one again, and cannot without the others."""
+        if not self._batch_is_unfinished:
+            return 0
+        held = sum(a.num_micro_batches for a in self.accumulators.values())
+        return held or self._num_closed
 
     # ---- small things ----------------------------------------------------------------
 
@@ -325,6 +345,11 @@ def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
         or trainer.is_last_batch
         or batch_idx + 1 == trainer.num_training_batches
     )
+
+
+def _clear_gradients(optimizer: Any) -> None:
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
 
 
 def _say_dropped(held: int, why: str) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import load_partial, save_partial
+from trainkit.lit._compat import batches_into_epoch
 
 KEY = "trainkit"
 
@@ -18,7 +19,7 @@ def save(
     accumulators: Mapping[int, Accumulator],
     pl_module: Any,
     *,
-    torn: bool,
+    num_torn: int,
     alone: bool,
 ) -> dict[str, Any]:
     """What a checkpoint must hold so that the resumed run is exact.
@@ -26,8 +27,9 @@ def save(
     Args:
         accumulators: one for each optimizer.
         pl_module: whose partial gradients.
-        torn: a micro-batch is under way, which the resumed run will run again; what it
-            has left in the gradients cannot be taken out.
+        num_torn: how many micro-batches the window has, if the last of them is under
+            way. The resumed run will run that one again, and what it has left in the
+            gradients cannot be taken out.
         alone: the other ranks may not be saving, so nothing can be asked of them.
 
     Returns:
@@ -36,32 +38,42 @@ def save(
     state: dict[str, Any] = {
         "num_windows": {i: a.num_windows for i, a in accumulators.items()}
     }
-    held = sum(a.num_micro_batches for a in accumulators.values())
-    if not any(a.is_open for a in accumulators.values()):
+    is_open = any(a.is_open for a in accumulators.values())
+    if num_torn == 1 or not (num_torn or is_open):
         return state
+    held = sum(a.num_micro_batches for a in accumulators.values())
+    lost = num_torn - 1 if num_torn else held
     ranks = next(iter(accumulators.values())).ranks
     flat = any(isinstance(m, FullyShardedDataParallel) for m in pl_module.modules())
-    if torn or flat or (alone and ranks.size > 1):
+    if num_torn or flat or (alone and ranks.size > 1):
         why = (
             "a micro-batch is under way"
-            if torn
+            if num_torn
             else "FSDP1 keeps gradients in flat shards that no other run can place"
             if flat
             else "the other ranks cannot be asked for theirs"
         )
         warnings.warn(
-            f"checkpoint: taken inside a window of {held} micro-batches, whose "
-            f"gradients it does not hold, since {why}. A run resumed from it steps "
+            f"checkpoint: taken inside a window, of whose first {lost} micro-batches "
+            f"it does not hold the gradients, since {why}. A run resumed from it steps "
             f"with the rest of that window alone.",
             stacklevel=2,
         )
-        state["lost"] = held
+        state["lost"] = lost
         return state
     state["windows"] = {
         i: a.state_dict(over_ranks=True) for i, a in accumulators.items()
     }
     state["gradients"] = save_partial(pl_module.named_parameters(), ranks)
     return state
+
+
+def without_state(
+    checkpoint: Mapping[str, Any], num_expected: int
+) -> dict[str, Any] | None:
+    """What a checkpoint that trainkit did not see written has lost, or None."""
+    lost = batches_into_epoch(checkpoint) % num_expected
+    return {"num_windows": {}, "lost": lost} if lost else None
 
 
 def restore(
@@ -84,4 +96,4 @@ def restore(
         accumulators[index].load_state_dict(window)
     first = next(iter(accumulators.values()))
     named = pl_module.named_parameters()
-    load_partial(named, state["gradients"], only_sharded=first.ranks.index != 0)
+    load_partial(named, state["gradients"], first.ranks)

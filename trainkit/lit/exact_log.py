@@ -29,7 +29,7 @@ class ExactMeans:
         reduction: LossReduction,
         options: dict[str, Any],
     ) -> None:
-        loss, weight = scalar(loss, loss.device), scalar(weight, loss.device)
+        weight = scalar(weight, loss.device)
         total = loss * weight if reduction == "mean" else loss
         if reduction == "mean":
             total = torch.where(weight == 0, 0, total)  # a mean over nothing is NaN

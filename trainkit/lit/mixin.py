@@ -12,10 +12,12 @@ from torch import Tensor
 from trainkit.core.checks import Checks
 from trainkit.core.ranks import Aggregation, find_ranks
 from trainkit.core.strategies import AccumulationStrategy, Uniform, Weight
-from trainkit.core.window import WindowStats
+from trainkit.core.window import WindowStats, scalar
 from trainkit.errors import TrainkitError
+from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.callback import WindowCallback, window_ends
 from trainkit.lit.exact_log import ExactMeans
+from trainkit.lit.refusals import refuse_zeroed_window
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _Base
@@ -55,8 +57,9 @@ class AccumulationMixin(_Base):
         super().__init_subclass__(**kwargs)
         _refuse_wrong_order(cls)
         for name in _HOOKS:
-            if callable(own := cls.__dict__.get(name)):
-                setattr(cls, name, _calls_super(own, name))
+            owner = next(base for base in cls.__mro__ if name in base.__dict__)
+            if owner is cls or not issubclass(owner, AccumulationMixin):
+                setattr(cls, name, _calls_super(getattr(cls, name), name))
 
     # ---- hooks -----------------------------------------------------------------------
 
@@ -115,6 +118,9 @@ class AccumulationMixin(_Base):
             )
         windows = self._windows()
         index = self._index(windows, optimizer)
+        refuse_zeroed_window(
+            windows.accumulators[index], self.trainer.optimizers[index]
+        )
         block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         with nullcontext() if sync else block():
             windows.accumulators[index].backward(
@@ -130,7 +136,9 @@ class AccumulationMixin(_Base):
             every: how many micro-batches make a full window; default: what
                 `Trainer(accumulate_grad_batches=...)` says.
         """
-        num_expected = every or self._windows().window_size(self.trainer)
+        windows = self._windows()
+        num_expected = every or windows.window_size(self.trainer)
+        windows.longest_window = max(windows.longest_window, num_expected)
         return window_ends(self.trainer, batch_idx, num_expected)
 
     def finish_window(self, optimizer: Any = None) -> WindowStats:
@@ -149,6 +157,22 @@ class AccumulationMixin(_Base):
             )
         return windows.close(self.trainer, index)
 
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip, as ever, also in `training_step` under a gradient scaler.
+
+        There the gradients still carry the scaler's factor (lightning#18089), and the
+        limit is multiplied by it.
+        """
+        scaler = None if self.fabric else scaler_of(self.trainer)
+        if gradient_clip_val and scaler is not None and is_scaled(scaler, optimizer):
+            gradient_clip_val *= scaler.get_scale()
+        super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def _index(self, windows: WindowCallback, optimizer: Any) -> int:
         if optimizer is not None:
             return windows.index_of(self.trainer, optimizer)
@@ -165,12 +189,12 @@ class AccumulationMixin(_Base):
     def log_exact(
         self,
         name: str,
-        loss: Tensor,
+        loss: Tensor | float,
         batch: Any = None,
         *,
         weight: Weight | None = None,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = None,
     ) -> None:
         """Log a mean with the strategy's weights, over all batches and ranks.
 
@@ -183,20 +207,21 @@ class AccumulationMixin(_Base):
             batch: what the strategy weighs.
             weight: the weight itself, in place of `batch`.
             prog_bar: also show it in the progress bar.
-            logger: send it to the loggers.
+            logger: send it to the loggers; default: if there are any.
         """
         strategy = self.accumulation
         self._windows().means.add(
             _stage(self.trainer),
             name,
-            loss,
+            _one_number(name, loss, self.device),
             strategy.weight(batch) if weight is None else weight,
             strategy.loss_reduction,
             {"prog_bar": prog_bar, "logger": logger},
         )
 
     def _windows(self) -> MixinCallback:
-        for callback in self.trainer.callbacks:
+        trainer: Any = self.trainer
+        for callback in trainer.callbacks:
             if isinstance(callback, MixinCallback):
                 return callback
         raise TrainkitError(
@@ -220,6 +245,16 @@ class MixinCallback(WindowCallback):
     def _forget(self) -> None:
         super()._forget()
         self.is_apart: dict[int, bool] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if isinstance(pl_module, AccumulationMixin):
+            super().setup(trainer, pl_module, stage)
+        else:  # left in the list by the module of an earlier fit
+            trainer.callbacks = [c for c in trainer.callbacks if c is not self]
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.strategy = pl_module.accumulation  # perhaps chosen in its setup()
+        super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_end(trainer, pl_module)
@@ -258,6 +293,15 @@ def _take_over_window_size(module: AccumulationMixin) -> int | None:
     asked = trainer.accumulate_grad_batches
     trainer.accumulate_grad_batches = 1
     return asked
+
+
+def _one_number(name: str, loss: Tensor | float, device: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise TrainkitError(
+            f"log_exact({name!r}): the loss must be one number, received a tensor of "
+            f"shape {list(loss.shape)}. Reduce it to what the strategy says."
+        )
+    return scalar(loss, device)
 
 
 def _stage(trainer: Any) -> str:

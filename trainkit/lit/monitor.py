@@ -17,7 +17,7 @@ from trainkit.core.reading import LateReading
 from trainkit.core.strategies import PerSample, PerToken
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
 from trainkit.lit.callback import WindowCallback
 
 
@@ -94,7 +94,7 @@ class WindowMonitor(Callback):
                 numbers["grad_norm"] = norm
             names = [prefix + name for name in numbers]
             table = torch.stack([n.to(stats.weight) for n in numbers.values()])
-            self._waiting.append((trainer.global_step, names, LateReading(table)))
+            self._waiting.append((logged_step(trainer), names, LateReading(table)))
         self._log_arrived(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS
 
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.gradients import parameters_of
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Uniform
 from trainkit.errors import TrainkitError
@@ -68,8 +71,8 @@ def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
             )
 
 
-def refuse_second_closure(closed_several: bool) -> None:
-    if closed_several:
+def refuse_second_closure(num_closed: int) -> None:
+    if num_closed > 1:
         raise TrainkitError(
             "optimizer: it ran its closure twice in one step, and the closure runs "
             "only the last of the window's micro-batches again. With such an "
@@ -95,13 +98,46 @@ def refuse_manual_optimization(pl_module: Any) -> None:
         )
 
 
-def refuse_unseen_batches(pl_module: Any, strategy: AccumulationStrategy) -> None:
+def refuse_unseen_batches(
+    pl_module: Any, strategy: AccumulationStrategy, num_micro_batches: int
+) -> None:
     parameters = inspect.signature(pl_module.training_step).parameters
-    if "dataloader_iter" in parameters and not isinstance(strategy, Uniform):
+    if "dataloader_iter" not in parameters or not pl_module.automatic_optimization:
+        return
+    if not isinstance(strategy, Uniform):
         raise TrainkitError(
             f"training_step(dataloader_iter): it fetches its batches itself, so "
             f"{type(strategy).__name__} cannot weigh them. Take (batch, batch_idx), or "
             f"use Uniform()."
+        )
+    if num_micro_batches > 1:
+        raise TrainkitError(
+            f"training_step(dataloader_iter): Lightning then zeroes gradients by an "
+            f"index that lags behind, inside windows, and accumulate_grad_batches is "
+            f"{num_micro_batches}. Take (batch, batch_idx), or set it to 1."
+        )
+
+
+def refuse_no_optimizer(trainer: Any) -> None:
+    groups = [group for o in trainer.optimizers for group in o.param_groups]
+    if not any(group["params"] for group in groups):
+        raise TrainkitError(
+            "configure_optimizers: it returned no optimizer, so there is nothing to "
+            "accumulate for. Return one, or leave out AccumulationCallback or "
+            "AccumulationMixin."
+        )
+
+
+def refuse_zeroed_window(accumulator: Accumulator, optimizer: Any) -> None:
+    """In manual optimization; with DTensors, FSDP2 may still hold them elsewhere."""
+    held = accumulator.num_micro_batches
+    if held and all(
+        p.grad is None and not isinstance(p, DTensor) for p in parameters_of(optimizer)
+    ):
+        raise TrainkitError(
+            f"accumulate(): the window is open, and the gradients of the {held} "
+            f"micro-batches in it are gone. Call optimizer.zero_grad() only after "
+            f"optimizer.step(), at the end of a window."
         )
 
 
@@ -137,22 +173,21 @@ def make_meeting_point(ranks: Ranks) -> Any:
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-def refuse_early_end(trainer: Any, meeting_point: Any, batch_idx: int) -> None:
-    """A loader ends before its announced length: do the other ranks' as well?
+def refuse_early_end(trainer: Any, meeting_point: Any) -> None:
+    """The epoch ends here before its announced length: on the other ranks as well?
 
-    Only a rank that sees its last batch waits here, and only where the length was not
+    Only a rank that sees its batches end waits, and only where their number was not
     known: a rank that came alone says so, instead of leaving the others waiting.
     """
-    if meeting_point is None or not trainer.is_last_batch:
-        return
-    if batch_idx + 1 >= trainer.num_training_batches:
+    num_seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if meeting_point is None or num_seen >= trainer.num_training_batches:
         return
     try:
         dist.monitored_barrier(meeting_point, timeout=PATIENCE, wait_all_ranks=True)
     except RuntimeError as error:
         raise TrainkitError(
             f"train_dataloader: rank {trainer.global_rank} has run out of batches "
-            f"after {batch_idx + 1}, and other ranks have not ({error}). All ranks "
+            f"after {num_seen}, and other ranks have not ({error}). All ranks "
             f"must yield the same number of batches: split the stream evenly, or set "
             f"limit_train_batches to what every rank has."
         ) from error

@@ -88,8 +88,16 @@ class StepWatch:
         return bool(self._fused_skips) and bool(self._fused_skips[-1].values())
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        closure = kwargs.get("closure") or next(iter(args), None)
-        if closure is None and self._accumulator.is_open:
+        _, closure, *_ = *args, kwargs.get("closure")  # the optimizer comes first
+        if closure is None:
+            self._refuse_undivided(optimizer)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepped = True
+        self._refuse_undivided(optimizer)  # its closure ran a backward pass
+
+    def _refuse_undivided(self, optimizer: Any) -> None:
+        if self._accumulator.is_open:
             raise TrainkitError(
                 f"{type(optimizer).__name__}.step(): its window of "
                 f"{self._accumulator.num_micro_batches} micro-batches has not been "
@@ -97,6 +105,3 @@ class StepWatch:
                 f"optimizer_step, call optimizer.step(closure=optimizer_closure) on "
                 f"the optimizer that Lightning passes."
             )
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepped = True

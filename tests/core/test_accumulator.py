@@ -1,0 +1,245 @@
+"""The accumulator in a plain loop: its rules, and models that others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
+
+from tests.core.common import GivenWeight, fresh_net, padded, relative, run_window
+from tests.helpers import NAIVE, VOCABULARY, gradients, ragged_sequences, token_loss
+from trainkit import Accumulator, PerToken, TrainkitError
+
+SAMPLES = ragged_sequences(10)
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+# ---- rules ---------------------------------------------------------------------------
+
+
+def test_finishing_an_empty_window_is_refused() -> None:
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+    for _ in range(2):
+        with pytest.raises(TrainkitError, match=r"finish\(\): the window is empty"):
+            accumulator.finish([p])
+        accumulator.backward(p * 1, 1)
+        accumulator.finish([p])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda p: torch.stack([p, p]), r"one element, received \[2\].*='mean'"),
+        (lambda p: 3.0, "one element, received 3.0"),
+        (lambda p: p.detach() * 1, "must depend on parameters.*no_grad"),
+        (lambda p: None, "one element, received None"),
+    ],
+)
+def test_loss_that_is_none_is_refused(make: Callable[[Any], Any], text: str) -> None:
+    accumulator = Accumulator(GivenWeight())
+    with pytest.raises(TrainkitError, match=text):
+        accumulator.backward(make(parameter()), 1)
+    assert not accumulator.is_open
+
+
+def test_micro_batch_after_the_last_one_is_refused() -> None:
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+    accumulator.backward(p * 1, 1, last=True)
+    with pytest.raises(TrainkitError, match="announced as complete.*last=True"):
+        accumulator.backward(p * 1, 1)
+    assert accumulator.finish([p]).num_micro_batches == 1
+    accumulator.backward(p * 1, 1)
+
+
+def test_announced_window_equals_one_that_was_not() -> None:
+    found = []
+    for last in (False, True):
+        net, accumulator = fresh_net(), Accumulator(PerToken())
+        for samples in (SAMPLES[:3], SAMPLES[3:]):
+            batch = padded(samples)
+            is_last = last and samples is not SAMPLES[:3] and len(samples) == 7
+            accumulator.backward(token_loss(net, batch), batch, last=is_last)
+        stats = accumulator.finish(net.parameters())
+        found.append((gradients(net), float(stats.loss)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_dropped_window_leaves_no_trace() -> None:
+    """transformers#22098: nothing of one epoch's tail in the next one's first step."""
+    net, reference = fresh_net(), fresh_net()
+    accumulator = Accumulator(PerToken())
+    for samples in (SAMPLES[:2], SAMPLES[2:4]):
+        batch = padded(samples)
+        accumulator.backward(token_loss(net, batch), batch)
+    assert accumulator.is_open
+    assert accumulator.drop() == 2
+    assert not accumulator.is_open
+    net.zero_grad()
+    stats = run_window(net, [padded(SAMPLES[4:])], accumulator)
+    token_loss(reference, padded(SAMPLES[4:])).backward()
+    assert stats.num_micro_batches == 1
+    assert relative(gradients(net), gradients(reference)) <= 1e-12
+
+
+def test_announced_window_can_be_dropped() -> None:
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+    accumulator.backward(p * 9, 1, last=True)
+    accumulator.drop()
+    p.grad = None
+    accumulator.backward(p * 2, 4)
+    assert accumulator.finish([p]).weight == 4
+    assert float(p.grad) == 2  # type: ignore[arg-type]
+
+
+def test_two_windows_side_by_side_share_no_totals() -> None:
+    """One loss of a discriminator and one of a generator for each batch."""
+    d, g = parameter(), parameter()
+    of_d, of_g = Accumulator(GivenWeight()), Accumulator(GivenWeight())
+    for weight_d, weight_g in ((1, 5), (3, 2)):
+        of_d.backward(d * weight_d, weight_d)
+        of_g.backward(g * weight_g, weight_g)
+    assert of_d.finish([d]).weight == 4
+    assert of_g.finish([g]).weight == 7
+    assert float(d.grad) == (1 + 9) / 4  # type: ignore[arg-type]
+    assert float(g.grad) == pytest.approx(29 / 7)  # type: ignore[arg-type]
+
+
+def test_given_backward_equals_the_own_one() -> None:
+    p, q = parameter(), parameter()
+    for target, backward in ((p, None), (q, lambda loss: loss.backward())):
+        accumulator = Accumulator(GivenWeight())
+        for weight in (2, 3):
+            accumulator.backward(target * weight, weight=weight, backward=backward)
+        accumulator.finish([target])
+    assert float(p.grad) == float(q.grad) == (4 + 9) / 5  # type: ignore[arg-type]
+
+
+def test_loss_can_be_used_again_after_its_backward_pass() -> None:
+    """The weighting is taken off: a second pass is the user's own."""
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+    loss = p * 2
+    accumulator.backward(loss, 8, backward=lambda x: x.backward(retain_graph=True))
+    accumulator.finish([p])
+    p.grad = None
+    loss.backward()
+    assert float(p.grad) == 2  # type: ignore[arg-type]
+
+
+def test_weighting_is_taken_off_after_a_backward_pass_that_failed() -> None:
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+
+    def fails(loss: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    loss = p * 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        accumulator.backward(loss, 8, backward=fails)
+    accumulator.drop()
+    loss.backward()
+    assert float(p.grad) == 2  # type: ignore[arg-type]
+
+
+def test_backward_that_divides_is_refused() -> None:
+    """accelerate#3533: the trainer divides and the loss is divided too."""
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+    divides = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    text = r"accelerator.backward: .*steps=4.*gradient_accumulation_steps=1"
+    with pytest.raises(TrainkitError, match=text):
+        accumulator.backward(p * 2, 3, backward=divides.backward)
+    divides.gradient_accumulation_steps = 1
+    for weight in (1, 3):
+        accumulator.backward(p * weight, weight, backward=divides.backward)
+    accumulator.finish([p])
+    assert float(p.grad) == 2.5  # type: ignore[arg-type]
+
+
+# ---- models that others wrote --------------------------------------------------------
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def encoding(samples: Any) -> BatchEncoding:
+    batch = padded(samples)
+    mask = torch.zeros_like(batch["ids"])
+    for row, (ids, _) in enumerate(samples):
+        mask[row, : len(ids)] = 1
+    labels = torch.where(mask == 1, batch["ids"], -100)
+    return BatchEncoding(
+        {"input_ids": batch["ids"], "attention_mask": mask, "labels": labels}
+    )
+
+
+LONG = [s for s in ragged_sequences(40, longest=16) if len(s[0]) > 1][:12]
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_causal_model_equals_big_batch_only_with_shift(shift: bool) -> None:
+    """transformers#34191, #46204: a model that shifts inside has no target at position
+    0; to count labels there is the control, off by one for each row."""
+    net, reference = llama(), llama()
+    accumulator = Accumulator(PerToken(shift=shift))
+    for samples in (LONG[:1], LONG[1:9], LONG[9:]):
+        batch = encoding(samples)
+        accumulator.backward(net(**batch).loss, batch)
+    stats = accumulator.finish(net.parameters())
+    loss = reference(**encoding(LONG)).loss
+    loss.backward()
+    off = relative(gradients(net), gradients(reference))
+    if shift:
+        assert off <= 1e-6  # its loss is computed in float32
+        torch.testing.assert_close(float(stats.loss), loss.item(), rtol=1e-6, atol=0)
+    else:
+        assert off > NAIVE / 10
+
+
+def test_compiled_model_equals_big_batch() -> None:
+    net, reference = fresh_net(), fresh_net()
+    compiled = torch.compile(net, backend="aot_eager")
+    cut = [padded(SAMPLES[:3]), padded(SAMPLES[3:])]
+    accumulator = Accumulator(PerToken())
+    for batch in cut:
+        accumulator.backward(token_loss(compiled, batch), batch)  # type: ignore[arg-type]
+    accumulator.finish(net.parameters())
+    token_loss(reference, padded(SAMPLES)).backward()
+    assert relative(gradients(net), gradients(reference)) <= 1e-12
+
+
+def test_checkpointed_model_equals_big_batch() -> None:
+    """Activations recomputed in the backward pass change nothing."""
+    from torch.utils.checkpoint import checkpoint
+
+    net, reference = fresh_net(), fresh_net()
+
+    def loss(module: nn.Module, batch: Any, reduction: str) -> Tensor:
+        value = checkpoint(token_loss, module, batch, reduction, use_reentrant=False)
+        assert isinstance(value, Tensor)
+        return value
+
+    run_window(net, [padded(SAMPLES[:3]), padded(SAMPLES[3:])], PerToken(), loss)
+    token_loss(reference, padded(SAMPLES)).backward()
+    assert relative(gradients(net), gradients(reference)) <= 1e-12

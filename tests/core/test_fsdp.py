@@ -1,0 +1,109 @@
+"""Sharded parameters: FSDP2 over gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.core.common import fresh_net, relative
+from tests.core.test_ddp import WINDOWS, dealt, together
+from tests.helpers import (
+    OPTIMIZERS,
+    deviation,
+    gradients,
+    raise_rank_errors,
+    run_ranks,
+    start_gloo,
+    token_loss,
+    weights,
+)
+from trainkit import Accumulator, PerToken
+
+EVEN = [
+    [[1, 3], [9, 1]],
+    [[0, 5], [1, 1]],
+    [[0, 0], [2, 7]],
+    [[1], [6]],
+]
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train_sharded(
+    rank: int, world_size: int, syncs_each: bool, reduction: Any
+) -> tuple[torch.Tensor, list[float]]:
+    start_gloo(15)
+    net: Any = fresh_net()
+    fully_shard(net)
+    strategy = PerToken(loss_reduction=reduction)
+    accumulator = Accumulator(strategy, module=net, checks="now")
+    steps = OPTIMIZERS["adamw"](net.parameters())
+    losses = []
+    for window in dealt(EVEN, world_size):
+        steps.zero_grad()
+        cut = window[rank]
+        for index, batch in enumerate(cut):
+            if not syncs_each:
+                net.set_requires_gradient_sync(index == len(cut) - 1)
+            accumulator.backward(token_loss(net, batch, reduction), batch)
+        stats = accumulator.finish(steps)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        steps.step()
+        losses.append(float(stats.loss))
+    return torch.cat([whole(p).detach().flatten() for p in net.parameters()]), losses
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("syncs_each", [True, False])
+def test_fsdp2_equals_one_process(syncs_each: bool, reduction: str) -> None:
+    """Lightning's FSDP reduces after each micro-batch; a plain loop may wait."""
+    results = run_ranks(train_sharded, 2, syncs_each, reduction)
+    net = fresh_net()
+    steps = OPTIMIZERS["adamw"](net.parameters())
+    expected = []
+    for window in dealt(EVEN, 2):
+        steps.zero_grad()
+        loss = token_loss(net, together(window))
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        steps.step()
+        expected.append(loss.item())
+    for found, losses in raise_rank_errors(results):
+        assert deviation(found, weights(net), weights(fresh_net())) <= 1e-10
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def narrow(rank: int, world_size: int) -> torch.Tensor:
+    start_gloo(15)
+    net: Any = fresh_net(torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    fully_shard(net, mp_policy=policy)
+    accumulator = Accumulator(PerToken(), module=net)
+    for batch in dealt(EVEN, world_size)[0][rank]:
+        accumulator.backward(token_loss(net, batch), batch)
+    accumulator.finish(net.parameters())
+    return torch.cat([whole(p.grad).double().flatten() for p in net.parameters()])
+
+
+def test_fsdp2_in_bfloat16_equals_one_process_up_to_rounding() -> None:
+    net = fresh_net(torch.float32)
+    token_loss(net, together(dealt(EVEN, 2)[0])).backward()
+    for found in raise_rank_errors(run_ranks(narrow, 2)):
+        assert relative(found, gradients(net)) <= 2e-2
+
+
+def test_windows_of_ddp_are_ragged() -> None:
+    """What `EVEN` has in common with `WINDOWS`: ranks of unequal tokens."""
+    for windows in (EVEN, WINDOWS):
+        for window in dealt(windows, 2):
+            tokens = [sum(int((b["labels"] != -100).sum()) for b in c) for c in window]
+            assert len(set(tokens)) > 1

@@ -1,0 +1,179 @@
+"""Who shares a window: read from the module, said by the caller, or asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.core.common import GivenWeight, fresh_net
+from tests.helpers import raise_rank_errors, run_ranks, start_gloo
+from trainkit import Accumulator, TrainkitError, Uniform
+from trainkit.core.ranks import Ranks, find_ranks
+
+
+def test_one_process_is_one_rank() -> None:
+    assert find_ranks() == Ranks("none", None, 1, 0, None)
+    assert find_ranks(nn.Linear(2, 2), "mean").size == 1
+
+
+@pytest.mark.parametrize("wrong", ["average", None, 1])
+def test_unknown_aggregation_is_refused(wrong: Any) -> None:
+    with pytest.raises(TrainkitError, match=r"aggregation: must be one of.*received"):
+        Accumulator(Uniform(), aggregation=wrong)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    start_gloo(15)
+    texts = []
+    given: list[dict[str, Any]] = [
+        {},
+        {"module": fresh_net()},
+        {"process_group": dist.group.WORLD},
+        {"module": object()},
+    ]
+    for options in given:
+        with pytest.raises(TrainkitError) as error:
+            Accumulator(Uniform(), **options)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_several_ranks_with_nothing_to_read_are_refused() -> None:
+    """transformers#37110: to average what is averaged already, or not at all."""
+    for texts in raise_rank_errors(run_ranks(refusals, 2)):
+        for text in texts:
+            assert text.startswith("aggregation: 2 ranks are running")
+            assert "'mean' (the backend averages), 'sum'" in text
+        assert "no module was given" in texts[0]
+        assert "TokenNet does not show" in texts[1]
+
+
+class Holder:
+    """As Lightning's strategy object: what trains is its `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+def shown(rank: int, world_size: int) -> dict[str, Any]:
+    start_gloo(15)
+    ddp = DDP(fresh_net())
+    sharded = fresh_net()
+    fully_shard(sharded)
+    grid = fresh_net()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(grid, mesh=mesh)
+    with pytest.raises(TrainkitError, match=r"2 dimensions \('replicate', 'shard'\)"):
+        find_ranks(grid)
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    modules: dict[str, Any] = {
+        "ddp": ddp,
+        "ddp inside": nn.Sequential(ddp),
+        "ddp compiled": torch.compile(ddp),
+        "ddp of a strategy": Holder(ddp),
+        "sharded": sharded,
+        "sharded, of a strategy": Holder(sharded),
+    }
+    found = {name: find_ranks(module) for name, module in modules.items()}
+    found["grid"] = find_ranks(grid, "mean", mesh["shard"].get_group())
+    found["said"] = find_ranks(fresh_net(), "sum")
+    found["alone"] = find_ranks(fresh_net(), "auto", alone)
+    return {
+        name: (r.aggregation, r.size, r.index, r.multiplier, r.backend_sums)
+        for name, r in found.items()
+    }
+
+
+def test_aggregation_equals_what_the_module_shows() -> None:
+    for rank, found in enumerate(raise_rank_errors(run_ranks(shown, 2))):
+        assert found.pop("alone") == ("none", 1, 0, 1, False)
+        assert found.pop("said") == ("sum", 2, rank, 1, True)
+        assert set(found.values()) == {("mean", 2, rank, 2, True)}
+
+
+def said(rank: int, world_size: int, aggregation: Any) -> Any:
+    """A backend of one's own: gradients are summed or averaged by hand."""
+    start_gloo(15)
+    p = nn.Parameter(torch.ones((), dtype=torch.float64))
+    accumulator = Accumulator(GivenWeight(), aggregation=aggregation)
+    found = []
+    for weights in ([(3, 1.0)], [(1, 4.0), (2, 2.0)]):
+        p.grad = None
+        for weight, loss in weights:
+            accumulator.backward(p * loss * (1 + rank), weight * (1 + 2 * rank))
+        if aggregation != "none":
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= world_size if aggregation == "mean" else 1
+        stats = accumulator.finish([p])
+        found.append((float(p.grad), float(stats.loss)))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum", "none"])
+def test_each_aggregation_equals_the_law(aggregation: str) -> None:
+    first = (3 * 1 + 9 * 2) / 12
+    second = (1 * 4 + 2 * 2 + 3 * 8 + 6 * 4) / 12
+    for found in raise_rank_errors(run_ranks(said, 2, aggregation)):
+        assert found == [pytest.approx((x, x), rel=1e-14) for x in (first, second)]
+
+
+def averaged_twice(rank: int, world_size: int) -> float:
+    start_gloo(15)
+    p = nn.Parameter(torch.ones((), dtype=torch.float64))
+    accumulator = Accumulator(GivenWeight(), aggregation="sum")
+    accumulator.backward(p * 1.0, 3)
+    assert p.grad is not None
+    dist.all_reduce(p.grad)
+    p.grad /= world_size
+    accumulator.finish([p])
+    return float(p.grad)
+
+
+def test_wrong_aggregation_differs_from_the_law() -> None:
+    """The control: half the gradient, on two ranks."""
+    assert raise_rank_errors(run_ranks(averaged_twice, 2)) == [0.5, 0.5]
+
+
+def subsets(rank: int, world_size: int) -> tuple[float, float]:
+    start_gloo(15)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    p = nn.Parameter(torch.ones((), dtype=torch.float64))
+    mine = pairs[0] if rank < 2 else pairs[1]
+    accumulator = Accumulator(GivenWeight(), aggregation="none", process_group=mine)
+    for weight in range(1, 2 + rank):
+        accumulator.backward(p * weight, weight)
+    stats = accumulator.finish([p])
+    return float(stats.weight), float(p.grad)  # type: ignore[arg-type]
+
+
+def test_window_of_a_process_group_equals_that_of_its_ranks() -> None:
+    """Ranks that hold no replica of their own do not count."""
+    pair = (4.0, pytest.approx((1 + 1 + 4) / 4))
+    alone = (6.0, pytest.approx((1 + 4 + 9) / 6))
+    assert raise_rank_errors(run_ranks(subsets, 3)) == [pair, pair, alone]
+
+
+def rank_without_a_micro_batch(rank: int, world_size: int) -> str:
+    start_gloo(5)
+    ddp = DDP(fresh_net())
+    accumulator = Accumulator(Uniform(), module=ddp)
+    if rank == 0:
+        with pytest.raises(TrainkitError) as error:
+            accumulator.finish(ddp.parameters())
+        return str(error.value)
+    return ""
+
+
+def test_rank_without_a_micro_batch_is_refused_where_others_wait_for_it() -> None:
+    """pytorch-lightning#5243: it would hang, or mix up two messages."""
+    text, _ = raise_rank_errors(run_ranks(rank_without_a_micro_batch, 2))
+    assert "window is empty" in text
+    assert "every one of them needs a micro-batch" in text

@@ -1,0 +1,185 @@
+"""What a micro-batch weighs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.core.common import (
+    ByClass,
+    GivenWeight,
+    average_window,
+    fresh_net,
+    padded,
+    relative,
+    run_window,
+    token_losses,
+)
+from tests.helpers import NAIVE, gradients, ragged_sequences
+from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken, Uniform
+from trainkit.errors import TrainkitError
+
+LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
+
+
+def test_per_token_counts_labels_that_count() -> None:
+    """composer#3273: padding is no token."""
+    assert PerToken().weight({"labels": LABELS}) == 3
+    assert PerToken(ignore_index=5).weight({"labels": LABELS}) == 4
+    assert PerToken().weight({"labels": LABELS.to(torch.int16)}) == 3
+
+
+def test_per_token_with_shift_counts_no_first_label() -> None:
+    """transformers#46204: a causal model has no target at position 0."""
+    assert PerToken(shift=True).weight({"labels": LABELS}) == 1
+    mask = {"mask": torch.tensor([[0.5, 2.0], [9.0, 0.0]])}
+    assert PerToken(mask="mask", shift=True).weight(mask) == 2.0
+
+
+def test_mask_weighs_its_sum() -> None:
+    batch = {"mask": torch.tensor([[1.0, 0.25], [0.0, 2.0]]), "rows": torch.ones(2)}
+    assert PerToken(mask="mask").weight(batch) == 3.25
+    assert PerSample(mask="rows").weight(batch) == 2
+    assert PerSample(mask="rows").weight({"rows": torch.tensor([True, False])}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_mask_in_low_precision_weighs_its_exact_sum(dtype: torch.dtype) -> None:
+    """The control: bfloat16 counts 1001 ones as 1000, float32 2^24 + 1 as 2^24."""
+    assert PerToken(mask="m").weight({"m": torch.ones(1001, dtype=dtype)}) == 1001
+    assert float(torch.ones(1001, dtype=torch.bfloat16).sum()) == 1000
+
+
+def test_weight_stays_a_tensor_on_its_device() -> None:
+    batch = {"labels": LABELS.to("meta"), "mask": torch.ones(3, device="meta")}
+    assert PerToken().weight(batch).device.type == "meta"  # type: ignore[union-attr]
+    assert PerToken(mask="mask").weight(batch).device.type == "meta"  # type: ignore[union-attr]
+    assert PerSample().weight({"x": batch["labels"]}) == 2
+
+
+def test_uniform_weighs_one_and_asks_nothing_of_the_batch() -> None:
+    assert Uniform().weight(None) == 1
+
+
+@pytest.mark.parametrize("strategy", [PerSample(), PerToken(), Uniform()])
+def test_strategy_is_a_frozen_value(strategy: Any) -> None:
+    assert strategy == type(strategy)()
+    assert hash(strategy) == hash(type(strategy)())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        strategy.loss_reduction = "sum"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: PerSample(size=1, mask="m"), "size and mask exclude each other"),
+        (lambda: PerToken(loss_reduction="avg"), "'mean' or 'sum', received 'avg'"),  # type: ignore[arg-type]
+        (lambda: PerSample(loss_reduction=None), "'mean' or 'sum', received None"),  # type: ignore[arg-type]
+        (lambda: PerToken(labels=1.5), "labels: must be a dotted path.*1.5"),  # type: ignore[arg-type]
+        (lambda: PerToken(labels=""), "labels: must be a dotted path"),
+        (lambda: PerSample(size=True), "size: must be a dotted path.*True"),
+        (lambda: PerToken(ignore_index=-1.0), "ignore_index: must be an integer"),  # type: ignore[arg-type]
+        (lambda: PerToken(ignore_index=False), "ignore_index: must be an integer"),
+    ],
+)
+def test_option_out_of_range_is_refused(make: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "text"),
+    [
+        (PerToken(), {"labels": torch.ones(3)}, "must hold integers.*float32"),
+        (PerToken(), {"labels": torch.tensor(3)}, "one entry per token"),
+        (PerToken(mask="m"), {"m": torch.tensor(3.0)}, "mask: must have one entry"),
+        (PerSample(size="n"), {"n": torch.tensor(3)}, "a tensor with a length"),
+    ],
+)
+def test_batch_that_cannot_be_counted_is_refused(
+    strategy: AccumulationStrategy, batch: Any, text: str
+) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        strategy.weight(batch)
+
+
+def test_strategy_without_a_weight_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        AccumulationStrategy()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [(PerToken, "received <class"), ("PerToken", "received 'PerToken'")],
+)
+def test_strategy_that_is_no_object_is_refused(strategy: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=f"AccumulationStrategy, {text}"):
+        Accumulator(strategy)
+
+
+def test_own_strategy_with_a_wrong_reduction_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="ByClass loss_reduction.*'median'"):
+        Accumulator(ByClass("median"))
+
+
+WEIGHTS = [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3), torch.tensor([[3.0]])]
+
+
+@pytest.mark.parametrize("three", WEIGHTS, ids=lambda w: f"{type(w).__name__}-{w}")
+def test_weight_of_any_numeric_type_equals_its_value(three: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    accumulator = Accumulator(GivenWeight())
+    accumulator.backward(parameter.sum(), three)
+    accumulator.backward(5 * parameter.sum(), weight=1)
+    assert accumulator.finish([parameter]).weight == 4
+    torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 2.0))
+
+
+def test_three_denominators_equal_their_big_batch() -> None:
+    """allenai/open-instruct#1137, fw-ai/cookbook#200: token mean, sequence mean and a
+    fixed constant are three strategies over the same losses."""
+    samples = ragged_sequences(12, longest=30)
+    cut = [padded(samples[:1]), padded(samples[1:4]), padded(samples[4:])]
+
+    def sequences(net: Any, batch: Any, reduction: str) -> torch.Tensor:
+        rows = token_losses(net, batch).sum(1)
+        return rows.mean() if reduction == "mean" else rows.sum()
+
+    def constant(net: Any, batch: Any, reduction: str) -> torch.Tensor:
+        return token_losses(net, batch).sum() / 64
+
+    def tokens(net: Any, batch: Any, reduction: str) -> torch.Tensor:
+        labels = batch["labels"].flatten()
+        return F.cross_entropy(net(batch["ids"]).flatten(0, 1), labels)
+
+    for strategy, loss in ((PerToken(), tokens), (PerSample(), sequences)):
+        net, reference = fresh_net(), fresh_net()
+        run_window(net, cut, strategy, loss)
+        loss(reference, padded(samples), "mean").backward()
+        assert relative(gradients(net), gradients(reference)) <= 1e-12
+        naive = average_window(fresh_net(), cut, loss)
+        assert relative(naive, gradients(reference)) > NAIVE
+
+    # A constant is no mean over what is in the batch: the whole window divides by it.
+    net, reference = fresh_net(), fresh_net()
+    accumulator = Accumulator(GivenConstant(64 / 3))
+    run_window(net, cut, accumulator, lambda n, b, r: token_losses(n, b).sum())
+    constant(reference, padded(samples), "sum").backward()
+    assert relative(gradients(net), gradients(reference)) <= 1e-12
+
+
+class GivenConstant(AccumulationStrategy):
+    """A third of the constant for each of three micro-batches."""
+
+    loss_reduction = "sum"
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def weight(self, batch: Any) -> float:
+        return self.share

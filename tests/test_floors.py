@@ -1,0 +1,76 @@
+"""Dependencies point one way: each floor loads nothing of those above it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import trainkit
+
+HEAVY = [
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "hydra",
+    "omegaconf",
+    "wandb",
+    "torchmetrics",
+]
+ABOVE_CORE = [name for name in HEAVY if name != "torch"]
+
+
+def loaded_by(program: str) -> set[str]:
+    """Which of the heavy packages a fresh process has loaded after a program."""
+    program = f"{program}\nimport sys\nprint('loaded:', *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    modules = done.stdout.rpartition("loaded:")[2].split()
+    return {name.partition(".")[0] for name in modules} & set(HEAVY)
+
+
+@pytest.mark.parametrize("package", ["trainkit", "trainkit.core", "trainkit.errors"])
+def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
+    assert loaded_by(f"import {package}; dir({package})") == set()
+
+
+def test_core_loads_torch_alone() -> None:
+    use = """
+import torch
+from trainkit.core import *
+from trainkit import PerSample, TrainkitError
+model = torch.nn.Linear(2, 1)
+accumulator = Accumulator(PerSample(), module=model)
+x = torch.ones(3, 2)
+accumulator.backward(model(x).mean(), x)
+accumulator.state_dict()
+accumulator.finish(model.parameters())
+"""
+    assert loaded_by(use) == {"torch"}
+
+
+def test_loading_is_noticed() -> None:
+    """The control."""
+    assert "torch" in loaded_by("import torch")
+
+
+@pytest.mark.parametrize("package", ["trainkit", "trainkit.core"])
+def test_every_public_name_resolves(package: str) -> None:
+    module = import_module(package)
+    assert sorted(module.__all__) == sorted(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name).__name__ == name
+
+
+def test_core_names_are_the_same_at_the_top() -> None:
+    core = import_module("trainkit.core")
+    for name in core.__all__:
+        assert getattr(core, name) is getattr(trainkit, name)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'trainkit' has no attribute 'Nothing'"):
+        _ = trainkit.Nothing  # type: ignore[attr-defined]

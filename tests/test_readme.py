@@ -1,0 +1,80 @@
+"""What the README says is what happens."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.helpers import deviation, loader, quiet_lightning, ragged_sequences, trainer
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def run(block: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0:UserWarning")
+@pytest.mark.parametrize("number", range(len(PYTHON_BLOCKS)))
+def test_python_blocks_run(number: int) -> None:
+    assert run(PYTHON_BLOCKS[number])
+
+
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0:UserWarning")
+def test_first_block_equals_the_big_batch() -> None:
+    names = run(PYTHON_BLOCKS[0])
+
+    def fit(size: int, accumulate: int, *callbacks: pl.Callback) -> Any:
+        torch.manual_seed(0)
+        module = names["MyModule"]().double()
+        fit = trainer(accumulate, callbacks=list(callbacks))
+        with quiet_lightning():
+            fit.fit(module, loader(ragged_sequences(38), size))
+        return module
+
+    torch.manual_seed(0)
+    start = names["MyModule"]().double()
+    big = fit(16, 1)
+    assert deviation(fit(4, 4), big, start) < 1e-10
+
+
+def test_plain_loop_equals_the_big_batch() -> None:
+    block = next(b for b in PYTHON_BLOCKS if "Accumulator(" in b)
+    seeded = block.replace("import torch\n", "import torch\ntorch.manual_seed(3)\n", 1)
+    trained = run(seeded)["model"]
+    torch.manual_seed(3)
+    start = torch.nn.Linear(4, 1)
+    big = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(big.parameters(), lr=0.1)
+    for x in torch.randn(3, 10, 4):
+        optimizer.zero_grad()
+        big(x).square().mean().backward()
+        optimizer.step()
+    assert deviation(trained, big, start) < 1e-5
+
+
+def test_commands_are_those_of_the_makefile() -> None:
+    named = set(re.findall(r"^make (\w+)", README, flags=re.MULTILINE))
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert named == {"demo", "test"}
+    assert named <= set(targets)
+
+
+def test_files_that_it_links_exist() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_modules_that_it_runs_exist() -> None:
+    for module in re.findall(r"python -m ([\w.]+)", README):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
