@@ -131,7 +131,7 @@ def test_loss_can_be_used_again_after_its_backward_pass() -> None:
     p = parameter()
     accumulator = Accumulator(GivenWeight())
     loss = p * 2
-    accumulator.backward(loss, 8, backward=lambda x: x.backward(retain_graph=True))
+    accumulator.backward(loss, 3, backward=lambda x: x.backward(retain_graph=True))
     accumulator.finish([p])
     p.grad = None
     loss.backward()
@@ -147,7 +147,7 @@ def test_weighting_is_taken_off_after_a_backward_pass_that_failed() -> None:
 
     loss = p * 2
     with pytest.raises(RuntimeError, match="out of memory"):
-        accumulator.backward(loss, 8, backward=fails)
+        accumulator.backward(loss, 3, backward=fails)
     accumulator.drop()
     loss.backward()
     assert float(p.grad) == 2  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from tests.helpers import (
     token_loss,
     weights,
 )
-from trainkit import Accumulator, PerToken
+from trainkit import Accumulator, PerToken, TrainkitError
 
 EVEN = [
     [[1, 3], [9, 1]],
@@ -99,6 +99,45 @@ def test_fsdp2_in_bfloat16_equals_one_process_up_to_rounding() -> None:
     token_loss(net, together(dealt(EVEN, 2)[0])).backward()
     for found in raise_rank_errors(run_ranks(narrow, 2)):
         assert relative(found, gradients(net)) <= 2e-2
+
+
+def adding(rank: int, world_size: int) -> torch.Tensor:
+    start_gloo(15)
+    net: Any = fresh_net()
+    fully_shard(net)
+    net.set_gradient_divide_factor(1.0)
+    accumulator = Accumulator(PerToken(), module=net, aggregation="sum")
+    for batch in dealt(EVEN, world_size)[0][rank]:
+        accumulator.backward(token_loss(net, batch), batch)
+    accumulator.finish(net.parameters())
+    return torch.cat([whole(p.grad).flatten() for p in net.parameters()])
+
+
+def test_fsdp2_that_was_told_to_add_up_equals_one_process() -> None:
+    """torchtitan turns FSDP's own division off; torch does not show that it is."""
+    net = fresh_net()
+    token_loss(net, together(dealt(EVEN, 2)[0])).backward()
+    for found in raise_rank_errors(run_ranks(adding, 2)):
+        assert relative(found, gradients(net)) <= 1e-10
+
+
+def saved_too_early(rank: int, world_size: int) -> str:
+    start_gloo(15)
+    net: Any = fresh_net()
+    fully_shard(net)
+    accumulator = Accumulator(PerToken(), module=net)
+    net.set_requires_gradient_sync(False)
+    batch = dealt(EVEN, world_size)[0][rank][0]
+    accumulator.backward(token_loss(net, batch), batch)
+    with pytest.raises(TrainkitError) as error:
+        accumulator.state_dict(over_ranks=True)
+    return str(error.value)
+
+
+def test_gradients_that_fsdp2_holds_back_are_not_lost_in_a_checkpoint() -> None:
+    for text in raise_rank_errors(run_ranks(saved_too_early, 2)):
+        assert "no parameter of `module` has a gradient" in text
+        assert "set_requires_gradient_sync(True)" in text
 
 
 def test_windows_of_ddp_are_ragged() -> None:

@@ -100,6 +100,7 @@ def test_parameter_used_in_one_micro_batch_equals_big_batch() -> None:
 
 
 def test_gradients_of_other_parameters_are_left_as_they_are() -> None:
+    """keras#19538: a variable that its gradient overwrites must not be averaged."""
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     other.grad = torch.full((2,), 7.0)
     accumulator = Accumulator(GivenWeight())
@@ -118,11 +119,13 @@ def test_mixed_dtypes_are_scaled_alike() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scale_is_not_rounded_to_half_precision(dtype: torch.dtype) -> None:
-    """1000 / 1001 in bfloat16 is 1, and 257 * bfloat16(1 / 257) is not 1."""
-    gradient = torch.tensor([257 * 64.0]).to(dtype)
-    value = float(gradient)
-    scale_([gradient], torch.tensor(1 / 257, dtype=torch.float64))
-    assert float(gradient) == float(torch.tensor(value / 257).to(dtype))
+    """bfloat16(1.003) is 1."""
+    values = torch.linspace(1, 2, 200).to(dtype)
+    scale = torch.tensor(1.003, dtype=torch.float64)
+    found = values.clone()
+    scale_([found], scale)
+    assert torch.equal(found, (values.double() * scale).to(dtype))
+    assert not torch.equal(found, values * scale.to(dtype))
 
 
 def test_total_norm_equals_the_norm_of_all() -> None:

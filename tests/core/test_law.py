@@ -113,7 +113,8 @@ def test_uniform_equals_plain_averaging() -> None:
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(windows=st.lists(cuts(), min_size=2, max_size=5))
 def test_windows_in_a_row_equal_big_batches(windows: Any) -> None:
-    """The shared scale r moves with the last window, and leaves no trace."""
+    """The shared scale r moves with earlier windows, and leaves no trace; the total
+    is the optimizer window's own (trl#6024), and nobody else's (torchtune#1917)."""
     net, accumulator = fresh_net(), Accumulator(PerToken())
     for micro_batches in windows:
         net.zero_grad()

@@ -144,9 +144,9 @@ def test_wrong_aggregation_differs_from_the_law() -> None:
 
 def subsets(rank: int, world_size: int) -> tuple[float, float]:
     start_gloo(15)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
     p = nn.Parameter(torch.ones((), dtype=torch.float64))
-    mine = pairs[0] if rank < 2 else pairs[1]
+    mine = groups[min(rank, 1)]
     accumulator = Accumulator(GivenWeight(), aggregation="none", process_group=mine)
     for weight in range(1, 2 + rank):
         accumulator.backward(p * weight, weight)
@@ -156,9 +156,9 @@ def subsets(rank: int, world_size: int) -> tuple[float, float]:
 
 def test_window_of_a_process_group_equals_that_of_its_ranks() -> None:
     """Ranks that hold no replica of their own do not count."""
-    pair = (4.0, pytest.approx((1 + 1 + 4) / 4))
-    alone = (6.0, pytest.approx((1 + 4 + 9) / 6))
-    assert raise_rank_errors(run_ranks(subsets, 3)) == [pair, pair, alone]
+    alone = (1.0, 1.0)
+    pair = (3.0 + 6.0, pytest.approx((1 + 4 + 1 + 4 + 9) / 9))
+    assert raise_rank_errors(run_ranks(subsets, 3)) == [alone, pair, pair]
 
 
 def rank_without_a_micro_batch(rank: int, world_size: int) -> str:
@@ -177,3 +177,19 @@ def test_rank_without_a_micro_batch_is_refused_where_others_wait_for_it() -> Non
     text, _ = raise_rank_errors(run_ranks(rank_without_a_micro_batch, 2))
     assert "window is empty" in text
     assert "every one of them needs a micro-batch" in text
+
+
+def made_too_early(rank: int, world_size: int) -> str:
+    accumulator = Accumulator(GivenWeight(), aggregation="none")
+    start_gloo(15)
+    p = nn.Parameter(torch.ones(()))
+    accumulator.backward(p * 1, 1)
+    with pytest.raises(TrainkitError) as error:
+        accumulator.finish([p])
+    return str(error.value)
+
+
+def test_accumulator_made_before_the_ranks_started_is_refused() -> None:
+    """It would know of one rank, and divide each rank's gradient by its own weight."""
+    for text in raise_rank_errors(run_ranks(made_too_early, 2)):
+        assert "1 ranks were running when it was made, and now 2 are" in text

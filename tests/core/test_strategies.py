@@ -50,8 +50,9 @@ def test_mask_weighs_its_sum() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_mask_in_low_precision_weighs_its_exact_sum(dtype: torch.dtype) -> None:
-    """The control: bfloat16 counts 1001 ones as 1000, float32 2^24 + 1 as 2^24."""
-    assert PerToken(mask="m").weight({"m": torch.ones(1001, dtype=dtype)}) == 1001
+    """The control: bfloat16 counts 1001 ones as 1000."""
+    weight = PerToken(mask="m").weight({"m": torch.ones(1001, dtype=dtype)})
+    assert float(weight) == 1001  # compared as bfloat16, 1000 would pass
     assert float(torch.ones(1001, dtype=torch.bfloat16).sum()) == 1000
 
 
@@ -138,6 +139,35 @@ def test_weight_of_any_numeric_type_equals_its_value(three: Any) -> None:
     accumulator.backward(5 * parameter.sum(), weight=1)
     assert accumulator.finish([parameter]).weight == 4
     torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 2.0))
+
+
+@pytest.mark.parametrize("mask", ["samples", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_real_valued_weights_equal_their_big_batch(mask: str, reduction: Any) -> None:
+    """keras#19740, #20410: a weighted mean divides by the sum of its weights."""
+    samples = ragged_sequences(12, longest=30)
+    generator = torch.Generator().manual_seed(3)
+    importance = 3 * torch.rand(12, generator=generator, dtype=torch.float64)
+
+    def batch(rows: slice) -> dict[str, torch.Tensor]:
+        whole = padded(samples[rows])
+        tokens = 0.37 * (1 + whole["ids"] % 5).double() * (whole["labels"] != -100)
+        return {**whole, "samples": importance[rows], "tokens": tokens}
+
+    def loss(net: Any, batch: Any, reduction: str) -> torch.Tensor:
+        losses = token_losses(net, batch)
+        losses = losses.sum(1) if mask == "samples" else losses
+        total = (losses * batch[mask]).sum()
+        return total / batch[mask].sum() if reduction == "mean" else total
+
+    cut = [batch(slice(0, 1)), batch(slice(1, 4)), batch(slice(4, 12))]
+    kind: Any = PerSample if mask == "samples" else PerToken
+    net, reference = fresh_net(), fresh_net()
+    run_window(net, cut, kind(mask=mask, loss_reduction=reduction), loss)
+    loss(reference, batch(slice(0, 12)), "mean").backward()
+    assert relative(gradients(net), gradients(reference)) <= 1e-12
+    naive = average_window(fresh_net(), cut, loss)
+    assert relative(naive, gradients(reference)) > NAIVE
 
 
 def test_three_denominators_equal_their_big_batch() -> None:

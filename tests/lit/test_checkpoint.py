@@ -14,6 +14,7 @@ from tests.helpers import NAIVE, deviation, trainer
 from tests.lit.fronts import (
     WINDOW,
     Mixed,
+    Plain,
     micro_batches,
     plain_token_loss,
     windows_of,
@@ -28,6 +29,7 @@ from tests.lit.resuming import (
     make,
     resumed,
 )
+from trainkit import AccumulationCallback, PerToken
 
 
 class Validated(Mixed):
@@ -180,3 +182,20 @@ def test_resume_that_zeroes_says_how_much_the_carried_window_held(
     window = windows_of(fitted).last_window
     assert window is not None
     assert int(window.num_micro_batches) == 1
+
+
+def test_fit_after_testing_a_checkpoint_equals_fresh_fit(tmp_path: Path) -> None:
+    """What was loaded to be tested is not resumed."""
+    path = tmp_path / "inside.ckpt"
+    trainer(WINDOW, callbacks=[Saving(path, 5)]).fit(Mixed(), Resumable())
+    callback = AccumulationCallback(PerToken())
+    fitted = trainer(WINDOW, callbacks=[callback])
+    fitted.test(Examined(), Resumable(), ckpt_path=path, verbose=False)
+    module = Examined(optimizer="adamw")
+    fitted.fit(module, Resumable())
+    assert deviation(module, EXACT, START) <= 1e-10
+
+
+class Examined(Plain):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        plain_token_loss(self.net, batch)

@@ -64,3 +64,29 @@ def test_batches_into_epoch_counts_those_of_a_checkpoint(
     checkpoint = torch.load(path, weights_only=True)
     assert _compat.batches_into_epoch(checkpoint) == expected
     assert _compat.batches_into_epoch({"state_dict": {}}) == 0
+
+
+def test_is_scaled_until_the_scaler_has_unscaled() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    assert _compat.is_scaled(scaler, LightningOptimizer(optimizer))
+    scaler.unscale_(optimizer)
+    assert not _compat.is_scaled(scaler, LightningOptimizer(optimizer))
+    scaler.step(optimizer)
+    scaler.update()
+    assert _compat.is_scaled(scaler, optimizer)
+
+
+def test_logged_step_is_that_of_lightnings_own_logs() -> None:
+    """In automatic optimization, the number of steps that were taken before."""
+    seen = []
+
+    class Looking(Mixed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((_compat.logged_step(self.trainer), self.global_step))
+            return super().training_step(batch, batch_idx)
+
+    trainer(4, max_epochs=1).fit(Looking(), micro_batches(ragged_sequences(38)))
+    assert seen == [(i // 4, i // 4) for i in range(10)]

@@ -195,7 +195,8 @@ class Uneven(Evaluated):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         if self.global_rank == 0:
-            self.log_exact("val/first", token_loss(self.net, batch), batch)
+            loss = token_loss(self.net, batch)
+            self.log_exact("val/first", loss, batch, prog_bar=True)
 
 
 def evaluate_ranks(rank: int, world: int, stage: str) -> dict[str, float]:
@@ -207,6 +208,7 @@ def evaluate_ranks(rank: int, world: int, stage: str) -> dict[str, float]:
     if stage == "fit":
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)
         fit.fit(module, rank_loader(TRAIN, BATCH, rank, world), share)
+        assert "val/first" in fit.progress_bar_metrics  # also where it had no batch
         return {k: float(v) for k, v in fit.callback_metrics.items()}
     return dict(fit.validate(module, share, verbose=False)[0])
 

@@ -26,9 +26,12 @@ from tests.helpers import (
     token_loss,
     trainer,
 )
-from tests.lit.test_manual import Gan, ManualModule
+from tests.lit.test_manual import ManualModule
+from tests.lit.test_optimizers import Gan
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
+from trainkit.core.reading import LateReading
 from trainkit.errors import TrainkitError
+from trainkit.lit import monitor
 
 DATA = ragged_sequences(38)  # ten batches of four, the last of two
 BATCH, WINDOW = 4, 4
@@ -180,6 +183,20 @@ def test_csv_logger_receives_every_window(tmp_path: Path) -> None:
     assert [float(row["window/weight"]) for row in rows] == [
         numbers["window/weight"] for numbers in by_hand()
     ]
+
+
+class NeverThere(LateReading):
+    """As on a GPU whose queue is long."""
+
+    arrived = property(lambda self: False)  # type: ignore[assignment]  # was read-only
+
+
+def test_readings_that_arrive_late_are_logged_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = recorded(TokenModule(), PerToken())
+    monkeypatch.setattr(monitor, "LateReading", NeverThere)
+    assert recorded(TokenModule(), PerToken()).of_windows() == prompt.of_windows()
 
 
 # ---- padding -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Unusual optimizers and unusual modules: exact, or refused by name."""
+"""Unusual parameters and modules train exactly, and so do their copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,11 +23,9 @@ from tests.lit.fronts import (
     micro_batches,
 )
 from trainkit import AccumulationCallback, PerToken
-from trainkit.errors import TrainkitError
 
 SEQUENCES = ragged_sequences(38)
 START = weights(Plain())
-OPEN = "ignore:accumulation. an open window:UserWarning"
 
 
 def fit_both(make: Callable[[], Plain], **options: Any) -> tuple[Plain, Plain]:
@@ -49,122 +46,6 @@ def assert_exact(make: Callable[[], Plain], **options: Any) -> Plain:
     assert deviation(exact, reference, start) <= 1e-10
     assert deviation(naive, reference, start) > 1e-2
     return exact
-
-
-# ---- optimizers ----------------------------------------------------------------------
-
-
-class WithLBFGS(Mixed):
-    """Its closure runs several times in a step."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
-
-
-def test_lbfgs_in_windows_of_one_equals_plain_lightning() -> None:
-    module, reference = WithLBFGS(), PlainLBFGS()
-    for each in (module, reference):
-        trainer(1, max_epochs=1).fit(each, micro_batches(SEQUENCES))
-    assert deviation(module, reference, START) <= 1e-10
-
-
-class PlainLBFGS(Plain):
-    configure_optimizers = WithLBFGS.configure_optimizers
-
-
-@pytest.mark.parametrize("scheduled", [True, False])
-def test_lbfgs_in_windows_of_several_is_refused(scheduled: bool) -> None:
-    """Before training; or when a scheduler lengthens the window."""
-    scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
-    callbacks = [scheduler] if scheduled else []
-    fitted = trainer(1 if scheduled else 2, callbacks=callbacks)
-    text = "^LBFGS: .*, and accumulate_grad_batches is 2. Set it to 1"
-    with pytest.warns(UserWarning, match="open window") if scheduled else nothing():
-        with pytest.raises(TrainkitError, match=text):
-            fitted.fit(WithLBFGS(), micro_batches(SEQUENCES))
-    assert fitted.current_epoch == int(scheduled)
-
-
-def nothing() -> Any:
-    return pytest.MonkeyPatch.context()
-
-
-class Twice(torch.optim.SGD):
-    """Looks at its closure again, as line searches do."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        assert closure is not None
-        closure()
-        return super().step(closure)
-
-
-class WithTwice(Mixed):
-    def configure_optimizers(self) -> Any:
-        return Twice(self.parameters(), lr=0.5)
-
-
-@pytest.mark.filterwarnings(OPEN)
-def test_closure_run_twice_in_windows_of_several_is_refused() -> None:
-    with pytest.raises(TrainkitError, match="it ran its closure twice in one step"):
-        trainer(2).fit(WithTwice(), micro_batches(SEQUENCES))
-
-
-def test_closure_run_twice_in_windows_of_one_equals_once() -> None:
-    module, reference = WithTwice(), Mixed()
-    for each in (module, reference):
-        trainer(1).fit(each, micro_batches(SEQUENCES))
-    assert deviation(module, reference, START) <= 1e-12
-
-
-class Bypassing(Mixed):
-    """Steps with the torch optimizer itself, past Lightning's hooks."""
-
-    with_closure = False
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        if self.with_closure:
-            optimizer.optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
-            optimizer.optimizer.step()
-
-
-class BypassingWithClosure(Bypassing):
-    with_closure = True
-
-
-@pytest.mark.filterwarnings(OPEN)
-@pytest.mark.parametrize("made", [Bypassing, BypassingWithClosure])
-def test_step_that_bypasses_lightning_is_refused(made: type[Bypassing]) -> None:
-    module = made()
-    text = r"SGD.step\(\): its window of 4 micro-batches has not been divided"
-    fitted = trainer(WINDOW)
-    with pytest.raises(TrainkitError, match=text):
-        fitted.fit(module, micro_batches(SEQUENCES))
-    if not module.with_closure:
-        assert torch.equal(weights(module), START)  # refused before it
-
-
-class WithHook(Mixed):
-    """Overrides the step as documented, for warm-up."""
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 * (self.trainer.global_step + 1)
-        optimizer.step(closure=optimizer_closure)
-
-
-def test_overridden_optimizer_step_equals_big_batch() -> None:
-    """ultralytics warms up in such a hook."""
-    exact = WithHook()
-    trainer(WINDOW).fit(exact, micro_batches(SEQUENCES))
-    reference = WithHook()
-    trainer().fit(reference, micro_batches(SEQUENCES, merged(RAGGED)))
-    assert deviation(exact, reference, START) <= 1e-10
 
 
 # ---- parameters ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.helpers import (
     weights,
     windows_over_ranks,
 )
+from tests.lit.test_manual import ManualModule
 from trainkit import AccumulationCallback, PerToken
 
 EXACT = TOLERANCE[torch.float64]
@@ -133,3 +134,33 @@ def test_resume_from_a_resumed_window_equals_the_big_batch(
     assert off_big_batch(again) <= EXACT
     skip = INSIDE if "before" in moment else INSIDE + 1
     assert off_big_batch(run_ranks(train, 2, second, None, skip)) <= EXACT
+
+
+def train_manual(
+    rank: int, world: int, resume: str | None, save: Any, skip: int, apart: bool
+) -> Tensor:
+    module = ManualModule(dtype=torch.float64, optimizer="adamw")
+    module.apart = apart
+    fit = trainer(
+        WINDOW,
+        strategy="ddp" if world > 1 else "auto",
+        devices=world,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[Save(**save)] if save else [],
+    )
+    fit.fit(module, FromBatch(rank, world, skip), ckpt_path=resume)
+    return weights(module)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_inside_a_manual_window_equals_the_big_batch(
+    tmp_path: Path, world: int, apart: bool
+) -> None:
+    """Whether the ranks' gradients were together already or not."""
+    path = str(tmp_path / "inside.ckpt")
+    save = {"path": path, "after": INSIDE}
+    assert off_big_batch(run_ranks(train_manual, 2, None, save, 0, apart)) <= EXACT
+    resumed = run_ranks(train_manual, world, path, None, INSIDE, apart)
+    assert off_big_batch(resumed) <= EXACT

@@ -1,4 +1,4 @@
-"""Steps that a gradient scaler skips: never more than in plain Lightning, and counted."""
+"""Steps that a gradient scaler skips: no more than in plain Lightning, and counted."""
 
 from __future__ import annotations
 
@@ -222,3 +222,13 @@ def test_resumed_inside_a_scaled_window_equals_uninterrupted(
     fitted = trainer(WINDOW, **precise("16-mixed"))
     fitted.fit(again, Resumable(), ckpt_path=path)
     assert deviation(again, module, START) <= 1e-6
+
+
+def test_skipped_steps_are_counted_afresh_in_each_fit() -> None:
+    """The scaler has found its factor in the first one."""
+    callback = AccumulationCallback(PerToken())
+    fitted = fit(half(), "16-mixed", callback, epochs=8, init_scale=OVERFLOWS)
+    assert callback.num_skipped_steps > 0
+    fitted.fit_loop.max_epochs = 16
+    fitted.fit(half(), micro_batches(SEQUENCES))
+    assert callback.num_skipped_steps == 0

@@ -20,7 +20,7 @@ from trainkit.core.gradients import (
     scale_,
     sum_over_ranks_,
 )
-from trainkit.core.ranks import Aggregation, Ranks, Shared, find_ranks
+from trainkit.core.ranks import Aggregation, Ranks, Shared, find_ranks, num_running
 from trainkit.core.strategies import AccumulationStrategy, Weight, check_reduction
 from trainkit.core.window import (
     COUNT,
@@ -49,6 +49,7 @@ class Accumulator:
     it closes, the sum is multiplied once by r / sum_i w_i.
 
     >>> import torch
+    >>> from trainkit import PerSample
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> accumulator = Accumulator(PerSample())
@@ -95,6 +96,7 @@ class Accumulator:
         check_reduction(strategy)
         self.strategy = strategy
         self.ranks = find_ranks(module, aggregation, process_group)
+        self._num_running = num_running()
         self.watch = Watch(checks, nonfinite)
         self.num_windows = 0
         self._module = module
@@ -232,6 +234,12 @@ class Accumulator:
                 window must stop the run.
         """
         parameters = parameters_of(optimizer_or_parameters)
+        if num_running() != self._num_running:
+            raise TrainkitError(
+                f"Accumulator: {self._num_running} ranks were running when it was "
+                f"made, and now {num_running()} are. Make it after the ranks have "
+                f"started (init_process_group, fabric.launch)."
+            )
         if not self.is_open and (self.ranks.size == 1 or self.ranks.backend_sums):
             raise TrainkitError(
                 "finish(): the window is empty, so it has no gradient. Call "
@@ -291,6 +299,13 @@ class Accumulator:
             if isinstance(self._module, nn.Module):
                 named = _inside_wrappers(self._module).named_parameters()
                 state["gradients"] = save_partial(named, ranks, scale=own / common)
+                if totals[WEIGHT] > 0 and not state["gradients"]:
+                    raise TrainkitError(
+                        "state_dict: the window is open, and no parameter of `module` "
+                        "has a gradient. Is it the module that trains? Under FSDP, "
+                        "save after a backward pass with "
+                        "set_requires_gradient_sync(True)."
+                    )
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def describe(batch: Any, *, depth: int = 3) -> str:
 
     >>> import torch
     >>> describe({"x": torch.zeros(2, 3), "y": [1, "a"]})
-    "dict(x: float32[2, 3], y: list(int, str))"
+    'dict(x: float32[2, 3], y: list(int, str))'
     """
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"

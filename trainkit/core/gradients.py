@@ -63,7 +63,9 @@ def scale_(gradients: Iterable[Tensor], scale: Tensor) -> None:
             for gradient in dense:
                 gradient.copy_(gradient.float().mul_(factor))
         else:
-            torch._foreach_mul_(dense, scale.to(device, dtype))
+            factor = scale.to(device, dtype)
+            # One kernel for all, as in torch.optim, which imports it from here too.
+            torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()

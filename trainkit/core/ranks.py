@@ -120,6 +120,12 @@ def find_ranks(
     )
 
 
+def num_running() -> int:
+    """How many ranks are running, data-parallel or not."""
+    is_running = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_running else 1
+
+
 def _ranks(aggregation: Any, group: Any, ddp: DistributedDataParallel | None) -> Ranks:
     size = dist.get_world_size(group)
     return Ranks(aggregation, group, size, dist.get_rank(group), ddp)
@@ -159,8 +165,9 @@ def _data_parallel_mesh(strategy: Any) -> Any:
     ):
         return None
     mesh = getattr(strategy, "device_mesh", None)
-    named = mesh is not None and "data_parallel" in (mesh.mesh_dim_names or ())
-    return mesh["data_parallel"] if named else None
+    if mesh is None or "data_parallel" not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh["data_parallel"]
 
 
 def _sharded_mesh(module: Any) -> Any:

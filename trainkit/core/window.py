@@ -188,8 +188,7 @@ def vector(
         return host.pin_memory().to(device, non_blocking=True)
     if num_tensors == len(numbers):
         found = cast(Sequence[Tensor], numbers)
-        # stack would round int64 to bfloat16 beside one, and wants one shape and device
-        if len({(n.dtype, n.shape, n.device) for n in found}) == 1:
+        if len({number.device for number in found}) == 1:
             return torch.stack(list(found)).to(device, dtype).flatten()
     return torch.stack([scalar(number, device) for number in numbers])
 

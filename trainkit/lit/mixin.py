@@ -199,7 +199,8 @@ class AccumulationMixin(_Base):
         """Log a mean with the strategy's weights, over all batches and ranks.
 
         Lightning's own `self.log` weighs an epoch's means by rows, or by nothing. One
-        name is one mean: with several loaders, put the loader's index into it.
+        name is one mean: with several loaders, put the loader's index into it. Rows
+        that Lightning's distributed sampler repeats to make ranks even count twice.
 
         Args:
             name: under which the mean is logged when the epoch ends.

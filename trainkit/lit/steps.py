@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.reading import LateReading
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unscales_itself
 
@@ -18,13 +17,13 @@ class StepWatch:
 
     A gradient scaler that finds an infinity does not call `optimizer.step()`: that is
     how a skipped step shows, without asking the device. A fused optimizer skips inside
-    its step; then the scaler's factor falls, which is read when it has arrived.
+    its step, and one that is none of torch's own has no hooks; then the scaler's factor
+    falls, which is counted on the device.
     """
 
     def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
         self._accumulator = accumulator
         self._scaler = scaler
-        self._is_fused = scaler is not None and unscales_itself(optimizer)
         self._device = next(
             (p.device for group in optimizer.param_groups for p in group["params"]),
             torch.device("cpu"),
@@ -33,31 +32,32 @@ class StepWatch:
         self._stepped = False
         self._skipped = 0
         self._factor_before: Tensor | None = None
-        self._fused_skips: list[LateReading] = []
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._fell: Tensor | None = None
+        self._times_fallen: Tensor | int = 0
+        self._hooks = self._register(optimizer)
+        self._reads_factor = scaler is not None and (
+            unscales_itself(optimizer) or not self._hooks
+        )
 
     @property
     def num_skipped(self) -> int:
-        """Steps skipped so far; waits for the device where the optimizer is fused."""
-        return self._skipped + sum(int(r.values()) for r in self._fused_skips)
+        """Steps skipped so far; waits for the device where the factor is read."""
+        return self._skipped + int(self._times_fallen)
 
     @property
     def skipped_last(self) -> bool:
         """Whether the window that closed last was not stepped with."""
         if self._scaler is None:
             return False
-        if self._is_fused:
-            fell = self._fell()
-            return bool(fell) if fell is not None else self._last_fused_skip()
+        if self._reads_factor:
+            self._read_factor()
+            return self._fell is not None and bool(self._fell)
         return not self._stepped
 
     def expect_step(self) -> None:
         """A window closes: its step should follow."""
         self._expects, self._stepped = True, False
-        if self._is_fused:
+        if self._reads_factor:
             self._factor_before = self._factor()
 
     def look(self) -> None:
@@ -65,10 +65,8 @@ class StepWatch:
         if not self._expects:
             return
         self._expects = False
-        fell = self._fell()
-        if fell is not None:
-            self._fused_skips.append(LateReading(fell))
-            self._factor_before = None
+        if self._reads_factor:
+            self._read_factor()
         elif self._scaler is not None and not self._stepped:
             self._skipped += 1
 
@@ -76,16 +74,23 @@ class StepWatch:
         for hook in self._hooks:
             hook.remove()
 
+    def _register(self, optimizer: Any) -> list[Any]:
+        try:
+            return [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        except AttributeError:  # no torch.optim.Optimizer, or its __init__ did not run
+            return []
+
     def _factor(self) -> Tensor:
         return self._scaler.scale(torch.ones((), device=self._device))
 
-    def _fell(self) -> Tensor | None:
-        if self._factor_before is None:
-            return None
-        return self._factor() < self._factor_before
-
-    def _last_fused_skip(self) -> bool:
-        return bool(self._fused_skips) and bool(self._fused_skips[-1].values())
+    def _read_factor(self) -> None:
+        if self._factor_before is not None:
+            self._fell = self._factor() < self._factor_before
+            self._times_fallen = self._times_fallen + self._fell.long()
+            self._factor_before = None
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         _, closure, *_ = *args, kwargs.get("closure")  # the optimizer comes first
