@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -85,9 +86,7 @@ def token_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.5),
-    "momentum": lambda ps: torch.optim.SGD(
-        ps, lr=0.2, momentum=0.9, weight_decay=0.01
-    ),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.2, momentum=0.9, weight_decay=0.01),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
 }
 
@@ -155,7 +154,9 @@ def deviation(trained: Any, reference: Any, start: Any) -> float:
 @contextlib.contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Without the advice that Lightning gives in every run."""
-    loggers = [logging.getLogger(f"{n}.{m}") for n in ("lightning",) for m in ("pytorch",)]
+    loggers = [
+        logging.getLogger(f"{n}.{m}") for n in ("lightning",) for m in ("pytorch",)
+    ]
     loggers.append(logging.getLogger("pytorch_lightning"))
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -239,7 +240,18 @@ def _rank_main(
     except BaseException as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         result = RankError(text)
-    torch.save(result, Path(folder, f"{rank}.pt"))
+    written = Path(folder, f"{rank}.tmp")
+    torch.save(result, written)
+    written.rename(Path(folder, f"{rank}.pt"))
+    # The first rank serves the others' store, and a socket that closes early fails
+    # a rank that is still connecting: leave together, if nobody has failed.
+    leave_at = time.monotonic() + 20
+    while (
+        not isinstance(result, RankError)
+        and len(list(Path(folder).glob("*.pt"))) < world_size
+        and time.monotonic() < leave_at
+    ):
+        time.sleep(0.005)
     os._exit(0)  # without waiting for a process group whose other ranks have failed
 
 
@@ -257,7 +269,10 @@ def _free_port() -> int:
 def rank_loader(
     sequences: Sequence[Any], batch_size: int, rank: int, world_size: int
 ) -> DataLoader[Any]:
-    """Each rank's own share, in order; a Trainer needs use_distributed_sampler=False."""
+    """Each rank's own share, in order.
+
+    A Trainer needs `use_distributed_sampler=False` to leave it so.
+    """
     sampler = DistributedSampler(
         sequences,  # type: ignore[arg-type]
         num_replicas=world_size,

@@ -13,11 +13,27 @@ from trainkit import Accumulator, TrainkitError
 from trainkit.core import checks
 from trainkit.core.checks import Watch
 from trainkit.core.reading import LateReading
-
-GOOD, BAD = (
-    torch.tensor([[1.0, 1.0, 2.0, 2.0, 1.0, 0.0, 0.0, 1.0, 1.0]]),
-    torch.tensor([[1.0, 1.0, torch.nan, torch.nan, 1.0, 0.0, 0.0, 1.0, 1.0]]),
+from trainkit.core.window import (
+    BARE_LOSS,
+    COUNT,
+    DIVISOR,
+    LARGEST,
+    LOSS,
+    NUM_COLUMNS,
+    SMALLEST,
+    WEIGHT,
 )
+
+
+def one_row(loss: float) -> torch.Tensor:
+    """The table of a window of one micro-batch that weighs 1."""
+    row = torch.zeros(1, NUM_COLUMNS)
+    row[:, [WEIGHT, DIVISOR, COUNT, SMALLEST, LARGEST]] = 1.0
+    row[:, [LOSS, BARE_LOSS]] = loss
+    return row
+
+
+GOOD, BAD = one_row(2.0), one_row(torch.nan)
 
 
 class FakeEvent:

@@ -28,7 +28,7 @@ from tests.helpers import (
     windows_over_ranks,
 )
 from trainkit import AccumulationCallback, AccumulationMixin, PerToken
-from trainkit.core import accumulator
+from trainkit.core import reference as references
 from trainkit.errors import TrainkitError
 
 EXACT = TOLERANCE[torch.float64]
@@ -206,7 +206,7 @@ class HeavyToken(PerToken):
 
 def train_compressed(rank: int, world: int, reference: float | None = None) -> Tensor:
     if reference is not None:
-        accumulator._power_of_two = lambda number, otherwise: torch.tensor(reference)
+        references.power_of_two = lambda number, before: torch.tensor(reference)
     module = TokenModule()
     trainer(
         WINDOW,

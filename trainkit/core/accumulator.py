@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.gradients import (
     HALF,
     gradients_of,
-    load_partial,
     parameters_of,
-    save_partial,
     scale_,
     sum_over_ranks_,
 )
 from trainkit.core.ranks import Aggregation, Ranks, Shared, find_ranks, num_running
-from trainkit.core.strategies import AccumulationStrategy, Weight, check_reduction
-from trainkit.core.window import (
-    COUNT,
-    DIVISOR,
-    WEIGHT,
-    Window,
-    WindowStats,
-    merged,
-    scalar,
-    totals_dtype,
+from trainkit.core.reference import Reference
+from trainkit.core.state import load_window, save_window
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    Weight,
+    check_reduction,
+    checked_weight,
 )
+from trainkit.core.window import COUNT, DIVISOR, WEIGHT, Window, WindowStats
 from trainkit.errors import TrainkitError
-
-HEADROOM = 256
-"""Under a gradient scaler, how much heavier a run's first window may be than its first
-micro-batch lets expect before half precision overflows and a step is lost."""
 
 
 class Accumulator:
@@ -101,8 +91,7 @@ class Accumulator:
         self.num_windows = 0
         self._module = module
         self._window = Window()
-        self._reference: Tensor | None = None  # r
-        self._inverses: dict[Any, Tensor] = {}
+        self._reference = Reference(self.ranks, has_scaler=nonfinite == "allow")
         self._announced: Shared | None = None
         if nonfinite == "skip" and self.ranks.backend_sums:
             raise TrainkitError(
@@ -174,7 +163,8 @@ class Accumulator:
             loss: what the pass starts from.
             weight: what the micro-batch weighs.
             divided_by: what the loop has divided the loss by.
-            value: the loss to report, where that is not `loss` (a scaler's factor).
+            value: the loss to report, divided alike, where that is not `loss` (a
+                scaler's factor); nobody may write over it.
             expected: how many micro-batches the window will have on this rank; only
                 for the size of the sums while it is open.
 
@@ -182,27 +172,20 @@ class Accumulator:
             A handle whose `remove()` takes the weighting off again.
         """
         self._refuse_before_backward(loss)
-        weight = _checked(weight)
+        weight = checked_weight(weight)
         by_mean = self.strategy.loss_reduction == "mean"
-        if self._reference is None:
-            self._reference = self._agree_on_reference(weight, expected, loss.device)
-        inverse = self._inverse_reference(loss.dtype, divided_by)
-        factor = inverse * weight if by_mean else inverse
+        if self._reference.value is None:
+            self._reference.agree(weight, expected, loss.device)
+        inverse = self._reference.inverse(divided_by)
+        factor = (inverse * weight if by_mean else inverse).to(loss.dtype)
         applied: Weight = weight
         if by_mean and loss.dtype in HALF:
-            applied = factor.to(loss.dtype) / inverse
-        # clone: the next step of a CUDA graph writes over this one's loss
-        shown, shown_divided_by = (loss.detach().clone(), divided_by)
-        if value is not None:
-            shown, shown_divided_by = (value, 1)
-        self._window.add(weight, applied, shown, shown_divided_by)
-
-        def weighted(gradient: Tensor) -> Tensor:
-            product = gradient * factor
-            same = product.dtype == gradient.dtype
-            return product if same else product.to(gradient.dtype)
-
-        return loss.register_hook(weighted)
+            applied = factor / inverse
+        if value is None:
+            # clone: the next step of a CUDA graph writes over this one's loss
+            value = loss.detach().clone()
+        self._window.add(weight, applied, value, divided_by)
+        return loss.register_hook(factor.mul)
 
     def count_padding(self, padding: Weight, tokens: Weight) -> None:
         """Count tokens that only pad, for `WindowStats.padding`."""
@@ -256,7 +239,7 @@ class Accumulator:
         step, self.num_windows = self.num_windows, self.num_windows + 1
         self.drop()
         self.watch.submit(step, table)
-        self._divide(parameters, totals)
+        self._divide(step, parameters, totals)
         return stats
 
     def drop(self) -> int:
@@ -279,38 +262,16 @@ class Accumulator:
                 adds up the parts of all ranks, for one checkpoint that any number of
                 ranks can load; every rank must then call it.
         """
-        state: dict[str, Any] = {
+        row = self._window.row(self._device(), self.strategy.loss_reduction)
+        ranks = self.ranks if over_ranks else Ranks()
+        return {
             "rank": None if over_ranks else self.ranks.index,
             "num_windows": self.num_windows,
-            "reference": None if self._reference is None else self._reference.cpu(),
-            "totals": None,
-            "gradients": {},
+            **save_window(row, self._reference.value, self._module, ranks),
         }
-        # A rank without a micro-batch takes part as well, or the others would wait.
-        ranks = self.ranks if over_ranks else Ranks()
-        row = self._window.row(self._device(), self.strategy.loss_reduction)
-        own = row.new_zeros(()) if self._reference is None else self._reference.to(row)
-        table = ranks.share(torch.cat([row, own.unsqueeze(0)])).wait()
-        totals, common = merged(table), table[:, -1].amax()
-        if bool(totals[COUNT]):
-            state["totals"] = totals.cpu()
-            # With aggregation="none", ranks have different r in their first window.
-            state["reference"] = common.cpu()
-            if isinstance(self._module, nn.Module):
-                named = _inside_wrappers(self._module).named_parameters()
-                state["gradients"] = save_partial(named, ranks, scale=own / common)
-                if totals[WEIGHT] > 0 and not state["gradients"]:
-                    raise TrainkitError(
-                        "state_dict: the window is open, and no parameter of `module` "
-                        "has a gradient. Is it the module that trains? Under FSDP, "
-                        "save after a backward pass with "
-                        "set_requires_gradient_sync(True)."
-                    )
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on inside the window that `state_dict` saved."""
-        is_whole = state["rank"] is None
         if state["totals"] is not None and state["rank"] not in (
             None,
             self.ranks.index,
@@ -323,59 +284,30 @@ class Accumulator:
         self.drop()
         self.watch.forget()
         self.num_windows = state["num_windows"]
-        self._reference = state["reference"]
-        self._inverses = {}
-        is_mine = not is_whole or self.ranks.index == 0
-        if state["totals"] is not None:
-            # Open on every rank, with zeros on all but one: they must act alike.
-            self._window.carried = state["totals"] * is_mine
-        if state["gradients"] and isinstance(self._module, nn.Module):
-            named = _inside_wrappers(self._module).named_parameters()
-            ranks = self.ranks if is_whole else None
-            load_partial(named, state["gradients"], ranks)
+        self._reference.set(state["reference"])
+        is_whole = state["rank"] is None
+        ranks = self.ranks if is_whole else Ranks()
+        self._window.carried = load_window(state, self._module, ranks)
 
-    def _divide(self, parameters: list[Tensor], totals: Tensor) -> None:
-        if self._reference is not None:
-            reference = self._reference.to(totals.device)
+    def check(self) -> None:
+        """Look at all windows closed so far; waits for the device.
+
+        With `checks="late"` a window is looked at when a later one closes. Call this
+        after the last one.
+        """
+        self.watch.read_all()
+
+    def _divide(self, step: int, parameters: list[Tensor], totals: Tensor) -> None:
+        reference = self._reference.value
+        if reference is not None:
+            scale = reference.to(totals.device) / totals[DIVISOR]
+            if self.ranks.multiplier != 1:
+                scale = scale * self.ranks.multiplier
             # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
-            scale = (self.ranks.multiplier * reference / totals[DIVISOR]).nan_to_num(
-                nan=0.0, posinf=0.0, neginf=0.0
-            )
-            scale_(gradients_of(parameters), scale)
+            scale_(gradients_of(parameters), scale.nan_to_num_(0.0, 0.0, 0.0))
         if self.ranks.size > 1 and not self.ranks.backend_sums:
             sum_over_ranks_(parameters, self.ranks)
-        if self.num_windows < 8 or self.num_windows % 16 == 0:
-            # r only keeps the sums near the size of a mean gradient: it need not
-            # follow every window, but all ranks must change it at the same one.
-            mean = totals[WEIGHT] / self.ranks.size
-            self._reference = _power_of_two(mean, self._reference)
-            self._inverses = {}
-
-    def _inverse_reference(self, dtype: torch.dtype, divided_by: int) -> Tensor:
-        """divided_by / r, in the loss's precision, but never in half: r is a power of
-        two, so that w / r is exact where w is."""
-        key = (dtype, divided_by)
-        if key not in self._inverses:
-            assert self._reference is not None
-            inverse = divided_by / self._reference
-            wide = inverse.dtype if dtype in HALF else dtype
-            self._inverses[key] = inverse.to(wide)
-        return self._inverses[key]
-
-    def _agree_on_reference(
-        self, weight: Weight, expected: int, device: torch.device
-    ) -> Tensor:
-        """The first window's r, from its first micro-batches.
-
-        Later windows take the last one's weight, which all ranks know. Where backward
-        passes communicate, every rank comes here in its first one.
-        """
-        first = scalar(weight, device) * expected
-        if self.watch.nonfinite == "allow":
-            first = first * HEADROOM
-        if self.ranks.backend_sums:
-            first = self.ranks.sum_(first) / self.ranks.size
-        return _power_of_two(first, None)
+        self._reference.follow(step, totals[WEIGHT])
 
     def _device(self) -> torch.device:
         """Where the ranks meet: with the losses, or with what the group can carry."""
@@ -385,8 +317,8 @@ class Accumulator:
             return next(
                 (p.device for p in self._module.parameters()), _default_device()
             )
-        if self._reference is not None:
-            return self._reference.device
+        if self._reference.value is not None:
+            return self._reference.value.device
         return _default_device()
 
     def _refuse_before_backward(self, loss: Tensor) -> None:
@@ -418,45 +350,6 @@ class Accumulator:
             )
 
 
-def _power_of_two(number: Tensor, otherwise: Tensor | None) -> Tensor:
-    """The power of two nearest to a positive number, else what it was before.
-
-    It falls by halves only: the window after an epoch's short last one is a full one.
-    """
-    nearest = number.log2().round().exp2()
-    if otherwise is None:
-        return torch.where(nearest > 0, nearest, 1.0)
-    before = otherwise.to(number.device)
-    return torch.where(nearest > 0, nearest.maximum(before / 2), before)
-
-
-def _checked(weight: Any) -> Weight:
-    """A weight as a Python number or a 0-d tensor; never waits for a tensor."""
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise TrainkitError(
-                f"weight: must be one number for a micro-batch, received a tensor of "
-                f"shape {list(weight.shape)}. Sum it in the strategy's weight()."
-            )
-        # A copy, in the dtype of the totals: a buffer that the loop fills again would
-        # change what the window holds.
-        dtype = totals_dtype(weight.device)
-        return weight.detach().reshape(()).to(dtype, copy=True)
-    if hasattr(weight, "item"):  # numpy's numbers
-        weight = weight.item()
-    if not isinstance(weight, int | float):
-        raise TrainkitError(
-            f"weight: must be a number or a 0-d tensor, received "
-            f"{type(weight).__name__}. Look at the strategy's weight()."
-        )
-    if not math.isfinite(weight) or weight < 0:
-        raise TrainkitError(
-            f"weight: must be finite and not negative, received {weight}. Look at the "
-            f"strategy's weight() and at what it sums."
-        )
-    return weight
-
-
 def _refuse_dividing_backward(backward: Any) -> None:
     """Accelerate's `backward` divides by its own number of accumulation steps
     (accelerate#3533); with one step it divides by one."""
@@ -470,19 +363,6 @@ def _refuse_dividing_backward(backward: Any) -> None:
             f"gradient_accumulation_steps={steps}, and the window is divided already. "
             f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
         )
-
-
-def _inside_wrappers(module: nn.Module) -> nn.Module:
-    """The user's own module, whose parameter names do not depend on the ranks."""
-    while True:
-        inner: nn.Module | None = module._modules.get("_orig_mod")  # torch.compile
-        if inner is None:
-            inner = module._modules.get("_forward_module")  # Fabric
-        if isinstance(module, DistributedDataParallel):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner
 
 
 def _default_device() -> torch.device:

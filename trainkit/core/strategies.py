@@ -6,6 +6,7 @@ to get its mean. Then weight * mean is the sum again, and sums may be added.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -168,6 +169,33 @@ def check_reduction(strategy: AccumulationStrategy) -> None:
             f"{type(strategy).__name__} loss_reduction: must be 'mean' or 'sum', "
             f"received {strategy.loss_reduction!r}. Say what training_step returns."
         )
+
+
+def checked_weight(weight: Any) -> Weight:
+    """A weight as a Python number or a 0-d tensor; never waits for a tensor."""
+    if isinstance(weight, Tensor):
+        if weight.ndim and weight.numel() != 1:
+            raise TrainkitError(
+                f"weight: must be one number for a micro-batch, received a tensor of "
+                f"shape {list(weight.shape)}. Sum it in the strategy's weight()."
+            )
+        flat = weight.detach().reshape(()) if weight.ndim else weight.detach()
+        # A copy, in the dtype of the totals: a buffer that the loop fills again would
+        # change what the window holds.
+        return flat.to(torch.float32 if flat.is_mps else torch.float64, copy=True)
+    if hasattr(weight, "item"):  # numpy's numbers
+        weight = weight.item()
+    if not isinstance(weight, int | float):
+        raise TrainkitError(
+            f"weight: must be a number or a 0-d tensor, received "
+            f"{type(weight).__name__}. Look at the strategy's weight()."
+        )
+    if not math.isfinite(weight) or weight < 0:
+        raise TrainkitError(
+            f"weight: must be finite and not negative, received {weight}. Look at the "
+            f"strategy's weight() and at what it sums."
+        )
+    return weight
 
 
 def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:

@@ -12,11 +12,20 @@ from torch import Tensor
 
 from trainkit.core.strategies import LossReduction, Weight
 
-# The columns of a rank's row: sums, then extremes. What follows them are the single
-# weights, if asked for.
-WEIGHT, DIVISOR, LOSS, BARE_LOSS, COUNT, PADDING, TOKENS = range(7)
-SMALLEST, LARGEST = range(7, 9)
-NUM_COLUMNS = 9
+# The columns of a rank's row. What follows them are the single weights, if asked for.
+COLUMNS = (
+    "weight",
+    "divisor",
+    "loss",
+    "bare_loss",
+    "smallest",
+    "largest",
+    "count",
+    "padding",
+    "tokens",
+)
+NUM_COLUMNS = len(COLUMNS)
+WEIGHT, DIVISOR, LOSS, BARE_LOSS, SMALLEST, LARGEST, COUNT, PADDING, TOKENS = range(9)
 
 
 @dataclass
@@ -81,23 +90,23 @@ class Window:
 
     def _own_columns(self, weights: Tensor, reduction: LossReduction) -> Tensor:
         losses = self._undivided_losses(weights.device)
-        same = all(map(operator.is_, self.applied, self.weights))
-        divisor = weights if same else vector(self.applied, weights.device)
-        weighted = losses
+        weight = divisor = weights.sum()
+        if not all(map(operator.is_, self.applied, self.weights)):
+            divisor = vector(self.applied, weights.device).sum()
+        total = bare = losses.sum()
         if reduction == "mean":
-            # A mean over nothing is NaN, and NaN * 0 is NaN: leave it out by hand.
-            weighted = torch.where(weights == 0, 0, losses * weights)
-        sums = torch.stack([weights, divisor, weighted, losses]).sum(1)
+            # A mean over nothing is NaN, and NaN * 0 is NaN: take the weight, 0, there.
+            total = losses.where(weights != 0, weights).dot(weights)
+        sums = torch.stack([weight, divisor, total, bare, *weights.aminmax()])
         counts = [len(self.losses), sum(self.padding), sum(self.tokens)]
-        extremes = torch.stack(weights.aminmax())
-        return torch.cat([sums, vector(counts, weights.device), extremes])
+        return torch.cat([sums, vector(counts, weights.device)])
 
     def _undivided_losses(self, device: torch.device) -> Tensor:
         losses = vector(self.losses, device)
         first = self.divisors[0]
         if all(divided_by == first for divided_by in self.divisors):
             return losses if first == 1 else losses * first
-        return losses * vector(list(self.divisors), device)
+        return losses * vector(self.divisors, device)
 
 
 def merged(rows: Tensor) -> Tensor:
@@ -175,22 +184,18 @@ class WindowStats:
         return torch.where(kept_all, gap, torch.nan)
 
 
-def vector(
-    numbers: Sequence[Weight] | Sequence[Tensor], device: torch.device
-) -> Tensor:
+def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
     """Numbers and 0-d tensors as one float64 vector, without waiting for any."""
     dtype = totals_dtype(device)
-    num_tensors = sum(isinstance(number, Tensor) for number in numbers)
-    if num_tensors == 0:
-        host = torch.tensor(numbers, dtype=dtype)
-        if device.type != "cuda":
-            return host.to(device)
-        return host.pin_memory().to(device, non_blocking=True)
-    if num_tensors == len(numbers):
-        found = cast(Sequence[Tensor], numbers)
-        if len({number.device for number in found}) == 1:
-            return torch.stack(list(found)).to(device, dtype).flatten()
-    return torch.stack([scalar(number, device) for number in numbers])
+    devices = {n.device if isinstance(n, Tensor) else None for n in numbers}
+    if len(devices) > 1:
+        return torch.stack([scalar(number, device) for number in numbers])
+    if numbers and None not in devices:
+        return torch.stack(cast(list[Tensor], numbers)).to(device, dtype)
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=True)
+    return host.to(device, non_blocking=True)
 
 
 def scalar(number: Weight, device: torch.device) -> Tensor:

@@ -156,6 +156,9 @@ class WindowCallback(Callback):
         self._batch_idx = batch_idx
         if not self.accumulators:
             return
+        if batch_idx == 0:  # GradientAccumulationScheduler has been here by now
+            num_expected = trainer.accumulate_grad_batches
+            refusals.refuse_closures_that_repeat(trainer, num_expected)
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
         if pl_module.automatic_optimization:
@@ -172,13 +175,10 @@ class WindowCallback(Callback):
             # accumulate_grad_batches changes or the loader yields None, it does not.
             _clear_gradients(trainer.optimizers[0])
         num_expected = trainer.accumulate_grad_batches  # Lightning has divided by it
-        value = None
+        value = loss.detach()
         if self._scaler is not None:
-            factor = self._scaler.scale(loss.new_ones(()))
-            value = loss.detach() * num_expected / factor
+            value = value / self._scaler.scale(loss.new_ones(()))
         assert self._weight is not None
-        if accumulator.num_micro_batches:
-            refusals.refuse_closures_that_repeat(trainer, num_expected)
         accumulator.weigh(
             loss,
             self._weight,

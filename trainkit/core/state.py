@@ -1,0 +1,83 @@
+"""An open window in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.core.gradients import load_partial, save_partial
+from trainkit.core.ranks import Ranks
+from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged
+from trainkit.errors import TrainkitError
+
+
+def save_window(
+    row: Tensor, reference: Tensor | None, module: Any, ranks: Ranks
+) -> dict[str, Any]:
+    """The totals of the given ranks' open windows, and their gradients added up.
+
+    Every one of these ranks must come here, also one without a micro-batch.
+
+    Args:
+        row: this rank's numbers.
+        reference: this rank's r.
+        module: the module that trains, or anything else to leave gradients out.
+        ranks: whose parts to add up; `Ranks()` is this one alone.
+    """
+    own = row.new_zeros(()) if reference is None else reference.to(row)
+    table = ranks.share(torch.cat([row, own.unsqueeze(0)])).wait()
+    totals, common = merged(table), table[:, -1].amax()
+    if not bool(totals[COUNT]):
+        shown = None if reference is None else reference.cpu()
+        return {"totals": None, "reference": shown, "gradients": {}}
+    gradients: dict[str, Tensor] = {}
+    if isinstance(module, nn.Module):
+        # With aggregation="none", ranks have different r in their first window.
+        named = inside_wrappers(module).named_parameters()
+        gradients = save_partial(named, ranks, scale=own / common)
+        if totals[WEIGHT] > 0 and not gradients:
+            raise TrainkitError(
+                "state_dict: the window is open, and no parameter of `module` has a "
+                "gradient. Is it the module that trains? Under FSDP, save after a "
+                "backward pass with set_requires_gradient_sync(True)."
+            )
+    return {
+        # By name: a later version may order the columns in another way.
+        "totals": dict(zip(COLUMNS, totals.cpu().unbind(), strict=True)),
+        "reference": common.cpu(),
+        "gradients": gradients,
+    }
+
+
+def load_window(state: dict[str, Any], module: Any, ranks: Ranks) -> Tensor | None:
+    """Put a saved window's gradients back; return this rank's share of its totals.
+
+    Args:
+        state: what `save_window` returned.
+        module: the module that trains.
+        ranks: over which to share it; `Ranks()` if it is this rank's own part.
+    """
+    if state["gradients"] and isinstance(module, nn.Module):
+        named = inside_wrappers(module).named_parameters()
+        load_partial(named, state["gradients"], ranks)
+    if state["totals"] is None:
+        return None
+    # Open on every rank, with zeros on all but one: they must act alike.
+    totals = torch.stack([state["totals"][name] for name in COLUMNS])
+    return totals * (ranks.index == 0)
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """The user's own module, whose parameter names do not depend on the ranks."""
+    while True:
+        inner: nn.Module | None = module._modules.get("_orig_mod")  # torch.compile
+        if inner is None:
+            inner = module._modules.get("_forward_module")  # Fabric
+        if isinstance(module, DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
