@@ -47,7 +47,7 @@ class PlainLBFGS(Plain):
 
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_lbfgs_in_windows_of_several_is_refused(scheduled: bool) -> None:
-    """Before training; or before the epoch in which a scheduler lengthens the window."""
+    """Before training, or before the epoch for which a scheduler lengthens windows."""
     scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
     callbacks = [scheduler] if scheduled else []
     fitted = trainer(1 if scheduled else 2, callbacks=callbacks)
