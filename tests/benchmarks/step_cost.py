@@ -2,15 +2,16 @@
 
     python -m tests.benchmarks.step_cost [--steps 200] [--rounds 9]
 
-All contestants run in one process, in turn, round after round; what counts is the
-median over rounds of ratios within a round, so that a machine which slows down slows
-all of them. "Overhead" is the time per optimizer step over that of the bare loop.
+All contestants run in one process, round after round, each round in an order of its
+own; what counts is the median over rounds of ratios within a round, so that a machine
+which slows down slows all of them. "Overhead" is the time per optimizer step over that of the bare loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import random
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -149,7 +150,7 @@ def measure(
     steps = len(batches) // ACCUMULATE
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     for index in range(rounds + 1):  # the first round only warms up
-        for name, run in CONTESTANTS.items():
+        for name, run in random.sample(list(CONTESTANTS.items()), len(CONTESTANTS)):
             gc.collect()
             elapsed = run(make_net(), batches) / steps
             if index:
