@@ -4,7 +4,8 @@
 
 All contestants run in one process, round after round, each round in an order of its
 own; what counts is the median over rounds of ratios within a round, so that a machine
-which slows down slows all of them. "Overhead" is the time per optimizer step over that of the bare loop.
+which slows down slows all of them. "Overhead" is the time per optimizer step over that
+of the bare loop.
 """
 
 from __future__ import annotations
