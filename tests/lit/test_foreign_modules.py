@@ -18,7 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tests.helpers import (
     NAIVE,
     TOLERANCE,
+    TokenModule,
     deviation,
+    loader,
     ragged_sequences,
     trainer,
     weights,
@@ -184,3 +186,22 @@ def test_transformers_model_with_shift_equals_big_batch(
     assert shifted <= TOLERANCE[torch.float32]
     assert unshifted > 1e-3
     assert naive > NAIVE
+
+
+class WithoutIndex(TokenModule):
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_training_step_is_asked_for_no_argument() -> None:
+    """A new argument breaks those who override the method: transformers#36331."""
+    module, reference = (
+        WithoutIndex(dtype=torch.float64),
+        TokenModule(dtype=torch.float64),
+    )
+    start = weights(module)
+    data = ragged_sequences(38)
+    exact = [AccumulationCallback(PerToken())]
+    trainer(4, callbacks=exact).fit(module, loader(data, 4))
+    trainer().fit(reference, loader(data, 16))
+    assert deviation(module, reference, start) <= 1e-10

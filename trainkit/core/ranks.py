@@ -26,7 +26,7 @@ class Ranks:
         group: their process group; None is the default group.
         size: how many they are.
         index: which of them this process is.
-        module: the DDP wrapper, where there is one.
+        ddp: the DDP wrapper, where there is one.
     """
 
     aggregation: Literal["mean", "sum", "none"] = "none"

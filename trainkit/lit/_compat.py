@@ -46,6 +46,11 @@ def batches_into_epoch(checkpoint: Any) -> int:
     return progress["current"]["processed"]
 
 
+def num_batches_seen(trainer: Any) -> int:
+    """How many batches of this epoch the loader has yielded."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def logged_step(trainer: Any) -> int:
     """The step under which Lightning's own logs of this batch stand: in manual
     optimization it counts batches, and `global_step` the steps of all optimizers."""

@@ -17,7 +17,7 @@ from trainkit.core.gradients import parameters_of
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Uniform
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import averages_models, unwrapped
+from trainkit.lit._compat import averages_models, num_batches_seen, unwrapped
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank whose batches are over waits for the others to say the same."""
@@ -179,7 +179,7 @@ def refuse_early_end(trainer: Any, meeting_point: Any) -> None:
     Only a rank that sees its batches end waits, and only where their number was not
     known: a rank that came alone says so, instead of leaving the others waiting.
     """
-    num_seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    num_seen = num_batches_seen(trainer)
     if meeting_point is None or num_seen >= trainer.num_training_batches:
         return
     try:
