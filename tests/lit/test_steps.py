@@ -13,6 +13,7 @@ from torch import nn
 from tests.helpers import TokenModule, loader, ragged_sequences, trainer
 from trainkit import AccumulationCallback, PerToken
 from trainkit.errors import TrainkitError
+from trainkit.lit import _compat
 
 DATA = ragged_sequences(38)
 BATCH, WINDOW = 4, 4
