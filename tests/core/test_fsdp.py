@@ -23,6 +23,7 @@ from tests.helpers import (
     weights,
 )
 from trainkit import Accumulator, PerToken, TrainkitError
+from trainkit.core._compat import gradient_divide_factors
 
 EVEN = [
     [[1, 3], [9, 1]],
@@ -119,6 +120,40 @@ def test_fsdp2_that_was_told_to_add_up_equals_one_process() -> None:
     token_loss(net, together(dealt(EVEN, 2)[0])).backward()
     for found in raise_rank_errors(run_ranks(adding, 2)):
         assert relative(found, gradients(net)) <= 1e-10
+
+
+def divided(rank: int, world_size: int, factor: float | None) -> Any:
+    start_gloo(15)
+    net: Any = fresh_net()
+    fully_shard(net)
+    if factor is not None:
+        net.set_gradient_divide_factor(factor)
+    seen = gradient_divide_factors(net)
+    try:
+        accumulator = Accumulator(PerToken(), module=net)
+    except TrainkitError as error:
+        return str(error)
+    for batch in dealt(EVEN, world_size)[0][rank]:
+        accumulator.backward(token_loss(net, batch), batch)
+    accumulator.finish(net.parameters())
+    return seen, torch.cat([whole(p.grad).flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 2.0])
+def test_fsdp2_that_divides_by_a_factor_of_its_own_equals_one_process(
+    factor: float | None,
+) -> None:
+    """`auto` sees what `set_gradient_divide_factor` has done (1.0 in torchtitan)."""
+    net = fresh_net()
+    token_loss(net, together(dealt(EVEN, 2)[0])).backward()
+    for seen, found in raise_rank_errors(run_ranks(divided, 2, factor)):
+        assert seen == {factor}
+        assert relative(found, gradients(net)) <= 1e-12
+
+
+def test_fsdp2_that_divides_by_neither_is_refused() -> None:
+    for text in raise_rank_errors(run_ranks(divided, 2, 3.0)):
+        assert "has made FSDP divide by ['3.0'] over 2 ranks" in text
 
 
 def saved_too_early(rank: int, world_size: int) -> str:

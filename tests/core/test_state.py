@@ -247,3 +247,13 @@ def test_state_of_another_rank_is_refused() -> None:
     texts = raise_rank_errors(run_ranks(of_another_rank, 2))
     assert "window of rank 1, and this is rank 0" in texts[0]
     assert "one with over_ranks=True" in texts[1]
+
+
+def test_window_of_another_strategy_is_refused() -> None:
+    net = fresh_net()
+    accumulator = Accumulator(PerToken(), module=net)
+    run_open(accumulator, net, FIRST)
+    state = through_a_file(accumulator.state_dict())
+    other = Accumulator(PerToken(loss_reduction="sum"), module=net)
+    with pytest.raises(TrainkitError, match=r"weighed by PerToken \(mean\), and this"):
+        other.load_state_dict(state)

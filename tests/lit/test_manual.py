@@ -125,6 +125,7 @@ class NaiveModule(ManualModule):
             optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:NaiveModule. it took")
 def test_naive_manual_accumulation_does_not_equal_the_big_batch() -> None:
     assert off_big_batch(fitted(NaiveModule(dtype=torch.float64))) > NAIVE
 
@@ -308,3 +309,34 @@ def test_gradients_zeroed_inside_a_window_are_refused() -> None:
             super().training_step(batch, batch_idx)
 
     refused(Zeroes(), "gradients of the 1 micro-batches in it are gone")
+
+
+class TwoLosses(ManualModule):
+    """Both losses of a batch hang on one graph; their sum over two is the mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.accumulate(loss, batch, retain_graph=True)
+        self.accumulate(loss, batch)
+        if self.window_ends(batch_idx):
+            self.finish_window()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_backward_options_reach_the_backward_pass() -> None:
+    assert off_big_batch(fitted(TwoLosses(dtype=torch.float64))) <= EXACT
+
+
+class ByItself(ManualModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_manual_module_that_weighs_nothing_is_told() -> None:
+    with pytest.warns(UserWarning, match="ByItself: it took 20 optimizer steps by its"):
+        fitted(ByItself())

@@ -267,6 +267,7 @@ class Accumulator:
         return {
             "rank": None if over_ranks else self.ranks.index,
             "num_windows": self.num_windows,
+            "strategy": _kind(self.strategy),
             **save_window(row, self._reference.value, self._module, ranks),
         }
 
@@ -280,6 +281,12 @@ class Accumulator:
                 f"state_dict: it holds the open window of rank {state['rank']}, and "
                 f"this is rank {self.ranks.index}: the law needs each rank's own part. "
                 f"Save one state for each rank, or one with over_ranks=True."
+            )
+        if state["totals"] is not None and state["strategy"] != _kind(self.strategy):
+            raise TrainkitError(
+                f"state_dict: its open window was weighed by {state['strategy']}, and "
+                f"this accumulator weighs by {_kind(self.strategy)}, which cannot be "
+                f"added up. Resume with the same, or from between two windows."
             )
         self.drop()
         self.watch.forget()
@@ -363,6 +370,10 @@ def _refuse_dividing_backward(backward: Any) -> None:
             f"gradient_accumulation_steps={steps}, and the window is divided already. "
             f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
         )
+
+
+def _kind(strategy: AccumulationStrategy) -> str:
+    return f"{type(strategy).__qualname__} ({strategy.loss_reduction})"
 
 
 def _default_device() -> torch.device:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trainkit.core._compat import gradient_divide_factors
 from trainkit.errors import TrainkitError
 
 Aggregation = Literal["auto", "mean", "sum", "none"]
@@ -104,11 +105,10 @@ def find_ranks(
     if ddp is not None:
         return _ranks("mean", group or ddp.process_group, ddp)
     if _spans_ranks(module):
-        # Sharded parameters are averaged by the reduce-scatter that shards them.
-        ranks = _ranks("mean", group or _group_of(module, ddp), ddp)
-        if ranks.size > 1:
+        group = group or _group_of(module, ddp)
+        if dist.get_world_size(group) > 1:
             _refuse_unsharded(module)
-        return ranks
+        return _ranks(_what_fsdp_leaves(module, group), group, ddp)
     if dist.get_world_size(group) == 1:
         return Ranks()
     raise TrainkitError(
@@ -177,6 +177,22 @@ def _sharded_mesh(module: Any) -> Any:
     return None
 
 
+def _what_fsdp_leaves(module: Any, group: Any) -> str:
+    """The mean, by the reduce-scatter that shards, unless another factor was set."""
+    root = _root(module)
+    factors = set() if root is None else gradient_divide_factors(root)
+    size = dist.get_world_size(group)
+    if factors <= {None, float(size)}:
+        return "mean"
+    if factors == {1.0}:
+        return "sum"
+    raise TrainkitError(
+        f"aggregation='auto': set_gradient_divide_factor() has made FSDP divide by "
+        f"{sorted(map(str, factors))} over {size} ranks, which leaves neither their "
+        f"mean nor their sum everywhere. Set it to 1.0 on all modules, or leave it."
+    )
+
+
 def _refuse_unsharded(module: Any) -> None:
     """What no reduce-scatter brings together keeps each rank's own gradient."""
     if _submodule(module, FullyShardedDataParallel) is not None:
@@ -197,12 +213,18 @@ def _refuse_unsharded(module: Any) -> None:
 
 
 def _submodule(module: Any, kind: type) -> Any:
-    root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
-    if not isinstance(root, nn.Module):
+    root = _root(module)
+    if root is None:
         return None
     return next((m for m in root.modules() if isinstance(m, kind)), None)
 
 
 def _parameters(module: Any) -> dict[str, Any]:
+    root = _root(module)
+    return {} if root is None else dict(root.named_parameters())
+
+
+def _root(module: Any) -> nn.Module | None:
+    """The module itself, or that of Lightning's strategy object."""
     root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
-    return dict(root.named_parameters()) if isinstance(root, nn.Module) else {}
+    return root if isinstance(root, nn.Module) else None

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import load_partial, save_partial
+from trainkit.core.ranks import Ranks
 from trainkit.lit._compat import batches_into_epoch
 
 KEY = "trainkit"
@@ -43,16 +44,8 @@ def save(
         return state
     held = sum(a.num_micro_batches for a in accumulators.values())
     lost = num_torn - 1 if num_torn else held
-    ranks = next(iter(accumulators.values())).ranks
-    flat = any(isinstance(m, FullyShardedDataParallel) for m in pl_module.modules())
-    if num_torn or flat or (alone and ranks.size > 1):
-        why = (
-            "a micro-batch is under way"
-            if num_torn
-            else "FSDP1 keeps gradients in flat shards that no other run can place"
-            if flat
-            else "the other ranks cannot be asked for theirs"
-        )
+    why = _why_not(accumulators, pl_module, num_torn=num_torn, alone=alone)
+    if why is not None:
         warnings.warn(
             f"checkpoint: taken inside a window, of whose first {lost} micro-batches "
             f"it does not hold the gradients, since {why}. A run resumed from it steps "
@@ -64,8 +57,30 @@ def save(
     state["windows"] = {
         i: a.state_dict(over_ranks=True) for i, a in accumulators.items()
     }
+    ranks = next(iter(accumulators.values())).ranks
     state["gradients"] = save_partial(pl_module.named_parameters(), ranks)
     return state
+
+
+def _why_not(
+    accumulators: Mapping[int, Accumulator],
+    pl_module: Any,
+    *,
+    num_torn: int,
+    alone: bool,
+) -> str | None:
+    """Why a window's gradients cannot be saved, or None."""
+    ranks = next(iter(accumulators.values())).ranks
+    in_first = any(a.num_windows == 0 for a in accumulators.values())
+    if num_torn:
+        return "a micro-batch is under way"
+    if any(isinstance(m, FullyShardedDataParallel) for m in pl_module.modules()):
+        return "FSDP1 keeps gradients in flat shards that no other run can place"
+    if alone and ranks.size > 1:
+        return "the other ranks cannot be asked for theirs"
+    if ranks.size > 1 and not ranks.backend_sums and in_first:
+        return "ranks that no backend sums share no scale before a window has closed"
+    return None
 
 
 def without_state(

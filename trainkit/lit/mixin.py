@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ class AccumulationMixin(_Base):
         optimizer: Any = None,
         weight: Weight | None = None,
         sync: bool = True,
+        **backward_options: Any,
     ) -> None:
         """Run a micro-batch's backward pass, weighted, into an optimizer's window.
 
@@ -109,6 +111,7 @@ class AccumulationMixin(_Base):
             weight: the weight itself, in place of `batch`.
             sync: False leaves the ranks' gradients apart, which saves time on all
                 micro-batches but a window's last: `sync=self.window_ends(batch_idx)`.
+            **backward_options: go on to `manual_backward`, such as `retain_graph`.
         """
         if self.automatic_optimization:
             raise TrainkitError(
@@ -124,7 +127,10 @@ class AccumulationMixin(_Base):
         block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         with nullcontext() if sync else block():
             windows.accumulators[index].backward(
-                loss, batch, weight=weight, backward=self.manual_backward
+                loss,
+                batch,
+                weight=weight,
+                backward=functools.partial(self.manual_backward, **backward_options),
             )
         windows.is_apart[index] = not sync
 
@@ -256,6 +262,17 @@ class MixinCallback(WindowCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.strategy = pl_module.accumulation  # perhaps chosen in its setup()
         super().on_train_start(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        is_manual = not pl_module.automatic_optimization
+        if is_manual and trainer.global_step and not self.windows:
+            warnings.warn(
+                f"{type(pl_module).__name__}: it took {trainer.global_step} optimizer "
+                f"steps by itself and closed no window: nothing was weighted. Call "
+                f"self.accumulate() and self.finish_window() in training_step.",
+                stacklevel=2,
+            )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_end(trainer, pl_module)
