@@ -243,3 +243,78 @@ def test_checkpointed_model_equals_big_batch() -> None:
     run_window(net, [padded(SAMPLES[:3]), padded(SAMPLES[3:])], PerToken(), loss)
     token_loss(reference, padded(SAMPLES)).backward()
     assert relative(gradients(net), gradients(reference)) <= 1e-12
+
+
+def test_window_with_a_failed_backward_pass_is_refused_until_dropped() -> None:
+    """Out of memory, caught, and on: nobody knows what was added."""
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+
+    def fails(loss: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        accumulator.backward(p * 2, 3, backward=fails)
+    for refused in (
+        lambda: accumulator.backward(p * 2, 3),
+        lambda: accumulator.finish([p]),
+    ):
+        with pytest.raises(TrainkitError, match=r"has failed.*Call drop\(\)"):
+            refused()
+    accumulator.drop()
+    p.grad = None
+    accumulator.backward(p * 2, 3)
+    accumulator.finish([p])
+    assert float(p.grad) == 2  # type: ignore[arg-type]
+
+
+def test_gradients_zeroed_inside_a_window_are_refused() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    accumulator = Accumulator(GivenWeight())
+    accumulator.backward(p * 2, 3)
+    accumulator.finish(optimizer)
+    optimizer.zero_grad()
+    accumulator.backward(p * 2, 3)
+    optimizer.zero_grad()
+    with pytest.raises(
+        TrainkitError, match="the gradients of the 1 micro-batches in it"
+    ):
+        accumulator.backward(p * 2, 3)
+
+
+@pytest.mark.parametrize("passes", [0, 2])
+def test_pass_that_does_not_start_from_the_loss_is_refused(passes: int) -> None:
+    """An override of `LightningModule.backward` that goes its own way, say."""
+    p = parameter()
+    accumulator = Accumulator(GivenWeight())
+
+    def own_way(loss: Tensor) -> None:
+        for _ in range(passes):
+            loss.backward(retain_graph=True)
+
+    accumulator.backward(p * 2, 3, backward=own_way)
+    with pytest.raises(TrainkitError, match=f"1 losses were weighted, and {passes} ba"):
+        accumulator.finish([p])
+
+
+def test_windows_that_share_a_scaler_equal_the_law() -> None:
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
+    ps = [parameter(), parameter()]
+    steps = [torch.optim.SGD([p], lr=0.0) for p in ps]
+    both = [Accumulator(GivenWeight(), scaler=scaler) for _ in ps]
+    seen: list[list[float]] = [[], []]
+    for index in range(8):
+        for which, every in enumerate((1, 4)):
+            p, optimizer, accumulator = ps[which], steps[which], both[which]
+            accumulator.backward(
+                2 * p, 1 + index, backward=lambda loss: scaler.scale(loss).backward()
+            )
+            if (index + 1) % every == 0:
+                accumulator.finish(optimizer)
+                scaler.unscale_(optimizer)
+                seen[which].append(float(p.grad))  # type: ignore[arg-type]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert seen == [[2.0] * 8, [2.0] * 2]

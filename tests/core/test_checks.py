@@ -102,9 +102,26 @@ def test_own_mean_over_nothing_is_flagged_with_what_to_do() -> None:
     steps = torch.optim.SGD(net.parameters(), lr=0.1)
     run_window(net, [IGNORED, padded(SAMPLES)], accumulator, own_mean)
     steps.step()
-    run_window(net, [padded(SAMPLES)], accumulator, own_mean)
     with pytest.raises(TrainkitError, match=r"clamp\(min=1\).*loss_reduction='sum'"):
         run_window(net, [padded(SAMPLES)], accumulator, own_mean)
+
+
+@pytest.mark.parametrize("cut", [[IGNORED], [IGNORED, padded(SAMPLES)]])
+def test_own_mean_over_nothing_is_refused_before_the_step_if_asked(cut: Any) -> None:
+    accumulator = Accumulator(PerToken(), checks="now")
+    with pytest.raises(TrainkitError, match=r"step 0 .*clamp\(min=1\)"):
+        run_window(fresh_net(), cut, accumulator, own_mean)
+
+
+def test_own_mean_over_nothing_in_the_last_window_is_found() -> None:
+    """Its step is taken, and no loss comes after it that would be NaN."""
+    net = fresh_net()
+    accumulator = Accumulator(PerToken())
+    steps = torch.optim.SGD(net.parameters(), lr=0.1)
+    run_window(net, [IGNORED, padded(SAMPLES)], accumulator, own_mean)
+    steps.step()
+    with pytest.raises(TrainkitError, match=r"step 0 .*clamp\(min=1\)"):
+        accumulator.check()
 
 
 def test_own_sum_over_nothing_equals_its_absence() -> None:
@@ -170,7 +187,7 @@ def test_nonfinite_loss_is_flagged_one_window_late(loss: float) -> None:
 def test_nonfinite_loss_is_refused_before_the_step_if_asked(loss: float) -> None:
     toy = Toy(checks="now")
     toy.window((1.0, 1))
-    with pytest.raises(TrainkitError, match="optimizer step 1 .*checks='now'"):
+    with pytest.raises(TrainkitError, match="optimizer step 1 .*No step was taken"):
         toy.window((1.0, 1), (loss, 1))
 
 

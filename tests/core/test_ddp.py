@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -309,3 +310,50 @@ def test_each_window_after_the_first_makes_one_collective(say_last: bool) -> Non
     """The first one agrees on the shared scale as well."""
     for counts in raise_rank_errors(run_ranks(count_collectives, 2, say_last)):
         assert counts == [2, 1, 1, 1]
+
+
+def refused_by_ddp(rank: int, world_size: int, case: str) -> str:
+    start_gloo(15)
+    net = fresh_net()
+    outside = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    ddp = DDP(net)
+    batch = padded(SAMPLES[:2])
+    if case == "noop":
+        ddp.register_comm_hook(None, noop_hook)
+    try:
+        said: Any = "none" if case == "none" else "auto"
+        accumulator = Accumulator(PerToken(), module=ddp, aggregation=said)
+        if case == "no_sync":
+            with ddp.no_sync():
+                accumulator.backward(token_loss(ddp, batch), batch)
+            accumulator.finish(net.parameters())
+        elif case == "join":
+            with ddp.join():
+                accumulator.backward(token_loss(ddp, batch), batch)
+        else:
+            loss = token_loss(ddp, batch) * (outside if case == "outside" else 1)
+            accumulator.backward(loss, batch)
+            accumulator.finish(
+                [*net.parameters(), *([outside] if case == "outside" else [])]
+            )
+    except TrainkitError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("none", "aggregation='none': the module is DistributedDataParallel"),
+        ("no_sync", "the window's last backward pass ran under no_sync()"),
+        ("noop", "leaves the ranks' gradients apart"),
+        (
+            "outside",
+            "parameters: 1 of those to step, the first of shape [], are not in",
+        ),
+        ("join", "DistributedDataParallel.join(): it answers for ranks"),
+    ],
+)
+def test_what_ddp_does_not_average_is_refused(case: str, text: str) -> None:
+    for found in raise_rank_errors(run_ranks(refused_by_ddp, 2, case)):
+        assert text in found

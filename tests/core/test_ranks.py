@@ -70,8 +70,6 @@ def shown(rank: int, world_size: int) -> dict[str, Any]:
     grid = fresh_net()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     fully_shard(grid, mesh=mesh)
-    with pytest.raises(TrainkitError, match=r"2 dimensions \('replicate', 'shard'\)"):
-        find_ranks(grid)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     modules: dict[str, Any] = {
         "ddp": ddp,
@@ -82,6 +80,7 @@ def shown(rank: int, world_size: int) -> dict[str, Any]:
         "sharded, of a strategy": Holder(sharded),
     }
     found = {name: find_ranks(module) for name, module in modules.items()}
+    found["replicas of shards"] = find_ranks(grid)
     found["grid"] = find_ranks(grid, "mean", mesh["shard"].get_group())
     found["said"] = find_ranks(fresh_net(), "sum")
     found["alone"] = find_ranks(fresh_net(), "auto", alone)

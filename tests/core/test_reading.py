@@ -62,7 +62,7 @@ class OnItsWay(LateReading):
 def late(monkeypatch: pytest.MonkeyPatch) -> Watch:
     FakeEvent.reached = False
     monkeypatch.setattr(checks, "LateReading", OnItsWay)
-    return Watch("late", "raise")
+    return Watch("late", "raise", lambda: False)
 
 
 def test_cpu_tensor_has_arrived() -> None:
@@ -100,7 +100,7 @@ def test_checks_now_wait_for_their_own_window(monkeypatch: pytest.MonkeyPatch) -
     FakeEvent.reached = False
     monkeypatch.setattr(checks, "LateReading", OnItsWay)
     with pytest.raises(TrainkitError, match="optimizer step 7 "):
-        Watch("now", "raise").submit(7, BAD)
+        Watch("now", "raise", lambda: False).submit(7, BAD)
 
 
 @pytest.mark.gpu

@@ -257,3 +257,42 @@ def test_window_of_another_strategy_is_refused() -> None:
     other = Accumulator(PerToken(loss_reduction="sum"), module=net)
     with pytest.raises(TrainkitError, match=r"weighed by PerToken \(mean\), and this"):
         other.load_state_dict(state)
+
+
+class Branching(nn.Module):
+    """Has a weight that only the first micro-batch of a window uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.once = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: float, use: bool) -> torch.Tensor:
+        return self.always * x * (self.once if use else 1)
+
+
+def branch(rank: int, world_size: int, resumes: bool) -> list[float]:
+    start_gloo(15)
+    net = Branching()
+    ddp = DDP(net, find_unused_parameters=True)
+    accumulator = Accumulator(GivenWeight(), module=ddp)
+    with ddp.no_sync():
+        accumulator.backward(ddp(1.0 + rank, True), 2)
+    if resumes:
+        state = through_a_file(accumulator.state_dict(over_ranks=True))
+        net.zero_grad()
+        accumulator = Accumulator(GivenWeight(), module=ddp)
+        accumulator.load_state_dict(state)
+    accumulator.backward(ddp(4.0, False), 1 + rank)
+    accumulator.finish(net.parameters())
+    return [float(p.grad) for p in net.parameters()]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_weight_that_the_rest_of_a_window_does_not_use_equals_big_batch(
+    resumes: bool,
+) -> None:
+    """DDP brings together only what the last backward passes have used."""
+    expected = [(2 * 1 + 2 * 2 + 4 * 1 + 4 * 2) / 7, (2 * 1 + 2 * 2) / 7]
+    for found in raise_rank_errors(run_ranks(branch, 2, resumes)):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -213,3 +213,31 @@ class GivenConstant(AccumulationStrategy):
 
     def weight(self, batch: Any) -> float:
         return self.share
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.zeros(3, 8, 8)] * 7,
+        [(torch.zeros(3, 8, 8), 1)] * 2,
+        [{"image": torch.zeros(3, 8, 8)}],
+        ([torch.zeros(3, 8, 8)] * 2, [{"boxes": torch.zeros(3, 4)}] * 2),
+    ],
+)
+def test_list_of_samples_is_refused_until_named(samples: Any) -> None:
+    """The first dimension of an image is no number of samples."""
+    with pytest.raises(TrainkitError, match="a list of samples has no leading dimen"):
+        PerSample().weight(samples)
+    assert PerSample(size="images").weight({"images": samples}) == len(samples)
+
+
+def test_list_of_fields_is_no_list_of_samples() -> None:
+    """As `default_collate` makes of a `TensorDataset`."""
+    assert PerSample().weight([torch.zeros(5, 1), torch.zeros(5, 1)]) == 5
+    assert PerSample().weight([torch.zeros(5, 2), torch.zeros(5), torch.zeros(5)]) == 5
+    assert PerSample().weight({"x": torch.zeros(5), "names": ["a"] * 5}) == 5
+
+
+def test_ignore_index_is_not_taken_around_by_narrow_labels() -> None:
+    labels = torch.full((4,), 156, dtype=torch.uint8)
+    assert int(PerToken().weight({"labels": labels})) == 4

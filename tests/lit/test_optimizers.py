@@ -8,7 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.helpers import (
     NAIVE,
@@ -23,7 +25,7 @@ from tests.helpers import (
     trainer,
     weights,
 )
-from trainkit import AccumulationMixin, PerToken
+from trainkit import AccumulationMixin, PerSample, PerToken
 from trainkit.errors import TrainkitError
 
 EXACT = TOLERANCE[torch.float64]
@@ -148,3 +150,84 @@ def test_several_optimizers_must_be_named() -> None:
 
     with pytest.raises(TrainkitError, match="must be named where there are .* are 2"):
         trainer().fit(Nameless(), loader(DATA, BATCH))
+
+
+# ---- one scaler, one loss ------------------------------------------------------------
+
+
+class Scalars(AccumulationMixin, pl.LightningModule):
+    """Two weights, each with an optimizer and a window of its own; the gradient of each
+    window is 2 by the law, whatever the scaler does."""
+
+    accumulation = PerSample()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first = nn.Parameter(torch.ones(()))
+        self.second = nn.Parameter(torch.ones(()))
+        self.seen: dict[str, list[float]] = {"first": [], "second": []}
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=0.0) for p in (self.first, self.second)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for name, optimizer in zip(self.seen, self.optimizers(), strict=True):  # type: ignore[arg-type]
+            parameter = getattr(self, name)
+            self.accumulate(2 * parameter, batch, optimizer=optimizer)
+            every = 2 if name == "first" else 4
+            if self.window_ends(batch_idx, every):
+                self.finish_window(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        (parameter,) = optimizer.param_groups[0]["params"]
+        name = "first" if parameter is self.first else "second"
+        self.seen[name].append(float(parameter.grad))
+
+
+@pytest.mark.parametrize("growth_interval", [1, 3, 1000])
+def test_windows_that_share_a_scaler_equal_the_law(growth_interval: int) -> None:
+    """The scaler's factor changes inside the longer window when the other one steps."""
+    scaler: Any = torch.amp.GradScaler(
+        "cpu", init_scale=16.0, growth_interval=growth_interval
+    )
+    precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    module = Scalars()
+    batches = DataLoader(torch.ones(24, 1), batch_size=3)  # type: ignore[arg-type]
+    trainer(plugins=[precision], max_epochs=1).fit(module, batches)
+    assert module.seen == {"first": [2.0] * 4, "second": [2.0] * 2}
+
+
+class OneLoss(Scalars):
+    """One loss trains the parameters of both optimizers."""
+
+    both = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        loss = 2 * batch.mean() * (self.first + self.second)
+        self.accumulate(loss, batch, optimizer=first)
+        if self.window_ends(batch_idx, 4):
+            self.finish_window([first, second] if self.both else first)
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class HalfClosed(OneLoss):
+    both = False
+
+
+def test_one_loss_for_two_optimizers_equals_the_law() -> None:
+    module = OneLoss()
+    batches = [torch.ones(3, 1), *[torch.ones(50, 1)] * 3]
+    trainer(max_epochs=1).fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert module.seen == {"first": [2.0], "second": [2.0]}
+
+
+def test_optimizer_left_out_of_the_division_is_told() -> None:
+    batches = DataLoader([torch.ones(3, 1)] * 4, batch_size=None)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="optimizer 1: it stepped with gradients that"):
+        trainer(max_epochs=1).fit(HalfClosed(), batches)

@@ -232,3 +232,31 @@ def test_skipped_steps_are_counted_afresh_in_each_fit() -> None:
     fitted.fit_loop.max_epochs = 16
     fitted.fit(half(), micro_batches(SEQUENCES))
     assert callback.num_skipped_steps == 0
+
+
+@pytest.mark.parametrize("saved_in", ["16-mixed", "32-true"])
+@pytest.mark.parametrize("resumed_in", ["16-mixed", "bf16-mixed", "32-true"])
+def test_window_resumed_in_another_precision_keeps_its_scale(
+    tmp_path: Path, saved_in: str, resumed_in: str
+) -> None:
+    """What was saved carries the scaler's factor, and the rest another or none."""
+    path = tmp_path / "inside.ckpt"
+    saved = trainer(WINDOW, callbacks=[Saving(path, 5)], **precise(saved_in))
+    saved.fit(half(Mixed), Resumable())
+    resumed, reference = Norms(), Norms()
+    again = trainer(WINDOW, callbacks=[resumed], **precise(resumed_in))
+    again.fit(half(Mixed), Resumable(), ckpt_path=path)
+    trainer(WINDOW, callbacks=[reference]).fit(half(Mixed), Resumable())
+    expected = reference.seen[-len(resumed.seen) :]
+    assert resumed.seen == pytest.approx(expected, rel=0.02)
+
+
+class Norms(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        found = [p.grad.flatten() for p in pl_module.parameters() if p.grad is not None]
+        self.seen.append(float(torch.cat(found).norm()))

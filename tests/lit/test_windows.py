@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -35,6 +39,7 @@ from tests.lit.fronts import (
     plain_token_loss,
     windows_of,
 )
+from tests.lit.resuming import Saving
 from trainkit import (
     AccumulationCallback,
     AccumulationStrategy,
@@ -283,3 +288,26 @@ def test_none_from_the_loader_leaks_nothing() -> None:
 
 def test_big_batch_reference_merges_whole_windows() -> None:
     assert merged(RAGGED) == [len(w) for w in windows_from(range(10), WINDOW)]
+
+
+def test_finders_are_announced() -> None:
+    """They run without the callbacks, so their trial steps are plain Lightning's."""
+    finder = LearningRateFinder(num_training_steps=3)
+    callback = AccumulationCallback(PerToken())
+    fitted = trainer(2, max_epochs=1, callbacks=[finder, callback])
+    with pytest.warns(UserWarning, match="^LearningRateFinder: Lightning takes all"):
+        callback.setup(fitted, Plain(), "fit")
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+def test_rest_of_a_window_from_a_loader_that_starts_again_is_said(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "inside.ckpt"
+    trainer(WINDOW, max_epochs=1, callbacks=[Saving(path, 5)]).fit(
+        Mixed(), micro_batches(SEQUENCES)
+    )
+    with pytest.warns(UserWarning, match="the train_dataloader starts again at its"):
+        trainer(WINDOW, max_epochs=1).fit(
+            Mixed(), micro_batches(SEQUENCES), ckpt_path=path
+        )

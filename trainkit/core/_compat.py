@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 
 def gradient_divide_factors(module: nn.Module) -> set[float | None]:
@@ -18,6 +19,39 @@ def gradient_divide_factors(module: nn.Module) -> set[float | None]:
     ]
     groups = [group for state in states for group in _groups(state)]
     return {getattr(group, "gradient_divide_factor", None) for group in groups}
+
+
+def is_in_no_sync(module: DistributedDataParallel) -> bool:
+    """Whether DDP is told to leave gradients on their ranks."""
+    return not module.require_backward_grad_sync
+
+
+def communication_hooks(module: DistributedDataParallel) -> list[Any]:
+    """The hooks that have been registered in place of DDP's all-reduce."""
+    return [hook for hook, _ in module._comm_hooks]
+
+
+def ignored_names(module: DistributedDataParallel) -> set[str]:
+    """The parameters that DDP was told to leave alone."""
+    return set(module.parameters_to_ignore)
+
+
+def is_joining(module: DistributedDataParallel) -> bool:
+    """Whether DDP runs inside its `join()`, for ranks of unequal length."""
+    return module._join_config.enable
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """The user's own module, whose parameter names do not depend on the ranks."""
+    while True:
+        inner: nn.Module | None = module._modules.get("_orig_mod")  # torch.compile
+        if inner is None:
+            inner = module._modules.get("_forward_module")  # Fabric
+        if isinstance(module, DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
 
 
 def _groups(state: Any) -> list[Any]:

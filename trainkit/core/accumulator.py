@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from trainkit.core import refusals
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.gradients import (
     HALF,
@@ -18,6 +20,7 @@ from trainkit.core.gradients import (
 )
 from trainkit.core.ranks import Aggregation, Ranks, Shared, find_ranks, num_running
 from trainkit.core.reference import Reference
+from trainkit.core.scaler import ScalerFactor
 from trainkit.core.state import load_window, save_window
 from trainkit.core.strategies import (
     AccumulationStrategy,
@@ -61,8 +64,16 @@ class Accumulator:
         checks: `"late"` costs nothing and complains one window late; `"now"` waits for
             the device once a window and refuses before the step is taken.
         nonfinite: a loss that is NaN or infinite and weighs something: `"raise"`;
-            `"allow"` it, for a gradient scaler that skips the step; or `"skip"` the
-            micro-batch, its weight left out (waits for the device at each loss).
+            `"allow"` it, for a gradient scaler that skips the step (the default where
+            there is one); or `"skip"` the micro-batch, its weight left out (waits for
+            the device at each loss).
+        scaler: the gradient scaler of the loop, if it has one. Needed where it serves
+            several accumulators, whose windows its factor may change in.
+
+    Gradients that are there when a window opens are divided with it: zero them first.
+
+    Attributes:
+        parameters: whose gradients the windows are; known when one has been finished.
 
     Raises:
         TrainkitError: several ranks are running, and how they aggregate is unknown.
@@ -76,7 +87,8 @@ class Accumulator:
         aggregation: Aggregation = "auto",
         process_group: Any = None,
         checks: Checks = "late",
-        nonfinite: Nonfinite = "raise",
+        nonfinite: Nonfinite | None = None,
+        scaler: Any = None,
     ) -> None:
         if not isinstance(strategy, AccumulationStrategy):
             raise TrainkitError(
@@ -87,12 +99,20 @@ class Accumulator:
         self.strategy = strategy
         self.ranks = find_ranks(module, aggregation, process_group)
         self._num_running = num_running()
-        self.watch = Watch(checks, nonfinite)
+        nonfinite = nonfinite or ("raise" if scaler is None else "allow")
+        self.watch = Watch(checks, nonfinite, self._is_poisoned)
         self.num_windows = 0
         self._module = module
         self._window = Window()
         self._reference = Reference(self.ranks, has_scaler=nonfinite == "allow")
         self._announced: Shared | None = None
+        self._factor = ScalerFactor(scaler)
+        self._reads_hooks = aggregation == "auto"
+        self._is_torn = False
+        self._is_apart = False
+        self._num_passes = 0
+        self._num_looked_at = 0
+        self.parameters: list[Tensor] = []
         if nonfinite == "skip" and self.ranks.backend_sums:
             raise TrainkitError(
                 "nonfinite='skip': not possible where backward passes communicate "
@@ -136,13 +156,15 @@ class Accumulator:
         _refuse_dividing_backward(backward)
         weight = self.strategy.weight(batch) if weight is None else weight
         if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
-            self._window.add(0, 0, loss.new_zeros(()), 1)
+            self._window.skip(loss)
             return
         handle = self.weigh(loss, weight)
         if last:
             self.announce()
+        self._is_torn = True
         try:
             (backward or Tensor.backward)(loss)
+            self._is_torn = False
         finally:
             handle.remove()
 
@@ -172,6 +194,9 @@ class Accumulator:
             A handle whose `remove()` takes the weighting off again.
         """
         self._refuse_before_backward(loss)
+        self._is_apart = self.ranks.holds_back_gradients
+        if not self.is_open:
+            self._factor.open(loss.device)
         weight = checked_weight(weight)
         by_mean = self.strategy.loss_reduction == "mean"
         if self._reference.value is None:
@@ -181,11 +206,19 @@ class Accumulator:
         applied: Weight = weight
         if by_mean and loss.dtype in HALF:
             applied = factor / inverse
+        to_opening = self._factor.to_opening(loss.device)
+        if to_opening is not None:
+            factor = factor * to_opening
         if value is None:
             # clone: the next step of a CUDA graph writes over this one's loss
             value = loss.detach().clone()
         self._window.add(weight, applied, value, divided_by)
-        return loss.register_hook(factor.mul)
+
+        def weighted(gradient: Tensor) -> Tensor:
+            self._num_passes += 1
+            return factor * gradient
+
+        return loss.register_hook(weighted)
 
     def count_padding(self, padding: Weight, tokens: Weight) -> None:
         """Count tokens that only pad, for `WindowStats.padding`."""
@@ -216,7 +249,8 @@ class Accumulator:
             TrainkitError: the window is empty; or, with `checks="late"`, an earlier
                 window must stop the run.
         """
-        parameters = parameters_of(optimizer_or_parameters)
+        parameters = self.parameters = parameters_of(optimizer_or_parameters)
+        self._refuse_before_division(parameters)
         if num_running() != self._num_running:
             raise TrainkitError(
                 f"Accumulator: {self._num_running} ranks were running when it was "
@@ -237,9 +271,10 @@ class Accumulator:
         totals = table[0] if self.ranks.size == 1 else table.sum(0)
         stats = WindowStats(table, totals)
         step, self.num_windows = self.num_windows, self.num_windows + 1
+        from_opening = self._factor.to_opening(totals.device)
         self.drop()
         self.watch.submit(step, table)
-        self._divide(step, parameters, totals)
+        self._divide(step, parameters, totals, from_opening)
         return stats
 
     def drop(self) -> int:
@@ -250,6 +285,10 @@ class Accumulator:
         held = self.num_micro_batches
         self._window = Window()
         self._announced = None
+        self._is_torn = False
+        self._is_apart = False
+        self._num_passes = 0
+        self._factor.opening = None
         return held
 
     def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
@@ -264,10 +303,12 @@ class Accumulator:
         """
         row = self._window.row(self._device(), self.strategy.loss_reduction)
         ranks = self.ranks if over_ranks else Ranks()
+        factor = self._factor.opening
         return {
             "rank": None if over_ranks else self.ranks.index,
             "num_windows": self.num_windows,
             "strategy": _kind(self.strategy),
+            "factor": None if factor is None else factor.cpu(),
             **save_window(row, self._reference.value, self._module, ranks),
         }
 
@@ -292,6 +333,7 @@ class Accumulator:
         self.watch.forget()
         self.num_windows = state["num_windows"]
         self._reference.set(state["reference"])
+        self._factor.opening = state["factor"]
         is_whole = state["rank"] is None
         ranks = self.ranks if is_whole else Ranks()
         self._window.carried = load_window(state, self._module, ranks)
@@ -304,12 +346,20 @@ class Accumulator:
         """
         self.watch.read_all()
 
-    def _divide(self, step: int, parameters: list[Tensor], totals: Tensor) -> None:
+    def _divide(
+        self,
+        step: int,
+        parameters: list[Tensor],
+        totals: Tensor,
+        to_opening: Tensor | None,
+    ) -> None:
         reference = self._reference.value
         if reference is not None:
             scale = reference.to(totals.device) / totals[DIVISOR]
             if self.ranks.multiplier != 1:
                 scale = scale * self.ranks.multiplier
+            if to_opening is not None:
+                scale = scale / to_opening  # into the scaler's factor of now
             # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
             scale_(gradients_of(parameters), scale.nan_to_num_(0.0, 0.0, 0.0))
         if self.ranks.size > 1 and not self.ranks.backend_sums:
@@ -328,6 +378,10 @@ class Accumulator:
             return self._reference.value.device
         return _default_device()
 
+    def _is_poisoned(self) -> bool:
+        tensors = [*gradients_of(self.parameters), *self.parameters]
+        return not all(bool(t.isfinite().all()) for t in map(_values, tensors))
+
     def _refuse_before_backward(self, loss: Tensor) -> None:
         if self._announced is not None:
             raise TrainkitError(
@@ -335,25 +389,37 @@ class Accumulator:
                 "another micro-batch came before finish(). Say last=True only for "
                 "the window's last one."
             )
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = list(loss.shape) if isinstance(loss, Tensor) else loss
+        self._refuse_torn()
+        refusals.refuse_loss(loss, self.strategy.loss_reduction)
+        held = self.num_micro_batches
+        refusals.refuse_zeroed(held, self.parameters)
+        refusals.refuse_static_graph(self.ranks.ddp, held)
+        refusals.refuse_join(self.ranks.ddp)
+
+    def _refuse_before_division(self, parameters: list[Tensor]) -> None:
+        self._refuse_torn()
+        if self._is_apart:
             raise TrainkitError(
-                f"loss: must be a tensor with one element, received {shown!r}. Reduce "
-                f"it to what the strategy says: "
-                f"loss_reduction={self.strategy.loss_reduction!r}."
+                "finish(): the window's last backward pass ran under no_sync(), so the "
+                "ranks' gradients are still apart. Leave no_sync() for the last "
+                "micro-batch, its forward pass included."
             )
-        if not loss.requires_grad:
-            raise TrainkitError(
-                "loss: must depend on parameters that require a gradient, and does "
-                "not. Is it computed under torch.no_grad(), detached, or is the whole "
-                "model frozen?"
-            )
+        refusals.refuse_unweighted(self._window.num_weighted, self._num_passes)
         ddp = self.ranks.ddp
-        if ddp is not None and ddp.static_graph and self.num_micro_batches:
+        if ddp is None or len(parameters) == self._num_looked_at:
+            return
+        self._num_looked_at = len(parameters)
+        if self.ranks.backend_sums:
+            refusals.refuse_unreduced(ddp, parameters)
+            if self._reads_hooks:
+                refusals.look_at_hooks(ddp)
+
+    def _refuse_torn(self) -> None:
+        if self._is_torn:
             raise TrainkitError(
-                "static_graph=True: DDP cannot run a window of several micro-batches "
-                "with it (its first backward passes fail inside torch). Make the DDP "
-                "module with static_graph=False."
+                "window: a backward pass in it has failed, and nobody knows how much "
+                "of its gradient was added. Call drop() and optimizer.zero_grad(), and "
+                "begin the window again."
             )
 
 
@@ -370,6 +436,12 @@ def _refuse_dividing_backward(backward: Any) -> None:
             f"gradient_accumulation_steps={steps}, and the window is divided already. "
             f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
         )
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """What a tensor holds on this rank, as something that `isfinite` takes."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def _kind(strategy: AccumulationStrategy) -> str:

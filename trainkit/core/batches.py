@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.errors import TrainkitError
@@ -58,6 +59,12 @@ def leading_dimension(batch: Any) -> int:
     Raises:
         TrainkitError: there is no such length, or more than one.
     """
+    if _holds_samples(batch):
+        raise TrainkitError(
+            f"PerSample: a list of samples has no leading dimension of its own: "
+            f"{describe(batch)}. Name what has one entry per sample, which may be a "
+            f"list: PerSample(size=0), say."
+        )
     lengths = {t.shape[0] for t in tensors(batch) if t.ndim > 0}
     if len(lengths) != 1:
         found = f"has {sorted(lengths)}" if lengths else "has no tensor with a length"
@@ -68,6 +75,22 @@ def leading_dimension(batch: Any) -> int:
             f"PerSample(size='path.to.tensor')."
         )
     return lengths.pop()
+
+
+def _holds_samples(batch: Any) -> bool:
+    """Whether a list in the batch looks like one of samples, not of fields.
+
+    `default_collate` makes lists of fields too, but of tensors, and hardly ever of
+    three or more that are all alike.
+    """
+    children = _children(batch)
+    if isinstance(batch, list):
+        shapes = {t.shape for t in batch if isinstance(t, Tensor)}
+        are_alike = len(batch) > 2 and len(shapes) == 1 and shapes != {torch.Size()}
+        only_tensors = all(isinstance(each, Tensor) for each in batch)
+        if any(_children(each) for each in batch) or (only_tensors and are_alike):
+            return True
+    return any(map(_holds_samples, children))
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
@@ -114,6 +137,8 @@ def _child(parent: Any, part: Path) -> Any:
 
 
 def _children(batch: Any) -> Sequence[Any]:
+    if isinstance(batch, Tensor):
+        return ()
     fields = _fields(batch)
     if fields is not None:
         return list(fields.values())

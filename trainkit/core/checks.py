@@ -33,20 +33,28 @@ class Watch:
             has then been taken, and the error names it. `"now"` waits for them and
             refuses before the step.
         nonfinite: what a loss that is not finite and weighs something means: `"raise"`
-            stops, `"allow"` leaves it to a gradient scaler, which skips such a step.
+            stops, `"allow"` leaves it to a gradient scaler, which skips such a step,
+            `"skip"` has left its micro-batch out before.
+        is_poisoned: whether a gradient or a weight is NaN or infinite. Asked once, when
+            a micro-batch that weighs nothing had such a loss: most losses' gradient is
+            zero there, some are NaN, and the loss itself does not tell.
     """
 
-    def __init__(self, checks: Checks, nonfinite: Nonfinite) -> None:
+    def __init__(
+        self, checks: Checks, nonfinite: Nonfinite, is_poisoned: Callable[[], bool]
+    ) -> None:
         for name, value, choices in (
             ("checks", checks, get_args(Checks)),
             ("nonfinite", nonfinite, get_args(Nonfinite)),
         ):
             if value not in choices:
                 raise TrainkitError(
-                    f"{name}: must be one of {list(choices)}, received {value!r}."
+                    f"{name}: must be one of {list(choices)}, received {value!r}. "
+                    f"The first is the default."
                 )
         self.checks = checks
         self.nonfinite = nonfinite
+        self._is_poisoned = is_poisoned
         self._waiting: deque[tuple[int, LateReading]] = deque()
         self._lost_mean_at: int | None = None
         self._warned_weightless = False
@@ -92,15 +100,16 @@ class Watch:
                 f"negative, and one was not. Look at the strategy's weight() and at "
                 f"the mask or sample weights that it sums."
             )
-        if _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS])):
-            self._lost_mean_at = (
-                step if self._lost_mean_at is None else self._lost_mean_at
-            )
+        lost = _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS]))
+        if lost and self._lost_mean_at is None:
+            self._lost_mean_at = step
+            if self.nonfinite != "allow" and self._is_poisoned():
+                raise TrainkitError(f"{where}, {lost}:{self._hint()}")
         bad = _ranks(rows, lambda row: not isfinite(row[LOSS]))
         if bad and self.nonfinite != "allow":
             raise TrainkitError(
                 f"{where}, {bad}: the loss must be finite where the micro-batch "
-                f"weighs something, and one was NaN or infinite.{self._hint(step)}"
+                f"weighs something, and one was NaN or infinite.{self._hint()}"
             )
         if sum(row[WEIGHT] for row in rows) == 0 and not self._warned_weightless:
             self._warned_weightless = True
@@ -112,17 +121,19 @@ class Watch:
                 stacklevel=2,
             )
 
-    def _hint(self, step: int) -> str:
-        if self._lost_mean_at is None:
+    def _hint(self) -> str:
+        if self._lost_mean_at is not None:
             return (
-                " The gradient of that step is lost; resume from a checkpoint before "
-                "it, with checks='now' to stop before the step is taken."
+                f" at step {self._lost_mean_at} a micro-batch of weight 0 had a loss "
+                f"that is not finite: if your loss divides by its own count, 0/0 made "
+                f"its gradient NaN, which no weight can undo. Divide by "
+                f"count.clamp(min=1), or return the sum and say loss_reduction='sum'."
             )
+        if self.checks == "now":
+            return " No step was taken with it. Look at the batch and at the loss."
         return (
-            f" At step {self._lost_mean_at} a micro-batch of weight 0 had a loss that "
-            f"is not finite: if your loss divides by its own count, 0/0 made its "
-            f"gradient NaN, which no weight can undo. Divide by count.clamp(min=1), "
-            f"or return the sum and say loss_reduction='sum'."
+            " The step was taken with it; resume from a checkpoint before, with "
+            "checks='now' to stop before the step."
         )
 
 

@@ -160,7 +160,7 @@ def load_partial(
         named_parameters: the parameters that train.
         saved: what `save_partial` returned.
         ranks: those over which it is to be shared, if it was added up over ranks: a
-            sharded parameter takes its part on each, any other all of it on the first.
+            sharded parameter takes its part on each, any other an equal share.
     """
     ranks = ranks or Ranks()
     own = dict(named_parameters)
@@ -180,8 +180,10 @@ def load_partial(
             parameter.grad = distribute_tensor(
                 whole / ranks.multiplier, parameter.device_mesh, parameter.placements
             )
-        elif ranks.index == 0:
-            parameter.grad = whole
+        else:
+            # A share on each, not all of it on one: DDP leaves alone what the rest of
+            # the window does not use, and its mean of equal shares is the share.
+            parameter.grad = whole / ranks.size
 
 
 def _used_somewhere(parameters: Mapping[str, Tensor], ranks: Ranks) -> list[str]:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.core._compat import gradient_divide_factors
+from trainkit.core._compat import gradient_divide_factors, is_in_no_sync
 from trainkit.errors import TrainkitError
 
 Aggregation = Literal["auto", "mean", "sum", "none"]
@@ -46,6 +46,11 @@ class Ranks:
         """Whether backward passes already communicate between these ranks."""
         return self.size > 1 and self.aggregation != "none"
 
+    @property
+    def holds_back_gradients(self) -> bool:
+        """Whether a backward pass now would leave DDP's ranks apart."""
+        return self.backend_sums and self.ddp is not None and is_in_no_sync(self.ddp)
+
     def share(self, row: Tensor) -> Shared:
         """Start to show every rank this rank's row; the host does not wait.
 
@@ -78,6 +83,14 @@ class Shared:
         return self.table
 
 
+def check_aggregation(aggregation: Any) -> None:
+    if aggregation not in get_args(Aggregation):
+        raise TrainkitError(
+            f"aggregation: must be one of {list(get_args(Aggregation))}, received "
+            f"{aggregation!r}. Say what your backend does to gradients across ranks."
+        )
+
+
 def find_ranks(
     module: Any = None, aggregation: Aggregation = "auto", group: Any = None
 ) -> Ranks:
@@ -91,14 +104,16 @@ def find_ranks(
     Raises:
         TrainkitError: there are several ranks and nothing to read it from.
     """
-    if aggregation not in get_args(Aggregation):
-        raise TrainkitError(
-            f"aggregation: must be one of {list(get_args(Aggregation))}, received "
-            f"{aggregation!r}. Say what your backend does to gradients across ranks."
-        )
+    check_aggregation(aggregation)
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     ddp = _submodule(module, DistributedDataParallel)
+    if aggregation == "none" and ddp is not None and ddp.process_group.size() > 1:
+        raise TrainkitError(
+            "aggregation='none': the module is DistributedDataParallel, which averages "
+            "gradients, and trainkit would add them up once more. Say 'auto'; or, if a "
+            "communication hook of yours leaves them apart, pass no module."
+        )
     if aggregation != "auto":
         group = group or _group_of(module, ddp)
         return _ranks(aggregation, group, ddp)
@@ -148,13 +163,23 @@ def _group_of(module: Any, ddp: DistributedDataParallel | None) -> Any:
         return None
     if mesh.ndim == 1:
         return mesh.get_group()
+    if _is_hybrid(module) and mesh.size() == dist.get_world_size():
+        return None  # replicas of shards: all ranks hold data of their own
     raise TrainkitError(
         f"aggregation='auto': the parameters are sharded over a mesh of "
         f"{mesh.ndim} dimensions {mesh.mesh_dim_names}, and which of them hold "
-        f"data-parallel replicas cannot be read from it. Pass "
-        f"process_group=mesh['your data-parallel dimension'].get_group() and "
-        f"aggregation='mean'."
+        f"data-parallel replicas cannot be read from it. Pass aggregation='mean' and "
+        f"process_group=, the group of all ranks that see data of their own: "
+        f"mesh['dp'].get_group(), or of several dimensions together "
+        f"(torch.distributed.group.WORLD where that is everyone)."
     )
+
+
+def _is_hybrid(module: Any) -> bool:
+    """Whether FSDP2 replicates shards: tensor parallelism never replicates over the
+    first dimension of a mesh that data parallelism shards over."""
+    sharded = [p for p in _parameters(module).values() if isinstance(p, DTensor)]
+    return all(p.placements[0].is_replicate() for p in sharded)
 
 
 def _data_parallel_mesh(strategy: Any) -> Any:

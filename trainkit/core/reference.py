@@ -14,6 +14,11 @@ HEADROOM = 256
 micro-batch lets expect before half precision overflows and a step is lost."""
 
 
+UNKNOWN = 1024.0
+"""r where the first micro-batch weighs nothing, and so tells nothing: in half precision
+a window may then weigh from a thousandth of this to ten thousand times as much."""
+
+
 class Reference:
     """One number that all ranks share, near what a window weighs on one rank.
 
@@ -72,6 +77,6 @@ def power_of_two(number: Tensor, before: Tensor | None) -> Tensor:
     """
     nearest = number.log2().round().exp2()
     if before is None:
-        return torch.where(nearest > 0, nearest, 1.0)
+        return torch.where(nearest > 0, nearest, UNKNOWN)
     before = before.to(number.device)
     return torch.where(nearest > 0, nearest.maximum(before / 2), before)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from trainkit.core._compat import inside_wrappers
 from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ranks import Ranks
 from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged
@@ -68,16 +68,3 @@ def load_window(state: dict[str, Any], module: Any, ranks: Ranks) -> Tensor | No
     # Open on every rank, with zeros on all but one: they must act alike.
     totals = torch.stack([state["totals"][name] for name in COLUMNS])
     return totals * (ranks.index == 0)
-
-
-def inside_wrappers(module: nn.Module) -> nn.Module:
-    """The user's own module, whose parameter names do not depend on the ranks."""
-    while True:
-        inner: nn.Module | None = module._modules.get("_orig_mod")  # torch.compile
-        if inner is None:
-            inner = module._modules.get("_forward_module")  # Fabric
-        if isinstance(module, DistributedDataParallel):
-            inner = module.module
-        if inner is None:
-            return module
-        module = inner

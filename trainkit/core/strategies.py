@@ -17,6 +17,7 @@ from torch import Tensor
 from trainkit.core.batches import (
     Path,
     leading_dimension,
+    lookup,
     lookup_tensor,
 )
 from trainkit.errors import TrainkitError
@@ -58,8 +59,8 @@ class PerSample(AccumulationStrategy):
     3
 
     Args:
-        size: path of the tensor whose length counts. Default: the leading dimension
-            that all tensors of the batch share.
+        size: path of the tensor (or list) whose length counts. Default: the leading
+            dimension that all tensors of the batch share.
         mask: path of a tensor of 0/1 or real-valued sample weights; its sum counts.
         loss_reduction: what `training_step` returns, `"mean"` or `"sum"`.
     """
@@ -83,6 +84,9 @@ class PerSample(AccumulationStrategy):
             return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
         if self.size is None:
             return leading_dimension(batch)
+        found = lookup(batch, self.size)
+        if isinstance(found, list | tuple):
+            return len(found)
         tensor = lookup_tensor(batch, self.size, role="PerSample size")
         if tensor.ndim == 0:
             raise TrainkitError(
@@ -119,6 +123,11 @@ class PerToken(AccumulationStrategy):
     def __post_init__(self) -> None:
         check_reduction(self)
         _check_paths(self, "labels", "mask")
+        if not isinstance(self.shift, bool):
+            raise TrainkitError(
+                f"PerToken shift: must be True or False, received {self.shift!r}. True "
+                f"is for causal models that shift inside."
+            )
         if isinstance(self.ignore_index, bool) or not isinstance(
             self.ignore_index, int
         ):
@@ -138,7 +147,9 @@ class PerToken(AccumulationStrategy):
                 f"with ignore_index, received {labels.dtype}. Name the label tensor, "
                 f"or a mask: PerToken(mask='path.to.mask')."
             )
-        return torch.count_nonzero(self._targets(labels, "labels") != self.ignore_index)
+        # In int64: narrower labels would take ignore_index around their own end.
+        labels = self._targets(labels, "labels").long()
+        return torch.count_nonzero(labels != self.ignore_index)
 
     def _targets(self, tensor: Tensor, role: str) -> Tensor:
         """The positions that the loss looks at."""
@@ -183,7 +194,7 @@ def checked_weight(weight: Any) -> Weight:
         # A copy, in the dtype of the totals: a buffer that the loop fills again would
         # change what the window holds.
         return flat.to(torch.float32 if flat.is_mps else torch.float64, copy=True)
-    if hasattr(weight, "item"):  # numpy's numbers
+    if getattr(weight, "size", None) == 1:  # numpy's numbers
         weight = weight.item()
     if not isinstance(weight, int | float):
         raise TrainkitError(
@@ -201,8 +212,10 @@ def checked_weight(weight: Any) -> Weight:
 def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:
     for name in names:
         path = getattr(strategy, name)
-        wrong = isinstance(path, bool) or not isinstance(path, str | int | None)
-        if wrong or path == "":
+        optional = name != "labels"
+        if path is None and optional:
+            continue
+        if isinstance(path, bool) or not isinstance(path, str | int) or path == "":
             raise TrainkitError(
                 f"{type(strategy).__name__} {name}: must be a dotted path or an index "
                 f"into the batch, received {path!r}. For example {name}='targets.ids'."

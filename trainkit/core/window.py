@@ -44,6 +44,7 @@ class Window:
         padding: for each micro-batch looked at, how many of its tokens only pad.
         tokens: and how many it has in all.
         carried: the row of micro-batches that a checkpoint brought back.
+        num_skipped: how many micro-batches were left out, with weight 0.
     """
 
     weights: list[Weight] = field(default_factory=list)
@@ -53,6 +54,12 @@ class Window:
     padding: list[Weight] = field(default_factory=list)
     tokens: list[Weight] = field(default_factory=list)
     carried: Tensor | None = None
+    num_skipped: int = 0
+
+    @property
+    def num_weighted(self) -> int:
+        """Micro-batches whose backward pass is to run."""
+        return len(self.losses) - self.num_skipped
 
     @property
     def is_open(self) -> bool:
@@ -65,6 +72,10 @@ class Window:
         self.applied.append(applied)
         self.losses.append(loss.reshape(()) if loss.ndim else loss)
         self.divisors.append(divided_by)
+
+    def skip(self, loss: Tensor) -> None:
+        self.add(0, 0, loss.new_zeros(()), 1)
+        self.num_skipped += 1
 
     def row(
         self, device: torch.device, reduction: LossReduction, *, slots: int = 0

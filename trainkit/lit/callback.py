@@ -12,7 +12,7 @@ from torch import Tensor
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import Checks
 from trainkit.core.gradients import parameters_of
-from trainkit.core.ranks import Aggregation
+from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
@@ -44,6 +44,7 @@ class WindowCallback(Callback):
         super().__init__()
         # Made here for its checks alone: the ranks are not known before training.
         Accumulator(strategy, aggregation="none", checks=checks)
+        check_aggregation(aggregation)
         self.strategy = strategy
         self.aggregation: Aggregation = aggregation
         self.checks: Checks = checks
@@ -64,6 +65,8 @@ class WindowCallback(Callback):
         self._batch_is_unfinished = False
         self._gradients_are_fresh = False
         self._num_closed = 0
+        self._divided: set[int] = set()
+        self._undivided: set[int] = set()
         self.longest_window = 0  # that manual optimization has asked for
         self._warned_short_epoch = False
 
@@ -96,6 +99,7 @@ class WindowCallback(Callback):
             return
         self._forget()
         refusals.refuse_backend_that_accumulates(trainer)
+        refusals.announce_finders(trainer)
         # A new list: Lightning is walking through the old one to call this very hook.
         trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
 
@@ -113,9 +117,10 @@ class WindowCallback(Callback):
                 module=trainer.strategy,
                 aggregation=self.aggregation,
                 checks=self.checks,
-                nonfinite="raise" if scaler is None else "allow",
+                scaler=scaler,
             )
             refusals.refuse_static_graph(accumulator.ranks, self.window_size(trainer))
+            accumulator.parameters = parameters_of(optimizer)
             self.accumulators[index] = accumulator
             self._steps.append(StepWatch(optimizer, accumulator, scaler))
             if scaler is not None and unscales_itself(optimizer):
@@ -128,6 +133,7 @@ class WindowCallback(Callback):
             )
         if self._restored is not None:
             checkpoints.restore(self._restored, self.accumulators, pl_module)
+            refusals.announce_loader_that_starts_again(trainer, self.accumulators)
             self._restored = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -137,13 +143,15 @@ class WindowCallback(Callback):
         refusals.refuse_unequal_loaders(trainer, ranks)
         num_batches = trainer.num_training_batches
         expected = self.window_size(trainer)
-        if num_batches < expected and not self._warned_short_epoch:
+        is_short = num_batches < expected and not trainer.fast_dev_run
+        if is_short and not self._warned_short_epoch:
             self._warned_short_epoch = True
             if ranks.index == 0:
                 warnings.warn(
                     f"accumulate_grad_batches={expected}: the epoch has only "
-                    f"{num_batches} batches, so no window ever fills; every step is "
-                    f"exact over those {num_batches}. Lower it, or give longer epochs.",
+                    f"{num_batches} batch{'es' * (num_batches != 1)}, so no window "
+                    f"ever fills; every step is exact over those {num_batches}. Lower "
+                    f"it, or give longer epochs.",
                     stacklevel=2,
                 )
 
@@ -203,6 +211,10 @@ class WindowCallback(Callback):
                     f"({accumulator.num_micro_batches} micro-batches, not divided "
                     f"yet). Call self.finish_window(optimizer) before it."
                 )
+            if index not in self._divided and index not in self._undivided:
+                self._undivided.add(index)
+                refusals.announce_undivided_step(index)
+            self._divided.discard(index)
             return
         if not accumulator.is_open:
             # Nothing ran backward: gradients left from an earlier step (the BatchNorm
@@ -214,16 +226,28 @@ class WindowCallback(Callback):
         refusals.refuse_second_closure(self._num_closed)
         self.close(trainer, index)
 
-    def close(self, trainer: Any, index: int) -> WindowStats:
-        """Divide an optimizer's window; used by `finish_window` as well."""
+    def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
+        """Divide an optimizer's window; used by `finish_window` as well.
+
+        Args:
+            trainer: the Trainer.
+            index: whose window.
+            others: optimizers whose gradients come from the same losses.
+        """
         accumulator = self.accumulators[index]
-        self._steps[index].expect_step()
+        for each in (index, *others):
+            self._steps[each].expect_step()
+            self._divided.add(each)
         self._gradients_are_fresh = False
         self._num_closed = accumulator.num_micro_batches
         size = max(self.window_size(trainer), self.longest_window)
         slots = self._slots(accumulator, size)
-        self.windows[index] = accumulator.finish(trainer.optimizers[index], slots=slots)
-        return self.windows[index]
+        parameters = [
+            p for i in (index, *others) for p in parameters_of(trainer.optimizers[i])
+        ]
+        stats = accumulator.finish(parameters, slots=slots)
+        self.windows.update(dict.fromkeys((index, *others), stats))
+        return stats
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import load_partial, save_partial
-from trainkit.core.ranks import Ranks
 from trainkit.lit._compat import batches_into_epoch
 
 KEY = "trainkit"

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import LossReduction, Weight
 from trainkit.core.window import scalar
+from trainkit.errors import TrainkitError
 
 
 class ExactMeans:
@@ -19,6 +20,10 @@ class ExactMeans:
     def __init__(self) -> None:
         self._totals: dict[str, dict[str, Tensor]] = {}
         self._options: dict[str, dict[str, Any]] = {}
+
+    def open(self, stage: str) -> None:
+        """An epoch begins."""
+        self._totals[stage] = {}
 
     def add(
         self,
@@ -29,11 +34,16 @@ class ExactMeans:
         reduction: LossReduction,
         options: dict[str, Any],
     ) -> None:
+        if stage not in self._totals:
+            raise TrainkitError(
+                f"log_exact({name!r}): the means of this epoch ({stage}) have been "
+                f"logged already. Call it for each batch, not when the epoch ends."
+            )
         weight = scalar(weight, loss.device)
         total = loss * weight if reduction == "mean" else loss
         if reduction == "mean":
             total = torch.where(weight == 0, 0, total)  # a mean over nothing is NaN
-        totals = self._totals.setdefault(stage, {})
+        totals = self._totals[stage]
         sums = torch.stack([total, weight])
         totals[name] = totals[name] + sums if name in totals else sums
         self._options[name] = options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,17 @@ from torch import Tensor
 
 from trainkit.core.checks import Checks
 from trainkit.core.ranks import Aggregation, find_ranks
-from trainkit.core.strategies import AccumulationStrategy, Uniform, Weight
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    Uniform,
+    Weight,
+    checked_weight,
+)
 from trainkit.core.window import WindowStats, scalar
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.callback import WindowCallback, window_ends
 from trainkit.lit.exact_log import ExactMeans
-from trainkit.lit.refusals import refuse_zeroed_window
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _Base
@@ -77,6 +80,8 @@ class AccumulationMixin(_Base):
         super().lr_scheduler_step(scheduler, metric)
 
     def _was_skipped(self, scheduler: Any) -> bool:
+        if self._find_windows() is None:
+            return False  # as under lr_find
         by_step = any(
             config.scheduler is scheduler and config.interval == "step"
             for config in self.trainer.lr_scheduler_configs
@@ -113,17 +118,9 @@ class AccumulationMixin(_Base):
                 micro-batches but a window's last: `sync=self.window_ends(batch_idx)`.
             **backward_options: go on to `manual_backward`, such as `retain_graph`.
         """
-        if self.automatic_optimization:
-            raise TrainkitError(
-                "accumulate(): it is for manual optimization. With "
-                "automatic_optimization=True return the loss from training_step; the "
-                "window is weighted and divided by itself."
-            )
+        self._refuse_in_automatic("accumulate")
         windows = self._windows()
         index = self._index(windows, optimizer)
-        refuse_zeroed_window(
-            windows.accumulators[index], self.trainer.optimizers[index]
-        )
         block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         with nullcontext() if sync else block():
             windows.accumulators[index].backward(
@@ -142,6 +139,11 @@ class AccumulationMixin(_Base):
             every: how many micro-batches make a full window; default: what
                 `Trainer(accumulate_grad_batches=...)` says.
         """
+        if every is not None and every < 1:
+            raise TrainkitError(
+                f"window_ends(every=...): a window must have at least one micro-batch, "
+                f"received {every!r}. Leave it out to go by the Trainer."
+            )
         windows = self._windows()
         num_expected = every or windows.window_size(self.trainer)
         windows.longest_window = max(windows.longest_window, num_expected)
@@ -151,9 +153,16 @@ class AccumulationMixin(_Base):
         """Close an optimizer's window: its gradients become those of the big batch.
 
         Then clip, `optimizer.step()` and `optimizer.zero_grad()` as ever.
+
+        Args:
+            optimizer: whose window; needed when there are several. Where one loss
+                trains the parameters of several optimizers, a list: the first is the
+                one that `accumulate` named.
         """
+        self._refuse_in_automatic("finish_window")
         windows = self._windows()
-        index = self._index(windows, optimizer)
+        listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        index, *others = [self._index(windows, each) for each in listed]
         if windows.is_apart.get(index):
             raise TrainkitError(
                 f"finish_window(): the last micro-batch of optimizer {index} was "
@@ -161,7 +170,7 @@ class AccumulationMixin(_Base):
                 f"apart. Pass sync=True on the window's last one: "
                 f"accumulate(..., sync=self.window_ends(batch_idx))."
             )
-        return windows.close(self.trainer, index)
+        return windows.close(self.trainer, index, *others)
 
     def clip_gradients(
         self,
@@ -178,6 +187,14 @@ class AccumulationMixin(_Base):
         if gradient_clip_val and scaler is not None and is_scaled(scaler, optimizer):
             gradient_clip_val *= scaler.get_scale()
         super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def _refuse_in_automatic(self, name: str) -> None:
+        if self.automatic_optimization:
+            raise TrainkitError(
+                f"{name}(): it is for manual optimization. With "
+                f"automatic_optimization=True return the loss from training_step; the "
+                f"window is weighted and divided by itself."
+            )
 
     def _index(self, windows: WindowCallback, optimizer: Any) -> int:
         if optimizer is not None:
@@ -217,23 +234,33 @@ class AccumulationMixin(_Base):
             logger: send it to the loggers; default: if there are any.
         """
         strategy = self.accumulation
-        self._windows().means.add(
-            _stage(self.trainer),
+        stage = _stage(self.trainer)
+        windows = self._find_windows()
+        if windows is None:
+            return  # lr_find and scale_batch_size run without callbacks
+        windows.means.add(
+            stage,
             name,
             _one_number(name, loss, self.device),
-            strategy.weight(batch) if weight is None else weight,
+            checked_weight(strategy.weight(batch) if weight is None else weight),
             strategy.loss_reduction,
             {"prog_bar": prog_bar, "logger": logger},
         )
 
-    def _windows(self) -> MixinCallback:
+    def _find_windows(self) -> MixinCallback | None:
         trainer: Any = self.trainer
-        for callback in trainer.callbacks:
-            if isinstance(callback, MixinCallback):
-                return callback
+        found = (c for c in trainer.callbacks if isinstance(c, MixinCallback))
+        return next(found, None)
+
+    def _windows(self) -> MixinCallback:
+        found = self._find_windows()
+        if found is not None:
+            return found
         raise TrainkitError(
             f"{type(self).__name__}: the callback that its AccumulationMixin brings is "
-            f"not among trainer.callbacks. Leave in the list what is in it."
+            f"not among trainer.callbacks. lr_find and scale_batch_size take callbacks "
+            f"out while they run: nothing is weighted meanwhile, and manual "
+            f"optimization cannot run under them."
         )
 
 
@@ -263,20 +290,19 @@ class MixinCallback(WindowCallback):
         self.strategy = pl_module.accumulation  # perhaps chosen in its setup()
         super().on_train_start(trainer, pl_module)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_end(trainer, pl_module)
-        is_manual = not pl_module.automatic_optimization
-        if is_manual and trainer.global_step and not self.windows:
-            warnings.warn(
-                f"{type(pl_module).__name__}: it took {trainer.global_step} optimizer "
-                f"steps by itself and closed no window: nothing was weighted. Call "
-                f"self.accumulate() and self.finish_window() in training_step.",
-                stacklevel=2,
-            )
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.means.open("train")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         self._log_means(trainer, pl_module, "train")
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.means.open("validate")
+
+    def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.means.open("test")
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._log_means(trainer, pl_module, "validate")

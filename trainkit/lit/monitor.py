@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,18 +38,20 @@ class WindowMonitor(Callback):
 
     Args:
         every_n_steps: how often.
-        attention_mask: path of the batch's 0/1 mask by which padding is counted. Where
-            the batch has none, what the strategy's labels or mask leave out counts.
+        attention_mask: path of the batch's 0/1 mask by which padding is counted.
+            Default: `"attention_mask"` where the batch has it, else what the strategy's
+            labels or mask leave out, a masked prompt included.
     """
 
     def __init__(
-        self, every_n_steps: int = 50, *, attention_mask: Path = "attention_mask"
+        self, every_n_steps: int = 50, *, attention_mask: Path | None = None
     ) -> None:
         super().__init__()
-        if isinstance(every_n_steps, bool) or every_n_steps < 1:
+        is_whole = isinstance(every_n_steps, int) and every_n_steps is not True
+        if not is_whole or every_n_steps < 1:
             raise TrainkitError(
-                f"WindowMonitor every_n_steps: must be at least 1, received "
-                f"{every_n_steps!r}."
+                f"WindowMonitor every_n_steps: must be at least 1, and whole, received "
+                f"{every_n_steps!r}. 1 logs every window."
             )
         self.every_n_steps = every_n_steps
         self.attention_mask = attention_mask
@@ -106,11 +109,13 @@ class WindowMonitor(Callback):
     def _padding(self, batch: Any) -> tuple[Tensor, int] | None:
         """How many of a micro-batch's tokens only pad, and how many it has."""
         assert self._windows is not None
-        try:
-            mask = lookup_tensor(batch, self.attention_mask, role="attention_mask")
+        path = self.attention_mask
+        if path is None and isinstance(batch, Mapping) and "attention_mask" in batch:
+            path = "attention_mask"
+        if path is not None:
+            mask = lookup_tensor(batch, path, role="WindowMonitor attention_mask")
             return mask.numel() - torch.count_nonzero(mask), mask.numel()
-        except TrainkitError:
-            strategy = self._windows.strategy
+        strategy = self._windows.strategy
         if isinstance(strategy, PerToken | PerSample) and strategy.mask is not None:
             mask = lookup_tensor(batch, strategy.mask, role="mask")
             return mask.numel() - torch.count_nonzero(mask), mask.numel()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.gradients import parameters_of
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Uniform
 from trainkit.errors import TrainkitError
@@ -26,12 +25,11 @@ PATIENCE = timedelta(minutes=5)
 def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:
     others = [c for c in trainer.callbacks if isinstance(c, kind) and c is not callback]
     if others:
-        names = sorted({type(c).__name__ for c in [callback, *others]})
+        names = sorted(type(c).__name__ for c in [callback, *others])
         raise TrainkitError(
-            f"accumulation: a window must be divided by one driver, and "
-            f"{len(others) + 1} are present ({', '.join(names)}). A module with "
-            f"AccumulationMixin brings its own: remove AccumulationCallback from the "
-            f"Trainer, or give one callback only."
+            f"accumulation: a window must be divided by one driver, and {len(names)} "
+            f"are present ({', '.join(names)}). AccumulationMixin brings its own: with "
+            f"it, remove AccumulationCallback from the Trainer; without, give one only."
         )
 
 
@@ -128,19 +126,6 @@ def refuse_no_optimizer(trainer: Any) -> None:
         )
 
 
-def refuse_zeroed_window(accumulator: Accumulator, optimizer: Any) -> None:
-    """In manual optimization; with DTensors, FSDP2 may still hold them elsewhere."""
-    held = accumulator.num_micro_batches
-    if held and all(
-        p.grad is None and not isinstance(p, DTensor) for p in parameters_of(optimizer)
-    ):
-        raise TrainkitError(
-            f"accumulate(): the window is open, and the gradients of the {held} "
-            f"micro-batches in it are gone. Call optimizer.zero_grad() only after "
-            f"optimizer.step(), at the end of a window."
-        )
-
-
 def refuse_none_on_last_micro_batch() -> None:
     raise TrainkitError(
         "training_step: it returned None on the last micro-batch of a window under a "
@@ -200,3 +185,50 @@ def announce_scaled_gradients(optimizer: Any) -> None:
         f"gradients in on_before_optimizer_step see them multiplied by that factor.",
         stacklevel=2,
     )
+
+
+def announce_loader_that_starts_again(
+    trainer: Any, accumulators: Mapping[int, Accumulator]
+) -> None:
+    loaders = _flattened(trainer.train_dataloader)
+    is_open = any(a.is_open for a in accumulators.values())
+    if is_open and not all(hasattr(each, "load_state_dict") for each in loaders):
+        warnings.warn(
+            "checkpoint: it was taken inside a window, and the train_dataloader starts "
+            "again at its first batch, since it has no load_state_dict: the rest of "
+            "the window is not what was left of it. Use a loader that can resume.",
+            stacklevel=2,
+        )
+
+
+def announce_finders(trainer: Any) -> None:
+    finders = [
+        type(callback).__name__
+        for callback in trainer.callbacks
+        if type(callback).__name__ in ("LearningRateFinder", "BatchSizeFinder")
+    ]
+    if finders:
+        warnings.warn(
+            f"{', '.join(finders)}: Lightning takes all other callbacks out while it "
+            f"searches, so its trial steps use plain Lightning's gradients, not the "
+            f"big batch's. What it suggests may not suit the training that follows.",
+            stacklevel=2,
+        )
+
+
+def announce_undivided_step(index: int) -> None:
+    warnings.warn(
+        f"optimizer {index}: it stepped with gradients that no window has divided, "
+        f"since self.finish_window() was not called for it. If its losses come from "
+        f"self.accumulate() of another optimizer, close both at once: "
+        f"self.finish_window([first, second]). Said once.",
+        stacklevel=2,
+    )
+
+
+def _flattened(loaders: Any) -> list[Any]:
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, list | tuple):
+        return [leaf for each in loaders for leaf in _flattened(each)]
+    return [loaders]
