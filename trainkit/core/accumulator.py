@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainkit.core import refusals
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.gradients import (
     HALF,
+    are_finite,
     gradients_of,
     parameters_of,
     scale_,
     sum_over_ranks_,
 )
-from trainkit.core.ranks import Aggregation, Ranks, Shared, find_ranks, num_running
+from trainkit.core.ranks import Aggregation, Ranks, find_ranks, num_running
 from trainkit.core.reference import Reference
 from trainkit.core.scaler import ScalerFactor
 from trainkit.core.state import load_window, save_window
@@ -100,17 +100,13 @@ class Accumulator:
         self.ranks = find_ranks(module, aggregation, process_group)
         self._num_running = num_running()
         nonfinite = nonfinite or ("raise" if scaler is None else "allow")
-        self.watch = Watch(checks, nonfinite, self._is_poisoned)
+        self.watch = Watch(checks, nonfinite, lambda: not are_finite(self.parameters))
         self.num_windows = 0
         self._module = module
         self._window = Window()
         self._reference = Reference(self.ranks, has_scaler=nonfinite == "allow")
-        self._announced: Shared | None = None
         self._factor = ScalerFactor(scaler)
         self._reads_hooks = aggregation == "auto"
-        self._is_torn = False
-        self._is_apart = False
-        self._num_passes = 0
         self._num_looked_at = 0
         self.parameters: list[Tensor] = []
         if nonfinite == "skip" and self.ranks.backend_sums:
@@ -153,7 +149,7 @@ class Accumulator:
             last: the window ends with this micro-batch: its totals then travel between
                 ranks during the backward pass. Optional; all ranks say it alike.
         """
-        _refuse_dividing_backward(backward)
+        refusals.refuse_dividing_backward(backward)
         weight = self.strategy.weight(batch) if weight is None else weight
         if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
             self._window.skip(loss)
@@ -161,10 +157,10 @@ class Accumulator:
         handle = self.weigh(loss, weight)
         if last:
             self.announce()
-        self._is_torn = True
+        self._window.is_torn = True
         try:
             (backward or Tensor.backward)(loss)
-            self._is_torn = False
+            self._window.is_torn = False
         finally:
             handle.remove()
 
@@ -194,7 +190,6 @@ class Accumulator:
             A handle whose `remove()` takes the weighting off again.
         """
         self._refuse_before_backward(loss)
-        self._is_apart = self.ranks.holds_back_gradients
         if not self.is_open:
             self._factor.open(loss.device)
         weight = checked_weight(weight)
@@ -202,20 +197,23 @@ class Accumulator:
         if self._reference.value is None:
             self._reference.agree(weight, expected, loss.device)
         inverse = self._reference.inverse(divided_by)
-        factor = (inverse * weight if by_mean else inverse).to(loss.dtype)
+        factor = inverse * weight if by_mean else inverse
         applied: Weight = weight
         if by_mean and loss.dtype in HALF:
-            applied = factor / inverse
+            applied = factor.to(loss.dtype) / inverse
         to_opening = self._factor.to_opening(loss.device)
         if to_opening is not None:
             factor = factor * to_opening
+        factor = factor.to(loss.dtype)
         if value is None:
             # clone: the next step of a CUDA graph writes over this one's loss
             value = loss.detach().clone()
-        self._window.add(weight, applied, value, divided_by)
+        window = self._window
+        window.add(weight, applied, value, divided_by)
+        window.is_apart = self.ranks.holds_back_gradients
 
         def weighted(gradient: Tensor) -> Tensor:
-            self._num_passes += 1
+            window.num_passes += 1
             return factor * gradient
 
         return loss.register_hook(weighted)
@@ -234,7 +232,7 @@ class Accumulator:
         row = self._window.row(
             self._device(), self.strategy.loss_reduction, slots=slots
         )
-        self._announced = self.ranks.share(row)
+        self._window.announced = self.ranks.share(row)
 
     def finish(self, optimizer_or_parameters: Any, *, slots: int = 0) -> WindowStats:
         """Close the window: its gradients become those of the big batch.
@@ -264,10 +262,10 @@ class Accumulator:
                 "their backward passes, every one of them needs a micro-batch, if "
                 "only one of weight 0."
             )
-        if self._announced is None:
+        if self._window.announced is None:
             self.announce(slots=slots)
-        assert self._announced is not None
-        table = self._announced.wait()
+        assert self._window.announced is not None
+        table = self._window.announced.wait()
         totals = table[0] if self.ranks.size == 1 else table.sum(0)
         stats = WindowStats(table, totals)
         step, self.num_windows = self.num_windows, self.num_windows + 1
@@ -284,10 +282,6 @@ class Accumulator:
         """
         held = self.num_micro_batches
         self._window = Window()
-        self._announced = None
-        self._is_torn = False
-        self._is_apart = False
-        self._num_passes = 0
         self._factor.opening = None
         return held
 
@@ -378,12 +372,8 @@ class Accumulator:
             return self._reference.value.device
         return _default_device()
 
-    def _is_poisoned(self) -> bool:
-        tensors = [*gradients_of(self.parameters), *self.parameters]
-        return not all(bool(t.isfinite().all()) for t in map(_values, tensors))
-
     def _refuse_before_backward(self, loss: Tensor) -> None:
-        if self._announced is not None:
+        if self._window.announced is not None:
             raise TrainkitError(
                 "backward(): the window was announced as complete (last=True), and "
                 "another micro-batch came before finish(). Say last=True only for "
@@ -398,13 +388,13 @@ class Accumulator:
 
     def _refuse_before_division(self, parameters: list[Tensor]) -> None:
         self._refuse_torn()
-        if self._is_apart:
+        if self._window.is_apart:
             raise TrainkitError(
                 "finish(): the window's last backward pass ran under no_sync(), so the "
                 "ranks' gradients are still apart. Leave no_sync() for the last "
                 "micro-batch, its forward pass included."
             )
-        refusals.refuse_unweighted(self._window.num_weighted, self._num_passes)
+        refusals.refuse_unweighted(self._window.num_weighted, self._window.num_passes)
         ddp = self.ranks.ddp
         if ddp is None or len(parameters) == self._num_looked_at:
             return
@@ -415,33 +405,12 @@ class Accumulator:
                 refusals.look_at_hooks(ddp)
 
     def _refuse_torn(self) -> None:
-        if self._is_torn:
+        if self._window.is_torn:
             raise TrainkitError(
                 "window: a backward pass in it has failed, and nobody knows how much "
                 "of its gradient was added. Call drop() and optimizer.zero_grad(), and "
                 "begin the window again."
             )
-
-
-def _refuse_dividing_backward(backward: Any) -> None:
-    """Accelerate's `backward` divides by its own number of accumulation steps
-    (accelerate#3533); with one step it divides by one."""
-    owner = getattr(backward, "__self__", None)
-    if not type(owner).__module__.startswith("accelerate."):
-        return
-    steps = getattr(owner, "gradient_accumulation_steps", 1)
-    if steps != 1:
-        raise TrainkitError(
-            f"backward=accelerator.backward: it divides the loss by its own "
-            f"gradient_accumulation_steps={steps}, and the window is divided already. "
-            f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
-        )
-
-
-def _values(tensor: Tensor) -> Tensor:
-    """What a tensor holds on this rank, as something that `isfinite` takes."""
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def _kind(strategy: AccumulationStrategy) -> str:

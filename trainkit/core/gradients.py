@@ -118,6 +118,20 @@ def total_norm(parameters: Iterable[Tensor], apart: Ranks | None) -> Tensor | No
 
 
 @torch.no_grad()
+def are_finite(parameters: Iterable[Tensor]) -> bool:
+    """Whether no gradient and no weight is NaN or infinite; waits for the device."""
+    for parameter in parameters:
+        for tensor in (parameter, parameter.grad):
+            if tensor is None:
+                continue
+            values = _local(tensor)
+            values = values.coalesce().values() if values.is_sparse else values
+            if not bool(values.isfinite().all()):
+                return False
+    return True
+
+
+@torch.no_grad()
 def save_partial(
     named_parameters: Iterable[tuple[str, Tensor]],
     ranks: Ranks | None,

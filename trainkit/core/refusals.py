@@ -103,3 +103,18 @@ def look_at_hooks(ddp: DistributedDataParallel) -> None:
                 f"aggregation='mean' if so, or 'sum' if it adds up.",
                 stacklevel=2,
             )
+
+
+def refuse_dividing_backward(backward: Any) -> None:
+    """Accelerate's `backward` divides by its own number of accumulation steps
+    (accelerate#3533); with one step it divides by one."""
+    owner = getattr(backward, "__self__", None)
+    if not type(owner).__module__.startswith("accelerate."):
+        return
+    steps = getattr(owner, "gradient_accumulation_steps", 1)
+    if steps != 1:
+        raise TrainkitError(
+            f"backward=accelerator.backward: it divides the loss by its own "
+            f"gradient_accumulation_steps={steps}, and the window is divided already. "
+            f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
+        )

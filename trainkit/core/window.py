@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from trainkit.core.ranks import Shared
 from trainkit.core.strategies import LossReduction, Weight
 
 # The columns of a rank's row. What follows them are the single weights, if asked for.
@@ -45,6 +46,10 @@ class Window:
         tokens: and how many it has in all.
         carried: the row of micro-batches that a checkpoint brought back.
         num_skipped: how many micro-batches were left out, with weight 0.
+        num_passes: how many backward passes have come from a weighted loss.
+        is_torn: whether a backward pass has begun and not ended.
+        is_apart: whether the last one left DDP's ranks apart.
+        announced: all ranks' rows, once the window is complete.
     """
 
     weights: list[Weight] = field(default_factory=list)
@@ -55,6 +60,10 @@ class Window:
     tokens: list[Weight] = field(default_factory=list)
     carried: Tensor | None = None
     num_skipped: int = 0
+    num_passes: int = 0
+    is_torn: bool = False
+    is_apart: bool = False
+    announced: Shared | None = None
 
     @property
     def num_weighted(self) -> int:
