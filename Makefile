@@ -34,4 +34,4 @@ bench: $(READY)  ## measure the cost of a step
 	$(BIN)/python -m tests.benchmarks.step_cost
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
