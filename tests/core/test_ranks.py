@@ -191,4 +191,4 @@ def made_too_early(rank: int, world_size: int) -> str:
 def test_accumulator_made_before_the_ranks_started_is_refused() -> None:
     """It would know of one rank, and divide each rank's gradient by its own weight."""
     for text in raise_rank_errors(run_ranks(made_too_early, 2)):
-        assert "1 ranks were running when it was made, and now 2 are" in text
+        assert "was 1 when it was made, and is 2 now" in text

@@ -249,19 +249,6 @@ class Accumulator:
         """
         parameters = self.parameters = parameters_of(optimizer_or_parameters)
         self._refuse_before_division(parameters)
-        if num_running() != self._num_running:
-            raise TrainkitError(
-                f"Accumulator: {self._num_running} ranks were running when it was "
-                f"made, and now {num_running()} are. Make it after the ranks have "
-                f"started (init_process_group, fabric.launch)."
-            )
-        if not self.is_open and (self.ranks.size == 1 or self.ranks.backend_sums):
-            raise TrainkitError(
-                "finish(): the window is empty, so it has no gradient. Call "
-                "backward() at least once before it; where ranks communicate in "
-                "their backward passes, every one of them needs a micro-batch, if "
-                "only one of weight 0."
-            )
         if self._window.announced is None:
             self.announce(slots=slots)
         assert self._window.announced is not None
@@ -373,13 +360,8 @@ class Accumulator:
         return _default_device()
 
     def _refuse_before_backward(self, loss: Tensor) -> None:
-        if self._window.announced is not None:
-            raise TrainkitError(
-                "backward(): the window was announced as complete (last=True), and "
-                "another micro-batch came before finish(). Say last=True only for "
-                "the window's last one."
-            )
-        self._refuse_torn()
+        refusals.refuse_announced(self._window)
+        refusals.refuse_torn(self._window)
         refusals.refuse_loss(loss, self.strategy.loss_reduction)
         held = self.num_micro_batches
         refusals.refuse_zeroed(held, self.parameters)
@@ -387,14 +369,12 @@ class Accumulator:
         refusals.refuse_join(self.ranks.ddp)
 
     def _refuse_before_division(self, parameters: list[Tensor]) -> None:
-        self._refuse_torn()
-        if self._window.is_apart:
-            raise TrainkitError(
-                "finish(): the window's last backward pass ran under no_sync(), so the "
-                "ranks' gradients are still apart. Leave no_sync() for the last "
-                "micro-batch, its forward pass included."
-            )
-        refusals.refuse_unweighted(self._window.num_weighted, self._window.num_passes)
+        refusals.refuse_torn(self._window)
+        refusals.refuse_apart(self._window)
+        refusals.refuse_unweighted(self._window)
+        refusals.refuse_late_start(self._num_running, num_running())
+        if self.ranks.size == 1 or self.ranks.backend_sums:
+            refusals.refuse_empty(self._window)
         ddp = self.ranks.ddp
         if ddp is None or len(parameters) == self._num_looked_at:
             return
@@ -403,14 +383,6 @@ class Accumulator:
             refusals.refuse_unreduced(ddp, parameters)
             if self._reads_hooks:
                 refusals.look_at_hooks(ddp)
-
-    def _refuse_torn(self) -> None:
-        if self._window.is_torn:
-            raise TrainkitError(
-                "window: a backward pass in it has failed, and nobody knows how much "
-                "of its gradient was added. Call drop() and optimizer.zero_grad(), and "
-                "begin the window again."
-            )
 
 
 def _kind(strategy: AccumulationStrategy) -> str:

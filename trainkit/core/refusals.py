@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, ignored_names, is_joining
+from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
 
@@ -40,13 +41,58 @@ def refuse_zeroed(held: int, parameters: Sequence[Tensor]) -> None:
         )
 
 
-def refuse_unweighted(num_weighed: int, num_run: int) -> None:
-    if num_weighed != num_run:
+def refuse_torn(window: Window) -> None:
+    if window.is_torn:
         raise TrainkitError(
-            f"window: {num_weighed} losses were weighted, and {num_run} backward "
-            f"passes came from them, so some gradient in it has no weight or two. "
-            f"Start each pass from the loss that was passed on, once (an override of "
-            f"LightningModule.backward must use its argument)."
+            "window: a backward pass in it has failed, and nobody knows how much of "
+            "its gradient was added. Call drop() and optimizer.zero_grad(), and begin "
+            "the window again."
+        )
+
+
+def refuse_announced(window: Window) -> None:
+    if window.announced is not None:
+        raise TrainkitError(
+            "backward(): the window was announced as complete (last=True), and another "
+            "micro-batch came before finish(). Say last=True only for the window's "
+            "last one."
+        )
+
+
+def refuse_apart(window: Window) -> None:
+    if window.is_apart:
+        raise TrainkitError(
+            "finish(): the window's last backward pass ran under no_sync(), so the "
+            "ranks' gradients are still apart. Leave no_sync() for the last "
+            "micro-batch, its forward pass included."
+        )
+
+
+def refuse_unweighted(window: Window) -> None:
+    if window.num_weighted != window.num_passes:
+        raise TrainkitError(
+            f"window: {window.num_weighted} losses were weighted, and "
+            f"{window.num_passes} backward passes came from them, so some gradient in "
+            f"it has no weight or two. Start each pass from the loss that was passed "
+            f"on, once (an override of LightningModule.backward must use its argument)."
+        )
+
+
+def refuse_empty(window: Window) -> None:
+    if not window.is_open:
+        raise TrainkitError(
+            "finish(): the window is empty, so it has no gradient. Call backward() at "
+            "least once before it; where ranks communicate in their backward passes, "
+            "every one of them needs a micro-batch, if only one of weight 0."
+        )
+
+
+def refuse_late_start(num_at_first: int, num_now: int) -> None:
+    if num_at_first != num_now:
+        raise TrainkitError(
+            f"Accumulator: the number of running ranks was {num_at_first} when it was "
+            f"made, and is {num_now} now. Make it after the ranks have started "
+            f"(init_process_group, fabric.launch)."
         )
 
 
