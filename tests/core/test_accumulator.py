@@ -318,3 +318,27 @@ def test_windows_that_share_a_scaler_equal_the_law() -> None:
                 scaler.update()
                 optimizer.zero_grad()
     assert seen == [[2.0] * 8, [2.0] * 2]
+
+
+def test_skipped_first_micro_batch_leaves_the_window_open() -> None:
+    p = parameter()
+    accumulator = Accumulator(GivenWeight(), nonfinite="skip")
+    for _ in range(2):
+        p.grad = None
+        accumulator.backward(p * float("nan"), 5)
+        accumulator.backward(p * 2, 3)
+        accumulator.backward(p * 4, 1)
+        accumulator.finish([p])
+        assert float(p.grad) == 2.5  # type: ignore[arg-type]
+
+
+def test_parameters_that_the_first_micro_batches_do_not_use_equal_the_law() -> None:
+    """One of two heads, say; nothing has been zeroed."""
+    trunk, head = parameter(), parameter()
+    accumulator = Accumulator(GivenWeight())
+    for _ in range(2):
+        trunk.grad = head.grad = None
+        accumulator.backward(trunk * 2, 3)
+        accumulator.backward(trunk * head * 4, 1)
+        accumulator.finish([head])
+        assert float(head.grad) == 1.0  # type: ignore[arg-type]

@@ -316,6 +316,7 @@ def refused_by_ddp(rank: int, world_size: int, case: str) -> str:
     start_gloo(15)
     net = fresh_net()
     outside = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    net.embed.requires_grad_(case != "frozen")
     ddp = DDP(net)
     batch = padded(SAMPLES[:2])
     if case == "noop":
@@ -331,6 +332,7 @@ def refused_by_ddp(rank: int, world_size: int, case: str) -> str:
             with ddp.join():
                 accumulator.backward(token_loss(ddp, batch), batch)
         else:
+            net.embed.requires_grad_()
             loss = token_loss(ddp, batch) * (outside if case == "outside" else 1)
             accumulator.backward(loss, batch)
             accumulator.finish(
@@ -349,11 +351,62 @@ def refused_by_ddp(rank: int, world_size: int, case: str) -> str:
         ("noop", "leaves the ranks' gradients apart"),
         (
             "outside",
-            "parameters: 1 of those to step, the first of shape [], are not in",
+            "parameters: 1 of those to step, the first of shape [], are not av",
         ),
+        ("frozen", "are not averaged by DistributedDataParallel"),
         ("join", "DistributedDataParallel.join(): it answers for ranks"),
     ],
 )
 def test_what_ddp_does_not_average_is_refused(case: str, text: str) -> None:
     for found in raise_rank_errors(run_ranks(refused_by_ddp, 2, case)):
         assert text in found
+
+
+def split_no_sync(rank: int, world_size: int, which: str) -> list[float]:
+    """The forward and the backward pass on different sides of `no_sync()`."""
+    start_gloo(15)
+    p = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.ones_(p.weight)
+    ddp = DDP(p)
+    accumulator = Accumulator(GivenWeight(), module=ddp)
+    x = torch.full((1, 1), 1.0 + rank, dtype=torch.float64)
+    with ddp.no_sync() if which == "forward" else contextlib.nullcontext():
+        loss = ddp(x).sum()
+    with ddp.no_sync() if which == "backward" else contextlib.nullcontext():
+        accumulator.backward(loss, 1 + rank)
+    if which == "forward":
+        with pytest.raises(
+            TrainkitError, match=r"last backward pass ran under no_sync"
+        ):
+            accumulator.finish(ddp.parameters())
+        return []
+    accumulator.finish(ddp.parameters())
+    return [float(p.weight.grad)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_forward_pass_decides_whether_ranks_are_apart(which: str) -> None:
+    for found in raise_rank_errors(run_ranks(split_no_sync, 2, which)):
+        assert found == ([] if which == "forward" else [pytest.approx(5 / 3)])
+
+
+def in_two_wrappers(rank: int, world_size: int) -> torch.Tensor:
+    start_gloo(15)
+    torch.manual_seed(0)
+    parts = [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
+    net = nn.Sequential(DDP(parts[0]), nn.Tanh(), DDP(parts[1]))
+    accumulator = Accumulator(PerSample(), module=net)
+    x = torch.arange(10, dtype=torch.float64).view(5, 2)[rank * 2 : 2 + rank * 3]
+    accumulator.backward(net(x).square().mean(), x)
+    accumulator.finish(net.parameters())
+    return gradients(net)
+
+
+def test_two_wrappers_equal_one_process() -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
+    net = nn.Sequential(parts[0], nn.Tanh(), parts[1])
+    x = torch.arange(10, dtype=torch.float64).view(5, 2)
+    net(x).square().mean().backward()
+    for found in raise_rank_errors(run_ranks(in_two_wrappers, 2)):
+        assert relative(found, gradients(net)) <= 1e-12

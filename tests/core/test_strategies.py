@@ -231,11 +231,26 @@ def test_list_of_samples_is_refused_until_named(samples: Any) -> None:
     assert PerSample(size="images").weight({"images": samples}) == len(samples)
 
 
-def test_list_of_fields_is_no_list_of_samples() -> None:
-    """As `default_collate` makes of a `TensorDataset`."""
-    assert PerSample().weight([torch.zeros(5, 1), torch.zeros(5, 1)]) == 5
-    assert PerSample().weight([torch.zeros(5, 2), torch.zeros(5), torch.zeros(5)]) == 5
-    assert PerSample().weight({"x": torch.zeros(5), "names": ["a"] * 5}) == 5
+X, Y = torch.zeros(5, 2), torch.zeros(5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [X, X],
+        [X, Y, ("a",) * 5],
+        [X, {"y": Y}],
+        [X, [Y, Y]],
+        [X, X, X],
+        [Y, Y, Y, Y],
+        {"x": X, "names": ["a"] * 5, "meta": [{"id": 1}] * 5},
+        {"views": [X, X, X], "y": Y},
+        [[X, Y], [X, Y]],
+    ],
+)
+def test_list_of_fields_is_no_list_of_samples(fields: Any) -> None:
+    """As `default_collate` and `CombinedLoader` make them."""
+    assert PerSample().weight(fields) == 5
 
 
 def test_ignore_index_is_not_taken_around_by_narrow_labels() -> None:

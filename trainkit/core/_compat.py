@@ -21,9 +21,10 @@ def gradient_divide_factors(module: nn.Module) -> set[float | None]:
     return {getattr(group, "gradient_divide_factor", None) for group in groups}
 
 
-def is_in_no_sync(module: DistributedDataParallel) -> bool:
-    """Whether DDP is told to leave gradients on their ranks."""
-    return not module.require_backward_grad_sync
+def is_apart(module: DistributedDataParallel) -> bool:
+    """Whether DDP's last forward pass ran under `no_sync()`: that decides whether the
+    backward pass leaves gradients on their ranks, wherever it runs."""
+    return not module.require_forward_param_sync
 
 
 def communication_hooks(module: DistributedDataParallel) -> list[Any]:

@@ -14,11 +14,18 @@ from trainkit.core.gradients import (
     HALF,
     are_finite,
     gradients_of,
+    have_gradients,
     parameters_of,
     scale_,
     sum_over_ranks_,
 )
-from trainkit.core.ranks import Aggregation, Ranks, find_ranks, num_running
+from trainkit.core.ranks import (
+    Aggregation,
+    Ranks,
+    averaged_by_ddp,
+    find_ranks,
+    num_running,
+)
 from trainkit.core.reference import Reference
 from trainkit.core.scaler import ScalerFactor
 from trainkit.core.state import load_window, save_window
@@ -27,8 +34,16 @@ from trainkit.core.strategies import (
     Weight,
     check_reduction,
     checked_weight,
+    kind_of,
 )
-from trainkit.core.window import COUNT, DIVISOR, WEIGHT, Window, WindowStats
+from trainkit.core.window import (
+    COUNT,
+    DIVISOR,
+    WEIGHT,
+    Window,
+    WindowStats,
+    default_device,
+)
 from trainkit.errors import TrainkitError
 
 
@@ -107,7 +122,8 @@ class Accumulator:
         self._reference = Reference(self.ranks, has_scaler=nonfinite == "allow")
         self._factor = ScalerFactor(scaler)
         self._reads_hooks = aggregation == "auto"
-        self._num_looked_at = 0
+        self._averaged = averaged_by_ddp(module)
+        self._is_looked_at = False
         self.parameters: list[Tensor] = []
         if nonfinite == "skip" and self.ranks.backend_sums:
             raise TrainkitError(
@@ -161,6 +177,7 @@ class Accumulator:
         try:
             (backward or Tensor.backward)(loss)
             self._window.is_torn = False
+            self.passed()
         finally:
             handle.remove()
 
@@ -190,7 +207,7 @@ class Accumulator:
             A handle whose `remove()` takes the weighting off again.
         """
         self._refuse_before_backward(loss)
-        if not self.is_open:
+        if not self._window.num_weighted and self._window.carried is None:
             self._factor.open(loss.device)
         weight = checked_weight(weight)
         by_mean = self.strategy.loss_reduction == "mean"
@@ -210,13 +227,19 @@ class Accumulator:
             value = loss.detach().clone()
         window = self._window
         window.add(weight, applied, value, divided_by)
-        window.is_apart = self.ranks.holds_back_gradients
+        if isinstance(self._module, nn.Module):  # Lightning sees to it itself
+            window.is_apart = self.ranks.holds_back_gradients
 
         def weighted(gradient: Tensor) -> Tensor:
             window.num_passes += 1
             return factor * gradient
 
         return loss.register_hook(weighted)
+
+    def passed(self) -> None:
+        """A backward pass that `weigh` has prepared is over."""
+        window = self._window
+        window.has_gradients = window.has_gradients or have_gradients(self.parameters)
 
     def count_padding(self, padding: Weight, tokens: Weight) -> None:
         """Count tokens that only pad, for `WindowStats.padding`."""
@@ -284,13 +307,13 @@ class Accumulator:
         """
         row = self._window.row(self._device(), self.strategy.loss_reduction)
         ranks = self.ranks if over_ranks else Ranks()
-        factor = self._factor.opening
         return {
             "rank": None if over_ranks else self.ranks.index,
             "num_windows": self.num_windows,
-            "strategy": _kind(self.strategy),
-            "factor": None if factor is None else factor.cpu(),
-            **save_window(row, self._reference.value, self._module, ranks),
+            "strategy": kind_of(self.strategy),
+            **save_window(
+                row, self._reference.value, self._factor.opening, self._module, ranks
+            ),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -304,10 +327,10 @@ class Accumulator:
                 f"this is rank {self.ranks.index}: the law needs each rank's own part. "
                 f"Save one state for each rank, or one with over_ranks=True."
             )
-        if state["totals"] is not None and state["strategy"] != _kind(self.strategy):
+        if state["totals"] is not None and state["strategy"] != kind_of(self.strategy):
             raise TrainkitError(
                 f"state_dict: its open window was weighed by {state['strategy']}, and "
-                f"this accumulator weighs by {_kind(self.strategy)}, which cannot be "
+                f"this accumulator weighs by {kind_of(self.strategy)}, which cannot be "
                 f"added up. Resume with the same, or from between two windows."
             )
         self.drop()
@@ -352,20 +375,17 @@ class Accumulator:
         if self._window.losses:
             return self._window.losses[-1].device
         if isinstance(self._module, nn.Module):
-            return next(
-                (p.device for p in self._module.parameters()), _default_device()
-            )
+            return next((p.device for p in self._module.parameters()), default_device())
         if self._reference.value is not None:
             return self._reference.value.device
-        return _default_device()
+        return default_device()
 
     def _refuse_before_backward(self, loss: Tensor) -> None:
         refusals.refuse_announced(self._window)
         refusals.refuse_torn(self._window)
         refusals.refuse_loss(loss, self.strategy.loss_reduction)
-        held = self.num_micro_batches
-        refusals.refuse_zeroed(held, self.parameters)
-        refusals.refuse_static_graph(self.ranks.ddp, held)
+        refusals.refuse_zeroed(self._window, self.parameters)
+        refusals.refuse_static_graph(self.ranks.ddp, self.num_micro_batches)
         refusals.refuse_join(self.ranks.ddp)
 
     def _refuse_before_division(self, parameters: list[Tensor]) -> None:
@@ -376,18 +396,9 @@ class Accumulator:
         if self.ranks.size == 1 or self.ranks.backend_sums:
             refusals.refuse_empty(self._window)
         ddp = self.ranks.ddp
-        if ddp is None or len(parameters) == self._num_looked_at:
+        if ddp is None or not self.ranks.backend_sums:
             return
-        self._num_looked_at = len(parameters)
-        if self.ranks.backend_sums:
-            refusals.refuse_unreduced(ddp, parameters)
-            if self._reads_hooks:
-                refusals.look_at_hooks(ddp)
-
-
-def _kind(strategy: AccumulationStrategy) -> str:
-    return f"{type(strategy).__qualname__} ({strategy.loss_reduction})"
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        refusals.refuse_unreduced(self._averaged, parameters)
+        if self._reads_hooks and not self._is_looked_at:
+            self._is_looked_at = True
+            refusals.look_at_hooks(ddp)

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainkit.errors import TrainkitError
@@ -62,8 +61,8 @@ def leading_dimension(batch: Any) -> int:
     if _holds_samples(batch):
         raise TrainkitError(
             f"PerSample: a list of samples has no leading dimension of its own: "
-            f"{describe(batch)}. Name what has one entry per sample, which may be a "
-            f"list: PerSample(size=0), say."
+            f"{describe(batch)}. Name what has one entry per sample, a tensor or a "
+            f"list: PerSample(size='path.to.it')."
         )
     lengths = {t.shape[0] for t in tensors(batch) if t.ndim > 0}
     if len(lengths) != 1:
@@ -78,19 +77,25 @@ def leading_dimension(batch: Any) -> int:
 
 
 def _holds_samples(batch: Any) -> bool:
-    """Whether a list in the batch looks like one of samples, not of fields.
+    """Whether a list in the batch is one of samples, not of fields.
 
-    `default_collate` makes lists of fields too, but of tensors, and hardly ever of
-    three or more that are all alike.
+    Collating makes lists of fields, of tensors or of lists; only samples come as a list
+    of mappings or tuples, or of images each with its few channels first.
     """
-    children = _children(batch)
-    if isinstance(batch, list):
-        shapes = {t.shape for t in batch if isinstance(t, Tensor)}
-        are_alike = len(batch) > 2 and len(shapes) == 1 and shapes != {torch.Size()}
-        only_tensors = all(isinstance(each, Tensor) for each in batch)
-        if any(_children(each) for each in batch) or (only_tensors and are_alike):
-            return True
-    return any(map(_holds_samples, children))
+    if not isinstance(batch, list):
+        return any(map(_holds_samples, _children(batch)))
+    nested = [each for each in batch if any(True for _ in tensors(each))]
+    are_records = bool(nested) and all(
+        not isinstance(each, Tensor | list) for each in nested
+    )
+    are_images = len(batch) > 2 and all(
+        isinstance(each, Tensor)
+        and each.is_floating_point()
+        and each.ndim == 3
+        and each.shape[0] in (1, 3, 4)
+        for each in batch
+    )
+    return are_records or are_images or any(map(_holds_samples, batch))
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:

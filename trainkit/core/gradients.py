@@ -117,6 +117,11 @@ def total_norm(parameters: Iterable[Tensor], apart: Ranks | None) -> Tensor | No
     return norm if apart is None else apart.sum_(norm.square()).sqrt()
 
 
+def have_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether any has one; FSDP2 may hold them elsewhere for a while."""
+    return any(p.grad is not None or isinstance(p, DTensor) for p in parameters)
+
+
 @torch.no_grad()
 def are_finite(parameters: Iterable[Tensor]) -> bool:
     """Whether no gradient and no weight is NaN or infinite; waits for the device."""
@@ -155,6 +160,7 @@ def save_partial(
             total = mine.full_tensor() * ranks.multiplier  # brought together already
         elif ranks.size > 1:
             total = ranks.sum_((mine.to_dense() if mine.is_sparse else mine) * scale)
+            total = total.to_sparse(1) if mine.is_sparse else total
         else:
             total = mine
         # copy: on a CPU the checkpoint must not change when training goes on

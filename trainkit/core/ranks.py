@@ -11,7 +11,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.core._compat import gradient_divide_factors, is_in_no_sync
+from trainkit.core._compat import (
+    gradient_divide_factors,
+    ignored_names,
+    is_apart,
+)
 from trainkit.errors import TrainkitError
 
 Aggregation = Literal["auto", "mean", "sum", "none"]
@@ -48,8 +52,8 @@ class Ranks:
 
     @property
     def holds_back_gradients(self) -> bool:
-        """Whether a backward pass now would leave DDP's ranks apart."""
-        return self.backend_sums and self.ddp is not None and is_in_no_sync(self.ddp)
+        """Whether the pass under way leaves DDP's ranks apart."""
+        return self.backend_sums and self.ddp is not None and is_apart(self.ddp)
 
     def share(self, row: Tensor) -> Shared:
         """Start to show every rank this rank's row; the host does not wait.
@@ -200,6 +204,20 @@ def _sharded_mesh(module: Any) -> Any:
         if isinstance(parameter, DTensor):
             return parameter.device_mesh
     return None
+
+
+def averaged_by_ddp(module: Any) -> frozenset[int]:
+    """The ids of the parameters that DDP brings together: those that it does not
+    ignore and that were to be trained when it was made."""
+    root = _root(module)
+    wrappers = [] if root is None else root.modules()
+    return frozenset(
+        id(parameter)
+        for ddp in wrappers
+        if isinstance(ddp, DistributedDataParallel)
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored_names(ddp)
+    )
 
 
 def _what_fsdp_leaves(module: Any, group: Any) -> str:

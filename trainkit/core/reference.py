@@ -13,7 +13,6 @@ HEADROOM = 256
 """Under a gradient scaler, how much heavier a run's first window may be than its first
 micro-batch lets expect before half precision overflows and a step is lost."""
 
-
 UNKNOWN = 1024.0
 """r where the first micro-batch weighs nothing, and so tells nothing: in half precision
 a window may then weigh from a thousandth of this to ten thousand times as much."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.core._compat import communication_hooks, ignored_names, is_joining
+from trainkit.core._compat import communication_hooks, is_joining
+from trainkit.core.gradients import have_gradients
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
@@ -29,15 +30,13 @@ def refuse_loss(loss: Any, reduction: str) -> None:
         )
 
 
-def refuse_zeroed(held: int, parameters: Sequence[Tensor]) -> None:
-    """FSDP2 may hold gradients elsewhere until it brings them together."""
-    if not held or not parameters:
-        return
-    if all(p.grad is None and not isinstance(p, DTensor) for p in parameters):
+def refuse_zeroed(window: Window, parameters: Sequence[Tensor]) -> None:
+    """Where there have been gradients in the window, there must be some."""
+    if window.has_gradients and not have_gradients(parameters):
         raise TrainkitError(
-            f"backward(): the window is open, and the gradients of the {held} "
-            f"micro-batches in it are gone. Call optimizer.zero_grad() only after "
-            f"optimizer.step(), at the end of a window."
+            f"backward(): the window is open, and the gradients of the "
+            f"{window.num_weighted} micro-batches in it are gone. Call zero_grad() "
+            f"only after optimizer.step(), at the end of a window."
         )
 
 
@@ -109,26 +108,22 @@ def refuse_join(ddp: DistributedDataParallel | None) -> None:
     if ddp is not None and is_joining(ddp):
         raise TrainkitError(
             "DistributedDataParallel.join(): it answers for ranks that have run out of "
-            "batches, and cannot answer for their windows. Give such ranks "
-            "micro-batches of weight 0 instead."
+            "batches, and cannot answer for their windows; torch leaves it on after "
+            "the block. Make a new wrapper, and give such ranks micro-batches of "
+            "weight 0 instead."
         )
 
 
-def refuse_unreduced(
-    ddp: DistributedDataParallel, parameters: Sequence[Tensor]
-) -> None:
+def refuse_unreduced(averaged: AbstractSet[int], parameters: Sequence[Tensor]) -> None:
     """Parameters that DDP does not average keep each rank's own gradient."""
-    ignored = ignored_names(ddp)
-    reduced = {
-        id(p) for name, p in ddp.module.named_parameters() if name not in ignored
-    }
-    left_out = [p for p in parameters if p.requires_grad and id(p) not in reduced]
+    left_out = [p for p in parameters if p.requires_grad and id(p) not in averaged]
     if left_out:
         raise TrainkitError(
             f"parameters: {len(left_out)} of those to step, the first of shape "
-            f"{list(left_out[0].shape)}, are not in the DistributedDataParallel module "
-            f"or ignored by it, so nothing brings their ranks' gradients together. "
-            f"Wrap the module that holds them all."
+            f"{list(left_out[0].shape)}, are not averaged by DistributedDataParallel: "
+            f"they are outside of it, ignored, or were frozen when it was made. Wrap "
+            f"the module that holds them all, and again after unfreezing; or, if you "
+            f"average them yourself, pass aggregation='mean' and no module."
         )
 
 

@@ -15,7 +15,11 @@ from trainkit.errors import TrainkitError
 
 
 def save_window(
-    row: Tensor, reference: Tensor | None, module: Any, ranks: Ranks
+    row: Tensor,
+    reference: Tensor | None,
+    factor: Tensor | None,
+    module: Any,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """The totals of the given ranks' open windows, and their gradients added up.
 
@@ -24,15 +28,21 @@ def save_window(
     Args:
         row: this rank's numbers.
         reference: this rank's r.
+        factor: the scaler's factor that this rank's gradients carry, if any.
         module: the module that trains, or anything else to leave gradients out.
         ranks: whose parts to add up; `Ranks()` is this one alone.
     """
-    own = row.new_zeros(()) if reference is None else reference.to(row)
-    table = ranks.share(torch.cat([row, own.unsqueeze(0)])).wait()
-    totals, common = merged(table), table[:, -1].amax()
+    # A rank without a micro-batch has neither, and takes part with zeros.
+    own, carried = (
+        row.new_zeros(()) if number is None else number.to(row)
+        for number in (reference, factor)
+    )
+    table = ranks.share(torch.cat([row, torch.stack([own, carried])])).wait()
+    totals = merged(table)
+    common, shared_factor = table[:, -2:].amax(0)
     if not bool(totals[COUNT]):
         shown = None if reference is None else reference.cpu()
-        return {"totals": None, "reference": shown, "gradients": {}}
+        return {"totals": None, "reference": shown, "factor": None, "gradients": {}}
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):
         # With aggregation="none", ranks have different r in their first window.
@@ -48,6 +58,7 @@ def save_window(
         # By name: a later version may order the columns in another way.
         "totals": dict(zip(COLUMNS, totals.cpu().unbind(), strict=True)),
         "reference": common.cpu(),
+        "factor": shared_factor.cpu() if bool(shared_factor) else None,
         "gradients": gradients,
     }
 

@@ -182,6 +182,11 @@ def check_reduction(strategy: AccumulationStrategy) -> None:
         )
 
 
+def kind_of(strategy: AccumulationStrategy) -> str:
+    """What windows must share to be added up."""
+    return f"{type(strategy).__qualname__} ({strategy.loss_reduction})"
+
+
 def checked_weight(weight: Any) -> Weight:
     """A weight as a Python number or a 0-d tensor; never waits for a tensor."""
     if isinstance(weight, Tensor):

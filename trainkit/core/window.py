@@ -47,6 +47,7 @@ class Window:
         carried: the row of micro-batches that a checkpoint brought back.
         num_skipped: how many micro-batches were left out, with weight 0.
         num_passes: how many backward passes have come from a weighted loss.
+        has_gradients: whether a pass has left some in the parameters.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last one left DDP's ranks apart.
         announced: all ranks' rows, once the window is complete.
@@ -61,6 +62,7 @@ class Window:
     carried: Tensor | None = None
     num_skipped: int = 0
     num_passes: int = 0
+    has_gradients: bool = False
     is_torn: bool = False
     is_apart: bool = False
     announced: Shared | None = None
@@ -229,3 +231,8 @@ def scalar(number: Weight, device: torch.device) -> Tensor:
 def totals_dtype(device: torch.device) -> torch.dtype:
     """float64 counts exactly to 2^53; Apple's GPUs have none."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def default_device() -> torch.device:
+    """Where a rank meets the others that has nothing to go by."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

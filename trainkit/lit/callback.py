@@ -197,6 +197,10 @@ class WindowCallback(Callback):
         if window_ends(trainer, self._batch_idx, num_expected):
             accumulator.announce(slots=self._slots(accumulator, num_expected))
 
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if pl_module.automatic_optimization:
+            self.accumulators[0].passed()
+
     # ---- the end of a window ---------------------------------------------------------
 
     def on_before_optimizer_step(

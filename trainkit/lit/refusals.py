@@ -221,7 +221,8 @@ def announce_undivided_step(index: int) -> None:
         f"optimizer {index}: it stepped with gradients that no window has divided, "
         f"since self.finish_window() was not called for it. If its losses come from "
         f"self.accumulate() of another optimizer, close both at once: "
-        f"self.finish_window([first, second]). Said once.",
+        f"self.finish_window([first, second]). If it has no windows on purpose, ignore "
+        f"this. Said once.",
         stacklevel=2,
     )
 
