@@ -32,7 +32,7 @@ from trainkit.core.state import load_window, save_window
 from trainkit.core.strategies import (
     AccumulationStrategy,
     Weight,
-    check_reduction,
+    check_strategy,
     checked_weight,
     kind_of,
 )
@@ -105,12 +105,7 @@ class Accumulator:
         nonfinite: Nonfinite | None = None,
         scaler: Any = None,
     ) -> None:
-        if not isinstance(strategy, AccumulationStrategy):
-            raise TrainkitError(
-                f"strategy: must be an AccumulationStrategy, received {strategy!r}. "
-                f"Pass an object, such as PerToken(), not its class or name."
-            )
-        check_reduction(strategy)
+        check_strategy(strategy)
         self.strategy = strategy
         self.ranks = find_ranks(module, aggregation, process_group)
         self._num_running = num_running()

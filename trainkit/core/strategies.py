@@ -173,6 +173,16 @@ class Uniform(AccumulationStrategy):
         return 1
 
 
+def check_strategy(strategy: Any) -> None:
+    """Refuse what is no strategy, or says no known `loss_reduction`."""
+    if not isinstance(strategy, AccumulationStrategy):
+        raise TrainkitError(
+            f"strategy: must be an AccumulationStrategy, received {strategy!r}. Pass an "
+            f"object, such as PerToken(), not its class or name."
+        )
+    check_reduction(strategy)
+
+
 def check_reduction(strategy: AccumulationStrategy) -> None:
     """Refuse a `loss_reduction` that is neither `"mean"` nor `"sum"`."""
     if strategy.loss_reduction not in get_args(LossReduction):
