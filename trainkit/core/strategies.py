@@ -177,8 +177,8 @@ def check_strategy(strategy: Any) -> None:
     """Refuse what is no strategy, or says no known `loss_reduction`."""
     if not isinstance(strategy, AccumulationStrategy):
         raise TrainkitError(
-            f"strategy: must be an AccumulationStrategy, received {strategy!r}. Pass an "
-            f"object, such as PerToken(), not its class or name."
+            f"strategy: must be an AccumulationStrategy, received {strategy!r}. Pass "
+            f"an object, such as PerToken(), not its class or name."
         )
     check_reduction(strategy)
 
