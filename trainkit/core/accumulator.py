@@ -70,8 +70,8 @@ class Accumulator:
 
     Args:
         strategy: says what a micro-batch weighs.
-        module: what trains. Shows what the backend does to gradients across ranks, and
-            which gradients `state_dict` holds.
+        module: what trains, wrapped and sharded as it will train. Shows what the backend
+            does to gradients across ranks, and which gradients `state_dict` holds.
         aggregation: what the backend does to gradients across ranks: leaves their
             `"mean"` (DDP, FSDP), their `"sum"`, or does nothing (`"none"`: `finish`
             adds them up itself). `"auto"` reads it from `module`.
