@@ -342,3 +342,29 @@ def test_parameters_that_the_first_micro_batches_do_not_use_equal_the_law() -> N
         accumulator.backward(trunk * head * 4, 1)
         accumulator.finish([head])
         assert float(head.grad) == 1.0  # type: ignore[arg-type]
+
+
+def test_open_window_keeps_the_scalers_factor() -> None:
+    """Half precision would lose gradients without it."""
+    p = parameter()
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    accumulator = Accumulator(GivenWeight(), scaler=scaler)
+    for _ in range(2):
+        p.grad = None
+        for _ in range(2):
+            accumulator.backward(
+                p * 3, 5, backward=lambda loss: scaler.scale(loss).backward()
+            )
+        assert 2.0**8 < float(p.grad) < 2.0**20  # type: ignore[arg-type]
+        accumulator.finish([p])
+        assert float(p.grad) == 3 * 2.0**16  # type: ignore[arg-type]
+
+
+def test_weightless_beginning_in_half_precision_equals_the_law() -> None:
+    """Nothing is known of the weights to come, and they must not overflow."""
+    p = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
+    accumulator = Accumulator(GivenWeight())
+    for weight in (0, 100_000, 60_000):
+        accumulator.backward(p * 3, weight)
+    accumulator.finish([p])
+    assert float(p.grad) == 3.0  # type: ignore[arg-type]

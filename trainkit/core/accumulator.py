@@ -70,7 +70,7 @@ class Accumulator:
 
     Args:
         strategy: says what a micro-batch weighs.
-        module: what trains, wrapped and sharded as it will train. Shows what the backend
+        module: what trains, wrapped and sharded as it will be. Shows what the backend
             does to gradients across ranks, and which gradients `state_dict` holds.
         aggregation: what the backend does to gradients across ranks: leaves their
             `"mean"` (DDP, FSDP), their `"sum"`, or does nothing (`"none"`: `finish`
