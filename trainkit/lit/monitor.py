@@ -121,7 +121,10 @@ class WindowMonitor(Callback):
             return mask.numel() - torch.count_nonzero(mask), mask.numel()
         if isinstance(strategy, PerToken):
             labels = lookup_tensor(batch, strategy.labels, role="labels")
-            return torch.count_nonzero(labels == strategy.ignore_index), labels.numel()
+            ignored = labels.numel() - torch.count_nonzero(
+                labels.long() != strategy.ignore_index
+            )
+            return ignored, labels.numel()
         return None
 
     def _log_arrived(self, trainer: Any, *, wait: bool = False) -> None:
@@ -150,10 +153,6 @@ def _grad_norm(trainer: Any, optimizer: Any, ranks: Ranks) -> Tensor | None:
     is_flat = any(isinstance(m, FullyShardedDataParallel) for m in modules)
     norm = total_norm(parameters_of(optimizer), ranks if is_flat else None)
     scaler = scaler_of(trainer)
-    if (
-        norm is not None
-        and scaler is not None
-        and unscales_itself(unwrapped(optimizer))
-    ):
-        norm = norm / scaler.scale(torch.ones_like(norm))
-    return norm
+    if norm is None or scaler is None or not unscales_itself(unwrapped(optimizer)):
+        return norm
+    return norm / scaler.scale(torch.ones_like(norm))
