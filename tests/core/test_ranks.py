@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.core.common import GivenWeight, fresh_net
@@ -192,3 +193,21 @@ def test_accumulator_made_before_the_ranks_started_is_refused() -> None:
     """It would know of one rank, and divide each rank's gradient by its own weight."""
     for text in raise_rank_errors(run_ranks(made_too_early, 2)):
         assert "was 1 when it was made, and is 2 now" in text
+
+
+def on_a_grid(rank: int, world_size: int) -> str:
+    """Sharded over one dimension, whole over the other: tensor parallelism, perhaps."""
+    start_gloo(15)
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
+    net = nn.Module()
+    whole = torch.ones(4, 2)
+    net.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Replicate()]))
+    with pytest.raises(TrainkitError) as error:
+        find_ranks(net)
+    return str(error.value)
+
+
+def test_grid_whose_replicas_cannot_be_read_is_refused() -> None:
+    for text in raise_rank_errors(run_ranks(on_a_grid, 2)):
+        assert "a mesh of 2 dimensions ('dp', 'tp')" in text
+        assert "Pass aggregation='mean' and process_group=" in text

@@ -296,3 +296,30 @@ def test_weight_that_the_rest_of_a_window_does_not_use_equals_big_batch(
     expected = [(2 * 1 + 2 * 2 + 4 * 1 + 4 * 2) / 7, (2 * 1 + 2 * 2) / 7]
     for found in raise_rank_errors(run_ranks(branch, 2, resumes)):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def sparse(rank: int, world_size: int, resumes: bool) -> list[list[float]]:
+    start_gloo(15)
+    table = nn.Embedding(4, 1, sparse=True, dtype=torch.float64)
+    nn.init.ones_(table.weight)
+    ddp = DDP(table)
+    accumulator = Accumulator(GivenWeight(), module=ddp)
+    with ddp.no_sync():
+        accumulator.backward(ddp(torch.tensor([rank, 1])).sum(), 2)
+    if resumes:
+        state = through_a_file(accumulator.state_dict(over_ranks=True))
+        table.zero_grad()
+        accumulator = Accumulator(GivenWeight(), module=ddp)
+        accumulator.load_state_dict(state)
+    accumulator.backward(ddp(torch.tensor([3 - rank])).sum(), 1 + rank)
+    accumulator.finish(ddp.parameters())
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    return table.weight.grad.to_dense().tolist()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_sparse_window_over_ranks_equals_big_batch(resumes: bool) -> None:
+    expected = [[2 / 7], [(2 + 2 * 2) / 7], [2 / 7], [1 / 7]]
+    for found in raise_rank_errors(run_ranks(sparse, 2, resumes)):
+        assert torch.tensor(found).allclose(torch.tensor(expected))

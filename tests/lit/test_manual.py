@@ -342,3 +342,22 @@ def test_manual_module_that_weighs_nothing_is_told() -> None:
         UserWarning, match="optimizer 0: it stepped with gradients that no window"
     ):
         fitted(ByItself())
+
+
+class StopsAccumulating(ManualModule):
+    """Closes one window, and then steps by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.accumulate(self.loss(batch), batch)
+            self.finish_window()
+        else:
+            self.manual_backward(self.loss(batch))
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_step_after_the_windows_have_stopped_is_told() -> None:
+    with pytest.warns(UserWarning, match="optimizer 0: it stepped with gradients that"):
+        fitted(StopsAccumulating(), max_epochs=1)
