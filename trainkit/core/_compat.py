@@ -61,3 +61,12 @@ def _groups(state: Any) -> list[Any]:
     if several is not None:
         return several
     return [group] if (group := state._fsdp_param_group) is not None else []
+
+
+LAST_RATES = "_last_lr"
+"""Where torch's schedulers keep what `get_last_lr()` returns."""
+
+
+def nested_schedulers(scheduler: Any) -> list[Any]:
+    """The schedulers inside a `SequentialLR` or a `ChainedScheduler`."""
+    return list(getattr(scheduler, "_schedulers", ()))

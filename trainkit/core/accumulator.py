@@ -233,13 +233,16 @@ class Accumulator:
 
     def passed(self) -> None:
         """A backward pass that `weigh` has prepared is over."""
-        window = self._window
-        window.has_gradients = window.has_gradients or have_gradients(self.parameters)
+        if not self._window.has_gradients:
+            self._window.has_gradients = have_gradients(self.parameters)
 
-    def count_padding(self, padding: Weight, tokens: Weight) -> None:
-        """Count tokens that only pad, for `WindowStats.padding`."""
+    def count(
+        self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
+    ) -> None:
+        """Count what `WindowStats` shows: tokens, those that only pad, samples."""
         self._window.padding.append(padding)
         self._window.tokens.append(tokens)
+        self._window.samples.append(samples)
 
     def announce(self, *, slots: int = 0) -> None:
         """Send this rank's totals to the others: the window is complete.

@@ -24,9 +24,11 @@ COLUMNS = (
     "count",
     "padding",
     "tokens",
+    "samples",
 )
 NUM_COLUMNS = len(COLUMNS)
-WEIGHT, DIVISOR, LOSS, BARE_LOSS, SMALLEST, LARGEST, COUNT, PADDING, TOKENS = range(9)
+WEIGHT, DIVISOR, LOSS, BARE_LOSS, SMALLEST, LARGEST, COUNT = range(7)
+PADDING, TOKENS, SAMPLES = range(7, NUM_COLUMNS)
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Window:
         divisors: what the loop had divided each of them by.
         padding: for each micro-batch looked at, how many of its tokens only pad.
         tokens: and how many it has in all.
+        samples: for each micro-batch that was counted, how many it has.
         carried: the row of micro-batches that a checkpoint brought back.
         num_skipped: how many micro-batches were left out, with weight 0.
         num_passes: how many backward passes have come from a weighted loss.
@@ -59,6 +62,7 @@ class Window:
     divisors: list[int] = field(default_factory=list)
     padding: list[Weight] = field(default_factory=list)
     tokens: list[Weight] = field(default_factory=list)
+    samples: list[Weight] = field(default_factory=list)
     carried: Tensor | None = None
     num_skipped: int = 0
     num_passes: int = 0
@@ -120,7 +124,8 @@ class Window:
             # A mean over nothing is NaN, and NaN * 0 is NaN: take the weight, 0, there.
             total = losses.where(weights != 0, weights).dot(weights)
         sums = torch.stack([weight, divisor, total, bare, *weights.aminmax()])
-        counts = [len(self.losses), sum(self.padding), sum(self.tokens)]
+        looked_at = (self.padding, self.tokens, self.samples)
+        counts = [len(self.losses), *map(sum, looked_at)]
         return torch.cat([sums, vector(counts, weights.device)])
 
     def _undivided_losses(self, device: torch.device) -> Tensor:
@@ -181,6 +186,11 @@ class WindowStats:
     def padding(self) -> Tensor:
         """The share of tokens that only pad; NaN where nobody counted."""
         return self.totals[PADDING] / self.totals[TOKENS]
+
+    @property
+    def samples(self) -> Tensor:
+        """How many samples it had; 0 where nobody counted."""
+        return self.totals[SAMPLES]
 
     @property
     def weights(self) -> Tensor | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.batches import leading_dimension
 from trainkit.core.checks import Checks
 from trainkit.core.gradients import parameters_of
 from trainkit.core.ranks import Aggregation, check_aggregation
@@ -19,20 +20,26 @@ from trainkit.errors import TrainkitError
 from trainkit.lit import checkpoint as checkpoints
 from trainkit.lit import refusals
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit.base import WindowOwner
+from trainkit.lit.effective import plan_of_windows
+from trainkit.lit.first_windows import FirstWindows
+from trainkit.lit.plan import Row
 from trainkit.lit.steps import StepWatch
 
 
-class WindowCallback(Callback):
+class WindowCallback(WindowOwner):
     """What the callback for foreign modules and the mixin's have in common.
 
-    It stands first in `trainer.callbacks`, so that every other callback sees the exact
-    gradient in `on_before_optimizer_step`.
+    It stands before all others that look at gradients in `trainer.callbacks`, so that
+    every other callback sees the exact one in `on_before_optimizer_step`.
 
     Attributes:
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
-        manual_window: how many micro-batches make a window in manual optimization.
+        first_windows: those from which the effective batch can be measured.
     """
+
+    place = 1
 
     def __init__(
         self,
@@ -48,13 +55,13 @@ class WindowCallback(Callback):
         self.strategy = strategy
         self.aggregation: Aggregation = aggregation
         self.checks: Checks = checks
-        self.manual_window: int | None = None
         self._forget()
 
     def _forget(self) -> None:
         """Nothing of one `fit` reaches the next."""
         self.accumulators: dict[int, Accumulator] = {}
         self.windows: dict[int, WindowStats] = {}
+        self.first_windows = FirstWindows()
         self._weight: Weight | None = None
         self._scaler: Any = None
         self._restored: Any = None
@@ -100,8 +107,7 @@ class WindowCallback(Callback):
         self._forget()
         refusals.refuse_backend_that_accumulates(trainer)
         refusals.announce_finders(trainer)
-        # A new list: Lightning is walking through the old one to call this very hook.
-        trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
+        self.take_place(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         scaler = self._scaler = scaler_of(trainer)
@@ -119,7 +125,9 @@ class WindowCallback(Callback):
                 checks=self.checks,
                 scaler=scaler,
             )
-            refusals.refuse_static_graph(accumulator.ranks, self.window_size(trainer))
+            refusals.refuse_static_graph(
+                accumulator.ranks, trainer.accumulate_grad_batches
+            )
             accumulator.parameters = parameters_of(optimizer)
             self.accumulators[index] = accumulator
             self._steps.append(StepWatch(optimizer, accumulator, scaler))
@@ -135,25 +143,18 @@ class WindowCallback(Callback):
             checkpoints.restore(self._restored, self.accumulators, pl_module)
             refusals.announce_loader_that_starts_again(trainer, self.accumulators)
             self._restored = None
+        self.show_plan(trainer, pl_module)
+
+    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+        return plan_of_windows(trainer, self.strategy)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.accumulators:
             return
         ranks = self.accumulators[0].ranks
         refusals.refuse_unequal_loaders(trainer, ranks)
-        num_batches = trainer.num_training_batches
-        expected = self.window_size(trainer)
-        is_short = num_batches < expected and not trainer.fast_dev_run
-        if is_short and not self._warned_short_epoch:
-            self._warned_short_epoch = True
-            if ranks.index == 0:
-                warnings.warn(
-                    f"accumulate_grad_batches={expected}: the epoch has only "
-                    f"{num_batches} batch{'es' * (num_batches != 1)}, so no window "
-                    f"ever fills; every step is exact over those {num_batches}. Lower "
-                    f"it, or give longer epochs.",
-                    stacklevel=2,
-                )
+        if not self._warned_short_epoch:
+            self._warned_short_epoch = refusals.announce_short_epoch(trainer)
 
     # ---- a micro-batch ---------------------------------------------------------------
 
@@ -169,9 +170,12 @@ class WindowCallback(Callback):
             refusals.refuse_closures_that_repeat(trainer, num_expected)
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
+        # Before training_step, which may take the batch apart.
         if pl_module.automatic_optimization:
-            # Before training_step, which may take the batch apart.
             self._weight = self.strategy.weight(batch)
+        if not self.first_windows.is_complete:
+            for accumulator in self.accumulators.values():
+                accumulator.count(samples=_num_samples(batch))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._batch_is_unfinished = True
@@ -244,13 +248,15 @@ class WindowCallback(Callback):
             self._divided.add(each)
         self._gradients_are_fresh = False
         self._num_closed = accumulator.num_micro_batches
-        size = max(self.window_size(trainer), self.longest_window)
+        size = max(trainer.accumulate_grad_batches, self.longest_window)
         slots = self._slots(accumulator, size)
         parameters = [
             p for i in (index, *others) for p in parameters_of(trainer.optimizers[i])
         ]
         stats = accumulator.finish(parameters, slots=slots)
         self.windows.update(dict.fromkeys((index, *others), stats))
+        if index == 0:
+            self.first_windows.add(stats)
         return stats
 
     def on_train_batch_end(
@@ -319,7 +325,7 @@ class WindowCallback(Callback):
     ) -> None:
         self._restored = checkpoint.get(checkpoints.KEY)
         if self._restored is None:
-            num_expected = self.window_size(trainer)
+            num_expected = trainer.accumulate_grad_batches
             self._restored = checkpoints.without_state(checkpoint, num_expected)
 
     def _num_torn(self) -> int:
@@ -331,10 +337,6 @@ class WindowCallback(Callback):
         return held or self._num_closed
 
     # ---- small things ----------------------------------------------------------------
-
-    def window_size(self, trainer: Any) -> int:
-        """How many micro-batches a full window has on one rank."""
-        return self.manual_window or trainer.accumulate_grad_batches
 
     def index_of(self, trainer: Any, optimizer: Any) -> int:
         """Which of the Trainer's optimizers this is."""
@@ -373,6 +375,13 @@ def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
         or trainer.is_last_batch
         or batch_idx + 1 == trainer.num_training_batches
     )
+
+
+def _num_samples(batch: Any) -> float:
+    try:
+        return leading_dimension(batch)
+    except TrainkitError:
+        return math.nan  # said where somebody asks for the effective batch
 
 
 def _clear_gradients(optimizer: Any) -> None:

@@ -76,3 +76,28 @@ class ExactMeans:
         for name, options in everywhere.items():
             self._options.setdefault(name, options)
         return sorted(everywhere)
+
+
+def one_number(name: str, loss: Tensor | float, device: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise TrainkitError(
+            f"log_exact({name!r}): the loss must be one number, received a tensor of "
+            f"shape {list(loss.shape)}. Reduce it to what the strategy says."
+        )
+    return scalar(loss, device)
+
+
+def stage_of(trainer: Any) -> str:
+    stages = {
+        "train": trainer.training,
+        "validate": trainer.validating or trainer.sanity_checking,
+        "test": trainer.testing,
+    }
+    for stage, is_active in stages.items():
+        if is_active:
+            return stage
+    raise TrainkitError(
+        f"log_exact(): it logs the mean of an epoch of training, validation or test, "
+        f"and the Trainer is in {trainer.state.stage}. Call it in training_step, "
+        f"validation_step or test_step."
+    )

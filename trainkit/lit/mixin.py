@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.core.checks import Checks
-from trainkit.core.ranks import Aggregation, find_ranks
+from trainkit.core.effective import EffectiveBatch
+from trainkit.core.ranks import Aggregation
 from trainkit.core.strategies import (
     AccumulationStrategy,
     Uniform,
     Weight,
     checked_weight,
 )
-from trainkit.core.window import WindowStats, scalar
+from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.callback import WindowCallback, window_ends
-from trainkit.lit.exact_log import ExactMeans
+from trainkit.lit.effective import find_effective_batch, read_effective_batch
+from trainkit.lit.exact_log import one_number, stage_of
+from trainkit.lit.mixin_callback import MixinCallback
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _Base
@@ -65,13 +68,28 @@ class AccumulationMixin(_Base):
             if owner is cls or not issubclass(owner, AccumulationMixin):
                 setattr(cls, name, _calls_super(getattr(cls, name), name))
 
+    @property
+    def effective_batch(self) -> EffectiveBatch:
+        """What one optimizer step sees, over all ranks.
+
+        In samples; where no loader tells them, as measured over the first windows: in
+        samples, or in tokens where samples cannot be counted. To be asked in `fit`; in
+        `configure_optimizers` already.
+        """
+        trainer = self.trainer
+        for unit in ("samples", "tokens"):
+            found = find_effective_batch(trainer, unit=unit)
+            if found is not None:
+                return found
+        return read_effective_batch(trainer)
+
     # ---- hooks -----------------------------------------------------------------------
 
     def configure_callbacks(self) -> Any:
         self._note_call("configure_callbacks")
         theirs = super().configure_callbacks()
         listed = list(theirs) if isinstance(theirs, Sequence) else [theirs]
-        return [*listed, MixinCallback(self)]
+        return [*listed, MixinCallback(self, AccumulationMixin)]
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         self._note_call("lr_scheduler_step")
@@ -145,7 +163,7 @@ class AccumulationMixin(_Base):
                 f"received {every!r}. Leave it out to go by the Trainer."
             )
         windows = self._windows()
-        num_expected = every or windows.window_size(self.trainer)
+        num_expected = every or self.trainer.accumulate_grad_batches
         windows.longest_window = max(windows.longest_window, num_expected)
         return window_ends(self.trainer, batch_idx, num_expected)
 
@@ -234,14 +252,14 @@ class AccumulationMixin(_Base):
             logger: send it to the loggers; default: if there are any.
         """
         strategy = self.accumulation
-        stage = _stage(self.trainer)
+        stage = stage_of(self.trainer)
         windows = self._find_windows()
         if windows is None:
             return  # lr_find and scale_batch_size run without callbacks
         windows.means.add(
             stage,
             name,
-            _one_number(name, loss, self.device),
+            one_number(name, loss, self.device),
             checked_weight(strategy.weight(batch) if weight is None else weight),
             strategy.loss_reduction,
             {"prog_bar": prog_bar, "logger": logger},
@@ -262,106 +280,6 @@ class AccumulationMixin(_Base):
             f"out while they run: nothing is weighted meanwhile, and manual "
             f"optimization cannot run under them."
         )
-
-
-class MixinCallback(WindowCallback):
-    """The callback that a mixin module brings."""
-
-    def __init__(self, module: AccumulationMixin) -> None:
-        super().__init__(
-            module.accumulation,
-            aggregation=module.accumulation_aggregation,
-            checks=module.accumulation_checks,
-        )
-        self.means = ExactMeans()
-        self.manual_window = _take_over_window_size(module)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self.is_apart: dict[int, bool] = {}
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if isinstance(pl_module, AccumulationMixin):
-            super().setup(trainer, pl_module, stage)
-        else:  # left in the list by the module of an earlier fit
-            trainer.callbacks = [c for c in trainer.callbacks if c is not self]
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.strategy = pl_module.accumulation  # perhaps chosen in its setup()
-        super().on_train_start(trainer, pl_module)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        self.means.open("train")
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        self._log_means(trainer, pl_module, "train")
-
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.means.open("validate")
-
-    def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.means.open("test")
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log_means(trainer, pl_module, "validate")
-
-    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log_means(trainer, pl_module, "test")
-
-    def on_exception(
-        self, trainer: Any, pl_module: Any, exception: BaseException
-    ) -> None:
-        super().on_exception(trainer, pl_module, exception)
-        self._give_back_window_size(trainer)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._give_back_window_size(trainer)
-
-    def _give_back_window_size(self, trainer: Any) -> None:
-        if self.manual_window is not None:
-            trainer.accumulate_grad_batches = self.manual_window
-
-    def _log_means(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # "mean": outside of fit nothing is wrapped; only the group matters here.
-        self.means.log(pl_module, stage, find_ranks(trainer.strategy, "mean"))
-
-
-def _take_over_window_size(module: AccumulationMixin) -> int | None:
-    """Lightning refuses `accumulate_grad_batches` with manual optimization, since it
-    would do nothing there; here it is what `window_ends` goes by."""
-    if module.automatic_optimization:
-        return None
-    trainer = module.trainer
-    asked = trainer.accumulate_grad_batches
-    trainer.accumulate_grad_batches = 1
-    return asked
-
-
-def _one_number(name: str, loss: Tensor | float, device: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise TrainkitError(
-            f"log_exact({name!r}): the loss must be one number, received a tensor of "
-            f"shape {list(loss.shape)}. Reduce it to what the strategy says."
-        )
-    return scalar(loss, device)
-
-
-def _stage(trainer: Any) -> str:
-    stages = {
-        "train": trainer.training,
-        "validate": trainer.validating or trainer.sanity_checking,
-        "test": trainer.testing,
-    }
-    for stage, is_active in stages.items():
-        if is_active:
-            return stage
-    raise TrainkitError(
-        f"log_exact(): it logs the mean of an epoch of training, validation or test, "
-        f"and the Trainer is in {trainer.state.stage}. Call it in training_step, "
-        f"validation_step or test_step."
-    )
 
 
 def _refuse_wrong_order(cls: type) -> None:

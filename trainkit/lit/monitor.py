@@ -78,7 +78,8 @@ class WindowMonitor(Callback):
             if self._is_due(accumulator.num_windows):
                 counted = self._padding(batch)
                 if counted is not None:
-                    accumulator.count_padding(*counted)
+                    padding, tokens = counted
+                    accumulator.count(padding=padding, tokens=tokens)
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any

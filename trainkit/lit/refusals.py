@@ -216,6 +216,22 @@ def announce_finders(trainer: Any) -> None:
         )
 
 
+def announce_short_epoch(trainer: Any) -> bool:
+    """Whether the epoch has fewer batches than a window."""
+    expected = trainer.accumulate_grad_batches
+    num_batches = trainer.num_training_batches
+    if num_batches >= expected or trainer.fast_dev_run:
+        return False
+    if trainer.is_global_zero:
+        warnings.warn(
+            f"accumulate_grad_batches={expected}: the epoch has only {num_batches} "
+            f"batch{'es' * (num_batches != 1)}, so no window ever fills; every step is "
+            f"exact over those {num_batches}. Lower it, or give longer epochs.",
+            stacklevel=2,
+        )
+    return True
+
+
 def announce_undivided_step(index: int) -> None:
     warnings.warn(
         f"optimizer {index}: it stepped with gradients that no window has divided, "

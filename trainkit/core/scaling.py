@@ -1,0 +1,225 @@
+"""How hyperparameters follow the batch: one formula, its paper beside it.
+
+k is the effective batch over the reference batch. Every formula takes a value that
+belongs to one batch to the value for a batch k times as large; applied for k and then
+for j it gives the same as once for k * j, so that a batch that changes in the middle of
+training only needs the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from trainkit.errors import TrainkitError
+
+RuleName = Literal["auto", "linear", "sqrt", "adam-sde", "half-life", "none"]
+WeightDecayName = Literal["none", "linear", "sqrt", "time-scale"]
+Factor = Callable[[float], float]
+
+
+def linear_factor(k: float) -> float:
+    """SGD: k times the rate (Goyal et al. 2017, arXiv 1706.02677).
+
+    k small steps of rate lr over gradients that hardly differ are one step of k * lr.
+
+    >>> linear_factor(8)
+    8
+    """
+    return k
+
+
+def sqrt_factor(k: float) -> float:
+    """Adam and its kin: the root of k (Malladi et al. 2022, arXiv 2205.10287).
+
+    >>> sqrt_factor(4)
+    2.0
+    """
+    return math.sqrt(k)
+
+
+def sde_beta(beta: Any, k: float) -> Any:
+    """Adam's moments: 1 - k (1 - beta) (Malladi et al. 2022, arXiv 2205.10287).
+
+    An average over 1 / (1 - beta) steps becomes one over as many samples.
+
+    >>> round(sde_beta(0.9, 4), 12)
+    0.6
+    """
+    return 1 - k * (1 - beta)
+
+
+def sde_eps(eps: float, k: float) -> float:
+    """Adam's eps / sqrt(k), as the gradient's noise falls (Malladi et al. 2022).
+
+    >>> sde_eps(1e-8, 4)
+    5e-09
+    """
+    return eps / math.sqrt(k)
+
+
+def half_life_beta(beta2: Any, k: float) -> Any:
+    """Adam's beta2 ** k: the second moment forgets half of itself over as many tokens
+    as before (Marek et al. 2025, arXiv 2507.07101).
+
+    >>> half_life_beta(0.5, 2)
+    0.25
+    """
+    return beta2**k
+
+
+def ema_decay(decay: Any, k: float) -> Any:
+    """A model average's decay ** k (Busbridge et al. 2023, arXiv 2307.13813).
+
+    >>> ema_decay(0.5, 2)
+    0.25
+    """
+    return decay**k
+
+
+def time_scale_weight_decay(k: float, lr_factor: float) -> float:
+    """What weight decay is multiplied by so that weights decay as fast per sample.
+
+    One step takes lr * decay off the weights, and k old steps are one new one: their
+    product must grow k-fold, of which the rate has already given its factor (Wang and
+    Aitchison 2024, arXiv 2405.13698: keep B / (lr * decay * D)).
+
+    >>> time_scale_weight_decay(4, linear_factor(4)), time_scale_weight_decay(4, 2.0)
+    (1.0, 2.0)
+    """
+    return k / lr_factor
+
+
+@dataclass(frozen=True)
+class ScalingRule:
+    """What becomes of an optimizer's hyperparameters at k times the batch.
+
+    Attributes:
+        name: as the user wrote it.
+        lr: the rate's factor.
+        beta1: what the first moment's decay becomes, where it changes.
+        beta2: what the second moment's decay becomes, where it changes.
+        eps: what eps becomes, where it changes.
+        needs_adam: whether it means nothing without Adam's moments.
+    """
+
+    name: str
+    lr: Factor
+    beta1: Callable[[Any, float], Any] | None = None
+    beta2: Callable[[Any, float], Any] | None = None
+    eps: Callable[[float, float], float] | None = None
+    needs_adam: bool = False
+
+
+def _unchanged(k: float) -> float:
+    return 1.0
+
+
+RULES = {
+    "linear": ScalingRule("linear", linear_factor),
+    "sqrt": ScalingRule("sqrt", sqrt_factor),
+    "none": ScalingRule("none", _unchanged),
+    "half-life": ScalingRule(
+        "half-life", _unchanged, beta2=half_life_beta, needs_adam=True
+    ),
+    "adam-sde": ScalingRule(
+        "adam-sde",
+        sqrt_factor,
+        beta1=sde_beta,
+        beta2=sde_beta,
+        eps=sde_eps,
+        needs_adam=True,
+    ),
+}
+
+WEIGHT_DECAY: dict[str, Factor] = {
+    "linear": linear_factor,
+    "sqrt": sqrt_factor,
+    "none": _unchanged,
+}
+
+
+def make_rule(rule: str | Factor) -> ScalingRule | None:
+    """A rule by its name or from a callable; None for `"auto"`.
+
+    Raises:
+        TrainkitError: there is no such rule.
+    """
+    if callable(rule):
+        return ScalingRule(getattr(rule, "__name__", type(rule).__name__), rule)
+    if rule == "auto":
+        return None
+    if rule not in RULES:
+        raise TrainkitError(
+            f"LRScaling rule: must be one of {list(get_args(RuleName))} or a callable "
+            f"that takes k and returns the rate's factor, received {rule!r}."
+        )
+    return RULES[rule]
+
+
+def check_weight_decay(weight_decay: object) -> None:
+    if not callable(weight_decay) and weight_decay not in get_args(WeightDecayName):
+        raise TrainkitError(
+            f"LRScaling weight_decay: must be one of {list(get_args(WeightDecayName))} "
+            f"or a callable that takes k and returns a factor, received "
+            f"{weight_decay!r}."
+        )
+
+
+def rule_for(optimizer_class: type) -> ScalingRule:
+    """What `"auto"` means for an optimizer: SGD linear, the Adam family sqrt.
+
+    It goes by the names of the class and its bases, so that another library's
+    `FusedAdam` or `SGD8bit` is known too.
+
+    Raises:
+        TrainkitError: the class is neither; no rule is known to hold for it.
+    """
+    for cls in optimizer_class.__mro__:
+        if "SGD" in cls.__name__:
+            return RULES["linear"]
+        if any(kin in cls.__name__ for kin in ("Adam", "RMSprop", "Adagrad")):
+            return RULES["sqrt"]
+    raise TrainkitError(
+        f"LRScaling rule='auto': knows SGD (linear) and the Adam family (sqrt), "
+        f"received {optimizer_class.__name__}. Name the rule: 'linear', 'sqrt', 'none' "
+        f"or a callable."
+    )
+
+
+def checked_factor(rule: str, factor: Factor, k: float) -> float:
+    """A factor, which a callable of the user's may have got wrong."""
+    value = factor(k)
+    if not isinstance(value, int | float) or not (0 < value < math.inf):
+        raise TrainkitError(
+            f"LRScaling {rule}: the factor must be a positive number, and for k = "
+            f"{k:g} it returned {value!r}."
+        )
+    return float(value)
+
+
+def refuse_sde_overreach(rule: ScalingRule, beta: float, k: float) -> None:
+    """1 - k (1 - beta) must stay a decay: the average cannot be shorter than a step."""
+    if rule.needs_adam and rule.eps is not None and k * (1 - beta) >= 1:
+        raise TrainkitError(
+            f"LRScaling rule='adam-sde': k (1 - beta) must be below 1, and with k = "
+            f"{k:g} and beta = {beta:g} it is {k * (1 - beta):g}: the moment would "
+            f"average over less than one step. At most k = {1 / (1 - beta):g} can be "
+            f"followed; use rule='sqrt', a larger beta or a smaller batch."
+        )
+
+
+def warmed_up(factor: float, step: int, warmup_steps: int) -> float:
+    """The factor on its way from 1 (Goyal et al. 2017, section 2.2, gradual warm-up).
+
+    A factor below 1 is taken at once: to begin with the larger rate would be the
+    opposite of a warm-up.
+
+    >>> [warmed_up(3.0, step, 4) for step in range(6)]
+    [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
+    """
+    if step >= warmup_steps or factor <= 1:
+        return factor
+    return 1 + (factor - 1) * step / warmup_steps

@@ -1,0 +1,54 @@
+"""What trainkit's callbacks have in common: their order, and one table for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from trainkit.core.strategies import AccumulationStrategy
+from trainkit.lit.first_windows import FirstWindows
+from trainkit.lit.plan import Row, show
+
+
+class OrderedCallback(Callback):
+    """A callback that stands before all others, and in a fixed place among ours.
+
+    The size of a window is settled first, then its gradients, then what follows from
+    its size; every other callback, such as `LearningRateMonitor`, sees all of it done.
+
+    Attributes:
+        place: the lower, the earlier.
+    """
+
+    place: int
+
+    def take_place(self, trainer: Any) -> None:
+        """To be called in `setup`."""
+        ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
+        others = [c for c in trainer.callbacks if not isinstance(c, OrderedCallback)]
+        # A new list: Lightning is walking through the old one to call `setup`.
+        trainer.callbacks = [*sorted(ours, key=lambda c: c.place), *others]
+
+    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+        """What it is going to do, for the table before training."""
+        return []
+
+    def show_plan(self, trainer: Any, pl_module: Any) -> None:
+        """To be called at the end of `on_train_start`: the last of ours to be ready
+        shows the table of all."""
+        ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
+        if ours[-1] is self and trainer.is_global_zero:
+            show([row for each in ours for row in each.plan(trainer, pl_module)])
+
+
+class WindowOwner(OrderedCallback):
+    """The callback that weighs and divides windows, as the others know it.
+
+    Attributes:
+        strategy: says what a micro-batch weighs.
+        first_windows: those from which a size can be measured.
+    """
+
+    strategy: AccumulationStrategy
+    first_windows: FirstWindows

@@ -1,0 +1,184 @@
+"""The effective batch of a Trainer: known from its loader, or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from trainkit.core.effective import EffectiveBatch, Unit, check_unit
+from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
+from trainkit.errors import TrainkitError
+from trainkit.lit.base import WindowOwner
+from trainkit.lit.plan import Row
+
+
+def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBatch:
+    """What one optimizer step of a Trainer sees.
+
+    Samples are known where the loader has a batch size. Otherwise, and for tokens, the
+    first windows are measured: ask once a window has closed.
+
+    Args:
+        trainer: in `fit`; in `configure_optimizers` already.
+        unit: what to count.
+
+    Raises:
+        TrainkitError: it is not known, and no window has closed yet.
+    """
+    check_unit("read_effective_batch", unit)
+    found = find_effective_batch(trainer, unit=unit)
+    if found is None:
+        raise TrainkitError(
+            f"effective batch: it is not known in {unit}: "
+            f"{_why_unknown(trainer, unit)} Ask again after the first window."
+        )
+    return found
+
+
+def find_effective_batch(
+    trainer: Any, *, unit: Unit, micro_batch: float | None = None
+) -> EffectiveBatch | None:
+    """The same, or None where it is not known yet.
+
+    Args:
+        trainer: in `fit`.
+        unit: what to count.
+        micro_batch: what a micro-batch holds, where the user has said it.
+    """
+    loader = train_loader(trainer)
+    measured = 0
+    if micro_batch is None and unit == "samples":
+        micro_batch = micro_batch_of(loader)
+    if micro_batch is None:
+        micro_batch, measured = _measured(trainer, unit)
+    if micro_batch is None:
+        return None
+    return EffectiveBatch(
+        micro_batch=micro_batch,
+        accumulate=longest_window(trainer),
+        replicas=num_replicas(trainer),
+        unit=unit,
+        windows_measured=measured,
+    )
+
+
+def longest_window(trainer: Any) -> int:
+    """How many micro-batches a full window has; an epoch may be shorter than that."""
+    size = int(trainer.accumulate_grad_batches)
+    num_batches = trainer.num_training_batches
+    return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
+
+
+def num_replicas(trainer: Any) -> int:
+    """How many ranks hold data of their own: tensor-parallel ranks share theirs."""
+    return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+
+
+def train_loader(trainer: Any) -> Any:
+    """The training loader, or loaders, as the Trainer uses them."""
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()  # as `estimated_stepping_batches` does
+    return trainer.train_dataloader
+
+
+def micro_batch_of(loader: Any) -> int | None:
+    """The batch size that a loader announces, or the one that several share."""
+    if isinstance(loader, Mapping):
+        loader = list(loader.values())
+    if isinstance(loader, list | tuple):
+        sizes = {micro_batch_of(each) for each in loader}
+        return sizes.pop() if len(sizes) == 1 else None
+    size = getattr(loader, "batch_size", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if size is None and type(batch_sampler) is BatchSampler:
+        size = batch_sampler.batch_size
+    if not isinstance(size, int) or size < 1:
+        return None
+    try:
+        return min(size, len(loader.sampler)) or None
+    except (AttributeError, TypeError):
+        return size  # an iterable data set has no length
+
+
+def _measured(trainer: Any, unit: Unit) -> tuple[float | None, int]:
+    windows = windows_of(trainer)
+    if windows is None:
+        return None, 0
+    first = windows.first_windows
+    if unit == "samples":
+        return first.micro_batch("samples"), len(first.seen)
+    if not _weighs_tokens(windows.strategy):
+        return None, 0
+    return first.micro_batch("weight"), len(first.seen)
+
+
+def windows_of(trainer: Any) -> WindowOwner | None:
+    """The callback that divides windows, or None."""
+    return next((c for c in trainer.callbacks if isinstance(c, WindowOwner)), None)
+
+
+def _weighs_tokens(strategy: AccumulationStrategy) -> bool:
+    return not isinstance(strategy, PerSample | Uniform)  # a user's own may
+
+
+def _why_unknown(trainer: Any, unit: Unit) -> str:
+    windows = windows_of(trainer)
+    if windows is None:
+        return (
+            "the loader does not say it, and nothing measures windows. Add "
+            "AccumulationCallback or AccumulationMixin, which do."
+        )
+    if unit == "tokens" and not _weighs_tokens(windows.strategy):
+        return (
+            f"{type(windows.strategy).__name__} does not weigh tokens. Use PerToken(), "
+            f"or count in samples."
+        )
+    return "the loader does not say it, and no window has closed that holds it."
+
+
+def check_measurable(trainer: Any, unit: Unit) -> None:
+    """Refuse now what no window could measure later.
+
+    Raises:
+        TrainkitError: nothing measures windows, or they do not weigh tokens.
+    """
+    windows = windows_of(trainer)
+    if windows is None or (unit == "tokens" and not _weighs_tokens(windows.strategy)):
+        raise TrainkitError(
+            f"effective batch: it is not known in {unit}: {_why_unknown(trainer, unit)}"
+        )
+
+
+def plan_of_windows(trainer: Any, strategy: AccumulationStrategy) -> list[Row]:
+    """What a step and an epoch will be, for the table before training."""
+    batch = find_effective_batch(trainer, unit="samples")
+    each = f"weighed by {type(strategy).__name__}"
+    if batch is not None:
+        rows = [("step", f"{batch}, {each}")]
+    else:
+        rows = [
+            (
+                "step",
+                f"per-device batch not known (measured over the first windows) x "
+                f"accumulation {longest_window(trainer)} x ranks "
+                f"{num_replicas(trainer)}, {each}",
+            )
+        ]
+    num_batches = trainer.num_training_batches
+    if num_batches != float("inf"):
+        rows.append(("epoch", _windows_of_epoch(num_batches, longest_window(trainer))))
+    return rows
+
+
+def _windows_of_epoch(num_batches: int, size: int) -> str:
+    """
+    >>> _windows_of_epoch(391, 4)
+    '97 full windows + 1 short one (3 of 4 micro-batches, exact)'
+    """
+    num_full, left = divmod(num_batches, size)
+    text = f"{num_full} full window{'s' * (num_full != 1)}"
+    if left:
+        text += f" + 1 short one ({left} of {size} micro-batches, exact)"
+    return text

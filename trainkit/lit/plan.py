@@ -1,0 +1,30 @@
+"""The table before training: what a step will be, in a few lines."""
+
+from __future__ import annotations
+
+import sys
+
+Row = tuple[str, str]
+"""A label and what is said of it."""
+
+
+def show(rows: list[Row]) -> None:
+    """Print once: a table where there is a terminal, plain lines where there is none.
+
+    >>> show([("step", "64 samples"), ("epoch", "97 windows")])
+    trainkit | step: 64 samples
+    trainkit | epoch: 97 windows
+    """
+    if not rows:
+        return
+    if not sys.stdout.isatty():
+        for label, text in rows:
+            print(f"trainkit | {label}: {text}", flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="trainkit", title_justify="left", show_header=False)
+    for label, text in rows:
+        table.add_row(label, text)
+    Console().print(table)
