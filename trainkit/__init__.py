@@ -12,6 +12,7 @@ from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trainkit.core.accumulator import Accumulator
+    from trainkit.core.effective import EffectiveBatch
     from trainkit.core.strategies import (
         AccumulationStrategy,
         PerSample,
@@ -20,23 +21,32 @@ if TYPE_CHECKING:
     )
     from trainkit.core.window import WindowStats
     from trainkit.errors import TrainkitError
+    from trainkit.lit.batch_norm_guard import BatchNormGuard
     from trainkit.lit.callback import AccumulationCallback
+    from trainkit.lit.effective import read_effective_batch
+    from trainkit.lit.lr_scaling import LRScaling
     from trainkit.lit.mixin import AccumulationMixin
     from trainkit.lit.monitor import WindowMonitor
+    from trainkit.lit.schedule import AccumulationSchedule
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationCallback",
     "AccumulationMixin",
+    "AccumulationSchedule",
     "AccumulationStrategy",
     "Accumulator",
+    "BatchNormGuard",
+    "EffectiveBatch",
+    "LRScaling",
     "PerSample",
     "PerToken",
     "TrainkitError",
     "Uniform",
     "WindowMonitor",
     "WindowStats",
+    "read_effective_batch",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -44,13 +54,18 @@ __getattr__, __dir__ = lazy_exports(
     {
         "AccumulationCallback": ".lit.callback",
         "AccumulationMixin": ".lit.mixin",
+        "AccumulationSchedule": ".lit.schedule",
         "AccumulationStrategy": ".core.strategies",
         "Accumulator": ".core.accumulator",
+        "BatchNormGuard": ".lit.batch_norm_guard",
+        "EffectiveBatch": ".core.effective",
+        "LRScaling": ".lit.lr_scaling",
         "PerSample": ".core.strategies",
         "PerToken": ".core.strategies",
         "TrainkitError": ".errors",
         "Uniform": ".core.strategies",
         "WindowMonitor": ".lit.monitor",
         "WindowStats": ".core.window",
+        "read_effective_batch": ".lit.effective",
     },
 )

@@ -6,6 +6,7 @@ from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trainkit.core.accumulator import Accumulator
+    from trainkit.core.effective import EffectiveBatch
     from trainkit.core.strategies import (
         AccumulationStrategy,
         PerSample,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AccumulationStrategy",
     "Accumulator",
+    "EffectiveBatch",
     "PerSample",
     "PerToken",
     "Uniform",
@@ -28,6 +30,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "AccumulationStrategy": ".strategies",
         "Accumulator": ".accumulator",
+        "EffectiveBatch": ".effective",
         "PerSample": ".strategies",
         "PerToken": ".strategies",
         "Uniform": ".strategies",

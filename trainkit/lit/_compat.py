@@ -55,3 +55,19 @@ def logged_step(trainer: Any) -> int:
     """The step under which Lightning's own logs of this batch stand: in manual
     optimization it counts batches, and `global_step` the steps of all optimizers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def average_of(callback: Any) -> Any:
+    """The averaged model that Lightning's `WeightAveraging` keeps, or None."""
+    return getattr(callback, "_average_model", None)
+
+
+def before_batch_transfer(pl_module: Any, batch: Any) -> Any:
+    """The module's or the data module's hook of this name, as the loop calls it."""
+    return pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def forget_iterator(loader: Any) -> Any:
+    """A copied `DataLoader` that starts workers of its own, where they persist."""
+    loader._iterator = None
+    return loader

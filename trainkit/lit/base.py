@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback
 
+from trainkit.core.accumulator import Accumulator
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.lit.first_windows import FirstWindows
 from trainkit.lit.plan import Row, show
@@ -47,8 +49,17 @@ class WindowOwner(OrderedCallback):
 
     Attributes:
         strategy: says what a micro-batch weighs.
+        accumulators: one for each optimizer, by its index.
         first_windows: those from which a size can be measured.
     """
 
     strategy: AccumulationStrategy
+    accumulators: dict[int, Accumulator]
     first_windows: FirstWindows
+
+
+def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
+    """Whether one of Lightning's callbacks is there, of either of its namespaces."""
+    return any(
+        cls.__name__ in names for each in callbacks for cls in type(each).__mro__
+    )

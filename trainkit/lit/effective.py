@@ -76,6 +76,15 @@ def num_replicas(trainer: Any) -> int:
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
+def steps_taken(trainer: Any) -> int:
+    """How many optimizer steps have been taken; with several optimizers, by the first
+    of them, while Lightning adds up those of all."""
+    windows = windows_of(trainer)
+    if trainer.lightning_module.automatic_optimization or windows is None:
+        return trainer.global_step
+    return windows.accumulators[0].num_windows
+
+
 def train_loader(trainer: Any) -> Any:
     """The training loader, or loaders, as the Trainer uses them."""
     if trainer.train_dataloader is None:

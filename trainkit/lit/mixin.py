@@ -21,6 +21,7 @@ from trainkit.core.strategies import (
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
+from trainkit.lit.batch_norm_guard import BatchNormGuard
 from trainkit.lit.callback import WindowCallback, window_ends
 from trainkit.lit.effective import find_effective_batch, read_effective_batch
 from trainkit.lit.exact_log import one_number, stage_of
@@ -32,6 +33,7 @@ else:
     _Base = object
 
 _HOOKS = ("configure_callbacks", "lr_scheduler_step")
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 class AccumulationMixin(_Base):
@@ -67,6 +69,7 @@ class AccumulationMixin(_Base):
             owner = next(base for base in cls.__mro__ if name in base.__dict__)
             if owner is cls or not issubclass(owner, AccumulationMixin):
                 setattr(cls, name, _calls_super(getattr(cls, name), name))
+        _wrap_configure_model(cls)
 
     @property
     def effective_batch(self) -> EffectiveBatch:
@@ -314,3 +317,27 @@ def _calls_super(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
         return result
 
     return checked
+
+
+def _wrap_configure_model(cls: type[AccumulationMixin]) -> None:
+    """Let `BatchNormGuard` see the layers that a `configure_model` makes: no hook of a
+    callback stands between it and the optimizer."""
+    owners = [base for base in cls.__mro__ if "configure_model" in base.__dict__]
+    if not owners or owners[0].__module__.startswith(_LIGHTNING):
+        return  # Lightning's own, which makes nothing
+    if owners[0] is not cls and issubclass(owners[0], AccumulationMixin):
+        return  # wrapped already
+    configure_model = cls.configure_model
+
+    @functools.wraps(configure_model)
+    def replacing(self: AccumulationMixin) -> None:
+        configure_model(self)
+        try:
+            trainer: Any = self.trainer
+        except RuntimeError:  # not attached to one
+            return
+        for callback in getattr(trainer, "callbacks", ()):
+            if isinstance(callback, BatchNormGuard):
+                callback.convert(self, trainer)
+
+    cls.configure_model = replacing  # type: ignore[method-assign]

@@ -21,11 +21,12 @@ class MixinCallback(WindowCallback):
         self.means = ExactMeans()
         self._mixin = mixin
         self._taken: int | None = None
-        if not module.automatic_optimization:
+        asked = module.trainer.accumulate_grad_batches
+        if asked != 1 and not module.automatic_optimization:
             # Lightning refuses `accumulate_grad_batches` in manual optimization, where
             # nothing of its own would heed it; `window_ends` does. It looks between
             # the making of this callback and its `setup`, which gives the number back.
-            self._taken = module.trainer.accumulate_grad_batches
+            self._taken = asked
             module.trainer.accumulate_grad_batches = 1
 
     def _forget(self) -> None:

@@ -17,6 +17,7 @@ from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import averages_models, num_batches_seen, unwrapped
+from trainkit.lit.base import has_callback
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank whose batches are over waits for the others to say the same."""
@@ -205,7 +206,7 @@ def announce_finders(trainer: Any) -> None:
     finders = [
         type(callback).__name__
         for callback in trainer.callbacks
-        if type(callback).__name__ in ("LearningRateFinder", "BatchSizeFinder")
+        if has_callback([callback], "LearningRateFinder", "BatchSizeFinder")
     ]
     if finders:
         warnings.warn(

@@ -1,0 +1,1 @@
+"""BatchNorm under accumulation: what no gradient can make up for, and its remedies."""

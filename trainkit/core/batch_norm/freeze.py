@@ -1,0 +1,29 @@
+"""Freezing a BatchNorm layer so that nobody thaws it by accident."""
+
+from __future__ import annotations
+
+import functools
+
+from trainkit.core.batch_norm.layers import BatchNorm
+
+
+def freeze(layer: BatchNorm) -> None:
+    """Keep a layer in evaluation mode, whoever calls `train()` on it or above it."""
+    layer.eval()
+    layer.train = functools.partial(_stay_frozen, layer)  # type: ignore[method-assign]
+
+
+def thaw(layer: BatchNorm) -> None:
+    """Undo `freeze`; the layer trains again."""
+    del layer.train
+    layer.train()
+
+
+def is_frozen(layer: BatchNorm) -> bool:
+    """Whether `freeze` holds it."""
+    return "train" in vars(layer)
+
+
+def _stay_frozen(layer: BatchNorm, mode: bool = True) -> BatchNorm:
+    layer.training = False
+    return layer

@@ -1,0 +1,247 @@
+"""Computing BatchNorm's statistics anew, from the data themselves.
+
+Running statistics are a fading mean over micro-batches and weights of long ago.
+"Precise BatchNorm" (Wu and Johnson 2021, arXiv 2105.07576) replaces them, before they
+are used, by the mean and variance over many samples under the weights of now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.batch_norm.layers import BatchNorm, Layers
+from trainkit.core.ranks import Ranks
+from trainkit.core.window import totals_dtype
+
+
+@dataclass
+class Statistics:
+    """Mean and squared deviations of a layer's inputs, one number for each channel.
+
+    Attributes:
+        count: how many values each channel has had.
+        mean: their mean.
+        deviation: the sum of their squared deviations from it.
+    """
+
+    count: Tensor
+    mean: Tensor
+    deviation: Tensor
+
+    @classmethod
+    def none(cls, channels: int, device: torch.device) -> Statistics:
+        zeros = torch.zeros(channels, dtype=totals_dtype(device), device=device)
+        return cls(zeros[0].clone(), zeros, zeros.clone())
+
+    @classmethod
+    def of(cls, x: Tensor) -> Statistics:
+        """Those of one micro-batch."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        over = [0, *range(2, x.ndim)]
+        var, mean = torch.var_mean(x, over, correction=0)
+        dtype = totals_dtype(x.device)
+        count = torch.full((), x.numel() // x.shape[1], dtype=dtype, device=x.device)
+        return cls(count, mean.to(dtype), var.to(dtype) * count)
+
+    def merged(self, other: Statistics) -> Statistics:
+        """Those of both together (Chan et al. 1979, the parallel variance)."""
+        count = self.count + other.count
+        share = other.count / count.clamp(min=1)
+        distance = other.mean - self.mean
+        mean = self.mean + distance * share
+        between = distance.square() * self.count * share
+        return Statistics(count, mean, self.deviation + other.deviation + between)
+
+    def over(self, ranks: Ranks) -> Statistics:
+        """Those of all ranks together, the same on each to the last bit."""
+        row = torch.cat([self.count.view(1), self.mean, self.deviation])
+        table = ranks.share(row).wait()
+        channels = self.mean.numel()
+        parts = [
+            Statistics(row[0], row[1 : channels + 1], row[channels + 1 :])
+            for row in table
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.merged(part)
+        return total
+
+    def put(self, layer: BatchNorm, *, unbiased: bool) -> None:
+        """Make them a layer's running statistics.
+
+        Args:
+            layer: whose.
+            unbiased: with the variance that torch keeps, over count - 1; else with the
+                one that it normalises by in training.
+        """
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        count = (self.count - 1 if unbiased else self.count).clamp(min=1)
+        layer.running_mean.copy_(self.mean)
+        layer.running_var.copy_(self.deviation / count)
+
+
+@torch.no_grad()
+def recalibrate(
+    layers: Layers,
+    batches: Callable[[], Iterable[Any]],
+    forward: Callable[[Any], object],
+    *,
+    exact: bool = True,
+    ranks: Ranks | None = None,
+) -> int:
+    """Replace running statistics by those of the data under the present weights.
+
+    Layer by layer (`exact`), each layer's inputs come from layers that already
+    normalise by the statistics of all data: the result is that of all data as one
+    batch, at one pass over them for each layer. In one pass, every layer normalises
+    each micro-batch by itself on the way: exact for the first layer only.
+
+    Micro-batches count by their samples, however many there are on each rank.
+
+    Args:
+        layers: by name, the same on all ranks.
+        batches: starts a pass: the same micro-batches each time it is called.
+        forward: runs the model on one of them.
+        exact: layer by layer, or in one pass.
+        ranks: who else has data; each rank brings its own.
+
+    Returns:
+        How many passes were made.
+    """
+    ranks = ranks or Ranks()
+    saved = {name: _copies(layer) for name, layer in layers.items()}
+    with _in_evaluation(layers):
+        try:
+            if exact:
+                return _layer_by_layer(layers, batches, forward, ranks)
+            _in_one_pass(layers, batches, forward, ranks)
+            return 1
+        except BaseException:
+            for name, layer in layers.items():
+                for buffer, copy in zip(_buffers(layer), saved[name], strict=True):
+                    buffer.copy_(copy)
+            raise
+
+
+def _layer_by_layer(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> int:
+    calls = _calls_in_order(layers, batches, forward)
+    order = _agreed_order(layers, calls, ranks)
+    found: dict[str, Statistics] = {}
+    for name in order:
+        layer = layers[name]
+        statistics = _empty(layer)
+        # What comes after the layer is not needed, unless the layer itself comes again.
+        stop = calls.count(name) == 1
+
+        def collect(module: Any, args: Any, stop: bool = stop) -> None:
+            nonlocal statistics
+            statistics = statistics.merged(Statistics.of(args[0]))
+            if stop:
+                raise _EnoughError
+
+        with _hooked([layer], collect):
+            _run(batches, forward)
+        found[name] = statistics.over(ranks)
+        found[name].put(layer, unbiased=False)
+    for name, statistics in found.items():
+        statistics.put(layers[name], unbiased=True)
+    return len(order)
+
+
+def _in_one_pass(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> None:
+    names = {id(layer): name for name, layer in layers.items()}
+    found = {name: _empty(layer) for name, layer in layers.items()}
+
+    def collect(layer: Any, args: Any) -> None:
+        own = Statistics.of(args[0])
+        name = names[id(layer)]
+        found[name] = found[name].merged(own)
+        own.put(layer, unbiased=False)  # and so it normalises by its own
+
+    with _hooked(layers.values(), collect):
+        _run(batches, forward)
+    for name, statistics in found.items():
+        total = statistics.over(ranks)
+        total.put(layers[name], unbiased=True)
+
+
+class _EnoughError(Exception):
+    """Ends a forward pass whose rest nobody needs."""
+
+
+def _run(batches: Any, forward: Any, *, at_most: int | None = None) -> None:
+    for index, batch in enumerate(batches()):
+        if index == at_most:
+            break
+        try:
+            forward(batch)
+        except _EnoughError:
+            pass
+
+
+def _calls_in_order(layers: Layers, batches: Any, forward: Any) -> list[str]:
+    """Which layers a forward pass calls, in order, as often as it calls them."""
+    names = {id(layer): name for name, layer in layers.items()}
+    calls: list[str] = []
+    with _hooked(layers.values(), lambda m, args: calls.append(names[id(m)])):
+        _run(batches, forward, at_most=1)
+    return calls
+
+
+def _agreed_order(layers: Layers, calls: list[str], ranks: Ranks) -> list[str]:
+    """The order in which all ranks take the layers; one may have seen no batch."""
+    device = _buffers(next(iter(layers.values())))[0].device
+    places = [
+        float(calls.index(name)) if name in calls else math.inf for name in layers
+    ]
+    row = torch.tensor(places, dtype=totals_dtype(device), device=device)
+    earliest = ranks.share(row).wait().amin(0).tolist()
+    called = sorted(zip(earliest, layers, strict=True))
+    return [name for place, name in called if math.isfinite(place)]
+
+
+@contextmanager
+def _hooked(layers: Iterable[BatchNorm], hook: Any) -> Iterator[None]:
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    try:
+        # A compiled model would run without the hooks.
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _in_evaluation(layers: Layers) -> Iterator[None]:
+    """No layer updates anything by itself, and synchronised ones do not meet."""
+    modes = {name: layer.training for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.training = False
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.training = modes[name]
+
+
+def _empty(layer: BatchNorm) -> Statistics:
+    return Statistics.none(layer.num_features, _buffers(layer)[0].device)
+
+
+def _buffers(layer: BatchNorm) -> list[Tensor]:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return [layer.running_mean, layer.running_var]
+
+
+def _copies(layer: BatchNorm) -> list[Tensor]:
+    return [buffer.clone() for buffer in _buffers(layer)]

@@ -1,0 +1,128 @@
+"""Putting another layer in BatchNorm's place, its weights carried over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from trainkit.core.batch_norm.layers import BatchNorm, training_layers
+from trainkit.core.batch_norm.renorm import BatchRenorm
+from trainkit.errors import TrainkitError
+
+LEAST_CHANNELS_IN_A_GROUP = 4
+"""Fewer would be normalised to little but their signs where there are no pixels."""
+
+
+def replace_layers(
+    module: nn.Module, make: Callable[[BatchNorm], nn.Module]
+) -> dict[str, nn.Module]:
+    """Put `make(layer)` in the place of every layer that trains.
+
+    A layer that stands at several paths is replaced by one at all of them.
+
+    Returns:
+        The new layers, by their first path.
+    """
+    concerned = {id(layer): name for name, layer in training_layers(module).items()}
+    made: dict[int, nn.Module] = {}
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if id(layer) in concerned and isinstance(layer, BatchNorm):
+            if id(layer) not in made:
+                _refuse_lazy(path, layer)
+                made[id(layer)] = make(layer).train(layer.training)
+            module.set_submodule(path, made[id(layer)])
+    return {concerned[i]: layer for i, layer in made.items()}
+
+
+def num_groups(num_channels: int, *, at_most: int = 32) -> int:
+    """The most groups, of equal size, of at least four channels where there are four.
+
+    Wu and He 2018 (arXiv 1803.08494) take 32.
+
+    >>> [num_groups(c) for c in (256, 64, 48, 10, 7, 3)]
+    [32, 16, 12, 2, 1, 1]
+    """
+    fitting = [
+        groups
+        for groups in range(1, min(at_most, num_channels) + 1)
+        if num_channels % groups == 0
+        and num_channels // groups >= LEAST_CHANNELS_IN_A_GROUP
+    ]
+    return max(fitting, default=1)
+
+
+def to_group_norm(module: nn.Module, *, groups: int = 32) -> dict[str, nn.Module]:
+    """Group normalisation, which looks at one sample at a time.
+
+    Args:
+        module: changed in place.
+        groups: how many at most; see `num_groups`.
+    """
+
+    def make(layer: BatchNorm) -> nn.Module:
+        channels = layer.num_features
+        new = nn.GroupNorm(
+            num_groups(channels, at_most=groups),
+            channels,
+            eps=layer.eps,
+            affine=layer.affine,
+        )
+        return _carried_over(layer, new)
+
+    return replace_layers(module, make)
+
+
+def to_renorm(
+    module: nn.Module, *, r_max: float, d_max: float, ramp: int
+) -> dict[str, nn.Module]:
+    """Batch renormalisation; a checkpoint of the one fits the other."""
+
+    def make(layer: BatchNorm) -> nn.Module:
+        if isinstance(layer, BatchRenorm):
+            return layer
+        new = BatchRenorm(
+            layer.num_features,
+            eps=layer.eps,
+            momentum=layer.momentum,
+            affine=layer.affine,
+            r_max=r_max,
+            d_max=d_max,
+            ramp=ramp,
+        )
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            setattr(new, name, getattr(layer, name))
+        return _carried_over(layer, new)
+
+    return replace_layers(module, make)
+
+
+def to_sync(module: nn.Module) -> dict[str, nn.Module]:
+    """SyncBatchNorm, whose ranks make their statistics together."""
+
+    def make(layer: BatchNorm) -> nn.Module:
+        if isinstance(layer, nn.SyncBatchNorm):
+            return layer
+        return nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+
+    return replace_layers(module, make)
+
+
+def _carried_over(layer: BatchNorm, new: nn.Module) -> nn.Module:
+    # The parameters themselves, not copies: whoever holds one still holds it.
+    new.weight, new.bias = layer.weight, layer.bias
+    return new
+
+
+def _refuse_lazy(path: str, layer: BatchNorm) -> None:
+    tensors: list[torch.Tensor | None] = [layer.weight, layer.running_mean]
+    if layer.num_features == 0 or any(
+        isinstance(t, UninitializedParameter) for t in tensors
+    ):
+        raise TrainkitError(
+            f"BatchNormGuard: {path} is lazy ({type(layer).__name__}) and does not "
+            f"know its channels yet, so nothing can take its place. Run one batch "
+            f"through the model before fit, or write the number of channels."
+        )

@@ -1,0 +1,1 @@
+"""What `BatchNormGuard` does, one policy a file."""

@@ -1,0 +1,47 @@
+"""Statistics that stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from trainkit.core.batch_norm.freeze import freeze, is_frozen, thaw
+from trainkit.core.batch_norm.layers import BatchNorm, training_layers
+from trainkit.lit.batch_norm.policy import Policy
+
+
+class Freeze(Policy):
+    """Layers stay in evaluation mode: neither Lightning's nor the user's own `train()`
+    thaws them. Afterwards they train again."""
+
+    computes_from_micro_batches = False
+
+    def __init__(self, *, affine: bool) -> None:
+        self._affine = affine
+        self._parameters: list[nn.Parameter] = []
+        self._layers: list[BatchNorm] = []
+
+    def convert(self, module: Any, trainer: Any) -> None:
+        # Before DDP counts what trains, and before the optimizer takes it.
+        for layer in training_layers(module).values() if self._affine else ():
+            for parameter in layer.parameters(recurse=False):
+                if parameter.requires_grad:
+                    parameter.requires_grad_(False)
+                    self._parameters.append(parameter)
+
+    def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
+        self._layers = [layer for layer in layers.values() if not is_frozen(layer)]
+        for layer in self._layers:
+            freeze(layer)
+
+    def end(self) -> None:
+        for layer in self._layers:
+            thaw(layer)
+        for parameter in self._parameters:
+            parameter.requires_grad_(True)
+        self._layers, self._parameters = [], []
+
+    def summary(self, num_layers: int) -> str:
+        kept = "weights and statistics" if self._affine else "statistics"
+        return f"frozen, {kept} stay as they are"

@@ -1,0 +1,40 @@
+"""What a policy for BatchNorm may do, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainkit.core.batch_norm.layers import BatchNorm
+
+
+class Policy:
+    """One way to deal with BatchNorm under accumulation; does nothing by itself.
+
+    Attributes:
+        computes_from_micro_batches: whether its layers still normalise by what one
+            micro-batch holds.
+    """
+
+    computes_from_micro_batches = True
+
+    def convert(self, module: Any, trainer: Any) -> None:
+        """Change the module's layers; before the optimizer is made."""
+
+    def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
+        """Training starts, with these layers."""
+
+    def open_window(self, num_micro_batches: int) -> None:
+        """A window of so many micro-batches opens."""
+
+    def before_use(self, trainer: Any, module: Any) -> None:
+        """The running statistics are about to be used or kept."""
+
+    def save(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being written."""
+
+    def end(self) -> None:
+        """Training is over: leave the layers as they were, where that is meant."""
+
+    def summary(self, num_layers: int) -> str:
+        """What it does, for the table before training; empty for nothing."""
+        return ""

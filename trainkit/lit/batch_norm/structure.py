@@ -1,0 +1,104 @@
+"""Other layers in BatchNorm's place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from trainkit.core.batch_norm.layers import listed, training_layers
+from trainkit.core.batch_norm.renorm import BatchRenorm
+from trainkit.core.batch_norm.replace import to_group_norm, to_renorm, to_sync
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_norm.policy import Policy
+from trainkit.lit.effective import num_replicas
+
+
+class GroupNormInstead(Policy):
+    """Group normalisation, which looks at one sample at a time."""
+
+    computes_from_micro_batches = False
+
+    def __init__(self, *, groups: int) -> None:
+        self._groups = groups
+        self._made: dict[str, nn.Module] = {}
+
+    def convert(self, module: Any, trainer: Any) -> None:
+        self._made |= to_group_norm(module, groups=self._groups)
+
+    def start(self, trainer: Any, module: Any, layers: Any) -> None:
+        refuse_left_over(module, list(layers), "group_norm")
+
+    def summary(self, num_layers: int) -> str:
+        counts = Counter(
+            layer.num_groups
+            for layer in self._made.values()
+            if isinstance(layer, nn.GroupNorm)
+        )
+        groups = ", ".join(f"{n} with {g} groups" for g, n in sorted(counts.items()))
+        return f"replaced by GroupNorm ({groups or 'none was there'})"
+
+
+class Renorm(Policy):
+    """Batch Renormalization; its limits open over some optimizer steps."""
+
+    def __init__(self, *, r_max: float, d_max: float, ramp_steps: int) -> None:
+        self._limits = {"r_max": r_max, "d_max": d_max}
+        self._ramp_steps = ramp_steps
+
+    def convert(self, module: Any, trainer: Any) -> None:
+        accumulate = 1 if trainer is None else int(trainer.accumulate_grad_batches)
+        to_renorm(module, **self._limits, ramp=self._ramp_steps * accumulate)
+
+    def start(self, trainer: Any, module: Any, layers: Any) -> None:
+        left = [n for n, layer in layers.items() if not isinstance(layer, BatchRenorm)]
+        refuse_left_over(module, left, "renorm")
+
+    def summary(self, num_layers: int) -> str:
+        r, d = self._limits["r_max"], self._limits["d_max"]
+        return (
+            f"replaced by Batch Renormalization (r up to {r:g}, d up to {d:g}, opened "
+            f"over {self._ramp_steps} steps)"
+        )
+
+
+class Sync(Policy):
+    """SyncBatchNorm, where there are several ranks."""
+
+    def __init__(self) -> None:
+        self._num_ranks = 1
+
+    def convert(self, module: Any, trainer: Any) -> None:
+        self._num_ranks = 1 if trainer is None else num_replicas(trainer)
+        if self._num_ranks == 1:
+            return
+        if trainer.strategy.root_device.type == "cpu" and training_layers(module):
+            raise TrainkitError(
+                f"BatchNormGuard('sync'): torch's SyncBatchNorm runs on accelerators "
+                f"only, and the ranks are on {trainer.strategy.root_device}. Use "
+                f"'group_norm', 'momentum' or 'recalibrate' on a CPU."
+            )
+        to_sync(module)
+
+    def start(self, trainer: Any, module: Any, layers: Any) -> None:
+        if self._num_ranks > 1:
+            left = [n for n, x in layers.items() if not isinstance(x, nn.SyncBatchNorm)]
+            refuse_left_over(module, left, "sync")
+
+    def summary(self, num_layers: int) -> str:
+        if self._num_ranks == 1:
+            return "left as it is, since there is one rank to synchronise"
+        return f"synchronised over {self._num_ranks} ranks"
+
+
+def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
+    """Layers that came after `setup`, and stand in the optimizer already."""
+    if names:
+        raise TrainkitError(
+            f"BatchNormGuard({policy!r}): {listed(names)} came into "
+            f"{type(module).__name__} after setup, in configure_model, and no callback "
+            f"is asked between that and the optimizer. Let the module inherit "
+            f"AccumulationMixin, or call guard.convert(self) at the end of "
+            f"configure_model."
+        )

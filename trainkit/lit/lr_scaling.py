@@ -1,0 +1,276 @@
+"""Learning rates that follow the effective batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainkit.core.effective import (
+    EffectiveBatch,
+    Unit,
+    brief,
+    check_size,
+    check_unit,
+)
+from trainkit.core.scaling import (
+    RuleName,
+    WeightDecayName,
+    check_weight_decay,
+    make_rule,
+)
+from trainkit.errors import TrainkitError
+from trainkit.lit import lr_scaling_checks as checks
+from trainkit.lit.base import OrderedCallback
+from trainkit.lit.effective import (
+    check_measurable,
+    find_effective_batch,
+    steps_taken,
+    windows_of,
+)
+from trainkit.lit.ema import ModelAverages
+from trainkit.lit.plan import Row, show
+from trainkit.lit.scaled_optimizer import ScaledOptimizer
+
+
+class LRScaling(OrderedCallback):
+    """Scales learning rates, and what goes with them, to the effective batch.
+
+        LRScaling("linear", reference_batch=256)  # lr=0.1 is meant for 256 samples
+
+    k is the effective batch (micro-batch x accumulation x ranks) over the reference
+    batch. Every curve becomes factor(k) x what it would have been, whatever scheduler
+    of torch's draws it, and follows when the window changes.
+
+    - `"linear"`: lr * k. Goyal et al. 2017, for SGD.
+    - `"sqrt"`: lr * sqrt(k). For Adam and its kin.
+    - `"adam-sde"`: also 1 - k (1 - beta) and eps / sqrt(k). Malladi et al. 2022.
+    - `"half-life"`: beta2 ** k, and the rate stays. Marek et al. 2025.
+    - `"none"`: nothing; only tells k.
+    - `"auto"`: linear for SGD, sqrt for the Adam family; says which.
+    - a callable: takes k, returns the rate's factor.
+
+    Args:
+        rule: one of these.
+        reference_batch: the batch that the configured rates are meant for, in `unit`.
+        unit: `"samples"`, or `"tokens"`, which are measured over the first windows.
+        micro_batch: what a micro-batch holds on one rank, where no loader tells it and
+            it is not to be measured.
+        warmup_steps: the rate's factor rises evenly from 1 over so many optimizer
+            steps (Goyal et al. 2017, section 2.2).
+        weight_decay: `"linear"`, `"sqrt"` or a callable multiply it by a factor of k;
+            `"time-scale"` by k / factor, so that weights decay as fast per sample (Wang
+            and Aitchison 2024); `"none"` leaves it.
+        ema_decay: True raises the decay of the model's moving averages (Lightning's
+            `EMAWeightAveraging`, torch's `AveragedModel`) to the power of k (Busbridge
+            et al. 2023); a string is the path of such a decay in the module.
+        scheduler_rates: attributes of schedulers that are not torch's which hold
+            learning rates too.
+
+    Attributes:
+        effective_batch: what a step sees; None before it is known.
+        k: the effective batch over the reference batch.
+        scaled: for each optimizer, what was scaled and by how much.
+    """
+
+    place = 2
+
+    def __init__(
+        self,
+        rule: RuleName | Callable[[float], float] = "auto",
+        *,
+        reference_batch: float,
+        unit: Unit = "samples",
+        micro_batch: float | None = None,
+        warmup_steps: int = 0,
+        weight_decay: WeightDecayName | Callable[[float], float] = "none",
+        ema_decay: bool | str = False,
+        scheduler_rates: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        make_rule(rule)  # for its check
+        check_size("LRScaling reference_batch", reference_batch)
+        check_unit("LRScaling", unit)
+        check_weight_decay(weight_decay)
+        if micro_batch is not None:
+            check_size("LRScaling micro_batch", micro_batch)
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise TrainkitError(
+                f"LRScaling warmup_steps: must be a whole number of at least 0, "
+                f"received {warmup_steps!r}. 0 scales at once."
+            )
+        self.rule = rule
+        self.reference_batch = reference_batch
+        self.unit: Unit = unit
+        self.micro_batch = micro_batch
+        self.warmup_steps = warmup_steps
+        self.weight_decay = weight_decay
+        self.ema_decay = ema_decay
+        self.scheduler_rates = tuple(scheduler_rates)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.effective_batch: EffectiveBatch | None = None
+        self.scaled: list[ScaledOptimizer] = []
+        self._averages: ModelAverages | None = None
+        self._restored: dict[str, Any] | None = None
+        self._known = self.micro_batch
+        self._done: tuple[int, int] | None = None
+
+    @property
+    def k(self) -> float:
+        """The effective batch over the reference batch."""
+        if self.effective_batch is None:
+            raise TrainkitError(
+                f"LRScaling k: the effective batch is not known yet in {self.unit}. "
+                f"Ask after the first window."
+            )
+        return self.effective_batch.over(self.reference_batch)
+
+    # ---- before training -------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        checks.refuse_second(trainer, self)
+        if stage == "fit":
+            self._forget()
+            self.take_place(trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        checks.announce_rate_finder(trainer, self)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        saved = self._restored or {}
+        self._restored = None
+        self._known = saved.get("micro_batch") or self.micro_batch
+        checks.announce_frequency(trainer)
+        checks.announce_foreign_schedulers(trainer, self.scheduler_rates)
+        factors = saved.get("factors", {})
+        for index, optimizer in enumerate(trainer.optimizers):
+            scaled = ScaledOptimizer(
+                optimizer,
+                trainer.lr_scheduler_configs,
+                rule=self.rule,
+                weight_decay=self.weight_decay,
+                scheduler_rates=self.scheduler_rates,
+            )
+            scaled.factor = factors.get(index, 1.0)
+            scaled.k = saved.get("k", 1.0)
+            self.scaled.append(scaled)
+        if self.ema_decay:
+            self._averages = ModelAverages(
+                trainer, pl_module, self.ema_decay, saved_k=saved.get("k", 1.0)
+            )
+        if not self._follow(trainer):
+            check_measurable(trainer, self.unit)
+        checks.refuse_stages_out_of_reach(trainer, self)
+        self._log(trainer)
+        self.show_plan(trainer, pl_module)
+
+    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+        reference = f"reference {brief(self.reference_batch)} {self.unit}"
+        if self.effective_batch is None:
+            return [
+                ("learning rate", f"follows the first windows, measured; {reference}")
+            ]
+        several = len(self.scaled) > 1
+        rows = []
+        for index, scaled in enumerate(self.scaled):
+            label = f"optimizer {index}" if several else "learning rate"
+            text = f"{scaled.summary()} ({scaled.rule.name}, {reference}"
+            if self.warmup_steps and scaled.target > 1:
+                text += f", over {self.warmup_steps} steps"
+            rows.append((label, f"{text}, k = {self.k:.4g})"))
+        if self._averages is not None:
+            rows.append(("model average", self._averages.summary()))
+        return rows
+
+    # ---- while training --------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        size = trainer.accumulate_grad_batches
+        if batch_idx % size == 0:
+            before = self._k_or_none()
+            self._follow(trainer)
+            if self._k_or_none() != before:
+                self._log(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        if self._is_known(trainer):
+            return
+        # This window has just closed: its own step is already scaled by its size.
+        self._done = None
+        self._follow(trainer)
+        windows = windows_of(trainer)
+        if windows is not None and windows.first_windows.is_complete:
+            assert self.effective_batch is not None
+            self._known = self.effective_batch.micro_batch
+            self._log(trainer)
+            if trainer.is_global_zero:
+                batch = [("step", str(self.effective_batch))]
+                show([*batch, *self.plan(trainer, pl_module)])
+
+    def _is_known(self, trainer: Any) -> bool:
+        batch = self.effective_batch
+        return self._known is not None or (batch is not None and batch.is_exact)
+
+    def _follow(self, trainer: Any) -> bool:
+        """Scale to the window under way; False where its size is not known yet."""
+        step = steps_taken(trainer)
+        now = int(trainer.accumulate_grad_batches), min(step, self.warmup_steps)
+        if now == self._done:
+            return True
+        batch = find_effective_batch(trainer, unit=self.unit, micro_batch=self._known)
+        if batch is None:
+            return False
+        self._done = now
+        self.effective_batch = batch
+        for scaled in self.scaled:
+            scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
+        if self._averages is not None:
+            self._averages.follow(self.k)
+        return True
+
+    def _k_or_none(self) -> float | None:
+        return None if self.effective_batch is None else self.k
+
+    def _log(self, trainer: Any) -> None:
+        """The reference, the effective batch, k, and each value before and after."""
+        if self.effective_batch is None:
+            return
+        values: dict[str, Any] = {
+            "reference_batch": self.reference_batch,
+            "effective_batch": self.effective_batch.size,
+            "unit": self.unit,
+            "k": self.k,
+        }
+        for index, scaled in enumerate(self.scaled):
+            values[f"optimizer_{index}/rule"] = scaled.rule.name
+            for name, (before, after) in scaled.values().items():
+                values[f"optimizer_{index}/{name}/before"] = before
+                values[f"optimizer_{index}/{name}/after"] = after
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"lr_scaling": values})
+
+    # ---- afterwards ------------------------------------------------------------------
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._averages is not None:
+            self._averages.restore()
+            self._averages = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored  # lr_find saves and loads before training begins
+        if self.effective_batch is None:
+            return {}
+        return {
+            "factors": {i: scaled.factor for i, scaled in enumerate(self.scaled)},
+            "k": self.k,
+            "micro_batch": self._known,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict or None

@@ -1,0 +1,184 @@
+"""One optimizer, its schedulers, and what scaling has made of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.core.effective import brief
+from trainkit.core.learning_rates import GroupChange, multiply_rates
+from trainkit.core.scaling import (
+    WEIGHT_DECAY,
+    ScalingRule,
+    checked_factor,
+    make_rule,
+    refuse_sde_overreach,
+    rule_for,
+    time_scale_weight_decay,
+    warmed_up,
+)
+from trainkit.errors import TrainkitError
+
+SHOWN = ("weight_decay", "eps", "alpha")
+
+
+class ScaledOptimizer:
+    """Holds an optimizer at the rates of k times the reference batch.
+
+    Only ratios are ever applied, so that it can go on from any point of a curve: what
+    a checkpoint brought back, or what a scheduler has made of the rates since.
+
+    Attributes:
+        optimizer: torch's own.
+        rule: what `"auto"` has become.
+        factor: by what its rates stand multiplied.
+        target: where that goes, after a warm-up.
+        k: for which batch its other values stand.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        configs: Sequence[Any],
+        *,
+        rule: str | Callable[[float], float],
+        weight_decay: str | Callable[[float], float],
+        scheduler_rates: Sequence[str],
+    ) -> None:
+        self.optimizer = optimizer
+        self.schedulers = [
+            config.scheduler
+            for config in configs
+            if config.scheduler.optimizer is optimizer
+        ]
+        self.rule: ScalingRule = make_rule(rule) or rule_for(type(optimizer))
+        self._weight_decay = weight_decay
+        self._scheduler_rates = scheduler_rates
+        self.factor = self.target = 1.0
+        self.k = 1.0
+        self._refuse_unsuitable()
+
+    def follow(self, k: float, *, step: int, warmup_steps: int) -> None:
+        """Go to k times the reference batch, or on towards it."""
+        self.check_reach(k)
+        self.target = checked_factor(f"rule {self.rule.name}", self.rule.lr, k)
+        factor = warmed_up(self.target, step, warmup_steps)
+        if factor != self.factor:
+            multiply_rates(
+                [self.optimizer],
+                self.schedulers,
+                factor / self.factor,
+                also=self._scheduler_rates,
+            )
+            self.factor = factor
+        if k != self.k:
+            self._change_others(k).apply([self.optimizer], self.schedulers)
+            self.k = k
+
+    def check_reach(self, k: float) -> None:
+        """Refuse a k that the rule cannot follow."""
+        for group in self.optimizer.param_groups:
+            for beta in self._betas(group):
+                # What it was for the reference batch: 1 - beta grows by k.
+                original = 1 - (1 - beta) / self.k
+                refuse_sde_overreach(self.rule, original, k)
+
+    def values(self) -> dict[str, tuple[float, float]]:
+        """Each scaled value for the reference batch, and as it is now."""
+        found: dict[str, tuple[float, float]] = {}
+        groups = self.optimizer.param_groups
+        for index, group in enumerate(groups):
+            prefix = f"group_{index}/" if len(groups) > 1 else ""
+            key = next(k for k in ("max_lr", "initial_lr", "lr") if k in group)
+            rate = float(group[key]) / self.factor
+            found[prefix + key.removeprefix("initial_")] = rate, rate * self.target
+            back = self._change_others(1.0)
+            now = self._numbers(group)
+            then = self._numbers(_copied(group, back))
+            for name, value in now.items():
+                if value != then[name]:
+                    found[prefix + name] = then[name], value
+        return found
+
+    def summary(self) -> str:
+        """The same for a reader: `lr 0.1 -> 0.2, weight_decay 0.01 -> 0.02`."""
+        texts = [
+            f"{name} {brief(before)} -> {brief(after)}"
+            for name, (before, after) in self.values().items()
+        ]
+        more = f", and {len(texts) - 6} more" if len(texts) > 6 else ""
+        return ", ".join(texts[:6]) + more
+
+    def _change_others(self, k: float) -> GroupChange:
+        ratio, rule, change = k / self.k, self.rule, {}
+        for name in ("beta1", "beta2", "eps"):
+            formula = getattr(rule, name)
+            if formula is not None:
+                change[name] = functools.partial(_apply, formula, ratio)
+        decays = self._decay_factor(k) / self._decay_factor(self.k)
+        if decays != 1:
+            change["weight_decay"] = lambda value: value * decays
+        return GroupChange(**change)
+
+    def _decay_factor(self, k: float) -> float:
+        rule = self._weight_decay
+        if rule == "time-scale":
+            return time_scale_weight_decay(k, self.rule.lr(k))
+        factor = WEIGHT_DECAY[rule] if isinstance(rule, str) else rule
+        return checked_factor("weight_decay", factor, k)
+
+    @staticmethod
+    def _betas(group: dict[str, Any]) -> list[float]:
+        betas = group["betas"] if "betas" in group else [group.get("alpha")]
+        return [float(beta) for beta in betas if beta is not None]
+
+    def _numbers(self, group: dict[str, Any]) -> dict[str, float]:
+        found = {f"beta{i}": beta for i, beta in enumerate(self._betas(group), 1)}
+        shown = {name: group[name] for name in SHOWN if name in group}
+        found.update(
+            {n: float(v) for n, v in shown.items() if isinstance(v, float | Tensor)}
+        )
+        return found
+
+    def _refuse_unsuitable(self) -> None:
+        groups = self.optimizer.param_groups
+        name = type(self.optimizer).__name__
+        if self.rule.needs_adam and not all(map(self._betas, groups)):
+            raise TrainkitError(
+                f"LRScaling rule={self.rule.name!r}: it scales Adam's moments, and "
+                f"{name} has no betas. Use 'linear' for SGD, or 'auto'."
+            )
+        if self._weight_decay != "time-scale" or "Adam" not in name:
+            return
+        classes = {cls.__name__ for cls in type(self.optimizer).__mro__}
+        for group in groups:
+            decoupled = group.get("decoupled_weight_decay", "AdamW" in classes)
+            if group.get("weight_decay") and not decoupled:
+                raise TrainkitError(
+                    f"LRScaling weight_decay='time-scale': {name} adds weight decay to "
+                    f"the gradient and then divides by the gradient's size, so that "
+                    f"weights have no time scale. Use AdamW, or another rule."
+                )
+
+
+def _apply(formula: Callable[[Any, float], Any], ratio: float, value: Any) -> Any:
+    return formula(value, ratio)
+
+
+def _copied(group: dict[str, Any], change: GroupChange) -> dict[str, Any]:
+    """A group's numbers as the change would leave them, the group as it was."""
+    copy = {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    change.apply([_Holder(copy)], [])
+    return copy
+
+
+class _Holder:
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.param_groups = [group]

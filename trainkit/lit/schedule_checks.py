@@ -1,0 +1,132 @@
+"""What an accumulation schedule cannot work with, refused by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim.lr_scheduler import OneCycleLR
+
+from trainkit.core.learning_rates import every_scheduler
+from trainkit.core.stages import Stages
+from trainkit.errors import TrainkitError
+from trainkit.lit import refusals
+from trainkit.lit.base import has_callback
+from trainkit.lit.effective import check_measurable, windows_of
+
+
+def refuse_other_sources(trainer: Any, schedule: Any) -> None:
+    """One source says the size of a window."""
+    others = [
+        type(c).__name__
+        for c in trainer.callbacks
+        if c is not schedule
+        and has_callback([c], "GradientAccumulationScheduler", "AccumulationSchedule")
+    ]
+    if others:
+        raise TrainkitError(
+            f"AccumulationSchedule: one callback must say the size of a window, and "
+            f"{', '.join(others)} is there too. Keep one of them."
+        )
+    asked = trainer.accumulate_grad_batches
+    if asked != 1:
+        raise TrainkitError(
+            f"AccumulationSchedule: it says the size of every window, and "
+            f"Trainer(accumulate_grad_batches={asked}) says one too. Leave that out; "
+            f"write {{0: {asked}, ...}} to begin with it."
+        )
+
+
+def refuse_other_hand(trainer: Any, current: Any) -> None:
+    if trainer.accumulate_grad_batches is not current:
+        raise TrainkitError(
+            f"trainer.accumulate_grad_batches: AccumulationSchedule sets it, and "
+            f"somebody else has set it to {trainer.accumulate_grad_batches}. Leave it "
+            f"alone, and write the change into the schedule."
+        )
+
+
+def require_windows(trainer: Any) -> Any:
+    """The callback that divides: plain Lightning divides by the size now in force."""
+    windows = windows_of(trainer)
+    if windows is None:
+        raise TrainkitError(
+            "AccumulationSchedule: it needs the callback that weighs and divides the "
+            "windows it makes, and found none. Add AccumulationCallback(PerSample()), "
+            "say, to the Trainer's callbacks, or let the module inherit "
+            "AccumulationMixin."
+        )
+    return windows
+
+
+def refuse_unfit(trainer: Any, windows: Any, stages: Stages) -> None:
+    """What the largest window would be refused for is refused before the first."""
+    refusals.refuse_closures_that_repeat(trainer, stages.largest)
+    for accumulator in windows.accumulators.values():
+        refusals.refuse_static_graph(accumulator.ranks, stages.largest)
+    if stages.unit == "tokens":
+        check_measurable(trainer, "tokens")
+
+
+def refuse_endless(num_batches: Any, num_epochs: Any, max_steps: float) -> None:
+    if math.isfinite(max_steps):
+        return
+    if num_batches is None or num_epochs is None:
+        raise TrainkitError(
+            "AccumulationSchedule.total_steps: it needs the length of training. Pass "
+            "the trainer, or batches_per_epoch= and epochs=."
+        )
+    if num_batches == math.inf or num_epochs == -1:
+        raise TrainkitError(
+            f"AccumulationSchedule.total_steps: training has no end that is known, "
+            f"with {num_batches} batches in an epoch and max_epochs={num_epochs}. Set "
+            f"max_steps."
+        )
+
+
+def look_for_wrong_totals(trainer: Any, schedule: Any) -> None:
+    """Name schedulers that were made for `estimated_stepping_batches`."""
+    num_batches, num_epochs = trainer.num_training_batches, trainer.max_epochs
+    if num_batches == math.inf or num_epochs == -1 or schedule.stages.unit == "tokens":
+        return
+    estimated = math.ceil(num_batches / schedule.stages.at(0)) * num_epochs
+    if trainer.max_steps != -1:
+        estimated = min(estimated, trainer.max_steps)
+    total = schedule.total_steps(trainer)
+    if estimated == total:
+        return
+    for config in trainer.lr_scheduler_configs:
+        if config.interval != "step":
+            continue
+        for scheduler in every_scheduler([config.scheduler]):
+            named = [n for n, value in _counts(scheduler) if value == estimated]
+            if named:
+                _complain(scheduler, named[0], estimated, total)
+
+
+def _complain(scheduler: Any, name: str, estimated: int, total: int) -> None:
+    text = (
+        f"{type(scheduler).__name__}: its {name} is {estimated}, which is what "
+        f"trainer.estimated_stepping_batches says for windows of the first size; "
+        f"with AccumulationSchedule training takes {total} optimizer steps. In "
+        f"configure_optimizers, take schedule.total_steps(self.trainer)."
+    )
+    if isinstance(scheduler, OneCycleLR) and total > estimated:
+        raise TrainkitError(f"{text} It would raise at step {estimated + 1}.")
+    warnings.warn(text, stacklevel=3)
+
+
+def _counts(scheduler: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers that a scheduler was made with, by name."""
+    for name, value in vars(scheduler).items():
+        if not name.startswith("_"):
+            yield name, value
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        if isinstance(function, functools.partial):
+            yield from function.keywords.items()
+        elif inspect.isfunction(function):
+            yield from inspect.getclosurevars(function).nonlocals.items()
