@@ -70,9 +70,9 @@ class Sync(Policy):
         self._num_ranks = 1
 
     def convert(self, module: Any, trainer: Any) -> None:
-        self._num_ranks = 1 if trainer is None else num_replicas(trainer)
-        if self._num_ranks == 1:
+        if trainer is None or num_replicas(trainer) == 1:
             return
+        self._num_ranks = num_replicas(trainer)
         if trainer.strategy.root_device.type == "cpu" and training_layers(module):
             raise TrainkitError(
                 f"BatchNormGuard('sync'): torch's SyncBatchNorm runs on accelerators "
