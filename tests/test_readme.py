@@ -63,6 +63,44 @@ def test_plain_loop_equals_the_big_batch() -> None:
     assert deviation(trained, big, start) < 1e-5
 
 
+class Small(pl.LightningModule):
+    """One BatchNorm, and the README's rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stop(pl.Callback):
+    """After a window, so that the Trainer still means to run all epochs."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.should_stop = batch_idx == 1
+
+
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0:UserWarning")
+def test_table_before_training_is_the_one_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    block = next(b for b in PYTHON_BLOCKS if "LRScaling(" in b)
+    callbacks = [
+        c for c in run(block)["trainer"].callbacks if "trainkit" in type(c).__module__
+    ]
+    shown = re.findall(r"^trainkit \| .*$", README, flags=re.MULTILINE)
+    data = loader(list(torch.randn(8 * 194 + 3, 2)), 8, collate=torch.stack)
+    with quiet_lightning(), pytest.warns(UserWarning, match=r"BatchNorm: net\.1"):
+        trainer(max_epochs=20, callbacks=[*callbacks, Stop()]).fit(Small(), data)
+    assert [x for x in capsys.readouterr().out.splitlines() if "|" in x] == shown
+
+
 def test_commands_are_those_of_the_makefile() -> None:
     named = set(re.findall(r"^make (\w+)", README, flags=re.MULTILINE))
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
-from tests.helpers import TokenModule, loader, ragged_sequences, trainer
+from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
 from tests.lit.fronts import Mixed, micro_batches
 from trainkit.lit import _compat
 
@@ -115,3 +122,110 @@ def test_num_batches_seen_counts_what_the_loader_yields() -> None:
 
     trainer(WINDOW).fit(Looks(), loader(DATA, BATCH))
     assert set(seen) == {1}
+
+
+@pytest.mark.parametrize("owner", ["module", "data module"])
+@pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`")
+def test_before_batch_transfer_equals_the_hook_of_its_owner(owner: str) -> None:
+    """The data module's comes first, where there is one that has it."""
+    seen: list[tuple[Any, Any]] = []
+
+    class Doubles(TokenModule):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return {**batch, "by": "module"} if owner == "module" else batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            again = {name: batch[name] for name in ("ids", "labels")}
+            found = _compat.before_batch_transfer(self, again)
+            seen.append((batch.get("by"), found.get("by")))
+            return super().training_step(batch, batch_idx)
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(DATA, BATCH)
+
+        if owner == "data module":
+
+            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                return {**batch, "by": "data module"}
+
+    trainer(max_epochs=1).fit(Doubles(), Data())
+    assert set(seen) == {(owner, owner)}
+
+
+def test_forget_iterator_leaves_persistent_workers_to_the_original() -> None:
+    original = DataLoader(
+        DATA,  # type: ignore[arg-type]
+        batch_size=BATCH,
+        collate_fn=pad,
+        num_workers=1,
+        persistent_workers=True,
+    )
+    iterator = iter(original)
+    next(iterator)
+    shared = copy.copy(original)
+    assert iter(shared) is iterator  # the negative control: the pass starts anew
+    next(iterator)
+    mine = iter(_compat.forget_iterator(copy.copy(original)))
+    assert mine is not iterator
+    assert len(list(mine)) == 10
+    assert len(list(iterator)) == 9
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size"])
+def test_combined_loader_holds_all_loaders_and_how_they_are_combined(
+    mode: Any,
+) -> None:
+    found = []
+
+    class Looks(TokenModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["a"], batch_idx)
+
+        def on_train_start(self) -> None:
+            combined = _compat.combined_loader(self.trainer)
+            found.extend([combined.flattened, copy.copy(combined)])
+
+    pair = {"a": loader(DATA, BATCH), "b": loader(DATA[:8], BATCH)}
+    fit = trainer(max_epochs=1, limit_train_batches=2)
+    fit.fit(Looks(), CombinedLoader(pair, mode))
+    assert found[0] == list(pair.values())
+    length = {"min_size": 2, "max_size": 10}[mode]
+    found[1].limits = None
+    assert len(list(found[1])) == length
+
+
+@pytest.mark.parametrize("only", [True, False])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_saves_weights_now_equals_when_model_checkpoint_saves(
+    tmp_path: Path, every: int, only: bool
+) -> None:
+    saving = ModelCheckpoint(
+        tmp_path,
+        every_n_train_steps=every,
+        save_weights_only=only,
+        save_top_k=-1,
+        filename="{step}",
+    )
+    trainer(WINDOW, callbacks=[saving], enable_checkpointing=True).fit(
+        TokenModule(), loader(DATA, BATCH)
+    )
+    saved = {int(p.stem.removeprefix("step=")) for p in tmp_path.glob("*.ckpt")}
+    due = {s for s in range(1, 7) if _compat.saves_weights_now(saving, s)}
+    assert due == (saved if only else set())
+    assert saved == {s for s in range(1, 7) if s % every == 0}
+    assert not _compat.saves_weights_now(pl.Callback(), 1)
+
+
+def test_average_of_finds_the_model_that_lightning_averages() -> None:
+    callback, found = EMAWeightAveraging(decay=0.5), []
+
+    class Looks(TokenModule):
+        def on_train_end(self) -> None:
+            found.append(_compat.average_of(callback))
+
+    assert _compat.average_of(callback) is None
+    trainer(max_epochs=1, callbacks=[callback]).fit(Looks(), loader(DATA, BATCH))
+    assert isinstance(found[0], AveragedModel)
+    assert isinstance(found[0].module, Looks)
+    assert _compat.average_of(Callback()) is None

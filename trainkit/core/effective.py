@@ -48,7 +48,8 @@ class EffectiveBatch:
         check_size("EffectiveBatch micro_batch", self.micro_batch)
         for name in ("accumulate", "replicas"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or value < 1:
                 raise TrainkitError(
                     f"EffectiveBatch {name}: must be a whole number of at least 1, "
                     f"received {value!r}."
@@ -103,6 +104,6 @@ def brief(number: float) -> str:
     >>> brief(64.0), brief(0.2), brief(0.1 * 3), brief(12345.678), brief(64)
     ('64', '0.2', '0.3', '12,346', '64')
     """
-    if number == int(number) and abs(number) < 1e15:
+    if abs(number) < 1e15 and number == int(number):
         return f"{int(number):,}"
-    return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
+    return f"{number:,.0f}" if abs(number) >= 9999.5 else f"{number:.4g}"

@@ -67,6 +67,18 @@ def before_batch_transfer(pl_module: Any, batch: Any) -> Any:
     return pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
+def saves_weights_now(callback: Any, step: int) -> bool:
+    """Whether a `ModelCheckpoint` of weights alone is due after an optimizer step."""
+    every = getattr(callback, "_every_n_train_steps", 0)
+    only = bool(getattr(callback, "save_weights_only", False))
+    return only and every >= 1 and step % every == 0
+
+
+def combined_loader(trainer: Any) -> Any:
+    """All training loaders, with how they are put together."""
+    return trainer.fit_loop._combined_loader
+
+
 def forget_iterator(loader: Any) -> Any:
     """A copied `DataLoader` that starts workers of its own, where they persist."""
     loader._iterator = None

@@ -51,11 +51,14 @@ class WindowOwner(OrderedCallback):
         strategy: says what a micro-batch weighs.
         accumulators: one for each optimizer, by its index.
         first_windows: those from which a size can be measured.
+        own_size: what manual optimization makes of a window's size, where it does not
+            go by the Trainer.
     """
 
     strategy: AccumulationStrategy
     accumulators: dict[int, Accumulator]
     first_windows: FirstWindows
+    own_size: int = 0
 
 
 def has_callback(callbacks: Iterable[Any], *names: str) -> bool:

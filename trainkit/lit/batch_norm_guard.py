@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from trainkit.core.batch_norm.layers import training_layers
+from trainkit.core.batch_norm.layers import num_sharing_ranks, training_layers
+from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.errors import TrainkitError
+from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.base import OrderedCallback, has_callback
 from trainkit.lit.batch_norm.announce import (
     Announce,
@@ -19,6 +21,7 @@ from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
 from trainkit.lit.batch_norm.structure import GroupNormInstead, Renorm, Sync
 from trainkit.lit.batch_norm.watch import ShapeWatch
+from trainkit.lit.callback import window_ends
 from trainkit.lit.effective import micro_batch_of
 from trainkit.lit.plan import Row
 
@@ -162,7 +165,7 @@ class BatchNormGuard(OrderedCallback):
         if not text or not (num_layers or self.policy == "group_norm"):
             return []
         if num_layers:
-            text = f"{num_layers} layer{'s' * (num_layers != 1)}: {text}"
+            text = f"{num_layers} layer{'s' * (num_layers != 1)} {text}"
         return [("BatchNorm", text)]
 
     # ---- while training --------------------------------------------------------------
@@ -184,6 +187,10 @@ class BatchNormGuard(OrderedCallback):
             watch, self._watch = self._watch, None
             watch.close()
             self._judge(trainer, watch)
+        # A checkpoint of weights alone asks nobody.
+        if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
+            if window_ends(trainer, batch_idx, trainer.accumulate_grad_batches):
+                self._policy.before_use(trainer, pl_module)
 
     def _judge(self, trainer: Any, watch: ShapeWatch) -> None:
         """By what the layers have really seen: their micro-batch may be a part of what
@@ -192,8 +199,14 @@ class BatchNormGuard(OrderedCallback):
         num_rows = rows_of_last_batch(trainer)
         micro_batch = micro_batch_of(trainer.train_dataloader)
         seen = min(watch.rows.values())
-        if num_rows is not None and micro_batch is not None and seen >= micro_batch:
-            look_at_last_batch(how, trainer, watch.values, num_rows)
+        if num_rows is not None and micro_batch is not None and seen == micro_batch:
+            # Batch renormalisation goes on with one value, where torch refuses.
+            values = {
+                name: value * num_sharing_ranks(self._layers[name])
+                for name, value in watch.values.items()
+                if not isinstance(self._layers[name], BatchRenorm)
+            }
+            look_at_last_batch(how, trainer, values, num_rows)
         if isinstance(self._policy, Announce):
             cut = 1.0 if micro_batch is None else max(micro_batch / seen, 1)
             accumulate = int(trainer.accumulate_grad_batches)
@@ -206,7 +219,7 @@ class BatchNormGuard(OrderedCallback):
             self._policy.before_use(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        # A checkpoint of weights alone asks nobody.
+        # As above.
         if any(getattr(c, "save_weights_only", False) for c in trainer.callbacks):
             self._policy.before_use(trainer, pl_module)
 

@@ -74,7 +74,7 @@ class WindowCallback(WindowOwner):
         self._num_closed = 0
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
-        self.longest_window = 0  # that manual optimization has asked for
+        self.own_size = self.longest_window = 0
         self._warned_short_epoch = False
 
     # ---- what others ask -------------------------------------------------------------
@@ -140,6 +140,7 @@ class WindowCallback(WindowOwner):
                 self.accumulators[0].ranks
             )
         if self._restored is not None:
+            self.first_windows.load_state_dict(self._restored.get("measured", {}))
             checkpoints.restore(self._restored, self.accumulators, pl_module)
             refusals.announce_loader_that_starts_again(trainer, self.accumulators)
             self._restored = None
@@ -319,6 +320,7 @@ class WindowCallback(WindowOwner):
             num_torn=self._num_torn(),
             alone=trainer.interrupted,
         )
+        checkpoint[checkpoints.KEY]["measured"] = self.first_windows.state_dict()
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]

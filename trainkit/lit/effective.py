@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler
 
 from trainkit.core.effective import EffectiveBatch, Unit, check_unit
 from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
+from trainkit.core.window_size import WindowSize
 from trainkit.errors import TrainkitError
 from trainkit.lit.base import WindowOwner
 from trainkit.lit.plan import Row
@@ -66,7 +67,9 @@ def find_effective_batch(
 
 def longest_window(trainer: Any) -> int:
     """How many micro-batches a full window has; an epoch may be shorter than that."""
-    size = int(trainer.accumulate_grad_batches)
+    windows = windows_of(trainer)
+    own_size = 0 if windows is None else windows.own_size
+    size = own_size or int(trainer.accumulate_grad_batches)
     num_batches = trainer.num_training_batches
     return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
 
@@ -82,6 +85,8 @@ def steps_taken(trainer: Any) -> int:
     windows = windows_of(trainer)
     if trainer.lightning_module.automatic_optimization or windows is None:
         return trainer.global_step
+    if not windows.accumulators:
+        return 0  # made in its on_train_start, which comes after the schedule's
     return windows.accumulators[0].num_windows
 
 
@@ -117,10 +122,10 @@ def _measured(trainer: Any, unit: Unit) -> tuple[float | None, int]:
         return None, 0
     first = windows.first_windows
     if unit == "samples":
-        return first.micro_batch("samples"), len(first.seen)
+        return first.micro_batch("samples"), len(first)
     if not _weighs_tokens(windows.strategy):
         return None, 0
-    return first.micro_batch("weight"), len(first.seen)
+    return first.micro_batch("weight"), len(first)
 
 
 def windows_of(trainer: Any) -> WindowOwner | None:
@@ -176,8 +181,10 @@ def plan_of_windows(trainer: Any, strategy: AccumulationStrategy) -> list[Row]:
             )
         ]
     num_batches = trainer.num_training_batches
-    if num_batches != float("inf"):
-        rows.append(("epoch", _windows_of_epoch(num_batches, longest_window(trainer))))
+    is_scheduled = isinstance(trainer.accumulate_grad_batches, WindowSize)
+    if num_batches != float("inf") and not is_scheduled:
+        text = _windows_of_epoch(num_batches, longest_window(trainer))
+        rows.append(("windows", f"{text} an epoch"))
     return rows
 
 

@@ -55,6 +55,11 @@ class ModelAverages:
             if decay.is_saved:
                 decay.k = saved_k
 
+    @property
+    def k(self) -> float:
+        """For which batch the decays stand."""
+        return self._decays[0].k
+
     def follow(self, k: float) -> None:
         """Go to k times the reference batch."""
         for decay in self._decays:
@@ -100,6 +105,7 @@ def _of_averaged_model(model: AveragedModel) -> list[Decay]:
         function = getattr(model, name, None)
         if not inspect.isfunction(function):
             continue
+        function = inspect.unwrap(function)  # from torch.no_grad()
         decay = inspect.getclosurevars(function).nonlocals.get("decay")
         if decay is not None:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from trainkit.core.window import WindowStats
@@ -14,21 +15,36 @@ class FirstWindows:
     """What the first windows were; nothing is read before somebody asks."""
 
     def __init__(self) -> None:
-        self.seen: list[WindowStats] = []
+        self._seen: list[WindowStats] = []
+        self._carried: Mapping[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._seen) + int(self._carried.get("windows", 0))
 
     @property
     def is_complete(self) -> bool:
-        return len(self.seen) >= NUM_MEASURED
+        return len(self) >= NUM_MEASURED
 
     def add(self, stats: WindowStats) -> None:
         if not self.is_complete:
-            self.seen.append(stats)
+            self._seen.append(stats)
 
     def micro_batch(self, what: Literal["samples", "weight"]) -> float | None:
         """The mean `samples` or `weight` of a micro-batch; waits for the device.
 
         None where no window has closed, or samples could not be counted in all.
         """
-        total = sum(float(getattr(stats, what)) for stats in self.seen)
-        count = sum(int(stats.num_micro_batches) for stats in self.seen)
-        return total / count if total > 0 else None
+        total = self._total(what)
+        return total / self._total("num_micro_batches") if total > 0 else None
+
+    def _total(self, what: str) -> float:
+        seen = sum(float(getattr(stats, what)) for stats in self._seen)
+        return seen + self._carried.get(what, 0.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run goes on measuring with."""
+        names = ("samples", "weight", "num_micro_batches")
+        return {"windows": float(len(self)), **{n: self._total(n) for n in names}}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._carried = state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from trainkit.core.effective import (
     EffectiveBatch,
@@ -24,6 +25,7 @@ from trainkit.lit.base import OrderedCallback
 from trainkit.lit.effective import (
     check_measurable,
     find_effective_batch,
+    longest_window,
     steps_taken,
     windows_of,
 )
@@ -64,7 +66,7 @@ class LRScaling(OrderedCallback):
             `EMAWeightAveraging`, torch's `AveragedModel`) to the power of k (Busbridge
             et al. 2023); a string is the path of such a decay in the module.
         scheduler_rates: attributes of schedulers that are not torch's which hold
-            learning rates too.
+            learning rates too; None warns of such schedulers.
 
     Attributes:
         effective_batch: what a step sees; None before it is known.
@@ -84,7 +86,7 @@ class LRScaling(OrderedCallback):
         warmup_steps: int = 0,
         weight_decay: WeightDecayName | Callable[[float], float] = "none",
         ema_decay: bool | str = False,
-        scheduler_rates: Sequence[str] = (),
+        scheduler_rates: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         make_rule(rule)  # for its check
@@ -105,7 +107,8 @@ class LRScaling(OrderedCallback):
         self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
         self.ema_decay = ema_decay
-        self.scheduler_rates = tuple(scheduler_rates)
+        self.scheduler_rates = scheduler_rates
+        self._left_scaled: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._forget()
 
     def _forget(self) -> None:
@@ -140,24 +143,32 @@ class LRScaling(OrderedCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         saved = self._restored or {}
         self._restored = None
-        self._known = saved.get("micro_batch") or self.micro_batch
+        self._known = self.micro_batch
+        if (
+            find_effective_batch(trainer, unit=self.unit, micro_batch=self._known)
+            is None
+        ):
+            self._known = saved.get("measured", {}).get(self.unit)
         checks.announce_frequency(trainer)
         checks.announce_foreign_schedulers(trainer, self.scheduler_rates)
-        factors = saved.get("factors", {})
+        states = saved.get("optimizers", {})
+        before = dict(self._left_scaled)
         for index, optimizer in enumerate(trainer.optimizers):
             scaled = ScaledOptimizer(
                 optimizer,
                 trainer.lr_scheduler_configs,
                 rule=self.rule,
                 weight_decay=self.weight_decay,
-                scheduler_rates=self.scheduler_rates,
+                scheduler_rates=self.scheduler_rates or (),
             )
-            scaled.factor = factors.get(index, 1.0)
-            scaled.k = saved.get("k", 1.0)
+            # A module may return the very optimizer that an earlier fit has scaled.
+            state = states.get(index) or before.get(optimizer)
+            if state is not None:
+                scaled.load_state_dict(state)
             self.scaled.append(scaled)
         if self.ema_decay:
             self._averages = ModelAverages(
-                trainer, pl_module, self.ema_decay, saved_k=saved.get("k", 1.0)
+                trainer, pl_module, self.ema_decay, saved_k=saved.get("average_k", 1.0)
             )
         if not self._follow(trainer):
             check_measurable(trainer, self.unit)
@@ -166,34 +177,41 @@ class LRScaling(OrderedCallback):
         self.show_plan(trainer, pl_module)
 
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
-        reference = f"reference {brief(self.reference_batch)} {self.unit}"
+        reference = f"reference {brief(self.reference_batch)}"
+        if self.unit != "samples":
+            reference += f" {self.unit}"
         if self.effective_batch is None:
             return [
                 ("learning rate", f"follows the first windows, measured; {reference}")
             ]
         several = len(self.scaled) > 1
         rows = []
+        if windows_of(trainer) is None:  # who says it otherwise
+            rows.append(("step", str(self.effective_batch)))
         for index, scaled in enumerate(self.scaled):
             label = f"optimizer {index}" if several else "learning rate"
-            text = f"{scaled.summary()} ({scaled.rule.name}, {reference}"
+            rule = (
+                f"auto: {scaled.rule.name}" if self.rule == "auto" else scaled.rule.name
+            )
+            text = f"{scaled.summary()} ({rule}, {reference})"
             if self.warmup_steps and scaled.target > 1:
                 text += f", over {self.warmup_steps} steps"
-            rows.append((label, f"{text}, k = {self.k:.4g})"))
+            rows.append((label, text))
         if self._averages is not None:
             rows.append(("model average", self._averages.summary()))
         return rows
 
     # ---- while training --------------------------------------------------------------
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._follow_and_log(trainer)  # before others read the rates of the epoch
+
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         size = trainer.accumulate_grad_batches
         if batch_idx % size == 0:
-            before = self._k_or_none()
-            self._follow(trainer)
-            if self._k_or_none() != before:
-                self._log(trainer)
+            self._follow_and_log(trainer)
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
@@ -216,10 +234,16 @@ class LRScaling(OrderedCallback):
         batch = self.effective_batch
         return self._known is not None or (batch is not None and batch.is_exact)
 
+    def _follow_and_log(self, trainer: Any) -> None:
+        before = self._k_or_none()
+        self._follow(trainer)
+        if self._k_or_none() != before:
+            self._log(trainer)
+
     def _follow(self, trainer: Any) -> bool:
         """Scale to the window under way; False where its size is not known yet."""
         step = steps_taken(trainer)
-        now = int(trainer.accumulate_grad_batches), min(step, self.warmup_steps)
+        now = longest_window(trainer), min(step, self.warmup_steps)
         if now == self._done:
             return True
         batch = find_effective_batch(trainer, unit=self.unit, micro_batch=self._known)
@@ -257,6 +281,16 @@ class LRScaling(OrderedCallback):
     # ---- afterwards ------------------------------------------------------------------
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._leave()
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        for scaled in self.scaled:
+            self._left_scaled[scaled.optimizer] = scaled.state_dict()
         if self._averages is not None:
             self._averages.restore()
             self._averages = None
@@ -264,13 +298,15 @@ class LRScaling(OrderedCallback):
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
             return self._restored  # lr_find saves and loads before training begins
-        if self.effective_batch is None:
+        if not self.scaled:
             return {}
-        return {
-            "factors": {i: scaled.factor for i, scaled in enumerate(self.scaled)},
-            "k": self.k,
-            "micro_batch": self._known,
-        }
+        states = {i: scaled.state_dict() for i, scaled in enumerate(self.scaled)}
+        state: dict[str, Any] = {"optimizers": states, "average_k": 1.0}
+        if self._averages is not None:
+            state["average_k"] = self._averages.k
+        if self.micro_batch is None and self._known is not None:
+            state["measured"] = {self.unit: self._known}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict or None

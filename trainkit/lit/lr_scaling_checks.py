@@ -29,12 +29,13 @@ def announce_rate_finder(trainer: Any, scaling: Any) -> None:
     batch = find_effective_batch(
         trainer, unit=scaling.unit, micro_batch=scaling.micro_batch
     )
-    if batch is not None and batch.size != scaling.reference_batch:
+    if batch is None or batch.size != scaling.reference_batch:
+        size = "that batch" if batch is None else f"{batch.size:g}"
         warnings.warn(
-            f"LearningRateFinder: it searches with the batch in force, {batch.size:g} "
-            f"{batch.unit}, and LRScaling(reference_batch="
+            f"LearningRateFinder: it searches with the batch in force, {size} "
+            f"in {scaling.unit}, and LRScaling(reference_batch="
             f"{scaling.reference_batch:g}) then scales what it finds once more. Set "
-            f"reference_batch={batch.size:g} to train with the rate that it finds.",
+            f"reference_batch={size} to train with the rate that it finds.",
             stacklevel=2,
         )
 
@@ -45,7 +46,8 @@ def announce_frequency(trainer: Any) -> None:
     scheduled = _schedule_of(trainer) is not None
     for config in trainer.lr_scheduler_configs:
         is_by_step = config.interval == "step" and config.frequency > 1
-        if is_by_step and (size > 1 or scheduled):
+        meant = config.frequency % size == 0 and not scheduled  # so many batches
+        if is_by_step and not meant:
             fix = (
                 "Set frequency=1 and make the scheduler's own periods "
                 f"{config.frequency} times as long."
@@ -62,16 +64,17 @@ def announce_frequency(trainer: Any) -> None:
             )
 
 
-def announce_foreign_schedulers(trainer: Any, known: Sequence[str]) -> None:
+def announce_foreign_schedulers(trainer: Any, known: Sequence[str] | None) -> None:
     """A scheduler of somebody else's may keep rates where nobody finds them."""
     configs = trainer.lr_scheduler_configs
     for scheduler in every_scheduler(config.scheduler for config in configs):
         kind = type(scheduler)
-        if not kind.__module__.startswith("torch.") and not known:
+        if not kind.__module__.startswith("torch.") and known is None:
             warnings.warn(
                 f"{kind.__name__}: it is not one of torch's schedulers. Its base_lrs, "
                 f"eta_min and the optimizer's rates are scaled; if it keeps other "
-                f"rates, name them: LRScaling(scheduler_rates=['warmup_lr']).",
+                f"rates, name them: LRScaling(scheduler_rates=['warmup_lr']); [] says "
+                f"that it keeps none.",
                 stacklevel=2,
             )
 

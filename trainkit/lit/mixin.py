@@ -69,7 +69,8 @@ class AccumulationMixin(_Base):
             owner = next(base for base in cls.__mro__ if name in base.__dict__)
             if owner is cls or not issubclass(owner, AccumulationMixin):
                 setattr(cls, name, _calls_super(getattr(cls, name), name))
-        _wrap_configure_model(cls)
+        for name in ("setup", "configure_model"):
+            _replace_after(cls, name)
 
     @property
     def effective_batch(self) -> EffectiveBatch:
@@ -167,6 +168,7 @@ class AccumulationMixin(_Base):
             )
         windows = self._windows()
         num_expected = every or self.trainer.accumulate_grad_batches
+        windows.own_size = every or 0
         windows.longest_window = max(windows.longest_window, num_expected)
         return window_ends(self.trainer, batch_idx, num_expected)
 
@@ -319,19 +321,19 @@ def _calls_super(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
     return checked
 
 
-def _wrap_configure_model(cls: type[AccumulationMixin]) -> None:
-    """Let `BatchNormGuard` see the layers that a `configure_model` makes: no hook of a
-    callback stands between it and the optimizer."""
-    owners = [base for base in cls.__mro__ if "configure_model" in base.__dict__]
+def _replace_after(cls: type[AccumulationMixin], name: str) -> None:
+    """Let `BatchNormGuard` see the layers that a `setup` or `configure_model` makes: no
+    hook of a callback stands between them and the optimizer."""
+    owners = [base for base in cls.__mro__ if name in base.__dict__]
     if not owners or owners[0].__module__.startswith(_LIGHTNING):
         return  # Lightning's own, which makes nothing
     if owners[0] is not cls and issubclass(owners[0], AccumulationMixin):
         return  # wrapped already
-    configure_model = cls.configure_model
+    hook = getattr(cls, name)
 
-    @functools.wraps(configure_model)
-    def replacing(self: AccumulationMixin) -> None:
-        configure_model(self)
+    @functools.wraps(hook)
+    def replacing(self: AccumulationMixin, *args: Any, **kwargs: Any) -> None:
+        hook(self, *args, **kwargs)
         try:
             trainer: Any = self.trainer
         except RuntimeError:  # not attached to one
@@ -340,4 +342,4 @@ def _wrap_configure_model(cls: type[AccumulationMixin]) -> None:
             if isinstance(callback, BatchNormGuard):
                 callback.convert(self, trainer)
 
-    cls.configure_model = replacing  # type: ignore[method-assign]
+    setattr(cls, name, replacing)

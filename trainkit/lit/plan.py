@@ -17,14 +17,16 @@ def show(rows: list[Row]) -> None:
     """
     if not rows:
         return
-    if not sys.stdout.isatty():
+    isatty = getattr(sys.stdout, "isatty", None)  # there may be no standard output
+    if isatty is None or not isatty():
         for label, text in rows:
             print(f"trainkit | {label}: {text}", flush=True)
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="trainkit", title_justify="left", show_header=False)
     for label, text in rows:
-        table.add_row(label, text)
+        table.add_row(label, Text(text))  # brackets are no markup
     Console().print(table)

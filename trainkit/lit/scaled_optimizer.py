@@ -11,6 +11,7 @@ from torch import Tensor
 from trainkit.core.effective import brief
 from trainkit.core.learning_rates import GroupChange, multiply_rates
 from trainkit.core.scaling import (
+    RULES,
     WEIGHT_DECAY,
     ScalingRule,
     checked_factor,
@@ -22,7 +23,7 @@ from trainkit.core.scaling import (
 )
 from trainkit.errors import TrainkitError
 
-SHOWN = ("weight_decay", "eps", "alpha")
+SHOWN = ("weight_decay", "eps")
 
 
 class ScaledOptimizer:
@@ -36,7 +37,8 @@ class ScaledOptimizer:
         rule: what `"auto"` has become.
         factor: by what its rates stand multiplied.
         target: where that goes, after a warm-up.
-        k: for which batch its other values stand.
+        k: for which batch its moments stand.
+        decay: by what its weight decay stands multiplied.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class ScaledOptimizer:
         self.rule: ScalingRule = make_rule(rule) or rule_for(type(optimizer))
         self._weight_decay = weight_decay
         self._scheduler_rates = scheduler_rates
-        self.factor = self.target = 1.0
+        self.factor = self.target = self.decay = 1.0
         self.k = 1.0
         self._refuse_unsuitable()
 
@@ -74,14 +76,19 @@ class ScaledOptimizer:
                 also=self._scheduler_rates,
             )
             self.factor = factor
-        if k != self.k:
-            self._change_others(k).apply([self.optimizer], self.schedulers)
-            self.k = k
+        decay = self._decay_factor(k)
+        if (k, decay) != (self.k, self.decay):
+            change = self._change_others(k, decay)
+            change.apply([self.optimizer], self.schedulers)
+            self.k, self.decay = k, decay
 
     def check_reach(self, k: float) -> None:
         """Refuse a k that the rule cannot follow."""
         for group in self.optimizer.param_groups:
-            for beta in self._betas(group):
+            betas = self._betas(group)
+            if "betas" in group and "base_momentum" in group:
+                betas.append(float(group["base_momentum"]))  # the lowest of a cycle
+            for beta in betas:
                 # What it was for the reference batch: 1 - beta grows by k.
                 original = 1 - (1 - beta) / self.k
                 refuse_sde_overreach(self.rule, original, k)
@@ -95,7 +102,7 @@ class ScaledOptimizer:
             key = next(k for k in ("max_lr", "initial_lr", "lr") if k in group)
             rate = float(group[key]) / self.factor
             found[prefix + key.removeprefix("initial_")] = rate, rate * self.target
-            back = self._change_others(1.0)
+            back = self._change_others(1.0, 1.0)
             now = self._numbers(group)
             then = self._numbers(_copied(group, back))
             for name, value in now.items():
@@ -112,15 +119,31 @@ class ScaledOptimizer:
         more = f", and {len(texts) - 6} more" if len(texts) > 6 else ""
         return ", ".join(texts[:6]) + more
 
-    def _change_others(self, k: float) -> GroupChange:
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule.name,
+            "factor": self.factor,
+            "decay": self.decay,
+            "k": self.k,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Say what a checkpoint has brought back into the optimizer."""
+        self.factor, self.decay, self.k = state["factor"], state["decay"], state["k"]
+        if state["rule"] != self.rule.name:  # moments belong to the rule: undo its own
+            new, self.rule = self.rule, RULES.get(state["rule"], RULES["none"])
+            change = self._change_others(1.0, self.decay)
+            change.apply([self.optimizer], self.schedulers)
+            self.rule, self.k = new, 1.0
+
+    def _change_others(self, k: float, decay: float) -> GroupChange:
         ratio, rule, change = k / self.k, self.rule, {}
         for name in ("beta1", "beta2", "eps"):
             formula = getattr(rule, name)
             if formula is not None:
                 change[name] = functools.partial(_apply, formula, ratio)
-        decays = self._decay_factor(k) / self._decay_factor(self.k)
-        if decays != 1:
-            change["weight_decay"] = lambda value: value * decays
+        if decay != self.decay:
+            change["weight_decay"] = lambda value: value * (decay / self.decay)
         return GroupChange(**change)
 
     def _decay_factor(self, k: float) -> float:
@@ -136,7 +159,8 @@ class ScaledOptimizer:
         return [float(beta) for beta in betas if beta is not None]
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, float]:
-        found = {f"beta{i}": beta for i, beta in enumerate(self._betas(group), 1)}
+        names = ["beta1", "beta2", "beta3"] if "betas" in group else ["alpha"]
+        found = dict[str, float](zip(names, self._betas(group), strict=False))
         shown = {name: group[name] for name in SHOWN if name in group}
         found.update(
             {n: float(v) for n, v in shown.items() if isinstance(v, float | Tensor)}
@@ -146,7 +170,8 @@ class ScaledOptimizer:
     def _refuse_unsuitable(self) -> None:
         groups = self.optimizer.param_groups
         name = type(self.optimizer).__name__
-        if self.rule.needs_adam and not all(map(self._betas, groups)):
+        has_moments = "SGD" not in name and all(map(self._betas, groups))
+        if self.rule.needs_adam and not has_moments:  # ASGD's alpha is none
             raise TrainkitError(
                 f"LRScaling rule={self.rule.name!r}: it scales Adam's moments, and "
                 f"{name} has no betas. Use 'linear' for SGD, or 'auto'."

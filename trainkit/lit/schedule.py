@@ -129,6 +129,7 @@ class AccumulationSchedule(OrderedCallback):
         windows = checks.require_windows(trainer)
         checks.refuse_unfit(trainer, windows, self.stages)
         if self._restored is not None:
+            checks.announce_uncounted_tokens(self._restored, self.stages)
             self._tokens.load_state_dict(self._restored)
             size, first = self._restored["size"], self._restored["first_batch"]
             self._set(trainer, size, first_batch=first)
@@ -146,7 +147,11 @@ class AccumulationSchedule(OrderedCallback):
             for start, size in zip(starts, sizes, strict=True)
         ]
         shown = [*pairs[:3], "...", pairs[-1]] if len(pairs) > 5 else pairs
-        return [("accumulation", ", ".join(shown))]
+        text = ", ".join(shown)
+        is_finite = trainer.num_training_batches != float("inf")
+        if is_finite and trainer.max_epochs != -1 and self.stages.unit != "tokens":
+            text += f": {self.total_steps(trainer):,} steps in all"
+        return [("accumulation", text)]
 
     # ---- at the edge of a window -----------------------------------------------------
 
@@ -159,7 +164,9 @@ class AccumulationSchedule(OrderedCallback):
     ) -> None:
         if not self._is_ours(trainer):
             return
-        if batch_idx > 0 and batch_idx % trainer.accumulate_grad_batches == 0:
+        # At 0 again: a run that is resumed from the last batch of an epoch, in its
+        # on_train_batch_end, begins the next one without on_train_epoch_start.
+        if batch_idx == 0 or batch_idx % trainer.accumulate_grad_batches == 0:
             self._open(trainer, first_batch=batch_idx)
 
     def on_train_batch_end(
@@ -216,6 +223,7 @@ class AccumulationSchedule(OrderedCallback):
         return {
             "size": int(self._current),
             "first_batch": self._current.first_batch,
+            "unit": self.stages.unit,
             **self._tokens.state_dict(),
         }
 

@@ -6,12 +6,13 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainkit.core.learning_rates import every_scheduler
+from trainkit.core.ranks import find_ranks
 from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
 from trainkit.lit import refusals
@@ -66,21 +67,34 @@ def require_windows(trainer: Any) -> Any:
 def refuse_unfit(trainer: Any, windows: Any, stages: Stages) -> None:
     """What the largest window would be refused for is refused before the first."""
     refusals.refuse_closures_that_repeat(trainer, stages.largest)
-    for accumulator in windows.accumulators.values():
-        refusals.refuse_static_graph(accumulator.ranks, stages.largest)
+    refusals.refuse_unseen_batches(
+        trainer.lightning_module, windows.strategy, stages.largest
+    )
+    # Its accumulators, which know the ranks too, are made after this.
+    ranks = find_ranks(trainer.strategy, windows.aggregation)
+    refusals.refuse_static_graph(ranks, stages.largest)
     if stages.unit == "tokens":
         check_measurable(trainer, "tokens")
 
 
+def announce_uncounted_tokens(state: Mapping[str, Any], stages: Stages) -> None:
+    """Tokens are counted where the stages ask for them, and not otherwise."""
+    if stages.unit == "tokens" and state["unit"] != "tokens":
+        warnings.warn(
+            f"AccumulationSchedule(unit='tokens'): the run that it resumes went by the "
+            f"{state['unit']} and counted no tokens, so they are counted from 0.",
+            stacklevel=2,
+        )
+
+
 def refuse_endless(num_batches: Any, num_epochs: Any, max_steps: float) -> None:
-    if math.isfinite(max_steps):
-        return
     if num_batches is None or num_epochs is None:
         raise TrainkitError(
             "AccumulationSchedule.total_steps: it needs the length of training. Pass "
             "the trainer, or batches_per_epoch= and epochs=."
         )
-    if num_batches == math.inf or num_epochs == -1:
+    is_endless = num_batches == math.inf or num_epochs == -1
+    if is_endless and not math.isfinite(max_steps):
         raise TrainkitError(
             f"AccumulationSchedule.total_steps: training has no end that is known, "
             f"with {num_batches} batches in an epoch and max_epochs={num_epochs}. Set "
@@ -120,13 +134,18 @@ def _complain(scheduler: Any, name: str, estimated: int, total: int) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _counts(scheduler: Any) -> Iterator[tuple[str, Any]]:
+def _counts(scheduler: Any) -> Iterator[tuple[str, float]]:
     """The numbers that a scheduler was made with, by name."""
-    for name, value in vars(scheduler).items():
-        if not name.startswith("_"):
-            yield name, value
+    held = [vars(scheduler)]
     for function in getattr(scheduler, "lr_lambdas", ()):
         if isinstance(function, functools.partial):
-            yield from function.keywords.items()
+            held.append(function.keywords)
         elif inspect.isfunction(function):
-            yield from inspect.getclosurevars(function).nonlocals.items()
+            held.append(dict(inspect.getclosurevars(function).nonlocals))
+            defaults = inspect.signature(function).parameters.values()
+            held.append({each.name: each.default for each in defaults})
+    for name, value in (pair for each in held for pair in each.items()):
+        # After a resume last_epoch may be any number.
+        is_made = not name.startswith("_") and name != "last_epoch"
+        if is_made and isinstance(value, int | float):
+            yield name, value

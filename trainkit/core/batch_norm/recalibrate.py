@@ -141,9 +141,9 @@ def _layer_by_layer(layers: Layers, batches: Any, forward: Any, ranks: Ranks) ->
         # What comes after the layer is not needed, unless the layer itself comes again.
         stop = calls.count(name) == 1
 
-        def collect(module: Any, args: Any, stop: bool = stop) -> None:
+        def collect(module: Any, x: Tensor, stop: bool = stop) -> None:
             nonlocal statistics
-            statistics = statistics.merged(Statistics.of(args[0]))
+            statistics = statistics.merged(Statistics.of(x))
             if stop:
                 raise _EnoughError
 
@@ -160,8 +160,8 @@ def _in_one_pass(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> No
     names = {id(layer): name for name, layer in layers.items()}
     found = {name: _empty(layer) for name, layer in layers.items()}
 
-    def collect(layer: Any, args: Any) -> None:
-        own = Statistics.of(args[0])
+    def collect(layer: Any, x: Tensor) -> None:
+        own = Statistics.of(x)
         name = names[id(layer)]
         found[name] = found[name].merged(own)
         own.put(layer, unbiased=False)  # and so it normalises by its own
@@ -170,17 +170,16 @@ def _in_one_pass(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> No
         _run(batches, forward)
     for name, statistics in found.items():
         total = statistics.over(ranks)
-        total.put(layers[name], unbiased=True)
+        if total.count > 0:  # a layer that nobody called keeps what it has
+            total.put(layers[name], unbiased=True)
 
 
-class _EnoughError(Exception):
-    """Ends a forward pass whose rest nobody needs."""
+class _EnoughError(BaseException):
+    """Ends a forward pass whose rest nobody needs; not for `except Exception`."""
 
 
-def _run(batches: Any, forward: Any, *, at_most: int | None = None) -> None:
-    for index, batch in enumerate(batches()):
-        if index == at_most:
-            break
+def _run(batches: Any, forward: Any) -> None:
+    for batch in batches():
         try:
             forward(batch)
         except _EnoughError:
@@ -188,11 +187,15 @@ def _run(batches: Any, forward: Any, *, at_most: int | None = None) -> None:
 
 
 def _calls_in_order(layers: Layers, batches: Any, forward: Any) -> list[str]:
-    """Which layers a forward pass calls, in order, as often as it calls them."""
+    """Which layers forward passes call, in order, as often as they call them: the
+    first pass, and more where it leaves some layers out."""
     names = {id(layer): name for name, layer in layers.items()}
     calls: list[str] = []
-    with _hooked(layers.values(), lambda m, args: calls.append(names[id(m)])):
-        _run(batches, forward, at_most=1)
+    with _hooked(layers.values(), lambda m, x: calls.append(names[id(m)])):
+        for batch in batches():
+            forward(batch)
+            if len(set(calls)) == len(layers):
+                break
     return calls
 
 
@@ -210,7 +213,12 @@ def _agreed_order(layers: Layers, calls: list[str], ranks: Ranks) -> list[str]:
 
 @contextmanager
 def _hooked(layers: Iterable[BatchNorm], hook: Any) -> Iterator[None]:
-    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    def look(layer: Any, args: Any, kwargs: Any) -> None:
+        hook(layer, args[0] if args else kwargs["input"])
+
+    handles = [
+        layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers
+    ]
     try:
         # A compiled model would run without the hooks.
         with torch.compiler.set_stance("force_eager"):

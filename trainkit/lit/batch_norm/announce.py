@@ -116,7 +116,7 @@ def rows_of_last_batch(trainer: Any) -> int | None:
         num_rows, num_batches = len(loader.sampler), len(loader)
     except (AttributeError, TypeError):
         return None
-    if not isinstance(size, int) or loader.drop_last:
+    if not isinstance(size, int) or getattr(loader, "drop_last", False):
         return None
     if trainer.num_training_batches < num_batches:
         return None  # limit_train_batches ends the epoch before it

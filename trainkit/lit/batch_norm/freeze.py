@@ -9,6 +9,7 @@ from torch import nn
 from trainkit.core.batch_norm.freeze import freeze, is_frozen, thaw
 from trainkit.core.batch_norm.layers import BatchNorm, training_layers
 from trainkit.lit.batch_norm.policy import Policy
+from trainkit.lit.batch_norm.structure import refuse_left_over
 
 
 class Freeze(Policy):
@@ -31,6 +32,9 @@ class Freeze(Policy):
                     self._parameters.append(parameter)
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
+        if self._affine:
+            late = [n for n, x in layers.items() if _trains_weights(x)]
+            refuse_left_over(module, late, "freeze")
         self._layers = [layer for layer in layers.values() if not is_frozen(layer)]
         for layer in self._layers:
             freeze(layer)
@@ -45,3 +49,7 @@ class Freeze(Policy):
     def summary(self, num_layers: int) -> str:
         kept = "weights and statistics" if self._affine else "statistics"
         return f"frozen, {kept} stay as they are"
+
+
+def _trains_weights(layer: BatchNorm) -> bool:
+    return any(p.requires_grad for p in layer.parameters(recurse=False))

@@ -10,8 +10,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
 from trainkit.core.batch_norm.layers import BatchNorm
@@ -20,7 +23,11 @@ from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
 from trainkit.lit.base import has_callback
 from trainkit.lit.batch_norm.policy import Policy
-from trainkit.lit.batch_norm.samples import loader_of_samples, on_device
+from trainkit.lit.batch_norm.samples import (
+    loader_of_samples,
+    on_device,
+    refuse_unreadable,
+)
 
 SEED = 20050709
 """Every pass sees the same batches, with the same augmentation."""
@@ -58,6 +65,7 @@ class Recalibrate(Policy):
             return
         if self._forward is None:
             _refuse_unusable_step(module)
+        refuse_unreadable(trainer)
         if has_callback(trainer.callbacks, "WeightAveraging"):
             warnings.warn(
                 "BatchNormGuard('recalibrate'): it computes the statistics of the "
@@ -75,14 +83,20 @@ class Recalibrate(Policy):
         loader = loader_of_samples(trainer, self._num_batches, seed=SEED)
 
         def batches() -> Iterator[Any]:
-            torch.manual_seed(SEED)
-            random.seed(SEED)
+            _seed(SEED)
             for index, batch in enumerate(loader()):
-                if index == self._num_batches:
-                    return
                 yield on_device(trainer, module, batch), index
+                if index + 1 == self._num_batches:
+                    return
+                # Passes end at different layers, and have drawn more or fewer.
+                _seed(SEED + index + 1)
 
-        with isolate_rng(), _muted(module), self._as_in_training(module):
+        with (
+            isolate_rng(),
+            _muted(module),
+            _other_buffers_kept(module, self._layers),
+            self._as_in_training(trainer, module),
+        ):
             with trainer.strategy.precision_plugin.train_step_context():
                 recalibrate(
                     self._layers,
@@ -116,21 +130,51 @@ class Recalibrate(Policy):
         if self._forward is not None:
             return self._forward(module, batch)
         parameters = inspect.signature(module.training_step).parameters
-        several = len(parameters) > 1
+        several = len(parameters) > 1 or any(
+            p.kind is p.VAR_POSITIONAL for p in parameters.values()
+        )
         return module.training_step(*((batch, batch_idx) if several else (batch,)))
 
     @contextlib.contextmanager
-    def _as_in_training(self, module: Any) -> Iterator[None]:
+    def _as_in_training(self, trainer: Any, module: Any) -> Iterator[None]:
         """Validation has put the model in evaluation mode, in which `training_step` may
-        do something else."""
+        do something else; hooks ask `trainer.training`."""
+        stage = trainer.state.stage
         modes = {m: m.training for m in module.modules()}
+        trainer.training = True
         for each, mode in modes.items():
             each.training = self._modes.get(each, mode)
         try:
             yield
         finally:
+            trainer.state.stage = stage
             for each, mode in modes.items():
                 each.training = mode
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@contextlib.contextmanager
+def _other_buffers_kept(module: Any, layers: dict[str, BatchNorm]) -> Iterator[None]:
+    """Queues, centres, codebooks: what a forward pass in training moves."""
+    concerned = set(layers.values())
+    kept = [
+        (each, name, buffer, buffer.clone())
+        for each in module.modules()
+        if each not in concerned
+        for name, buffer in each.named_buffers(recurse=False)
+        if not is_lazy(buffer)
+    ]
+    try:
+        yield
+    finally:
+        for each, name, buffer, copied in kept:
+            buffer.copy_(copied)
+            setattr(each, name, buffer)
 
 
 @contextlib.contextmanager
@@ -142,7 +186,7 @@ def _muted(module: Any) -> Iterator[None]:
     for name in names:
         setattr(module, name, _say_nothing)
     for path, metric in metrics.items():
-        module.set_submodule(path, copy.deepcopy(metric))
+        module.set_submodule(path, copy.deepcopy(metric, _detached(metric)))
     try:
         yield
     finally:
@@ -152,6 +196,26 @@ def _muted(module: Any) -> Iterator[None]:
             delattr(module, name)
         for name, value in overridden.items():
             setattr(module, name, value)
+
+
+def _detached(metric: Any) -> dict[int, Tensor]:
+    """What `deepcopy` is to take for values that hang on a graph, which it refuses: a
+    metric keeps the loss that it was given."""
+    found: dict[int, Tensor] = {}
+
+    def note(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if not value.is_leaf:
+                found[id(value)] = value.detach().clone()
+        elif isinstance(value, list | tuple):
+            for each in value:
+                note(each)
+        elif isinstance(value, dict):
+            note(list(value.values()))
+
+    for each in metric.modules():
+        note(vars(each))
+    return found
 
 
 def _outermost_metrics(module: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,12 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from trainkit.lit._compat import before_batch_transfer, forget_iterator
-from trainkit.lit.effective import num_replicas
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import (
+    before_batch_transfer,
+    combined_loader,
+    forget_iterator,
+)
 
 WHOLE = (SequentialSampler, RandomSampler, DistributedSampler)
 """Samplers that take each row of a data set once."""
@@ -33,9 +37,10 @@ def loader_of_samples(
     """
     loader = trainer.train_dataloader
     if not _takes_whole_dataset(loader):
-        return lambda: iter(_fresh(loader))
-    kwargs = trainer.distributed_sampler_kwargs or {}
-    replicas, rank = num_replicas(trainer), kwargs.get("rank", 0)
+        return lambda: _anew(trainer)
+    # Without a distributed sampler the data set is this rank's own.
+    replicas = getattr(loader.sampler, "num_replicas", 1)
+    rank = getattr(loader.sampler, "rank", 0)
     num_rows = len(loader.dataset)
     wanted = num_batches * loader.batch_size * replicas
     rows = list(range(num_rows))
@@ -70,8 +75,39 @@ def _takes_whole_dataset(loader: Any) -> bool:
     )
 
 
+def refuse_unreadable(trainer: Any) -> None:
+    """Loaders that training alone can read."""
+    for loader in combined_loader(trainer).flattened:
+        _fresh(loader)
+
+
+def _anew(trainer: Any) -> Iterator[Any]:
+    """The loader, or loaders, from the beginning, put together as in training."""
+    combined = copy.copy(combined_loader(trainer))
+    combined.flattened = [_fresh(loader) for loader in combined.flattened]
+    return (batch for batch, _, _ in combined)
+
+
 def _fresh(loader: Any) -> Any:
     """The same loader, whose iteration does not disturb the one under way."""
-    if isinstance(loader, DataLoader):
-        return forget_iterator(copy.copy(loader))
-    return loader
+    try:
+        again = copy.copy(loader)
+    except TypeError as error:
+        raise TrainkitError(
+            f"BatchNormGuard('recalibrate'): the training data are a "
+            f"{type(loader).__name__}, which can be read only once, and what is read "
+            f"here would be lost to training. Give a loader that starts anew."
+        ) from error
+    if not isinstance(loader, DataLoader):
+        return again
+    forget_iterator(again)
+    keep = [loader.collate_fn, loader.worker_init_fn, loader.multiprocessing_context]
+    memo = {id(each): each for each in keep}
+    data = loader.dataset
+    # A stream may count by itself where it is.
+    memo[id(data)] = copy.copy(data) if isinstance(data, IterableDataset) else data
+    try:
+        # Samplers may draw from a generator of their own, which stays where it is.
+        return copy.deepcopy(again, memo)
+    except (TypeError, RuntimeError):
+        return again

@@ -46,12 +46,21 @@ class Renorm(Policy):
     def __init__(self, *, r_max: float, d_max: float, ramp_steps: int) -> None:
         self._limits = {"r_max": r_max, "d_max": d_max}
         self._ramp_steps = ramp_steps
+        self._made: list[BatchRenorm] = []
 
     def convert(self, module: Any, trainer: Any) -> None:
-        accumulate = 1 if trainer is None else int(trainer.accumulate_grad_batches)
-        to_renorm(module, **self._limits, ramp=self._ramp_steps * accumulate)
+        theirs = [m for m in module.modules() if isinstance(m, BatchRenorm)]
+        to_renorm(module, **self._limits, ramp=self._ramp_steps)
+        self._made += [
+            m
+            for m in module.modules()
+            if isinstance(m, BatchRenorm) and m not in theirs
+        ]
 
     def start(self, trainer: Any, module: Any, layers: Any) -> None:
+        # Not before: an AccumulationSchedule may set it up later than this.
+        for layer in self._made:
+            layer.ramp = self._ramp_steps * int(trainer.accumulate_grad_batches)
         left = [n for n, layer in layers.items() if not isinstance(layer, BatchRenorm)]
         refuse_left_over(module, left, "renorm")
 
@@ -97,8 +106,7 @@ def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
     if names:
         raise TrainkitError(
             f"BatchNormGuard({policy!r}): {listed(names)} came into "
-            f"{type(module).__name__} after setup, in configure_model, and no callback "
-            f"is asked between that and the optimizer. Let the module inherit "
-            f"AccumulationMixin, or call guard.convert(self) at the end of "
-            f"configure_model."
+            f"{type(module).__name__} in its setup or configure_model, and no callback "
+            f"is asked between those and the optimizer. Let the module inherit "
+            f"AccumulationMixin, or call guard.convert(self) where it makes them."
         )

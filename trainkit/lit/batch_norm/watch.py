@@ -21,7 +21,7 @@ class ShapeWatch:
         self.rows: dict[str, int] = {}
         self.values: dict[str, float] = {}
         self._handles = [
-            layer.register_forward_pre_hook(self._looker(name))
+            layer.register_forward_pre_hook(self._looker(name), with_kwargs=True)
             for name, layer in layers.items()
         ]
 
@@ -31,8 +31,8 @@ class ShapeWatch:
         self._handles = []
 
     def _looker(self, name: str) -> Any:
-        def look(layer: Any, args: Any) -> None:
-            x = args[0]
+        def look(layer: Any, args: Any, kwargs: Any) -> None:
+            x = args[0] if args else kwargs.get("input")
             if layer.training and isinstance(x, Tensor) and x.ndim >= 2:
                 rows = x.shape[0]
                 self.rows[name] = min(rows, self.rows.get(name, rows))

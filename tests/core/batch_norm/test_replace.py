@@ -1,0 +1,151 @@
+"""Other layers in BatchNorm's place carry its weights over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.core.batch_norm.nets import ResNet, images
+from trainkit.core.batch_norm.layers import every_layer
+from trainkit.core.batch_norm.renorm import BatchRenorm
+from trainkit.core.batch_norm.replace import (
+    num_groups,
+    to_group_norm,
+    to_renorm,
+    to_sync,
+)
+from trainkit.errors import TrainkitError
+
+LIMITS = {"r_max": 3.0, "d_max": 5.0, "ramp": 10}
+
+
+@pytest.mark.parametrize("at_most", [1, 2, 8, 32, 100])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 7, 8, 10, 12, 48, 64, 100, 256, 2048])
+def test_groups_divide_the_channels_and_hold_four(channels: int, at_most: int) -> None:
+    """Wu and He 2018: 32 groups; also groups of at least four channels."""
+    groups = num_groups(channels, at_most=at_most)
+    assert channels % groups == 0
+    assert 1 <= groups <= at_most
+    assert groups == 1 or channels // groups >= 4
+    finer = [g for g in range(groups + 1, min(at_most, channels) + 1)]
+    assert not any(channels % g == 0 and channels // g >= 4 for g in finer)
+
+
+def test_group_norm_of_a_resnet_holds_the_same_parameters() -> None:
+    net = ResNet()
+    layers = every_layer(net)
+    parameters = dict(net.named_parameters())
+    made = to_group_norm(net)
+    assert made.keys() == layers.keys()
+    assert every_layer(net) == {}
+    assert [*net.named_parameters()] == [*parameters.items()]
+    for name, new in made.items():
+        assert isinstance(new, nn.GroupNorm)
+        assert new is net.get_submodule(name)
+        assert new.weight is layers[name].weight
+        assert new.bias is layers[name].bias
+        assert new.eps == layers[name].eps
+        assert new.affine is layers[name].affine
+
+
+def test_group_norm_equals_torch_on_the_same_input() -> None:
+    x = images(5).repeat(1, 8, 1, 1)
+    layer = nn.BatchNorm2d(8).double()
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    net = nn.Sequential(layer)
+    to_group_norm(net)
+    wanted = nn.functional.group_norm(x, 2, layer.weight, layer.bias)
+    torch.testing.assert_close(net(x), wanted)
+
+
+def test_group_norm_does_not_depend_on_the_other_rows() -> None:
+    """The negative control: BatchNorm does."""
+    x = images()
+    for net, replaced in ((ResNet(), True), (ResNet(), False)):
+        if replaced:
+            to_group_norm(net)
+        off = (net(x)[:4] - net(x[:4])).abs().max()
+        assert (off < 1e-12) is replaced or (off > 1e-2) is not replaced
+
+
+def test_shared_layer_is_replaced_once_at_all_its_places() -> None:
+    layer = nn.BatchNorm1d(8)
+    net: Any = nn.ModuleDict(
+        {"a": layer, "b": nn.Sequential(nn.Linear(8, 8), layer), "c": nn.ReLU()}
+    )
+    made = to_group_norm(net)
+    assert list(made) == ["a"]
+    assert net["a"] is net["b"][1] is made["a"]
+
+
+def test_layers_that_do_not_train_are_not_replaced() -> None:
+    net = ResNet()
+    net.layers[0].eval()
+    to_group_norm(net)
+    assert {n.split(".")[0] for n in every_layer(net)} == {"layers"}
+    assert len(every_layer(net)) == 3
+
+
+def test_replaced_layers_keep_the_mode_of_the_old() -> None:
+    net = ResNet().eval()
+    made = to_group_norm(net)
+    assert len(made) == 9
+    assert not any(layer.training for layer in made.values())
+
+
+@pytest.mark.parametrize(
+    "replace", [to_group_norm, lambda m: to_renorm(m, **LIMITS), to_sync]
+)
+@pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d])
+def test_lazy_layer_is_refused_by_name(replace, lazy) -> None:
+    net = nn.Sequential(nn.Sequential(lazy()))
+    with pytest.raises(TrainkitError, match=r"0\.0 is lazy \(LazyBatchNorm"):
+        replace(net)
+
+
+def test_lazy_layer_without_weights_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="is lazy"):
+        to_group_norm(nn.Sequential(nn.LazyBatchNorm2d(affine=False)))
+
+
+def test_lazy_layer_that_has_seen_a_batch_is_replaced() -> None:
+    net = nn.Sequential(nn.LazyBatchNorm2d())
+    net(torch.randn(2, 8, 3, 3))
+    assert isinstance(to_group_norm(net)["0"], nn.GroupNorm)
+
+
+def test_renorm_of_a_resnet_holds_the_same_tensors() -> None:
+    net = ResNet()
+    net(images())
+    layers = every_layer(net)
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    pointers = {name: t.data_ptr() for name, t in net.state_dict().items()}
+    made = to_renorm(net, **LIMITS)
+    assert all(isinstance(layer, BatchRenorm) for layer in made.values())
+    assert len(made) == 9
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, state[name])
+        assert tensor.data_ptr() == pointers[name]
+    for name, layer in layers.items():
+        new = made[name]
+        assert (new.momentum, new.eps) == (layer.momentum, layer.eps)
+
+
+def test_renorm_twice_equals_once() -> None:
+    net = ResNet()
+    once = to_renorm(net, **LIMITS)
+    assert to_renorm(net, r_max=1, d_max=0, ramp=0) == once
+
+
+def test_sync_replaces_each_layer_and_keeps_its_weights() -> None:
+    net = ResNet()
+    weights = {n: layer.weight for n, layer in every_layer(net).items()}
+    made = to_sync(net)
+    assert all(isinstance(layer, nn.SyncBatchNorm) for layer in made.values())
+    for name, weight in weights.items():
+        assert made[name].weight is weight
+    assert to_sync(net) == made

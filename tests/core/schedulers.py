@@ -1,0 +1,176 @@
+"""torch's schedulers, one of each kind and of each mode that draws another curve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim import lr_scheduler as lrs
+from torch.optim.swa_utils import SWALR
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lrs.StepLR(o, 3, 0.5),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 5, 5, 11], 0.5),
+    "ConstantLR": lambda o: lrs.ConstantLR(o, 0.3, 4),
+    "LinearLR": lambda o: lrs.LinearLR(o, 0.1, 1, 6),
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lrs.PolynomialLR(o, 12, 2.0),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 7, 1e-3),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(
+        o, 4, 2, 1e-3
+    ),
+    "CyclicLR-triangular": lambda o: cyclic(o, "triangular"),
+    "CyclicLR-triangular2": lambda o: cyclic(o, "triangular2"),
+    "CyclicLR-exp_range": lambda o: cyclic(o, "exp_range"),
+    "CyclicLR-own-scale": lambda o: lrs.CyclicLR(
+        o, 0.01, 0.1, 3, scale_fn=lambda x: 1 / (1 + x), cycle_momentum=False
+    ),
+    "OneCycleLR-cos": lambda o: lrs.OneCycleLR(o, peaks(o), 30, cycle_momentum=False),
+    "OneCycleLR-linear": lambda o: lrs.OneCycleLR(
+        o,
+        peaks(o),
+        30,
+        anneal_strategy="linear",
+        three_phase=True,
+        cycle_momentum=False,
+    ),
+    "SWALR": lambda o: SWALR(o, 0.01, 5),
+    "SWALR-linear": lambda o: SWALR(o, 0.01, 4, "linear"),
+    "ReduceLROnPlateau": lambda o: plateau(o),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, 1, 3), lrs.CosineAnnealingLR(o, 6, 1e-3)], [3]
+    ),
+    "SequentialLR-nested": lambda o: lrs.SequentialLR(
+        o,
+        [
+            lrs.SequentialLR(
+                o, [lrs.ConstantLR(o, 0.5, 9), lrs.LinearLR(o, 0.5, 1, 3)], [2]
+            ),
+            lrs.CosineAnnealingWarmRestarts(o, 4, 1, 1e-3),
+            lrs.ExponentialLR(o, 0.8),
+        ],
+        [5, 12],
+    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.ConstantLR(o, 0.1, 3), lrs.ExponentialLR(o, 0.9)]
+    ),
+    "ChainedScheduler-Sequential": lambda o: lrs.ChainedScheduler(
+        [
+            lrs.SequentialLR(
+                o, [lrs.LinearLR(o, 0.2, 1, 4), lrs.ExponentialLR(o, 0.95)], [4]
+            ),
+            lrs.StepLR(o, 6, 0.5),
+        ]
+    ),
+}
+
+ABSOLUTE = [
+    name
+    for name in MAKERS
+    if name.partition("-")[0]
+    in (
+        "LambdaLR",  # draws its curve from base_lrs
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "OneCycleLR",
+        "SWALR",
+        "ReduceLROnPlateau",
+    )
+]
+"""Those that hold rates of their own beside the group's."""
+
+
+def cyclic(optimizer: Any, mode: Any, **how: Any) -> Any:
+    bottoms = [rate / 5 for rate in rates(optimizer)]
+    how = {"cycle_momentum": False, **how}
+    return lrs.CyclicLR(optimizer, bottoms, peaks(optimizer), 3, 4, mode, 0.9, **how)
+
+
+def plateau(optimizer: Any) -> Any:
+    """Stopped by its `min_lr`, one for each group, and at the end by its `eps`."""
+    return lrs.ReduceLROnPlateau(
+        optimizer,
+        factor=0.5,
+        patience=0,
+        min_lr=[rate / 17 for rate in rates(optimizer)],
+        eps=min(rates(optimizer)) / 100,
+    )
+
+
+def peaks(optimizer: Any) -> list[float]:
+    return [3 * rate for rate in rates(optimizer)]
+
+
+def rates(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+class Curve:
+    """An optimizer and its scheduler, stepped by hand.
+
+    Args:
+        name: of the scheduler, in `MAKERS`.
+        first: each group's rate.
+        make_optimizer: of torch's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        first: Sequence[Any] = (0.05, 0.2),
+        make_optimizer: Callable[..., Any] = SGD,
+    ) -> None:
+        groups = [
+            {"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))], "lr": lr}
+            for lr in first
+        ]
+        self.optimizer = make_optimizer(groups, lr=1.0)
+        self.scheduler = MAKERS[name](self.optimizer)
+        self.step = 0
+
+    def go(self, steps: int) -> list[list[float]]:
+        """Each group's rate before each of the next steps, twice: as the group holds
+        it, and as `get_last_lr()` says."""
+        found = []
+        for _ in range(steps):
+            found.append(self.now())
+            self.optimizer.step()
+            if isinstance(self.scheduler, lrs.ReduceLROnPlateau):
+                # Never better than the first, but for one step.
+                self.scheduler.step(0.5 if self.step == 2 else 1.0)
+            else:
+                self.scheduler.step()
+            self.step += 1
+        return found
+
+    def now(self) -> list[float]:
+        said = [float(rate) for rate in self.scheduler.get_last_lr()]
+        return [*rates(self.optimizer), *said]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "step": self.step,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
+
+
+def deviation(curve: Any, reference: Any) -> float:
+    """The largest, as a share of the reference, which may end at 0."""
+    found, expected = torch.tensor([curve, reference], dtype=torch.float64)
+    return float(((found - expected).abs() / expected.clamp(min=1e-9)).max())
+
+
+def tensor_rate(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)

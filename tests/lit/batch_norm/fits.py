@@ -1,0 +1,150 @@
+"""A small convolutional module, its data, and fits of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.core.batch_norm.nets import images, of_big_batch
+from tests.helpers import trainer
+from trainkit import AccumulationCallback, BatchNormGuard, PerSample
+
+ROWS, BATCH, WINDOW = 27, 4, 3
+"""Seven micro-batches, the last of three rows: two windows of three and one of one."""
+
+
+def dataset(rows: int = ROWS) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(
+        images(rows), torch.randint(0, 3, (rows,), generator=generator)
+    )
+
+
+def batches(rows: int = ROWS, batch_size: int = BATCH, **options: Any) -> Any:
+    return DataLoader(dataset(rows), batch_size=batch_size, **options)
+
+
+def inputs(loader: Any) -> Tensor:
+    return torch.cat([batch[0] for batch in loader])
+
+
+class ConvNet(nn.Module):
+    """BatchNorm after each of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.conv1, self.bn1 = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+            self.conv2, self.bn2 = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+            self.flat, self.bn3 = nn.Linear(32, 8), nn.BatchNorm1d(8)
+            self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return self.head(torch.tanh(self.bn3(self.flat(x.flatten(1)))))
+
+
+class ConvModule(pl.LightningModule):
+    """Knows nothing of trainkit."""
+
+    net: Any
+
+    def __init__(self, net: Callable[[], nn.Module] = ConvNet, lr: float = 0.1) -> None:
+        super().__init__()
+        self.net = net()
+        self.lr = lr
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Validated(ConvModule):
+    """Validates as well."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+class At(pl.Callback):
+    """Calls a function in one hook, with the Trainer and the module."""
+
+    def __init__(self, hook: str, do: Callable[[Any, Any], object]) -> None:
+        setattr(self, hook, lambda trainer, module, *args: do(trainer, module))
+
+
+def fit(
+    policy: Any = None,
+    *others: Any,
+    module: Any = None,
+    data: Any = None,
+    val: Any = None,
+    accumulate: int = WINDOW,
+    ckpt_path: Path | None = None,
+    exact: bool = True,
+    **options: Any,
+) -> Any:
+    """Train, with a guard (a policy's name will do) or without; gives the module."""
+    module = ConvModule() if module is None else module
+    named: Any = policy
+    guard = [BatchNormGuard(named)] if isinstance(policy, str) else []
+    guard = [policy] if isinstance(policy, BatchNormGuard) else guard
+    ours = [AccumulationCallback(PerSample())] if exact else []
+    data = batches() if data is None else data
+    trainer(accumulate, callbacks=[*guard, *ours, *others], **options).fit(
+        module, data, val, ckpt_path=ckpt_path
+    )
+    return module
+
+
+def reference(module: Any, rows: Tensor | None = None) -> dict[str, Tensor]:
+    """The statistics of all rows as one batch, under the module's present weights."""
+    return of_big_batch(module.net, inputs(batches()) if rows is None else rows)
+
+
+def running(state: dict[str, Tensor], prefix: str = "net.") -> dict[str, Tensor]:
+    """The running statistics in a state dict."""
+    return {
+        key.removeprefix(prefix): tensor.clone()
+        for key, tensor in state.items()
+        if "running_" in key
+    }
+
+
+def others(module: Any) -> dict[str, Tensor]:
+    """All of the state but the running statistics."""
+    state = module.state_dict()
+    return {k: v.clone() for k, v in state.items() if "running_" not in k}
+
+
+def count_passes(monkeypatch: Any) -> list[int]:
+    steps: list[int] = []
+    real = ConvModule.training_step
+
+    def counted(self: Any, batch: Any, batch_idx: int) -> Any:
+        if not torch.is_grad_enabled() and batch_idx == 0:
+            steps.append(self.trainer.global_step)
+        return real(self, batch, batch_idx)
+
+    monkeypatch.setattr(ConvModule, "training_step", counted)
+    return steps

@@ -1,0 +1,219 @@
+"""Frozen statistics stay to the last bit, whoever calls `train()`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core.batch_norm.nets import furthest, statistics
+from tests.helpers import trainer
+from tests.lit.batch_norm.fits import (
+    WINDOW,
+    At,
+    ConvModule,
+    Validated,
+    batches,
+    fit,
+)
+from trainkit import AccumulationMixin, BatchNormGuard
+from trainkit.core.batch_norm.freeze import is_frozen
+from trainkit.core.batch_norm.layers import every_layer
+from trainkit.errors import TrainkitError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:Found 1 module"),
+]
+
+HOOKS = [
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+]
+
+
+def pretrained(cls: type[ConvModule] = ConvModule) -> Any:
+    module = cls()
+    module.net(batches().dataset.tensors[0])
+    return module
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    "thaw",
+    [
+        lambda module: module.train(),
+        lambda module: module.net.train(True),
+        lambda module: module.net.bn1.train(),
+    ],
+)
+def test_statistics_stay_whoever_calls_train(hook: str, thaw: Any) -> None:
+    module = pretrained(Validated)
+    before = statistics(module.net)
+    call = At(hook, lambda t, m: thaw(m))
+    fit("freeze", call, module=module, val=batches())
+    assert furthest(statistics(module.net), before) == 0
+    assert module.net.bn1.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("frozen_by_hand", [True, False])
+def test_statistics_move_without_the_guard(frozen_by_hand: bool) -> None:
+    """The negative control: `eval()` by hand lasts until the next `train()`."""
+    module = pretrained(Validated)
+    before = statistics(module.net)
+
+    def start(trainer: Any, module: Any) -> None:
+        if frozen_by_hand:
+            module.net.bn1.eval()
+
+    def thaw(trainer: Any, module: Any) -> None:
+        module.train()
+
+    fit(
+        None,
+        At("on_train_start", start),
+        At("on_train_batch_start", thaw),
+        module=module,
+        val=batches(),
+    )
+    assert furthest(statistics(module.net), before) > 1e-2
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_weights_of_the_layers_train_unless_they_are_frozen_too(affine: bool) -> None:
+    module = pretrained()
+    layers = every_layer(module.net).values()
+    before = [layer.weight.detach().clone() for layer in layers]
+    head = module.net.head.weight.detach().clone()
+    fit(BatchNormGuard("freeze", freeze_affine=affine), module=module)
+    for layer, weight in zip(layers, before, strict=True):
+        assert torch.equal(layer.weight, weight) is affine
+    assert not torch.equal(module.net.head.weight, head)
+
+
+def test_optimizer_sees_that_the_weights_are_frozen() -> None:
+    class Filters(ConvModule):
+        def configure_optimizers(self) -> Any:
+            trained = [p for p in self.parameters() if p.requires_grad]
+            self.number = len(trained)
+            return torch.optim.SGD(trained, lr=0.1)
+
+    module = Filters()
+    total = len(list(module.parameters()))
+    fit(BatchNormGuard("freeze", freeze_affine=True), module=module)
+    assert module.number == total - 6
+
+
+def test_layers_train_again_afterwards_and_gradients_are_back() -> None:
+    module = pretrained()
+    module.net.bn2.bias.requires_grad_(False)  # by the user, and stays so
+    needs = {name: p.requires_grad for name, p in module.named_parameters()}
+    guard = BatchNormGuard("freeze", freeze_affine=True)
+    for _ in range(2):
+        before = statistics(module.net)
+        fit(guard, module=module)
+        assert furthest(statistics(module.net), before) == 0
+        assert {n: p.requires_grad for n, p in module.named_parameters()} == needs
+        assert not any(is_frozen(x) for x in every_layer(module.net).values())
+        module.train()
+        assert all(layer.training for layer in every_layer(module.net).values())
+    before = statistics(module.net)
+    fit("ignore", module=module)
+    assert furthest(statistics(module.net), before) > 1e-2
+
+
+def test_layers_train_again_after_an_exception() -> None:
+    def fail(trainer: Any, module: Any) -> None:
+        assert is_frozen(module.net.bn1)
+        assert not module.net.bn1.weight.requires_grad
+        raise KeyError("a user's mistake")
+
+    module = pretrained()
+    guard = BatchNormGuard("freeze", freeze_affine=True)
+    with pytest.raises(KeyError, match="a user's mistake"):
+        fit(guard, At("on_train_batch_end", fail), module=module)
+    assert not is_frozen(module.net.bn1)
+    assert module.net.bn1.weight.requires_grad
+
+
+def test_layer_that_the_user_has_put_in_evaluation_stays_there() -> None:
+    module = pretrained()
+    module.net.bn1.eval()
+    fit("freeze", module=module)
+    assert not module.net.bn1.training
+    assert module.net.bn2.training
+
+
+def test_copy_made_while_training_is_a_net_of_its_own() -> None:
+    copies: list[Any] = []
+
+    def take(trainer: Any, module: Any) -> None:
+        if not copies:
+            copies.append(copy.deepcopy(module.net))
+
+    module = fit("freeze", At("on_train_batch_end", take), module=pretrained())
+    twin = copies[0]
+    twin.train()
+    assert is_frozen(twin.bn1)
+    assert not twin.bn1.training
+    assert module.net.bn1.training
+
+
+class Builds(ConvModule):
+    """Makes its net in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.net = self.net, torch.nn.Identity()
+        del self.made
+
+    def configure_model(self) -> None:
+        self.net = ConvModule().net
+
+
+class MixinBuilds(AccumulationMixin, Builds): ...
+
+
+def test_weights_made_in_configure_model_are_frozen_with_the_mixin() -> None:
+    guard = BatchNormGuard("freeze", freeze_affine=True)
+    seen: list[bool] = []
+    look = At("on_train_start", lambda t, m: seen.append(m.net.bn1.bias.requires_grad))
+    module = fit(guard, look, module=MixinBuilds(), exact=False)
+    assert seen == [False]
+    assert torch.equal(module.net.bn1.bias, ConvModule().net.bn1.bias)
+    assert module.net.bn1.bias.requires_grad
+
+
+def test_weights_made_in_configure_model_of_a_plain_module_are_refused() -> None:
+    guard = BatchNormGuard("freeze", freeze_affine=True)
+    with pytest.raises(TrainkitError, match=r"net\.bn1, net\.bn2, net\.bn3 came into"):
+        fit(guard, module=Builds())
+    fit("freeze", module=Builds())  # statistics alone can be frozen later
+
+
+def test_validation_alone_leaves_the_module_as_it_was() -> None:
+    module = pretrained(Validated)
+    guard = BatchNormGuard("freeze", freeze_affine=True)
+    trainer(1, callbacks=[guard]).validate(module, batches(), verbose=False)
+    assert module.net.bn1.weight.requires_grad
+    assert not is_frozen(module.net.bn1)
+
+
+@pytest.mark.parametrize(
+    ("affine", "text"), [(True, "weights and statistics"), (False, "statistics")]
+)
+def test_table_says_what_is_frozen(affine: bool, text: str, capsys: Any) -> None:
+    fit(BatchNormGuard("freeze", freeze_affine=affine))
+    said = capsys.readouterr().out
+    assert f"BatchNorm: 3 layers frozen, {text} stay as they are" in said
+
+
+def test_frozen_layers_are_not_complained_of() -> None:
+    """A last batch of one row is no harm in evaluation mode; warnings are errors."""
+    fit("freeze", data=batches(25), accumulate=WINDOW)

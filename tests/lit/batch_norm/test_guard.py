@@ -1,0 +1,116 @@
+"""What can be asked of the guard, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.helpers import trainer
+from tests.lit.batch_norm.fits import At, ConvModule, batches, fit
+from trainkit import AccumulationCallback, BatchNormGuard, LRScaling, PerSample
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_norm_guard import PolicyName
+
+POLICIES = get_args(PolicyName)
+
+
+def test_unknown_policy_is_refused() -> None:
+    match = r"BatchNormGuard policy: must be one of \['warn', .*received 'freez'"
+    with pytest.raises(TrainkitError, match=match):
+        BatchNormGuard("melt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("min_samples", 0, 1),
+        ("min_samples", -3, 1),
+        ("num_batches", 0, 1),
+        ("groups", 0, 1),
+        ("r_max", 0.5, 1),
+        ("r_max", float("nan"), 1),
+        ("d_max", -0.1, 0),
+        ("d_max", float("nan"), 0),
+        ("ramp_steps", -1, 0),
+    ],
+)
+@pytest.mark.parametrize("policy", ["warn", "renorm"])
+def test_numbers_out_of_range_are_refused(
+    policy: Any, name: str, value: float, least: int
+) -> None:
+    match = f"BatchNormGuard {name}: must be at least {least}, received {value!r}"
+    with pytest.raises(TrainkitError, match=match):
+        BatchNormGuard(policy, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_smallest_numbers_are_taken(policy: Any) -> None:
+    BatchNormGuard(
+        policy, min_samples=1, num_batches=1, groups=1, r_max=1, d_max=0, ramp_steps=0
+    )
+
+
+def test_options_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        BatchNormGuard("warn", 16)  # type: ignore[misc]
+
+
+def test_two_guards_are_refused() -> None:
+    guards = [BatchNormGuard("momentum"), BatchNormGuard("warn")]
+    match = r"one guard at a time, and 2 are .*\['momentum', 'warn'\]"
+    with pytest.raises(TrainkitError, match=match):
+        trainer(1, callbacks=guards).fit(ConvModule(), batches())
+
+
+def test_guard_stands_behind_ours_and_before_all_others() -> None:
+    order: list[str] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        order.extend(type(c).__name__ for c in trainer.callbacks)
+
+    callbacks = [
+        At("on_train_start", look),
+        BatchNormGuard("momentum"),
+        AccumulationCallback(PerSample()),
+        LRScaling("none", reference_batch=4),
+    ]
+    trainer(3, callbacks=callbacks).fit(ConvModule(), batches())
+    assert order.index("AccumulationCallback") < order.index("BatchNormGuard")
+    assert order.index("BatchNormGuard") < order.index("At")
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "error"])
+@pytest.mark.filterwarnings("ignore:BatchNorm. net")
+def test_module_without_batch_norm_trains_as_without_the_guard(
+    policy: Any, capsys: Any
+) -> None:
+    def bare() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3)).double()
+
+    torch.manual_seed(0)
+    module = ConvModule(bare)
+    plain = ConvModule(bare)
+    plain.load_state_dict(module.state_dict())
+    fit(policy, module=module)
+    said = capsys.readouterr().out
+    fit(module=plain)
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+    rows = [line for line in said.splitlines() if "BatchNorm" in line]
+    assert len(rows) == (policy == "group_norm")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_guard_outside_of_training_does_nothing_to_statistics(policy: Any) -> None:
+    module = ConvModule()
+    guard = BatchNormGuard(policy)
+    trainer(3, callbacks=[guard]).test(module, batches(), verbose=False)
+    for name, buffer in module.named_buffers():
+        start = 1.0 if "var" in name else 0.0
+        assert buffer.eq(start).all()
+
+
+def test_guard_saves_nothing_of_its_own() -> None:
+    guards = [BatchNormGuard(policy) for policy in POLICIES]
+    assert all(guard.state_dict() == {} for guard in guards)

@@ -1,0 +1,285 @@
+"""Running statistics forget as slowly as the big batch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+
+from tests.core.batch_norm.nets import momenta
+from tests.lit.batch_norm.fits import (
+    At,
+    ConvModule,
+    ConvNet,
+    batches,
+    fit,
+)
+from trainkit import (
+    AccumulationMixin,
+    AccumulationSchedule,
+    BatchNormGuard,
+    PerSample,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.*has only"),
+    pytest.mark.filterwarnings("ignore:Found 1 module"),
+]
+
+START = 1e6
+"""A mean so far off that what is left of it is the product of all decays."""
+
+
+class Still(ConvModule):
+    """Does not learn, so that the running mean moves by its momentum alone."""
+
+    def __init__(self, net: Any = ConvNet) -> None:
+        super().__init__(net, lr=0.0)
+        for layer in (self.net.bn1, self.net.bn2, self.net.bn3):
+            layer.running_mean.fill_(START)
+
+    def left(self) -> list[float]:
+        """What is left of the running means that training began with."""
+        layers = (self.net.bn1, self.net.bn2, self.net.bn3)
+        return [float(layer.running_mean.mean()) / START for layer in layers]
+
+
+def zeroed(net: Any = ConvNet) -> Still:
+    """Every layer's input is zero, so that the decay is seen to the last digit."""
+    module = Still(net)
+    for layer in (module.net.conv1, module.net.conv2, module.net.flat):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    return module
+
+
+@pytest.mark.parametrize("momentum", [0.01, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 5, 7])
+def test_decay_after_k_steps_equals_the_big_batchs(
+    accumulate: int, momentum: float
+) -> None:
+    """Seven batches an epoch: most sizes leave a short last window, a step as well."""
+    module = zeroed()
+    for layer in (module.net.bn1, module.net.bn2, module.net.bn3):
+        layer.momentum = momentum
+    fit("momentum", module=module, accumulate=accumulate)
+    steps = 2 * -(-7 // accumulate)
+    wanted = (1 - momentum) ** steps
+    assert module.left() == pytest.approx([wanted] * 3, abs=1e-12)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_decay_without_the_guard_is_that_of_every_micro_batch(exact: bool) -> None:
+    """The negative control: giotto-deep#75, DeepLearningExamples#625."""
+    module = fit(module=zeroed(), exact=exact)
+    assert module.left() == pytest.approx([0.9**14] * 3, abs=1e-12)
+
+
+def test_decay_without_an_accumulation_callback_equals_the_big_batchs() -> None:
+    module = fit("momentum", module=zeroed(), exact=False)
+    assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unit", "steps"),
+    [
+        ({0: 3, 1: 2}, "epoch", 3 + 4),
+        ({0: 1, 2: 4, 3: 5}, "step", 4 + 2),  # 1 1 4 1, then 5 2
+        ({0: 2, 1: 3, 5: 1}, "step", None),
+    ],
+)
+def test_decay_over_a_schedule_equals_the_big_batchs(
+    sizes: Any, unit: Any, steps: int | None
+) -> None:
+    taken = []
+    count = At("on_train_end", lambda t, m: taken.append(t.global_step))
+    module = zeroed()
+    schedule = AccumulationSchedule(sizes, unit=unit)
+    fit("momentum", schedule, count, module=module, accumulate=1)
+    assert steps is None or taken == [steps]
+    assert module.left() == pytest.approx([0.9 ** taken[0]] * 3, abs=1e-12)
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+def test_decay_of_a_resumed_run_equals_that_of_an_unbroken_one(
+    tmp_path: Path, stop: int
+) -> None:
+    """Resumed at every batch of the second epoch, in mid-window too."""
+    path = tmp_path / "one.ckpt"
+
+    def save(trainer: Any, module: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 6 + stop:
+            trainer.save_checkpoint(path)
+
+    fit("momentum", At("on_train_batch_end", save), module=zeroed())
+    module = zeroed()
+    fit("momentum", module=module, data=FromWhereItWas(stop), ckpt_path=path)
+    assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)
+    assert set(momenta(module.net).values()) == {0.1}
+
+
+class FromWhereItWas:
+    """Gives the rest of the epoch."""
+
+    def __init__(self, given: int) -> None:
+        self.given = given
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Any:
+        given, self.given = self.given, 0
+        return iter(list(batches())[given:])
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_synchronised_layers_on_one_rank_decay_as_the_big_batch() -> None:
+    module = fit("momentum", module=zeroed(synchronised))
+    assert isinstance(module.net.bn1, nn.SyncBatchNorm)
+    assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)
+
+
+def synchronised() -> Any:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+
+
+def test_layers_of_the_plain_mean_are_left_alone() -> None:
+    def plain() -> ConvNet:
+        net = ConvNet()
+        net.bn2.momentum = None
+        return net
+
+    seen: list[Any] = []
+    look = At("on_train_batch_end", lambda t, m: seen.append(momenta(m.net)))
+    module = fit("momentum", look, module=ConvModule(plain))
+    twin = fit(module=ConvModule(plain))
+    assert {each["bn2"] for each in seen} == {None}
+    three, one = 1 - 0.9 ** (1 / 3), 0.1
+    epoch = [three] * 6 + [one]
+    assert [each["bn1"] for each in seen] == pytest.approx(epoch * 2)
+    assert torch.equal(module.net.bn2.running_mean, twin.net.bn2.running_mean)
+
+
+def test_momentum_is_given_back_after_fit_and_between_two() -> None:
+    module = ConvModule()
+    module.net.bn1.momentum = 0.3
+    wanted = momenta(module.net)
+    guard = BatchNormGuard("momentum")
+    starts: list[Any] = []
+    look = At("on_fit_start", lambda t, m: starts.append(momenta(m.net)))
+    for _ in range(2):
+        fit(guard, look, module=module)
+        assert momenta(module.net) == wanted
+    assert starts == [wanted, wanted]
+
+
+def test_momentum_is_given_back_after_an_exception() -> None:
+    def fail(trainer: Any, module: Any) -> None:
+        assert set(momenta(module.net).values()) != {0.1}
+        raise KeyError("a user's mistake")
+
+    module = ConvModule()
+    with pytest.raises(KeyError, match="a user's mistake"):
+        fit("momentum", At("on_train_batch_end", fail), module=module)
+    assert set(momenta(module.net).values()) == {0.1}
+
+
+def test_momentum_that_the_user_has_changed_stays_theirs() -> None:
+    def change(trainer: Any, module: Any) -> None:
+        module.net.bn1.momentum = 0.25
+
+    module = fit("momentum", At("on_train_epoch_end", change))
+    assert momenta(module.net) == {"bn1": 0.25, "bn2": 0.1, "bn3": 0.1}
+
+
+def test_frozen_layer_is_left_alone() -> None:
+    module = ConvModule()
+    module.net.bn1.eval()
+    seen: list[Any] = []
+    look = At("on_train_batch_end", lambda t, m: seen.append(momenta(m.net)))
+    fit("momentum", look, module=module)
+    assert {each["bn1"] for each in seen} == {0.1}
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+def test_stochastic_weight_averaging_keeps_its_plain_mean() -> None:
+    """Its last epoch computes the plain mean of all batches, with momentum=None."""
+    seen: list[Any] = []
+    look = At(
+        "on_train_batch_end",
+        lambda t, m: seen.append((t.current_epoch, momenta(m.net)["bn1"])),
+    )
+    ends = []
+    for policy in ("momentum", None):
+        averaging = StochasticWeightAveraging(0.05, swa_epoch_start=2)
+        module = fit(policy, look, averaging, max_epochs=4)
+        ends.append(module)
+        last = max(epoch for epoch, _ in seen)
+        assert {m for epoch, m in seen if epoch == last} == {None}
+        assert set(momenta(module.net).values()) == {0.1}
+        seen.clear()
+    # In training nothing is normalised by running statistics: both learn the same.
+    for mine, plain in zip(ends[0].parameters(), ends[1].parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    torch.testing.assert_close(
+        ends[0].net.bn3.running_mean, ends[1].net.bn3.running_mean
+    )
+
+
+class Manual(AccumulationMixin, Still):
+    """Steps by itself."""
+
+    accumulation = PerSample()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.accumulate(loss, batch)
+        if self.window_ends(batch_idx):
+            self.finish_window()
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_decay_under_manual_optimization_equals_the_big_batchs() -> None:
+    module = fit("momentum", module=Manual(), exact=False)
+    assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4, 5])
+def test_decay_with_a_limited_epoch_equals_the_big_batchs(limit: int) -> None:
+    module = fit("momentum", module=zeroed(), limit_train_batches=limit)
+    steps = 2 * -(-limit // 3)
+    assert module.left() == pytest.approx([0.9**steps] * 3, abs=1e-12)
+
+
+def test_table_names_the_momenta(capsys: Any) -> None:
+    module = ConvModule()
+    module.net.bn1.momentum = 0.5
+    fit("momentum", module=module)
+    assert (
+        "BatchNorm: 3 layers momentum 0.1 -> 1 - 0.9^(1/N), 0.5 -> 1 - 0.5^(1/N)"
+        in capsys.readouterr().out
+    )
+
+
+def test_table_says_that_plain_means_are_left(capsys: Any) -> None:
+    module = ConvModule()
+    for layer in (module.net.bn1, module.net.bn2, module.net.bn3):
+        layer.momentum = None
+    fit("momentum", module=module)
+    assert "momentum=None, the plain mean of all" in capsys.readouterr().out

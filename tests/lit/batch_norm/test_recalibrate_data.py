@@ -1,0 +1,374 @@
+"""Recalibrating takes its rows beside training, from any kind of loader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
+from tests.lit.batch_norm.fits import (
+    At,
+    ConvModule,
+    Validated,
+    batches,
+    dataset,
+    fit,
+    reference,
+)
+from trainkit import BatchNormGuard
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.*has only"),
+]
+
+EXACT = 1e-10
+
+
+class Notes(ConvModule):
+    """Writes down the rows of training, and those of recalibrating by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.recalibrated: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = self.pair(batch)
+        notes = self.seen if torch.is_grad_enabled() else self.recalibrated
+        notes.append(x)
+        return F.cross_entropy(self.net(x), y)
+
+    def pair(self, batch: Any) -> Any:
+        return batch
+
+
+class ValidatedNotes(Notes, Validated): ...
+
+
+# ---- loaders -------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Counts by itself where it is, as one that can be resumed does."""
+
+    def __init__(self) -> None:
+        self.rows = [dataset()[i] for i in range(27)]
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given = 0
+        while self.given < len(self.rows):
+            self.given += 1
+            yield self.rows[self.given - 1]
+
+
+class Stateful:
+    """A loader of one's own, with a state."""
+
+    def __init__(self) -> None:
+        self.batches = list(batches())
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given = 0
+        while self.given < len(self.batches):
+            self.given += 1
+            yield self.batches[self.given - 1]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class Shuffles(Sampler[int]):
+    """Draws from a generator of Python's own."""
+
+    def __init__(self) -> None:
+        self.draw = random.Random(3)
+
+    def __len__(self) -> int:
+        return 27
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw.sample(range(27), 27))
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(8)
+
+
+def batch_sampler() -> BatchSampler:
+    return BatchSampler(RandomSampler(range(27), generator=seeded()), 4, False)
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": lambda: batches(shuffle=True),
+    "shuffled by its own generator": lambda: batches(shuffle=True, generator=seeded()),
+    "two workers": lambda: batches(shuffle=True, num_workers=2),
+    "persistent worker": lambda: batches(num_workers=1, persistent_workers=True),
+    "own batch sampler": lambda: DataLoader(dataset(), batch_sampler=batch_sampler()),
+    "own sampler": lambda: batches(sampler=Shuffles()),
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "stream with a persistent worker": lambda: DataLoader(
+        Stream(), batch_size=4, num_workers=1, persistent_workers=True
+    ),
+    "of one's own, with a state": Stateful,
+}
+each_loader = pytest.mark.parametrize("kind", LOADERS)
+
+
+@each_loader
+def test_statistics_equal_those_of_all_rows_from_any_loader(kind: str) -> None:
+    module = fit("recalibrate", module=ConvModule(), data=LOADERS[kind]())
+    assert furthest(statistics(module.net), reference(module)) <= EXACT
+
+
+@each_loader
+def test_training_sees_the_same_rows_in_the_same_order(kind: str) -> None:
+    """Validation in mid-epoch, when the loader is under way."""
+    ends = []
+    for policy in ("recalibrate", "ignore"):
+        torch.manual_seed(4)
+        how: Any = {"val_check_interval": 7 if "worker" in kind else 3}
+        if kind == "of one's own, with a state" or "stream" in kind:
+            how["val_check_interval"] = 3
+        module = fit(
+            policy,
+            module=ValidatedNotes(),
+            data=LOADERS[kind](),
+            val=batches(batch_size=9),
+            **how,
+        )
+        ends.append(module)
+    mine, plain = ends
+    assert mine.recalibrated
+    assert len(mine.seen) == 14
+    assert all(map(torch.equal, mine.seen, plain.seen))
+    assert all(map(torch.equal, mine.parameters(), plain.parameters()))
+
+
+def test_weighted_sampler_gives_the_statistics_of_what_it_draws() -> None:
+    """Those of training: rows that it never draws have no part in them."""
+    weights = [1.0] * 5 + [0.0] * 22
+    sampler = WeightedRandomSampler(weights, 27, generator=seeded())
+    module = fit("recalibrate", module=Notes(), data=batches(sampler=sampler))
+    rows = torch.cat(module.recalibrated[-7:])
+    assert furthest(statistics(module.net), of_big_batch(module.net, rows)) <= EXACT
+    drawn = {float(row.sum()) for row in rows}
+    assert drawn <= {float(row.sum()) for row in dataset().tensors[0][:5]}
+
+
+class Pairs(Notes):
+    """Of two loaders: trains on one, or on both."""
+
+    def pair(self, batch: Any) -> Any:
+        one, other = batch.values() if isinstance(batch, dict) else batch
+        if other is None:
+            return one
+        return torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]])
+
+
+def two() -> tuple[Any, Any]:
+    return batches(12, shuffle=True), batches(20, batch_size=5)
+
+
+COMBINED: dict[str, Any] = {
+    "list": lambda: list(two()),
+    "dict": lambda: dict(zip("ab", two(), strict=True)),
+    "min_size": lambda: CombinedLoader(list(two()), "min_size"),
+    "max_size_cycle": lambda: CombinedLoader(list(two()), "max_size_cycle"),
+}
+
+
+@pytest.mark.parametrize("kind", COMBINED)
+def test_several_loaders_are_put_together_as_in_training(kind: str) -> None:
+    module = fit("recalibrate", module=Pairs(), data=COMBINED[kind](), exact=False)
+    num = 3 if kind == "min_size" else 4
+    assert len(module.seen) == 2 * num
+    rows = torch.cat(module.recalibrated[-num:])
+    assert len(rows) == {3: 12 + 15, 4: 16 + 20}[num]
+    assert furthest(statistics(module.net), of_big_batch(module.net, rows)) <= EXACT
+
+
+@pytest.mark.parametrize("num_batches", [1, 3, 7, 50])
+def test_part_of_the_rows_is_drawn_from_all_of_them(num_batches: int) -> None:
+    guard = BatchNormGuard("recalibrate", num_batches=num_batches)
+    module = fit(guard, module=Notes())
+    used = min(num_batches, 7)
+    rows = torch.cat(module.recalibrated[-used:])
+    assert len(rows) == min(4 * num_batches, 27)
+    assert len({float(row.sum()) for row in rows}) == len(rows)
+    assert furthest(statistics(module.net), of_big_batch(module.net, rows)) <= EXACT
+    first = torch.cat(list(dataset().tensors[0].split(4))[:used])
+    assert torch.equal(rows, first) is (num_batches >= 7)
+
+
+def test_part_of_a_stream_is_its_beginning() -> None:
+    guard = BatchNormGuard("recalibrate", num_batches=2)
+    module = fit(guard, module=Notes(), data=DataLoader(Stream(), batch_size=4))
+    rows = dataset().tensors[0][:8]
+    assert furthest(statistics(module.net), of_big_batch(module.net, rows)) <= EXACT
+
+
+# ---- what runs -----------------------------------------------------------------------
+
+
+class OnlyBatch(ConvModule):
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class Anything(ConvModule):
+    def training_step(self, *args: Any) -> Any:  # type: ignore[override]
+        batch, batch_idx = args
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("cls", [OnlyBatch, Anything])
+def test_training_step_of_any_signature_runs(cls: Any) -> None:
+    module = fit("recalibrate", module=cls())
+    assert furthest(statistics(module.net), reference(module)) <= EXACT
+
+
+class Manual(ConvModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_forward_of_ones_own_runs_in_its_place() -> None:
+    guard = BatchNormGuard("recalibrate", forward=lambda m, batch: m.net(batch[0]))
+    module = fit(guard, module=Manual(), exact=False, accumulate=1)
+    assert furthest(statistics(module.net), reference(module)) <= EXACT
+
+
+class Augments(Validated):
+    """As Lightning's documentation shows it."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return 2 * batch[0], batch[1]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch[0] + 5 if self.trainer.training else batch[0]), batch[1]
+
+
+def test_rows_are_changed_as_in_training_before_a_validation_too() -> None:
+    off: list[float] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            assert trainer.validating
+            rows = 2 * dataset().tensors[0] + 5
+            wanted = of_big_batch(module.net, rows)
+            off.append(furthest(statistics(module.net), wanted))
+
+    hook = At("on_validation_epoch_start", look)
+    fit("recalibrate", hook, module=Augments(), val=batches())
+    assert len(off) == 2
+    assert max(off) <= EXACT
+
+
+def test_half_precision_equals_one_batch_roughly() -> None:
+    class Half(ConvModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.float()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            y = self.net(batch[0].float())
+            assert y.dtype == torch.bfloat16
+            return F.cross_entropy(y, batch[1])
+
+    module = fit("recalibrate", module=Half(), precision="bf16-mixed")
+    wanted = of_big_batch(module.net, dataset().tensors[0].float())
+    for name, tensor in statistics(module.net).items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, wanted[name], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, while compiling
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiled_net_equals_all_rows_as_one_batch() -> None:
+    module: Any = ConvModule()
+    plain, module.net = module.net, torch.compile(module.net, backend="eager")
+    fit("recalibrate", module=module)
+    wanted = of_big_batch(plain, dataset().tensors[0])
+    assert furthest(statistics(plain), wanted) <= EXACT
+
+
+# ---- metrics -------------------------------------------------------------------------
+
+
+class Measures(Validated):
+    """Counts in metrics of every kind, logged and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = SumMetric()
+        self.mean = MeanMetric()
+        self.table = nn.ModuleDict(
+            {"a": SumMetric(), "b": nn.ModuleList([SumMetric()])}
+        )
+        self.both = MetricCollection(
+            {"acc": MulticlassAccuracy(3), "f1": MulticlassF1Score(3)}
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self.net(batch[0])
+        loss = F.cross_entropy(y, batch[1])
+        table: Any = self.table
+        for metric in (self.rows, table["a"], table["b"][0]):
+            metric.update(len(y))
+        self.both.update(y, batch[1])
+        self.mean(loss)
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        return loss
+
+
+def test_metrics_count_as_without_the_guard() -> None:
+    counts = []
+    for policy in ("recalibrate", "ignore"):
+        logged: list[float] = []
+        note = At(
+            "on_train_epoch_end",
+            lambda t, m, to=logged: to.append(float(t.callback_metrics["mean"])),
+        )
+        module = Measures()
+        metrics = [m for m in module.modules() if hasattr(m, "compute")]
+        fit(policy, note, module=module, val=batches(), val_check_interval=2)
+        assert metrics == [m for m in module.modules() if hasattr(m, "compute")]
+        table: Any = module.table
+        both = {name: float(value) for name, value in module.both.compute().items()}
+        sums = [module.rows, table["a"], table["b"][0]]
+        assert [m.compute() for m in sums] == [54] * 3
+        counts.append((both, logged))
+    assert counts[0] == counts[1]

@@ -1,0 +1,349 @@
+"""Other layers in BatchNorm's place: before the optimizer, and in every stage."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
+
+from tests.core.batch_norm.nets import ResNet
+from tests.helpers import trainer
+from tests.lit.batch_norm.fits import (
+    At,
+    ConvModule,
+    ConvNet,
+    Validated,
+    batches,
+    fit,
+)
+from trainkit import AccumulationMixin, AccumulationSchedule, BatchNormGuard
+from trainkit.core.batch_norm.layers import every_layer
+from trainkit.core.batch_norm.renorm import BatchRenorm
+from trainkit.errors import TrainkitError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+REPLACING: dict[str, type[nn.Module]] = {
+    "group_norm": nn.GroupNorm,
+    "renorm": BatchRenorm,
+}
+each_policy = pytest.mark.parametrize("policy", REPLACING)
+
+
+def count(module: nn.Module, kind: type[nn.Module]) -> int:
+    return sum(isinstance(m, kind) for m in module.modules())
+
+
+@each_policy
+@pytest.mark.parametrize(("net", "layers"), [(ConvNet, 3), (ResNet, 9)])
+def test_every_parameter_of_the_new_layers_is_trained(
+    policy: Any, net: Any, layers: int
+) -> None:
+    module = ConvModule(net)
+    before = {name: p for name, p in module.named_parameters()}
+    values = {name: p.detach().clone() for name, p in before.items()}
+    known: list[set[int]] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        groups = trainer.optimizers[0].param_groups
+        known.append({id(p) for group in groups for p in group["params"]})
+
+    fit(policy, At("on_train_start", look), module=module)
+    assert count(module, REPLACING[policy]) == layers
+    assert known == [{id(p) for p in module.parameters()}]
+    for name, parameter in module.named_parameters():
+        assert parameter is before[name]
+        still = "line.bias", "head.bias", "stem.bias", "flat.bias"
+        moved = not torch.equal(parameter, values[name])
+        assert moved or name.endswith((*still, "conv1.bias", "conv2.bias")), name
+
+
+def test_nothing_is_replaced_without_the_guard() -> None:
+    """The negative control."""
+    assert len(every_layer(fit("ignore"))) == 3
+    assert len(every_layer(fit())) == 3
+
+
+def test_steps_with_group_norm_equal_the_big_batchs() -> None:
+    """What no BatchNorm can: the law holds to the last digits."""
+    ends = {}
+    for policy in ("group_norm", "ignore"):
+        small = fit(policy, data=batches(24), accumulate=3)
+        big = fit(policy, data=batches(24, 12), accumulate=1)
+        pairs = zip(small.parameters(), big.parameters(), strict=True)
+        ends[policy] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    assert ends["group_norm"] <= 1e-12
+    assert ends["ignore"] > 1e-3
+
+
+@each_policy
+def test_checkpoint_fits_in_every_stage(policy: Any, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    module = fit(
+        policy, saving, module=Validated(), val=batches(), enable_checkpointing=True
+    )
+    path = tmp_path / "last.ckpt"
+    for stage in ("validate", "test", "predict"):
+        other: Any = Validated()
+        run = trainer(1, callbacks=[BatchNormGuard(policy)])
+        quiet: Any = {} if stage == "predict" else {"verbose": False}
+        getattr(run, stage)(other, batches(), ckpt_path=path, **quiet)
+        assert count(other, REPLACING[policy]) == 3
+        for name, tensor in module.state_dict().items():
+            assert torch.equal(other.state_dict()[name], tensor)
+
+
+def test_checkpoint_of_group_norm_does_not_fit_without_the_guard(
+    tmp_path: Path,
+) -> None:
+    """The negative control."""
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    fit("group_norm", saving, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="running_mean"):
+        trainer(1).test(
+            ConvModule(), batches(), ckpt_path=tmp_path / "last.ckpt", verbose=False
+        )
+
+
+@each_policy
+def test_resumed_training_equals_an_unbroken_one(policy: Any, tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+
+    def save(trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(path)
+
+    whole = fit(policy, At("on_train_epoch_end", save))
+    resumed = fit(policy, ckpt_path=path)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
+@each_policy
+def test_second_fit_replaces_nothing_more(policy: Any) -> None:
+    module = fit(policy)
+    layers = [m for m in module.modules() if isinstance(m, REPLACING[policy])]
+    fit(policy, module=module)
+    again = [m for m in module.modules() if isinstance(m, REPLACING[policy])]
+    assert [id(m) for m in layers] == [id(m) for m in again]
+
+
+@each_policy
+def test_lazy_layer_is_refused(policy: Any) -> None:
+    module = ConvModule()
+    module.net.bn2 = nn.LazyBatchNorm2d()
+    with pytest.raises(TrainkitError, match=r"net\.bn2 is lazy"):
+        fit(policy, module=module)
+
+
+# ---- modules that build themselves ---------------------------------------------------
+
+
+class Builds(ConvModule):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = ConvNet()
+
+
+class MixinBuilds(AccumulationMixin, Builds): ...
+
+
+class BelowMixin(MixinBuilds): ...
+
+
+class AboveMixin(MixinBuilds):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.more = nn.BatchNorm1d(3)
+
+
+@each_policy
+@pytest.mark.parametrize(("cls", "layers"), [(MixinBuilds, 3), (BelowMixin, 3)])
+def test_layers_of_configure_model_are_replaced_with_the_mixin(
+    policy: Any, cls: Any, layers: int
+) -> None:
+    module = fit(policy, module=cls(), exact=False)
+    assert count(module, REPLACING[policy]) == layers
+
+
+def test_layers_of_an_overriding_configure_model_are_replaced_too() -> None:
+    module = fit("group_norm", module=AboveMixin(), exact=False)
+    assert count(module, nn.GroupNorm) == 4
+
+
+@each_policy
+def test_layers_of_configure_model_of_a_plain_module_are_refused(policy: Any) -> None:
+    match = r"net\.bn1, net\.bn2, net\.bn3 came into Builds in its.*"
+    with pytest.raises(TrainkitError, match=match + "AccumulationMixin, or call"):
+        fit(policy, module=Builds())
+
+
+class BuildsInSetup(ConvModule):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def setup(self, stage: str) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = ConvNet()
+
+
+class MixinBuildsInSetup(AccumulationMixin, BuildsInSetup): ...
+
+
+@each_policy
+def test_layers_of_setup_are_replaced_with_the_mixin(policy: Any) -> None:
+    module = fit(policy, module=MixinBuildsInSetup(), exact=False)
+    assert count(module, REPLACING[policy]) == 3
+
+
+@each_policy
+def test_layers_of_setup_of_a_plain_module_are_refused(policy: Any) -> None:
+    with pytest.raises(TrainkitError, match="BuildsInSetup in its setup or"):
+        fit(policy, module=BuildsInSetup())
+
+
+@each_policy
+def test_configure_model_may_convert_by_hand(policy: Any) -> None:
+    guard = BatchNormGuard(policy)
+
+    class ByHand(Builds):
+        def configure_model(self) -> None:
+            super().configure_model()
+            guard.convert(self)
+
+    assert count(fit(guard, module=ByHand()), REPLACING[policy]) == 3
+
+
+def test_configure_model_outside_of_a_trainer_replaces_nothing() -> None:
+    module = MixinBuilds()
+    module.configure_model()
+    assert len(every_layer(module)) == 3
+
+
+def test_convert_alone_replaces_the_layers_of_any_module() -> None:
+    net = ResNet()
+    BatchNormGuard("group_norm", groups=2).convert(net)
+    assert {m.num_groups for m in net.modules() if isinstance(m, nn.GroupNorm)} == {
+        1,
+        2,
+    }
+
+
+# ---- averaging -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["group_norm", "renorm", "sync"])
+def test_averaging_before_the_guard_is_refused(policy: Any) -> None:
+    callbacks = [EMAWeightAveraging(), BatchNormGuard(policy)]
+    with pytest.raises(TrainkitError, match="Put BatchNormGuard first"):
+        trainer(1, callbacks=callbacks).fit(ConvModule(), batches())
+
+
+@each_policy
+def test_averaging_after_the_guard_averages_the_new_layers(policy: Any) -> None:
+    averaging = EMAWeightAveraging(decay=0.5)
+    module = fit(policy, averaging)
+    assert count(module, REPLACING[policy]) == 3
+    average: Any = averaging._average_model
+    assert average is None or count(average, REPLACING[policy]) == 3
+
+
+def test_averaging_with_recalibrate_is_told() -> None:
+    with pytest.warns(UserWarning, match="WeightAveraging validates and saves"):
+        fit("recalibrate", EMAWeightAveraging(decay=0.5))
+
+
+# ---- renorm --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_ramp_counts_optimizer_steps(schedule: bool) -> None:
+    guard = BatchNormGuard("renorm", ramp_steps=10, r_max=2.0, d_max=1.0)
+    how: Any = {"accumulate": 1} if schedule else {"accumulate": 4}
+    more = [AccumulationSchedule({0: 4})] if schedule else []
+    module = fit(guard, *more, **how)
+    layer = module.net.bn1
+    assert (layer.ramp, layer.r_max, layer.d_max) == (40, 2.0, 1.0)
+
+
+# ---- sync ----------------------------------------------------------------------------
+
+
+def test_one_rank_has_nothing_to_synchronise(capsys: Any) -> None:
+    module = fit("sync")
+    assert count(module, nn.SyncBatchNorm) == 0
+    assert "left as it is, since there is one rank" in capsys.readouterr().out
+
+
+class Faked:
+    """A Trainer of two ranks, on a device of one's choice."""
+
+    def __init__(self, device: str) -> None:
+        self.distributed_sampler_kwargs = {"num_replicas": 2, "rank": 0}
+        self.strategy = self
+        self.root_device = torch.device(device)
+        self.callbacks: list[Any] = []
+
+
+def test_several_ranks_of_an_accelerator_are_synchronised() -> None:
+    module = ConvModule()
+    weight = module.net.bn1.weight
+    guard = BatchNormGuard("sync")
+    guard.convert(module, Faked("cuda"))
+    guard.convert(module, Faked("cuda"))
+    assert count(module, nn.SyncBatchNorm) == 3
+    assert module.net.bn1.weight is weight
+    guard._layers = every_layer(module)
+    ((_, text),) = guard.plan(Faked("cuda"), module)
+    assert text == "3 layers synchronised over 2 ranks"
+
+
+def test_several_ranks_of_a_cpu_are_refused() -> None:
+    with pytest.raises(TrainkitError, match="SyncBatchNorm runs on accelerators only"):
+        BatchNormGuard("sync").convert(ConvModule(), Faked("cpu"))
+    without = pl.LightningModule()
+    BatchNormGuard("sync").convert(without, Faked("cpu"))  # nothing to refuse
+
+
+def test_layers_that_came_too_late_to_be_synchronised_are_refused() -> None:
+    guard = BatchNormGuard("sync")
+    guard.convert(nn.Linear(1, 1), Faked("cuda"))
+    module = ConvModule()
+    with pytest.raises(TrainkitError, match=r"BatchNormGuard\('sync'\): net\.bn1"):
+        guard._policy.start(Faked("cuda"), module, every_layer(module))
+
+
+# ---- the table -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (
+            BatchNormGuard("group_norm"),
+            r"\(1 with 1 groups, 2 with 2 groups\)",
+        ),
+        (BatchNormGuard("group_norm", groups=1), r"GroupNorm \(3 with 1 groups\)"),
+        (
+            BatchNormGuard("renorm", ramp_steps=7),
+            r"3 layers replaced by Batch Renormalization \(r up to 3, d up to 5, "
+            "opened over 7 steps",
+        ),
+    ],
+)
+def test_table_says_what_was_replaced(policy: Any, text: str, capsys: Any) -> None:
+    fit(policy)
+    assert re.search(f"BatchNorm: .*{text}", capsys.readouterr().out)

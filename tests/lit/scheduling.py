@@ -1,0 +1,210 @@
+"""Schedules: the windows that a plan implies, and the big batch over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers import (
+    OPTIMIZERS,
+    TokenNet,
+    deviation,
+    pad,
+    ragged_sequences,
+    trainer,
+    weights,
+)
+from tests.lit.fronts import (
+    RAGGED,
+    Mixed,
+    Plain,
+    cut,
+    micro_batches,
+    plain_token_loss,
+)
+from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
+
+SEQUENCES = ragged_sequences(38)
+START = weights(Plain())
+EPOCHS = 3
+FRONTS = ("mixin", "callback", "manual")
+
+Sizes = Mapping[int, int]
+
+PLANS: dict[str, tuple[Sizes, Any]] = {
+    "fewer by epoch": ({0: 4, 1: 2, 2: 1}, "epoch"),
+    "more by epoch": ({0: 1, 1: 3, 2: 7}, "epoch"),
+    "longer than the epoch": ({0: 3, 1: 25}, "epoch"),
+    "one to four in mid-epoch": ({0: 1, 3: 4}, "step"),
+    "up and down in mid-epoch": ({0: 2, 2: 3, 4: 1, 6: 5, 9: 2}, "step"),
+    "every step another": ({i: 1 + i * 2 % 5 for i in range(20)}, "step"),
+    "by tokens": ({0: 1, 60: 3, 200: 2, 700: 4}, "tokens"),
+    "down by tokens": ({0: 5, 300: 1}, "tokens"),
+}
+"""Sizes that divide nothing, over epochs of ten micro-batches."""
+
+
+def token_counts(sizes: Sequence[int] = RAGGED) -> list[int]:
+    """The tokens of each micro-batch of an epoch."""
+    return [
+        sum(len(SEQUENCES[i][0]) for i in indices) for indices in cut(SEQUENCES, sizes)
+    ]
+
+
+def windows_of_plan(
+    plan: Sizes,
+    unit: str,
+    tokens: Sequence[int],
+    *,
+    epochs: int = EPOCHS,
+    max_steps: float = float("inf"),
+) -> list[list[range]]:
+    """For each epoch its windows, as the indices of their micro-batches."""
+    made: list[list[range]] = []
+    weighed: list[int] = []
+    for epoch in range(epochs):
+        made.append([])
+        first = 0
+        while first < len(tokens) and len(weighed) < max_steps:
+            at = {"epoch": epoch, "step": len(weighed), "tokens": sum(weighed[:-1])}
+            size = plan[max(start for start in plan if start <= at[unit])]
+            window = range(first, min(first + size, len(tokens)))
+            made[-1].append(window)
+            weighed.append(sum(tokens[i] for i in window))
+            first = window.stop
+    return made
+
+
+def big_batch_over(
+    epochs: Sequence[Sequence[range]],
+    sizes: Sequence[int] = RAGGED,
+    *,
+    optimizer: str = "adamw",
+) -> Any:
+    """The reference: every window as one batch, in a loop of torch alone."""
+    net = TokenNet(dtype=torch.float64)
+    stepper = OPTIMIZERS[optimizer](net.parameters())
+    rows = cut(SEQUENCES, sizes)
+    for window in (w for windows in epochs for w in windows):
+        stepper.zero_grad()
+        batch = pad([SEQUENCES[i] for index in window for i in rows[index]])
+        plain_token_loss(net, batch).backward()
+        stepper.step()
+    return weights(net)
+
+
+def reference(
+    plan: str, *, optimizer: str = "adamw", epochs: int = EPOCHS
+) -> tuple[Any, int]:
+    """Where a plan of `PLANS` must lead, and in how many steps."""
+    windows = windows_of_plan(*PLANS[plan], token_counts(), epochs=epochs)
+    end = big_batch_over(windows, optimizer=optimizer)
+    return end, sum(map(len, windows))
+
+
+class Manual(Mixed):
+    """Closes its windows itself."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.accumulate(self.loss(self.net, batch), batch)
+        if self.window_ends(batch_idx):
+            self.finish_window()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def make(front: str, **options: Any) -> tuple[Any, list[Any]]:
+    """A module, and the callback that it needs."""
+    options = {"optimizer": "adamw", **options}
+    if front == "callback":
+        return Plain(**options), [AccumulationCallback(PerToken())]
+    return (Manual if front == "manual" else Mixed)(**options), []
+
+
+def schedule(plan: str) -> AccumulationSchedule:
+    sizes, unit = PLANS[plan]
+    return AccumulationSchedule(sizes, unit=unit)
+
+
+def fitted(
+    front: str,
+    *callbacks: pl.Callback,
+    loader: Any = None,
+    module: Any = None,
+    resume: Any = None,
+    accumulate: int = 1,
+    **options: Any,
+) -> tuple[Any, pl.Trainer]:
+    """Trained with callbacks, over the ragged micro-batches."""
+    made, ours = make(front)
+    module = module or made
+    fit = trainer(
+        accumulate, callbacks=[*ours, *callbacks], **{"max_epochs": EPOCHS, **options}
+    )
+    data = micro_batches(SEQUENCES) if loader is None else loader
+    fit.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
+    return module, fit
+
+
+def schedule_of(module: Any) -> AccumulationSchedule:
+    """The schedule among the callbacks of a module's Trainer."""
+    callbacks = module.trainer.callbacks
+    return next(c for c in callbacks if isinstance(c, AccumulationSchedule))
+
+
+def off(module: Any, end: Any) -> float:
+    return deviation(module, end, START)
+
+
+def batches(size: int = 4, **options: Any) -> DataLoader[Any]:
+    """A loader that announces its batch size."""
+    return DataLoader(SEQUENCES, batch_size=size, collate_fn=pad, **options)  # type: ignore[arg-type]
+
+
+@dataclass
+class Watch(pl.Callback):
+    """Writes down where windows begin and end, and what everybody reads as N."""
+
+    opened: list[int] = field(default_factory=list)
+    stepped: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    zeroed: list[int] = field(default_factory=list)
+    batch: int = -1
+    whole: float = 0.0
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batch += 1
+        with torch.no_grad():
+            self.whole = float(plain_token_loss(pl_module.net, batch))
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.zeroed.append(self.batch)
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        self.stepped.append(self.batch)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.sizes.append(trainer.accumulate_grad_batches)
+        if outputs:
+            shown = float(outputs["loss"]) * trainer.accumulate_grad_batches
+            self.losses.append((shown, self.whole))
