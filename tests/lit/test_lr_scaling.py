@@ -328,6 +328,28 @@ def test_second_fit_with_the_same_callback_is_scaled_once() -> None:
         made.fit_loop.epoch_loop.reset()
 
 
+def test_optimizer_that_a_module_keeps_is_scaled_once() -> None:
+    class Keeps(Scheduled):
+        def configure_optimizers(self) -> Any:
+            self.kept: Any = getattr(self, "kept", None)
+            if self.kept is None:
+                self.kept = super().configure_optimizers()
+            return self.kept
+
+    module, scaling = Keeps(None), linear()
+    for _ in range(2):
+        fit(module, scaling)
+    assert deviation(module.curve, times(plain(None, 20), [4.0] * 20)) <= EXACT
+
+
+@pytest.mark.parametrize("with_windows", [True, False])
+def test_table_says_the_step_once(with_windows: bool, capsys: Any) -> None:
+    """Also where nobody of trainkit divides windows."""
+    fit(Scheduled(None), linear(), *[AccumulationCallback(PerSample())] * with_windows)
+    text = "per-device batch 3 x accumulation 2 x ranks 1 = 6 samples a step"
+    assert capsys.readouterr().out.count(text) == 1
+
+
 def test_fit_after_an_exception_is_scaled_once() -> None:
     class Fails(Scheduled):
         def on_train_epoch_end(self) -> None:

@@ -25,7 +25,13 @@ from tests.lit.scaled import (
     plain,
     times,
 )
-from trainkit import AccumulationCallback, PerSample, PerToken, Uniform
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    PerSample,
+    PerToken,
+    Uniform,
+)
 from trainkit.errors import TrainkitError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -118,6 +124,66 @@ def test_measured_run_resumed_early_is_scaled_once(tmp_path: Path, after: int) -
         factors = [row[0] / 0.05 for row in rest.curve]
         assert factors[-1] == pytest.approx(scaling.k, rel=1e-9)
         assert all(row[1] == pytest.approx(4 * row[0]) for row in rest.curve)
+
+
+class Stateful:
+    """Goes on with the batch that a checkpoint has come to."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:  # so that Lightning fetches none ahead
+        return len(SIZES)
+
+    def __iter__(self) -> Any:
+        while self.given < len(SIZES):
+            self.given += 1
+            yield torch.ones(SIZES[self.given - 1], 1, dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+@pytest.mark.parametrize("after", [1, 4, 5, 9, 14])
+def test_measured_run_resumed_early_equals_the_uninterrupted_one(
+    tmp_path: Path, after: int
+) -> None:
+    """What was measured so far is in the checkpoint."""
+
+    def run(*more: Any, **how: Any) -> Any:
+        callbacks = [linear(), AccumulationCallback(Uniform()), *more]
+        how = {"loader": Stateful(), "max_epochs": 1, **how}
+        return fit(Scheduled(None), *callbacks, **how).curve
+
+    path = tmp_path / "one.ckpt"
+    whole = run(Saves(path, after))
+    rest = run(ckpt_path=path)
+    assert len(rest) == len(whole) - after // WINDOW
+    assert deviation(rest, whole[after // WINDOW :]) <= EXACT
+
+
+class StepsBySix(AccumulationMixin, Scheduled):
+    """Manual optimization with windows of a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.accumulate(super().training_step(batch, batch_idx), batch)
+        if self.window_ends(batch_idx, every=6):
+            self.finish_window()
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+
+def test_window_of_its_own_size_is_followed() -> None:
+    module = fit(StepsBySix(), linear(reference_batch=3), window=1)
+    assert module.effective_batch.accumulate == 6
+    assert deviation(module.curve, times(plain(None, 4), [6.0] * 4)) <= EXACT
 
 
 def test_measure_in_another_unit_is_not_taken_over(tmp_path: Path) -> None:

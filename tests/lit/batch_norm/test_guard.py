@@ -17,7 +17,7 @@ POLICIES = get_args(PolicyName)
 
 
 def test_unknown_policy_is_refused() -> None:
-    match = r"BatchNormGuard policy: must be one of \['warn', .*received 'freez'"
+    match = r"BatchNormGuard policy: must be one of \['warn', .*received 'melt'"
     with pytest.raises(TrainkitError, match=match):
         BatchNormGuard("melt")  # type: ignore[arg-type]
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
-from torch.nn.parameter import is_lazy
-from torchmetrics import Metric, MetricCollection
 
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.batch_norm.recalibrate import recalibrate
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
 from trainkit.lit.base import has_callback
+from trainkit.lit.batch_norm.aside import muted, other_buffers_kept, seed
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.samples import (
     loader_of_samples,
@@ -83,18 +77,18 @@ class Recalibrate(Policy):
         loader = loader_of_samples(trainer, self._num_batches, seed=SEED)
 
         def batches() -> Iterator[Any]:
-            _seed(SEED)
+            seed(SEED)
             for index, batch in enumerate(loader()):
                 yield on_device(trainer, module, batch), index
                 if index + 1 == self._num_batches:
                     return
                 # Passes end at different layers, and have drawn more or fewer.
-                _seed(SEED + index + 1)
+                seed(SEED + index + 1)
 
         with (
             isolate_rng(),
-            _muted(module),
-            _other_buffers_kept(module, self._layers),
+            muted(module),
+            other_buffers_kept(module, self._layers),
             self._as_in_training(trainer, module),
         ):
             with trainer.strategy.precision_plugin.train_step_context():
@@ -150,85 +144,6 @@ class Recalibrate(Policy):
             trainer.state.stage = stage
             for each, mode in modes.items():
                 each.training = mode
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-@contextlib.contextmanager
-def _other_buffers_kept(module: Any, layers: dict[str, BatchNorm]) -> Iterator[None]:
-    """Queues, centres, codebooks: what a forward pass in training moves."""
-    concerned = set(layers.values())
-    kept = [
-        (each, name, buffer, buffer.clone())
-        for each in module.modules()
-        if each not in concerned
-        for name, buffer in each.named_buffers(recurse=False)
-        if not is_lazy(buffer)
-    ]
-    try:
-        yield
-    finally:
-        for each, name, buffer, copied in kept:
-            buffer.copy_(copied)
-            setattr(each, name, buffer)
-
-
-@contextlib.contextmanager
-def _muted(module: Any) -> Iterator[None]:
-    """Nothing is logged, and metrics count nothing."""
-    names = [n for n in ("log", "log_dict", "log_exact") if hasattr(module, n)]
-    overridden = {n: vars(module)[n] for n in names if n in vars(module)}
-    metrics = _outermost_metrics(module)
-    for name in names:
-        setattr(module, name, _say_nothing)
-    for path, metric in metrics.items():
-        module.set_submodule(path, copy.deepcopy(metric, _detached(metric)))
-    try:
-        yield
-    finally:
-        for path, metric in metrics.items():
-            module.set_submodule(path, metric)
-        for name in names:
-            delattr(module, name)
-        for name, value in overridden.items():
-            setattr(module, name, value)
-
-
-def _detached(metric: Any) -> dict[int, Tensor]:
-    """What `deepcopy` is to take for values that hang on a graph, which it refuses: a
-    metric keeps the loss that it was given."""
-    found: dict[int, Tensor] = {}
-
-    def note(value: Any) -> None:
-        if isinstance(value, Tensor):
-            if not value.is_leaf:
-                found[id(value)] = value.detach().clone()
-        elif isinstance(value, list | tuple):
-            for each in value:
-                note(each)
-        elif isinstance(value, dict):
-            note(list(value.values()))
-
-    for each in metric.modules():
-        note(vars(each))
-    return found
-
-
-def _outermost_metrics(module: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path, each in module.named_modules(remove_duplicate=False):
-        inside = any(path.startswith(f"{other}.") for other in found)
-        if path and not inside and isinstance(each, Metric | MetricCollection):
-            found[path] = each
-    return found
-
-
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _refuse_unusable_step(module: Any) -> None:
