@@ -225,3 +225,13 @@ def test_plans_that_are_resumed_change_in_mid_epoch() -> None:
     for plan in RESUMED:
         windows = windows_of_plan(*PLANS[plan], token_counts())
         assert any(len({len(w) for w in ws[:-1]}) > 1 for ws in windows)
+
+
+def test_tokens_that_nobody_counted_are_spoken_of(tmp_path: Path) -> None:
+    """A plan by steps counts none, and the one by tokens that resumes it starts at 0."""
+    by_steps = AccumulationSchedule({0: 2, 3: 4}, unit="step")
+    fitted("mixin", by_steps, Keeping(tmp_path), loader=Resumable())
+    by_tokens = AccumulationSchedule({0: 2, 50: 4}, unit="tokens")
+    path = sorted(tmp_path.iterdir())[5]
+    with pytest.warns(UserWarning, match="went by the step and counted no tokens"):
+        fitted("mixin", by_tokens, loader=Resumable(), resume=path)

@@ -120,13 +120,8 @@ class Accumulator:
         self._averaged = averaged_by_ddp(module)
         self._is_looked_at = False
         self.parameters: list[Tensor] = []
-        if nonfinite == "skip" and self.ranks.backend_sums:
-            raise TrainkitError(
-                "nonfinite='skip': not possible where backward passes communicate "
-                f"(aggregation={self.ranks.aggregation!r} over {self.ranks.size} "
-                "ranks), since a rank that skips one leaves the others waiting. Use "
-                "'raise', or 'allow' with a gradient scaler."
-            )
+        if nonfinite == "skip":
+            refusals.refuse_skips_between_ranks(self.ranks)
 
     @property
     def num_micro_batches(self) -> int:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, is_joining
 from trainkit.core.gradients import have_gradients
+from trainkit.core.ranks import Ranks
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
@@ -158,4 +159,14 @@ def refuse_dividing_backward(backward: Any) -> None:
             f"backward=accelerator.backward: it divides the loss by its own "
             f"gradient_accumulation_steps={steps}, and the window is divided already. "
             f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
+        )
+
+
+def refuse_skips_between_ranks(ranks: Ranks) -> None:
+    if ranks.backend_sums:
+        raise TrainkitError(
+            "nonfinite='skip': not possible where backward passes communicate "
+            f"(aggregation={ranks.aggregation!r} over {ranks.size} ranks), since a "
+            "rank that skips one leaves the others waiting. Use 'raise', or 'allow' "
+            "with a gradient scaler."
         )
