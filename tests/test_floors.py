@@ -37,6 +37,11 @@ def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
     assert loaded_by(f"import {package}; dir({package})") == set()
 
 
+@pytest.mark.parametrize("module", ["effective", "scaling", "stages", "window_size"])
+def test_plain_arithmetic_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by(f"from trainkit.core.{module} import *") == set()
+
+
 def test_core_loads_torch_alone() -> None:
     use = """
 import torch

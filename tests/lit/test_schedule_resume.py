@@ -228,7 +228,7 @@ def test_plans_that_are_resumed_change_in_mid_epoch() -> None:
 
 
 def test_tokens_that_nobody_counted_are_spoken_of(tmp_path: Path) -> None:
-    """A plan by steps counts none, and the one by tokens that resumes it starts at 0."""
+    """A plan by steps counts none; one by tokens that resumes it starts at 0."""
     by_steps = AccumulationSchedule({0: 2, 3: 4}, unit="step")
     fitted("mixin", by_steps, Keeping(tmp_path), loader=Resumable())
     by_tokens = AccumulationSchedule({0: 2, 50: 4}, unit="tokens")
