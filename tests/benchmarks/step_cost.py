@@ -11,7 +11,9 @@ of the bare loop.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import io
 import random
 import time
 import warnings
@@ -28,7 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from tests.helpers import quiet_lightning, trainer
-from trainkit import AccumulationCallback, AccumulationMixin, PerToken, WindowMonitor
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    AccumulationSchedule,
+    BatchNormGuard,
+    LRScaling,
+    PerToken,
+    WindowMonitor,
+)
 
 ACCUMULATE = 4
 Batch = dict[str, Tensor]
@@ -86,13 +96,15 @@ def run_lightning(
     module: Plain, batches: Loader, callbacks: Iterable[pl.Callback] = ()
 ) -> float:
     monitored = any(isinstance(c, WindowMonitor) for c in callbacks)
+    scheduled = any(isinstance(c, AccumulationSchedule) for c in callbacks)
     fit = trainer(
-        ACCUMULATE,
+        1 if scheduled else ACCUMULATE,
         max_epochs=1,
         callbacks=list(callbacks),
         logger=DummyLogger() if monitored else False,
     )
-    fit.fit(module, batches)
+    with contextlib.redirect_stdout(io.StringIO()):  # the table before training
+        fit.fit(module, batches)
     return module.seconds
 
 
@@ -104,8 +116,17 @@ CONTESTANTS: dict[str, Callable[[nn.Module, Loader], float]] = {
         Plain(net), data, [AccumulationCallback(PerToken())]
     ),
     "trainkit mixin": lambda net, data: run_lightning(Mixed(net), data),
-    "trainkit, everything on": lambda net, data: run_lightning(
+    "mixin, monitor": lambda net, data: run_lightning(
         Mixed(net), data, [WindowMonitor(50)]
+    ),
+    "mixin, rates, schedule, BN": lambda net, data: run_lightning(
+        Mixed(net),
+        data,
+        [
+            AccumulationSchedule({0: ACCUMULATE}),
+            LRScaling("linear", reference_batch=1, micro_batch=1, warmup_steps=100),
+            BatchNormGuard("momentum"),
+        ],
     ),
 }
 

@@ -185,7 +185,7 @@ def test_several_loaders_that_disagree_are_not_known(kind: str) -> None:
     asks = asked(loader, module=module)
     assert set(asks.found) == {None}
     assert (
-        "the loader does not say it, and no window has closed that holds it"
+        "the loader does not say it, and the tensors of a batch have no leading"
         in (asks.errors[-1])
     )
 

@@ -154,17 +154,28 @@ def test_values_before_and_after_are_logged(tmp_path: Path) -> None:
         assert values[f"{key}/after"] == pytest.approx(after)
 
 
-def test_values_are_logged_again_where_the_window_changes() -> None:
-    seen: list[float] = []
+def test_hyperparameters_are_logged_once_and_later_changes_as_metrics() -> None:
+    """MLflow, for one, refuses another value of a parameter."""
+    parameters: list[float] = []
+    seen: list[tuple[float, float, int | None]] = []
 
     class Logger(DummyLogger):
         def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-            seen.append(params["lr_scaling"]["k"])
+            parameters.append(params["lr_scaling"]["k"])
+
+        def log_metrics(
+            self, metrics_: Any = None, step: Any = None, **how: Any
+        ) -> None:  # type: ignore[override]
+            found = metrics_ or how["metrics"]
+            if "lr_scaling/k" in found:
+                size = found["lr_scaling/effective_batch"]
+                metrics.append((found["lr_scaling/k"], size, step))
 
     schedule = AccumulationSchedule({0: 1, 4: 2, 7: 5}, unit="step")
     callbacks = [AccumulationCallback(Uniform()), schedule, linear()]
     fit(Scheduled(None), *callbacks, window=1, logger=Logger(), log_every_n_steps=1)
-    assert seen == [2.0, 4.0, 10.0]
+    assert parameters == [2.0]
+    assert seen == [(4.0, 6.0, 4), (10.0, 15.0, 7)]
 
 
 # ---- schedulers by frequency ---------------------------------------------------------

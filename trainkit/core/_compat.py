@@ -70,3 +70,8 @@ LAST_RATES = "_last_lr"
 def nested_schedulers(scheduler: Any) -> list[Any]:
     """The schedulers inside a `SequentialLR` or a `ChainedScheduler`."""
     return list(getattr(scheduler, "_schedulers", ()))
+
+
+def scheduler_milestones(scheduler: Any) -> list[int]:
+    """With which step each scheduler inside a `SequentialLR` but the first begins."""
+    return scheduler._milestones

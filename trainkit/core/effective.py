@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 from trainkit.errors import TrainkitError
@@ -90,7 +91,7 @@ def check_unit(name: str, unit: str) -> None:
 
 
 def check_size(name: str, size: object) -> None:
-    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    is_number = isinstance(size, Real) and not isinstance(size, bool)
     if not is_number or not (0 < size < math.inf):  # type: ignore[operator]
         raise TrainkitError(
             f"{name}: must be a positive number, received {size!r}. Say how many "

@@ -87,13 +87,14 @@ class GroupChange:
         """Change them, also where a scheduler cycles beta1."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                self._apply_to(group)
+                self.apply_to(group)
         for scheduler in every_scheduler(schedulers):
             if "betas" in scheduler.optimizer.defaults:
                 for key in SCHEDULER_MOMENTA:
                     _change(vars(scheduler), key, self.beta1)
 
-    def _apply_to(self, group: dict[str, Any]) -> None:
+    def apply_to(self, group: dict[str, Any]) -> None:
+        """Change one group."""
         if "betas" in group:
             beta1, beta2, *rest = group["betas"]
             group["betas"] = (self.beta1(beta1), self.beta2(beta2), *rest)

@@ -211,6 +211,16 @@ def refuse_sde_overreach(rule: ScalingRule, beta: float, k: float) -> None:
         )
 
 
+def refuse_lost_half_life(beta2: float, k: float) -> None:
+    """A beta2 that has become 0 cannot be brought back."""
+    if half_life_beta(beta2, k) < 1e-12:
+        raise TrainkitError(
+            f"LRScaling rule='half-life': beta2 must stay above 0, and {beta2:g} ** "
+            f"{k:g} is 0: the second moment would forget everything in every step. Use "
+            f"rule='sqrt', a larger beta2 or a smaller batch."
+        )
+
+
 def warmed_up(factor: float, step: int, warmup_steps: int) -> float:
     """The factor on its way from 1 (Goyal et al. 2017, section 2.2, gradual warm-up).
 

@@ -51,18 +51,28 @@ class WindowOwner(OrderedCallback):
         strategy: says what a micro-batch weighs.
         accumulators: one for each optimizer, by its index.
         first_windows: those from which a size can be measured.
-        own_size: what manual optimization makes of a window's size, where it does not
-            go by the Trainer.
+        own_sizes: of the windows that manual optimization has asked for in the last
+            batch; none where Lightning ends them.
     """
 
     strategy: AccumulationStrategy
     accumulators: dict[int, Accumulator]
     first_windows: FirstWindows
-    own_size: int = 0
+    own_sizes: frozenset[int] = frozenset()
 
 
 def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     """Whether one of Lightning's callbacks is there, of either of its namespaces."""
     return any(
         cls.__name__ in names for each in callbacks for cls in type(each).__mro__
+    )
+
+
+def averages_statistics(trainer: Any) -> bool:
+    """Whether this is the extra epoch of `StochasticWeightAveraging`, which only
+    computes BatchNorm's statistics and takes no step."""
+    return any(
+        has_callback([each], "StochasticWeightAveraging")
+        and trainer.current_epoch > each.swa_end
+        for each in trainer.callbacks
     )

@@ -74,7 +74,8 @@ class WindowCallback(WindowOwner):
         self._num_closed = 0
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
-        self.own_size = self.longest_window = 0
+        self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
+        self.longest_window = 0
         self._warned_short_epoch = False
 
     # ---- what others ask -------------------------------------------------------------
@@ -264,6 +265,8 @@ class WindowCallback(WindowOwner):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batch_is_unfinished = False
+        if self.asked_sizes:
+            self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
         for steps in self._steps:
             steps.look()
 

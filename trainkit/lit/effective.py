@@ -33,7 +33,7 @@ def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBa
     if found is None:
         raise TrainkitError(
             f"effective batch: it is not known in {unit}: "
-            f"{_why_unknown(trainer, unit)} Ask again after the first window."
+            f"{why_unknown(trainer, unit)} Ask again after the first window."
         )
     return found
 
@@ -68,8 +68,8 @@ def find_effective_batch(
 def longest_window(trainer: Any) -> int:
     """How many micro-batches a full window has; an epoch may be shorter than that."""
     windows = windows_of(trainer)
-    own_size = 0 if windows is None else windows.own_size
-    size = own_size or int(trainer.accumulate_grad_batches)
+    own_sizes = () if windows is None else windows.own_sizes
+    size = max(own_sizes, default=int(trainer.accumulate_grad_batches))
     num_batches = trainer.num_training_batches
     return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
 
@@ -95,6 +95,11 @@ def train_loader(trainer: Any) -> Any:
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()  # as `estimated_stepping_batches` does
     return trainer.train_dataloader
+
+
+def loader_size(trainer: Any) -> int | None:
+    """By what a measure of an earlier run is known to be of such batches as these."""
+    return micro_batch_of(train_loader(trainer))
 
 
 def micro_batch_of(loader: Any) -> int | None:
@@ -137,7 +142,8 @@ def _weighs_tokens(strategy: AccumulationStrategy) -> bool:
     return not isinstance(strategy, PerSample | Uniform)  # a user's own may
 
 
-def _why_unknown(trainer: Any, unit: Unit) -> str:
+def why_unknown(trainer: Any, unit: Unit) -> str:
+    """In a sentence, for an error."""
     windows = windows_of(trainer)
     if windows is None:
         return (
@@ -149,7 +155,12 @@ def _why_unknown(trainer: Any, unit: Unit) -> str:
             f"{type(windows.strategy).__name__} does not weigh tokens. Use PerToken(), "
             f"or count in samples."
         )
-    return "the loader does not say it, and no window has closed that holds it."
+    if not len(windows.first_windows):
+        return "the loader does not say it, and no window has closed yet."
+    return (
+        "the loader does not say it, and the tensors of a batch have no leading "
+        "dimension in common."
+    )
 
 
 def check_measurable(trainer: Any, unit: Unit) -> None:
@@ -161,7 +172,7 @@ def check_measurable(trainer: Any, unit: Unit) -> None:
     windows = windows_of(trainer)
     if windows is None or (unit == "tokens" and not _weighs_tokens(windows.strategy)):
         raise TrainkitError(
-            f"effective batch: it is not known in {unit}: {_why_unknown(trainer, unit)}"
+            f"effective batch: it is not known in {unit}: {why_unknown(trainer, unit)}"
         )
 
 

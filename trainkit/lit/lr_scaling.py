@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from trainkit.core.effective import (
     EffectiveBatch,
@@ -21,17 +21,23 @@ from trainkit.core.scaling import (
 )
 from trainkit.errors import TrainkitError
 from trainkit.lit import lr_scaling_checks as checks
-from trainkit.lit.base import OrderedCallback
+from trainkit.lit._compat import logged_step
+from trainkit.lit.base import OrderedCallback, averages_statistics
 from trainkit.lit.effective import (
     check_measurable,
     find_effective_batch,
+    loader_size,
     longest_window,
     steps_taken,
     windows_of,
 )
 from trainkit.lit.ema import ModelAverages
 from trainkit.lit.plan import Row, show
-from trainkit.lit.scaled_optimizer import ScaledOptimizer
+from trainkit.lit.scaled_optimizer import (
+    ScaledOptimizer,
+    leave_scaled,
+    unscale_leftovers,
+)
 
 
 class LRScaling(OrderedCallback):
@@ -101,14 +107,13 @@ class LRScaling(OrderedCallback):
                 f"received {warmup_steps!r}. 0 scales at once."
             )
         self.rule = rule
-        self.reference_batch = reference_batch
+        self.reference_batch = float(reference_batch)
         self.unit: Unit = unit
         self.micro_batch = micro_batch
         self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
         self.ema_decay = ema_decay
         self.scheduler_rates = scheduler_rates
-        self._left_scaled: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._forget()
 
     def _forget(self) -> None:
@@ -118,6 +123,8 @@ class LRScaling(OrderedCallback):
         self._restored: dict[str, Any] | None = None
         self._known = self.micro_batch
         self._done: tuple[int, int] | None = None
+        self._has_logged_k: float | None = None
+        self._loader_size: int | None = None
 
     @property
     def k(self) -> float:
@@ -136,6 +143,7 @@ class LRScaling(OrderedCallback):
         if stage == "fit":
             self._forget()
             self.take_place(trainer)
+            unscale_leftovers(pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         checks.announce_rate_finder(trainer, self)
@@ -143,16 +151,30 @@ class LRScaling(OrderedCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         saved = self._restored or {}
         self._restored = None
-        self._known = self.micro_batch
-        if (
-            find_effective_batch(trainer, unit=self.unit, micro_batch=self._known)
-            is None
-        ):
-            self._known = saved.get("measured", {}).get(self.unit)
         checks.announce_frequency(trainer)
         checks.announce_foreign_schedulers(trainer, self.scheduler_rates)
-        states = saved.get("optimizers", {})
-        before = dict(self._left_scaled)
+        self._loader_size = loader_size(trainer)
+        self._known = self.micro_batch or self._measured_before(trainer, saved)
+        self._take_over_optimizers(trainer, saved.get("optimizers", {}))
+        if self.ema_decay:
+            self._averages = ModelAverages(
+                trainer, pl_module, self.ema_decay, saved_k=saved.get("average_k", 1.0)
+            )
+        if not self._follow(trainer):
+            check_measurable(trainer, self.unit)
+        checks.refuse_stages_out_of_reach(trainer, self)
+        self._log(trainer, saved_k=saved.get("k"))
+        self.show_plan(trainer, pl_module)
+
+    def _measured_before(self, trainer: Any, saved: dict[str, Any]) -> float | None:
+        """What an earlier run has measured, unless the loader now says it."""
+        known = find_effective_batch(trainer, unit=self.unit)
+        measured = saved.get("measured", {})
+        if known is not None or measured.get("loader") != self._loader_size:
+            return None
+        return measured.get(self.unit)
+
+    def _take_over_optimizers(self, trainer: Any, states: dict[int, Any]) -> None:
         for index, optimizer in enumerate(trainer.optimizers):
             scaled = ScaledOptimizer(
                 optimizer,
@@ -161,20 +183,9 @@ class LRScaling(OrderedCallback):
                 weight_decay=self.weight_decay,
                 scheduler_rates=self.scheduler_rates or (),
             )
-            # A module may return the very optimizer that an earlier fit has scaled.
-            state = states.get(index) or before.get(optimizer)
-            if state is not None:
-                scaled.load_state_dict(state)
+            if index in states:
+                scaled.load_state_dict(states[index])
             self.scaled.append(scaled)
-        if self.ema_decay:
-            self._averages = ModelAverages(
-                trainer, pl_module, self.ema_decay, saved_k=saved.get("average_k", 1.0)
-            )
-        if not self._follow(trainer):
-            check_measurable(trainer, self.unit)
-        checks.refuse_stages_out_of_reach(trainer, self)
-        self._log(trainer)
-        self.show_plan(trainer, pl_module)
 
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
         reference = f"reference {brief(self.reference_batch)}"
@@ -204,13 +215,15 @@ class LRScaling(OrderedCallback):
     # ---- while training --------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._done = None  # the loader may be another one
         self._follow_and_log(trainer)  # before others read the rates of the epoch
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        size = trainer.accumulate_grad_batches
-        if batch_idx % size == 0:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            for scaled in self.scaled:
+                scaled.adopt(trainer.lr_scheduler_configs)
             self._follow_and_log(trainer)
 
     def on_before_optimizer_step(
@@ -220,36 +233,46 @@ class LRScaling(OrderedCallback):
             return
         # This window has just closed: its own step is already scaled by its size.
         self._done = None
-        self._follow(trainer)
+        if not self._follow(trainer):
+            checks.refuse_unmeasured(trainer, self.unit)
         windows = windows_of(trainer)
         if windows is not None and windows.first_windows.is_complete:
             assert self.effective_batch is not None
             self._known = self.effective_batch.micro_batch
             self._log(trainer)
-            if trainer.is_global_zero:
-                batch = [("step", str(self.effective_batch))]
-                show([*batch, *self.plan(trainer, pl_module)])
+            self._show_again(trainer, pl_module)
 
     def _is_known(self, trainer: Any) -> bool:
         batch = self.effective_batch
         return self._known is not None or (batch is not None and batch.is_exact)
 
+    def _show_again(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            batch = [("step", str(self.effective_batch))]
+            show([*batch, *self.plan(trainer, pl_module)])
+
     def _follow_and_log(self, trainer: Any) -> None:
-        before = self._k_or_none()
         self._follow(trainer)
-        if self._k_or_none() != before:
+        if self._is_known(trainer) and self._has_logged_k != self.k:
             self._log(trainer)
+            if checks.has_windows_of_its_own(trainer):
+                self._show_again(trainer, trainer.lightning_module)
 
     def _follow(self, trainer: Any) -> bool:
         """Scale to the window under way; False where its size is not known yet."""
         step = steps_taken(trainer)
         now = longest_window(trainer), min(step, self.warmup_steps)
-        if now == self._done:
+        if now == self._done or averages_statistics(trainer):
             return True
+        checks.refuse_windows_of_several_sizes(trainer)
         batch = find_effective_batch(trainer, unit=self.unit, micro_batch=self._known)
         if batch is None:
             return False
         self._done = now
+        before = self.effective_batch
+        if before is not None and before.micro_batch == batch.micro_batch:
+            measured = max(before.windows_measured, batch.windows_measured)
+            batch = replace(batch, windows_measured=measured)
         self.effective_batch = batch
         for scaled in self.scaled:
             scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
@@ -257,12 +280,23 @@ class LRScaling(OrderedCallback):
             self._averages.follow(self.k)
         return True
 
-    def _k_or_none(self) -> float | None:
-        return None if self.effective_batch is None else self.k
+    def _log(self, trainer: Any, *, saved_k: float | None = None) -> None:
+        """The reference, the effective batch, k, and each value before and after.
 
-    def _log(self, trainer: Any) -> None:
-        """The reference, the effective batch, k, and each value before and after."""
-        if self.effective_batch is None:
+        Hyperparameters are logged once: some loggers refuse another value. What
+        changes later is a metric.
+        """
+        if self.effective_batch is None or not self._is_known(trainer):
+            return
+        is_first = self._has_logged_k is None and saved_k in (None, self.k)
+        self._has_logged_k = self.k
+        if not is_first:
+            changed = {"k": self.k, "effective_batch": self.effective_batch.size}
+            for logger in trainer.loggers:
+                logger.log_metrics(
+                    {f"lr_scaling/{name}": value for name, value in changed.items()},
+                    step=logged_step(trainer),
+                )
             return
         values: dict[str, Any] = {
             "reference_batch": self.reference_batch,
@@ -290,7 +324,7 @@ class LRScaling(OrderedCallback):
 
     def _leave(self) -> None:
         for scaled in self.scaled:
-            self._left_scaled[scaled.optimizer] = scaled.state_dict()
+            leave_scaled(scaled)
         if self._averages is not None:
             self._averages.restore()
             self._averages = None
@@ -304,8 +338,10 @@ class LRScaling(OrderedCallback):
         state: dict[str, Any] = {"optimizers": states, "average_k": 1.0}
         if self._averages is not None:
             state["average_k"] = self._averages.k
+        if self.effective_batch is not None:
+            state["k"] = self.k
         if self.micro_batch is None and self._known is not None:
-            state["measured"] = {self.unit: self._known}
+            state["measured"] = {self.unit: self._known, "loader": self._loader_size}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

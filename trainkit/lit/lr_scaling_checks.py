@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from trainkit.core.effective import Unit
 from trainkit.core.learning_rates import every_scheduler
 from trainkit.errors import TrainkitError
 from trainkit.lit.base import has_callback
-from trainkit.lit.effective import find_effective_batch
+from trainkit.lit.effective import find_effective_batch, why_unknown, windows_of
 from trainkit.lit.schedule import AccumulationSchedule
 
 
@@ -37,6 +38,31 @@ def announce_rate_finder(trainer: Any, scaling: Any) -> None:
             f"{scaling.reference_batch:g}) then scales what it finds once more. Set "
             f"reference_batch={size} to train with the rate that it finds.",
             stacklevel=2,
+        )
+
+
+def refuse_unmeasured(trainer: Any, unit: Unit) -> None:
+    raise TrainkitError(
+        f"LRScaling: a window has closed, and it cannot be told how many {unit} it "
+        f"had: {why_unknown(trainer, unit)} Say it: LRScaling(micro_batch=...)."
+    )
+
+
+def has_windows_of_its_own(trainer: Any) -> bool:
+    """Whether manual optimization makes windows of another size than the Trainer's."""
+    windows = windows_of(trainer)
+    own = frozenset() if windows is None else windows.own_sizes
+    return bool(own) and max(own) != trainer.accumulate_grad_batches
+
+
+def refuse_windows_of_several_sizes(trainer: Any) -> None:
+    windows = windows_of(trainer)
+    sizes = [] if windows is None else sorted(windows.own_sizes)
+    if len(sizes) > 1:
+        raise TrainkitError(
+            f"LRScaling: one effective batch serves all optimizers, and their windows "
+            f"have {sizes} micro-batches (window_ends(every=...)). Give them one size, "
+            f"or scale their rates yourself, by self.effective_batch."
         )
 
 

@@ -168,7 +168,7 @@ class AccumulationMixin(_Base):
             )
         windows = self._windows()
         num_expected = every or self.trainer.accumulate_grad_batches
-        windows.own_size = every or 0
+        windows.asked_sizes.add(int(num_expected))
         windows.longest_window = max(windows.longest_window, num_expected)
         return window_ends(self.trainer, batch_idx, num_expected)
 

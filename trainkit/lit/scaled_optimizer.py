@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
+from torch.optim.swa_utils import SWALR
 
 from trainkit.core.effective import brief
 from trainkit.core.learning_rates import GroupChange, multiply_rates
@@ -15,7 +18,9 @@ from trainkit.core.scaling import (
     WEIGHT_DECAY,
     ScalingRule,
     checked_factor,
+    half_life_beta,
     make_rule,
+    refuse_lost_half_life,
     refuse_sde_overreach,
     rule_for,
     time_scale_weight_decay,
@@ -51,20 +56,48 @@ class ScaledOptimizer:
         scheduler_rates: Sequence[str],
     ) -> None:
         self.optimizer = optimizer
-        self.schedulers = [
-            config.scheduler
-            for config in configs
-            if config.scheduler.optimizer is optimizer
-        ]
+        self.schedulers = _schedulers_of(optimizer, configs)
         self.rule: ScalingRule = make_rule(rule) or rule_for(type(optimizer))
         self._weight_decay = weight_decay
         self._scheduler_rates = scheduler_rates
         self.factor = self.target = self.decay = 1.0
         self.k = 1.0
+        self._num_groups = len(optimizer.param_groups)
         self._refuse_unsuitable()
+
+    def adopt(self, configs: Sequence[Any]) -> None:
+        """Take in a scheduler that has come in the middle of training:
+        `StochasticWeightAveraging` puts its own in the place of the module's."""
+        found = _schedulers_of(self.optimizer, configs)
+        for scheduler in found:
+            if scheduler not in self.schedulers and isinstance(scheduler, SWALR):
+                # The rates that it found are scaled; the one to go to is not.
+                for group in self.optimizer.param_groups:
+                    group["swa_lr"] = group["swa_lr"] * self.factor
+        self.schedulers = found
+
+    def _take_in_new_groups(self) -> None:
+        """Finetuning adds groups later on."""
+        new = self.optimizer.param_groups[self._num_groups :]
+        self._num_groups += len(new)
+        if not new:
+            return
+        k, decay = self.k, self.decay
+        self.k = self.decay = 1.0
+        for group in new:
+            self._change_others(k, decay).apply_to(group)
+        self.k, self.decay = k, decay
+        warnings.warn(
+            f"{type(self.optimizer).__name__}: {len(new)} group(s) of parameters were "
+            f"added while it trains. LRScaling takes their rates as they stand, since "
+            f"those may come from rates that are scaled already: where you give a rate "
+            f"for the reference batch, multiply it by {self.factor:g}.",
+            stacklevel=2,
+        )
 
     def follow(self, k: float, *, step: int, warmup_steps: int) -> None:
         """Go to k times the reference batch, or on towards it."""
+        self._take_in_new_groups()
         self.check_reach(k)
         self.target = checked_factor(f"rule {self.rule.name}", self.rule.lr, k)
         factor = warmed_up(self.target, step, warmup_steps)
@@ -84,6 +117,9 @@ class ScaledOptimizer:
 
     def check_reach(self, k: float) -> None:
         """Refuse a k that the rule cannot follow."""
+        if self.rule.beta2 is half_life_beta:
+            for group in self.optimizer.param_groups:
+                refuse_lost_half_life(self._betas(group)[-1], k / self.k)
         for group in self.optimizer.param_groups:
             betas = self._betas(group)
             if "betas" in group and "base_momentum" in group:
@@ -187,6 +223,32 @@ class ScaledOptimizer:
                     f"the gradient and then divides by the gradient's size, so that "
                     f"weights have no time scale. Use AdamW, or another rule."
                 )
+
+
+LEFT_SCALED: WeakSet[Any] = WeakSet()
+"""Optimizers that a fit has left scaled, for whoever looks at them afterwards."""
+
+
+def leave_scaled(scaled: ScaledOptimizer) -> None:
+    """Remember that an optimizer stands scaled when its fit is over."""
+    scaled.optimizer.trainkit_scaling = scaled
+    LEFT_SCALED.add(scaled.optimizer)
+
+
+def unscale_leftovers(module: Any) -> None:
+    """Bring back the optimizers of a module that an earlier fit has left scaled: the
+    module may return the very same ones again, under new schedulers."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in list(LEFT_SCALED):
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(parameter) in own for parameter in held):
+            optimizer.trainkit_scaling.follow(1.0, step=0, warmup_steps=0)
+            LEFT_SCALED.discard(optimizer)
+
+
+def _schedulers_of(optimizer: Any, configs: Sequence[Any]) -> list[Any]:
+    schedulers = [config.scheduler for config in configs]
+    return [each for each in schedulers if each.optimizer is optimizer]
 
 
 def _apply(formula: Callable[[Any, float], Any], ratio: float, value: Any) -> Any:

@@ -12,6 +12,7 @@ from trainkit.core.stages import Stages, StageUnit
 from trainkit.core.window import WindowStats
 from trainkit.core.window_size import WindowSize
 from trainkit.lit import schedule_checks as checks
+from trainkit.lit._compat import num_batches_seen
 from trainkit.lit.base import OrderedCallback, has_callback
 from trainkit.lit.effective import num_replicas, steps_taken, train_loader
 from trainkit.lit.plan import Row
@@ -135,8 +136,8 @@ class AccumulationSchedule(OrderedCallback):
             self._set(trainer, size, first_batch=first)
             self._restored = None
         else:
-            first = self.stages.at(self._position(trainer))
-            self._set(trainer, first, first_batch=0)
+            # A run that was resumed without a schedule's state may be in mid-epoch.
+            self._open(trainer, first_batch=num_batches_seen(trainer))
         checks.look_for_wrong_totals(trainer, self)
         self.show_plan(trainer, pl_module)
 

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, SequentialLR
 
+from trainkit.core._compat import nested_schedulers, scheduler_milestones
 from trainkit.core.learning_rates import every_scheduler
 from trainkit.core.ranks import find_ranks
 from trainkit.core.stages import Stages
@@ -102,50 +103,85 @@ def refuse_endless(num_batches: Any, num_epochs: Any, max_steps: float) -> None:
         )
 
 
+TOTALS = {"total_steps", "T_max", "total_iters"}
+"""By what names torch's schedulers keep how long they go on."""
+
+
 def look_for_wrong_totals(trainer: Any, schedule: Any) -> None:
     """Name schedulers that were made for `estimated_stepping_batches`."""
     num_batches, num_epochs = trainer.num_training_batches, trainer.max_epochs
-    if num_batches == math.inf or num_epochs == -1 or schedule.stages.unit == "tokens":
+    if num_batches == math.inf or num_epochs == -1:
         return
     estimated = math.ceil(num_batches / schedule.stages.at(0)) * num_epochs
     if trainer.max_steps != -1:
         estimated = min(estimated, trainer.max_steps)
-    total = schedule.total_steps(trainer)
+    total = None  # by tokens, nobody knows it beforehand
+    if schedule.stages.unit != "tokens":
+        total = schedule.total_steps(trainer)
     if estimated == total:
         return
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
             continue
         for scheduler in every_scheduler([config.scheduler]):
-            named = [n for n, value in _counts(scheduler) if value == estimated]
+            named = [n for n, value in _totals(scheduler) if value == estimated]
             if named:
                 _complain(scheduler, named[0], estimated, total)
 
 
-def _complain(scheduler: Any, name: str, estimated: int, total: int) -> None:
+def _complain(scheduler: Any, name: str, estimated: int, total: int | None) -> None:
     text = (
         f"{type(scheduler).__name__}: its {name} is {estimated}, which is what "
-        f"trainer.estimated_stepping_batches says for windows of the first size; "
-        f"with AccumulationSchedule training takes {total} optimizer steps. In "
-        f"configure_optimizers, take schedule.total_steps(self.trainer)."
+        f"trainer.estimated_stepping_batches says for windows of the first size"
     )
-    if isinstance(scheduler, OneCycleLR) and total > estimated:
+    if total is None:
+        text += (
+            ", and AccumulationSchedule changes that with the tokens it counts. In "
+            "configure_optimizers, take schedule.total_steps(self.trainer, "
+            "tokens_per_micro_batch=...), or set max_steps and take that."
+        )
+    else:
+        text += (
+            f"; with AccumulationSchedule training takes {total} optimizer steps. In "
+            f"configure_optimizers, take schedule.total_steps(self.trainer)."
+        )
+    if isinstance(scheduler, OneCycleLR) and total is not None and total > estimated:
         raise TrainkitError(f"{text} It would raise at step {estimated + 1}.")
     warnings.warn(text, stacklevel=3)
 
 
-def _counts(scheduler: Any) -> Iterator[tuple[str, float]]:
-    """The numbers that a scheduler was made with, by name."""
-    held = [vars(scheduler)]
-    for function in getattr(scheduler, "lr_lambdas", ()):
-        if isinstance(function, functools.partial):
-            held.append(function.keywords)
-        elif inspect.isfunction(function):
-            held.append(dict(inspect.getclosurevars(function).nonlocals))
-            defaults = inspect.signature(function).parameters.values()
-            held.append({each.name: each.default for each in defaults})
-    for name, value in (pair for each in held for pair in each.items()):
-        # After a resume last_epoch may be any number.
-        is_made = not name.startswith("_") and name != "last_epoch"
-        if is_made and isinstance(value, int | float):
+def _totals(scheduler: Any) -> Iterator[tuple[str, float]]:
+    """The lengths that a scheduler was made with, by name."""
+    inside = nested_schedulers(scheduler)
+    if isinstance(scheduler, SequentialLR):
+        # The last one's own length is counted from its milestone on.
+        start = scheduler_milestones(scheduler)[-1]
+        yield from (
+            (f"{type(inside[-1]).__name__}.{name} + {start}", start + value)
+            for name, value in _totals(inside[-1])
+        )
+    is_known = type(scheduler).__module__.startswith("torch.")
+    is_constant = isinstance(scheduler, ConstantLR)  # whose total_iters is a beginning
+    for name, value in vars(scheduler).items():
+        is_length = not name.startswith("_") and name != "last_epoch"
+        if is_known:
+            is_length = name in TOTALS and not is_constant
+        if is_length and isinstance(value, int | float):
             yield name, value
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        for name, value in _numbers_of(function).items():
+            if isinstance(value, int | float):
+                yield name, value
+
+
+def _numbers_of(function: Any) -> Mapping[str, Any]:
+    """What a user's function was made with, wherever it keeps it."""
+    if isinstance(function, functools.partial):
+        return function.keywords
+    if not inspect.isfunction(function):
+        return vars(function)
+    defaults = inspect.signature(function).parameters.values()
+    return {
+        **inspect.getclosurevars(function).nonlocals,
+        **{each.name: each.default for each in defaults},
+    }
