@@ -32,7 +32,10 @@ def loaded_by(program: str) -> set[str]:
     return {name.partition(".")[0] for name in modules} & set(HEAVY)
 
 
-@pytest.mark.parametrize("package", ["trainkit", "trainkit.core", "trainkit.errors"])
+@pytest.mark.parametrize(
+    "package",
+    ["trainkit", "trainkit.core", "trainkit.core.batch_norm", "trainkit.errors"],
+)
 def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
     assert loaded_by(f"import {package}; dir({package})") == set()
 
@@ -46,6 +49,7 @@ def test_core_loads_torch_alone() -> None:
     use = """
 import torch
 from trainkit.core import *
+from trainkit.core.batch_norm import *
 from trainkit import PerSample, TrainkitError
 model = torch.nn.Linear(2, 1)
 accumulator = Accumulator(PerSample(), module=model)
@@ -62,7 +66,9 @@ def test_loading_is_noticed() -> None:
     assert "torch" in loaded_by("import torch")
 
 
-@pytest.mark.parametrize("package", ["trainkit", "trainkit.core"])
+@pytest.mark.parametrize(
+    "package", ["trainkit", "trainkit.core", "trainkit.core.batch_norm"]
+)
 def test_every_public_name_resolves(package: str) -> None:
     module = import_module(package)
     assert sorted(module.__all__) == sorted(dir(module))

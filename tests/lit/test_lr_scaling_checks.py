@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -61,6 +62,14 @@ pytestmark = pytest.mark.filterwarnings(
 def test_impossible_option_is_refused(options: Any, match: str) -> None:
     with pytest.raises(TrainkitError, match=match):
         LRScaling(**{"reference_batch": 8, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [numpy.int64, numpy.float32, numpy.float64, int])
+def test_number_of_numpy_is_a_number(kind: Any) -> None:
+    scaling = LRScaling(lambda k: kind(k), reference_batch=kind(3), micro_batch=kind(6))
+    module = fit(Scheduled(None), scaling)
+    assert scaling.k == 4.0
+    assert deviation([row[:2] for row in module.curve], [[0.2, 0.8]] * 10) <= EXACT
 
 
 def test_reference_batch_must_be_given() -> None:
@@ -169,7 +178,7 @@ def test_hyperparameters_are_logged_once_and_later_changes_as_metrics() -> None:
             found = metrics_ or how["metrics"]
             if "lr_scaling/k" in found:
                 size = found["lr_scaling/effective_batch"]
-                metrics.append((found["lr_scaling/k"], size, step))
+                seen.append((found["lr_scaling/k"], size, step))
 
     schedule = AccumulationSchedule({0: 1, 4: 2, 7: 5}, unit="step")
     callbacks = [AccumulationCallback(Uniform()), schedule, linear()]

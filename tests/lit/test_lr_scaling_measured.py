@@ -28,9 +28,12 @@ from tests.lit.scaled import (
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
+    AccumulationSchedule,
+    AccumulationStrategy,
     PerSample,
     PerToken,
     Uniform,
+    read_effective_batch,
 )
 from trainkit.errors import TrainkitError
 
@@ -243,6 +246,79 @@ def test_given_tokens_need_no_measuring() -> None:
     scaling = linear(unit="tokens", micro_batch=30, reference_batch=10)
     module = fit(Tokens(None), scaling, loader=tokens(COUNTS), max_epochs=1)
     assert deviation(module.curve, times(plain(None, 10), [6.0] * 10)) <= EXACT
+
+
+class PerRow(AccumulationStrategy):
+    """Ten tokens a row."""
+
+    def weight(self, batch: Any) -> float:
+        return 10.0 * len(batch)
+
+
+def run_tokens(batch: int, *more: Any, **how: Any) -> Any:
+    scaling = linear(unit="tokens", reference_batch=10)
+    callbacks = [AccumulationCallback(PerRow()), scaling, *more]
+    how = {"loader": data(batch, 20), "max_epochs": 1, **how}
+    return fit(Scheduled(None), *callbacks, **how), scaling
+
+
+@pytest.mark.parametrize("after", [4, 16, 20])
+@pytest.mark.parametrize("batch", [3, 6])
+def test_measured_tokens_are_carried_over_to_the_same_loader_only(
+    tmp_path: Path, after: int, batch: int
+) -> None:
+    """Another batch size is measured anew, from the first window on."""
+    path = tmp_path / "one.ckpt"
+    run_tokens(3, Saves(path, after))
+    module, scaling = run_tokens(batch, ckpt_path=path, max_epochs=2)
+    steps = 20 - after // WINDOW
+    k = float(batch * WINDOW)
+    assert deviation(module.curve, times(plain(None, steps), [k] * steps)) <= EXACT
+    assert scaling.k == k
+    assert scaling.effective_batch.windows_measured > 0 or (after, batch) != (4, 3)
+    asked = read_effective_batch(module.trainer, unit="tokens")
+    assert asked.size == 10 * batch * WINDOW
+
+
+def test_measured_batch_says_so_after_its_window_has_changed() -> None:
+    """EffectiveBatch.is_exact, and `(measured over 8 windows)`."""
+    scaling = linear(unit="tokens", reference_batch=10)
+    schedule = AccumulationSchedule({0: 1, 12: 4}, unit="step")
+    callbacks = [AccumulationCallback(PerRow()), schedule, scaling]
+    fit(Scheduled(None), *callbacks, loader=data(3, 20), window=1)
+    batch = scaling.effective_batch
+    assert batch is not None
+    assert (batch.accumulate, batch.size, batch.is_exact) == (4, 120, False)
+    assert str(batch).endswith("(measured over 8 windows)")
+
+
+# ---- what cannot be counted ----------------------------------------------------------
+
+
+class Graphs(Scheduled):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["nodes"], batch_idx)
+
+
+def graphs() -> Any:
+    """Tensors with no leading dimension in common."""
+    batch = {"nodes": torch.ones(5, 1, dtype=torch.float64), "edges": torch.ones(7)}
+    return DataLoader([batch] * 10, batch_size=None)  # type: ignore[arg-type]
+
+
+def test_samples_that_cannot_be_counted_are_refused_at_the_first_window() -> None:
+    module = Graphs(None)
+    callbacks = [AccumulationCallback(Uniform()), linear()]
+    match = "a window has closed.*no leading dimension in common.*micro_batch="
+    with pytest.raises(TrainkitError, match=match):
+        fit(module, *callbacks, loader=graphs())
+    assert len(module.curve) <= 1
+
+
+def test_given_samples_need_no_counting() -> None:
+    callbacks = [AccumulationCallback(Uniform()), linear(micro_batch=3)]
+    module = fit(Graphs(None), *callbacks, loader=graphs())
+    assert deviation(module.curve, times(plain(None, 10), [4.0] * 10)) <= EXACT
 
 
 # ---- several ranks -------------------------------------------------------------------

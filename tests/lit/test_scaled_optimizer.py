@@ -153,6 +153,19 @@ def test_sde_out_of_reach_is_refused_before_training() -> None:
     assert module.curve == []
 
 
+def test_half_life_that_forgets_all_is_refused_before_training() -> None:
+    """0.95 ** 16384 is 0, and nothing leads back from there."""
+    module = Scheduled(None, optimizer=MADE["Adam"])
+    scaling = LRScaling("half-life", reference_batch=1, micro_batch=16384)
+    with pytest.raises(TrainkitError, match="0.99 ..? 32768 is 0: the second moment"):
+        fit(module, scaling)
+    schedule = AccumulationSchedule({0: 1, 100: 16384}, unit="step")
+    scaling = LRScaling("half-life", reference_batch=1)
+    with pytest.raises(TrainkitError, match="0.99 ..? 49152 is 0"):
+        fit(module, AccumulationCallback(Uniform()), schedule, scaling, window=1)
+    assert module.curve == []
+
+
 def test_later_stage_out_of_reach_is_refused_before_training() -> None:
     module = Scheduled(None, optimizer=torch.optim.Adam)
     schedule = AccumulationSchedule({0: 1, 100: 6}, unit="step")

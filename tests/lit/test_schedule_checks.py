@@ -188,6 +188,22 @@ def nested(optimizer: Any, total: int) -> Any:
     return schedulers.ChainedScheduler([sequence])
 
 
+def warmed(optimizer: Any, total: int) -> Any:
+    parts = [
+        schedulers.LinearLR(optimizer, total_iters=2),
+        schedulers.CosineAnnealingLR(optimizer, total - 2),
+    ]
+    return schedulers.SequentialLR(optimizer, parts, [2])
+
+
+class Falls:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, step: int) -> float:
+        return max(0.0, 1 - step / self.length)
+
+
 class OneOfOnesOwn(schedulers.LRScheduler):
     def __init__(self, optimizer: Any, iterations: int) -> None:
         self.iterations = iterations
@@ -208,6 +224,15 @@ WRONG: dict[str, tuple[Make, str]] = {
     "closure": (closure, "LambdaLR: its total is 9"),
     "default": (default, "LambdaLR: its total is 9"),
     "nested": (nested, "CosineAnnealingLR: its T_max is 9"),
+    "warmed": (warmed, r"SequentialLR: its CosineAnnealingLR.T_max \+ 2 is 9"),
+    "object": (
+        lambda o, n: schedulers.LambdaLR(o, Falls(n)),
+        "LambdaLR: its length is 9",
+    ),
+    "method": (
+        lambda o, n: schedulers.LambdaLR(o, Falls(n).__call__),
+        "LambdaLR: its length is 9",
+    ),
     "own": (OneOfOnesOwn, "OneOfOnesOwn: its iterations is 9"),
     "one cycle": (
         lambda o, n: schedulers.OneCycleLR(o, 0.5, total_steps=n),
@@ -239,6 +264,56 @@ def test_scheduler_made_for_the_true_number_is_not_named(name: str) -> None:
         "mixin",
         AccumulationSchedule(PLAN),
         module=Scheduled(WRONG[name][0], true=True),
+    )
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.filterwarnings("ignore:Tried to step")
+def test_scheduler_made_for_the_estimate_is_named_under_tokens(name: str) -> None:
+    """Nobody knows the true number beforehand, so that nothing is refused."""
+    make, match = WRONG[name]
+    ours = AccumulationSchedule({0: 4, 5000: 2}, unit="tokens")
+    module = Scheduled(make, true=False)
+    with pytest.warns(UserWarning, match=match.split(".*")[0]) as said:
+        fitted("mixin", ours, module=module)
+    named = [str(w.message) for w in said if "tokens_per_micro_batch" in str(w.message)]
+    assert len(named) == 1
+    assert "AccumulationSchedule changes that with the tokens it counts" in named[0]
+
+
+PERIODS: dict[str, Make] = {
+    "StepLR": schedulers.StepLR,
+    "CosineAnnealingWarmRestarts": schedulers.CosineAnnealingWarmRestarts,
+    "ConstantLR": lambda o, n: schedulers.ConstantLR(o, total_iters=n),
+    "ExponentialLR": lambda o, n: schedulers.ExponentialLR(o, gamma=n),
+    "LambdaLR": lambda o, n: schedulers.LambdaLR(o, abs),  # which holds nothing
+    "SequentialLR": lambda o, n: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o), schedulers.StepLR(o, 2)], [n]
+    ),
+    "ReduceLROnPlateau": lambda o, n: schedulers.ReduceLROnPlateau(o, patience=n),
+}
+
+
+@pytest.mark.parametrize("unit", ["epoch", "tokens"])
+@pytest.mark.parametrize("name", PERIODS)
+def test_period_that_is_the_estimate_is_not_named(name: str, unit: Any) -> None:
+    """It says how often, and not how long. Filters turn any warning into an error."""
+
+    class Logs(Scheduled):
+        def configure_optimizers(self) -> Any:
+            optimizers, configs = super().configure_optimizers()
+            return optimizers, [{**configs[0], "monitor": "loss"}]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, batch_size=1)
+            return loss
+
+    plan = {0: 4, (1 if unit == "epoch" else 100): 2}
+    fitted(
+        "mixin",
+        AccumulationSchedule(plan, unit=unit),
+        module=Logs(PERIODS[name], true=False),
     )
 
 
@@ -275,16 +350,15 @@ def test_one_cycle_would_raise_where_the_refusal_says() -> None:
 SILENT: dict[str, dict[str, Any]] = {
     "by epoch": {"interval": "epoch"},
     "one size": {"plan": {0: 4}},
-    "tokens": {"plan": {0: 4, 90: 2}, "unit": "tokens"},
 }
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_scheduler_that_cannot_be_wrong_is_not_named(name: str) -> None:
-    how = {"plan": PLAN, "unit": "epoch", "interval": "step", **SILENT[name]}
+    how = {"plan": PLAN, "interval": "step", **SILENT[name]}
     fitted(
         "mixin",
-        AccumulationSchedule(how["plan"], unit=how["unit"]),
+        AccumulationSchedule(how["plan"]),
         module=Scheduled(
             schedulers.CosineAnnealingLR, true=False, interval=how["interval"]
         ),

@@ -18,6 +18,7 @@ from tests.lit.scheduling import (
     PLANS,
     SEQUENCES,
     Manual,
+    Watch,
     big_batch_over,
     fitted,
     off,
@@ -86,21 +87,32 @@ def test_resumed_between_epochs_equals_uninterrupted(
         assert fit.global_step == num_steps
 
 
-@pytest.mark.parametrize("at", [3, 5, 14])
-@pytest.mark.filterwarnings("ignore:accumulation. an open window")
-def test_resumed_without_the_state_of_the_schedule_deviates(
-    tmp_path: Path, at: int
-) -> None:
-    """Negative control: the size of the open window is not in the batch's number."""
+def resumed_without_its_state(folder: Path, at: int) -> float:
+    """How far off a run ends that lacks the schedule's state."""
     plan = "every step another"
-    end, _ = reference(plan)
-    fitted("mixin", schedule(plan), Keeping(tmp_path), loader=Resumable())
-    path = tmp_path / f"{at:02}.ckpt"
+    path = folder / "at.ckpt"
+    fitted("mixin", schedule(plan), Saving(path, at), loader=Resumable())
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["callbacks"]["AccumulationSchedule"]
     torch.save(checkpoint, path)
     again, _ = fitted("mixin", schedule(plan), loader=Resumable(), resume=path)
-    assert off(again, end) > NAIVE
+    return off(again, reference(plan)[0])
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 12])
+@pytest.mark.filterwarnings("ignore:accumulation. an open window")
+def test_resumed_inside_a_window_without_the_state_of_the_schedule_deviates(
+    tmp_path: Path, at: int
+) -> None:
+    """Negative control: where the open window began is not in the batch's number."""
+    assert resumed_without_its_state(tmp_path, at) > NAIVE
+
+
+@pytest.mark.parametrize("at", [0, 3, 8, 9, 14])
+def test_resumed_at_an_edge_without_the_state_equals_uninterrupted(
+    tmp_path: Path, at: int
+) -> None:
+    assert resumed_without_its_state(tmp_path, at) <= EXACT
 
 
 class Validated(Manual):
@@ -218,6 +230,24 @@ def test_schedule_added_to_a_checkpoint_begins_at_its_step(tmp_path: Path) -> No
     module, _ = fitted("mixin", ours, loader=Resumable(), resume=path)
     windows = windows_of_plan({0: 2, 7: 5}, "step", token_counts())
     assert off(module, big_batch_over(windows)) <= EXACT
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("size", [3, 5])
+def test_schedule_added_in_mid_epoch_begins_with_a_whole_window(
+    tmp_path: Path, size: int, front: str
+) -> None:
+    """At the edge of a window of four. By the batch's number alone, the next window
+    would end at batch 6 (or 5), where it has one micro-batch or two."""
+    path = tmp_path / "old.ckpt"
+    fitted(front, Saving(path, 3), loader=Resumable(), accumulate=4)
+    ours, watch = AccumulationSchedule({0: size}), Watch()
+    module, _ = fitted(front, ours, watch, loader=Resumable(), resume=path)
+    windows = windows_of_plan({0: size}, "epoch", token_counts())
+    first = [range(4), range(4, 4 + size), range(4 + size, 10)]
+    assert watch.stepped[:2] == [size - 1, 5]
+    assert off(module, big_batch_over([first, *windows[1:]])) <= EXACT
+    assert off(module, big_batch_over(windows)) > NAIVE
 
 
 def test_plans_that_are_resumed_change_in_mid_epoch() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from trainkit.errors import TrainkitError
@@ -192,7 +193,7 @@ def rule_for(optimizer_class: type) -> ScalingRule:
 def checked_factor(rule: str, factor: Factor, k: float) -> float:
     """A factor, which a callable of the user's may have got wrong."""
     value = factor(k)
-    if not isinstance(value, int | float) or not (0 < value < math.inf):
+    if not isinstance(value, Real) or not (0 < value < math.inf):  # type: ignore[operator]
         raise TrainkitError(
             f"LRScaling {rule}: the factor must be a positive number, and for k = "
             f"{k:g} it returned {value!r}."

@@ -74,6 +74,12 @@ def saves_weights_now(callback: Any, step: int) -> bool:
     return only and every >= 1 and step % every == 0
 
 
+def saves_weights_by_time(callback: Any) -> bool:
+    """Whether a `ModelCheckpoint` of weights alone is due by the clock."""
+    only = bool(getattr(callback, "save_weights_only", False))
+    return only and getattr(callback, "_train_time_interval", None) is not None
+
+
 def combined_loader(trainer: Any) -> Any:
     """All training loaders, with how they are put together."""
     return trainer.fit_loop._combined_loader

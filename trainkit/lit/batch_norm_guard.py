@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
-from trainkit.core.batch_norm.layers import num_sharing_ranks, training_layers
+from trainkit.core.batch_norm.layers import (
+    BatchNorm,
+    every_layer,
+    is_training,
+    num_sharing_ranks,
+)
 from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
-from trainkit.lit.base import OrderedCallback, has_callback
+from trainkit.lit.base import OrderedCallback
 from trainkit.lit.batch_norm.announce import (
     Announce,
     look_at_last_batch,
@@ -17,25 +22,14 @@ from trainkit.lit.batch_norm.announce import (
 )
 from trainkit.lit.batch_norm.freeze import Freeze
 from trainkit.lit.batch_norm.momentum import Momentum
+from trainkit.lit.batch_norm.options import PolicyName, check_options
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
 from trainkit.lit.batch_norm.structure import GroupNormInstead, Renorm, Sync
 from trainkit.lit.batch_norm.watch import ShapeWatch
 from trainkit.lit.callback import window_ends
-from trainkit.lit.effective import micro_batch_of
+from trainkit.lit.effective import longest_window, micro_batch_of, window_size
 from trainkit.lit.plan import Row
-
-PolicyName = Literal[
-    "warn",
-    "error",
-    "ignore",
-    "freeze",
-    "momentum",
-    "recalibrate",
-    "sync",
-    "group_norm",
-    "renorm",
-]
 
 
 class BatchNormGuard(OrderedCallback):
@@ -50,7 +44,8 @@ class BatchNormGuard(OrderedCallback):
     - `"momentum"`: m' = 1 - (1 - m)^(1/N), so that running statistics forget as slowly
       as the big batch's. Their variance still misses what lies between micro-batches.
     - `"recalibrate"`: computes them anew from training data, before validation, before
-      a checkpoint is written, and at the end of training.
+      a checkpoint is written, and at the end of training. Not before what
+      `trainer.save_checkpoint(weights_only=True)` writes in mid-epoch: it asks nobody.
     - `"freeze"`: keeps them, for fine-tuning.
     - `"sync"`: SyncBatchNorm, where there are several ranks.
     - `"group_norm"`: GroupNorm in their place, weights carried over.
@@ -92,25 +87,18 @@ class BatchNormGuard(OrderedCallback):
         ramp_steps: int = 1000,
     ) -> None:
         super().__init__()
-        if policy not in get_args(PolicyName):
-            raise TrainkitError(
-                f"BatchNormGuard policy: must be one of {list(get_args(PolicyName))}, "
-                f"received {policy!r}."
-            )
-        at_least = {
-            "min_samples": (min_samples, 1),
-            "num_batches": (num_batches, 1),
-            "groups": (groups, 1),
-            "r_max": (r_max, 1),
-            "d_max": (d_max, 0),
-            "ramp_steps": (ramp_steps, 0),
-        }
-        for name, (value, least) in at_least.items():
-            if not value >= least:
-                raise TrainkitError(
-                    f"BatchNormGuard {name}: must be at least {least}, received "
-                    f"{value!r}."
-                )
+        check_options(
+            policy,
+            min_samples=min_samples,
+            freeze_affine=freeze_affine,
+            num_batches=num_batches,
+            exact=exact,
+            forward=forward,
+            groups=groups,
+            r_max=r_max,
+            d_max=d_max,
+            ramp_steps=ramp_steps,
+        )
         made: dict[str, Callable[[], Policy]] = {
             "warn": lambda: Announce("warn", min_samples=min_samples),
             "error": lambda: Announce("error", min_samples=min_samples),
@@ -126,9 +114,11 @@ class BatchNormGuard(OrderedCallback):
         }
         self.policy = policy
         self._policy = made[policy]()
-        self._layers: dict[str, Any] = {}
+        self._layers: dict[str, BatchNorm] = {}
+        self._num_layers = 0
         self._watch: ShapeWatch | None = None
-        self._is_training = self._has_opened = False
+        self._window: int | None = None
+        self._is_training = False
 
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, where the policy is one that does.
@@ -146,21 +136,28 @@ class BatchNormGuard(OrderedCallback):
                 f"BatchNormGuard: one guard at a time, and {len(guards)} are among the "
                 f"Trainer's callbacks: {[g.policy for g in guards]}. Keep one."
             )
-        self._refuse_earlier_copies(trainer)
         self.convert(pl_module, trainer)
         if stage == "fit":
             self.take_place(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._layers = training_layers(pl_module)
-        self._policy.start(trainer, pl_module, self._layers)
-        self._is_training, self._has_opened = True, False
+        self._is_training, self._window = True, None
+
+    def _start(self, trainer: Any, pl_module: Any) -> None:
+        """With the first batch: by now the module's own hooks have said which of its
+        parts train."""
+        layers = self._training_layers()
+        self._num_layers = len(layers)
+        self._policy.start(trainer, pl_module, layers)
         if self.policy != "ignore" and self._policy.computes_from_micro_batches:
-            self._watch = ShapeWatch(self._layers)
+            self._watch = ShapeWatch(layers)
         self.show_plan(trainer, pl_module)
 
+    def _training_layers(self) -> dict[str, BatchNorm]:
+        return {name: x for name, x in self._layers.items() if is_training(x)}
+
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
-        num_layers = len(self._layers)
+        num_layers = self._num_layers
         text = self._policy.summary(num_layers)
         if not text or not (num_layers or self.policy == "group_norm"):
             return []
@@ -173,12 +170,19 @@ class BatchNormGuard(OrderedCallback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        inside = batch_idx % trainer.accumulate_grad_batches
-        if inside == 0 or not self._has_opened:
-            self._has_opened = True
+        is_first = self._window is None
+        if is_first or batch_idx == 0:
+            self._layers = every_layer(pl_module)
+            self._policy.note_modes(pl_module)
+        if is_first:
+            self._start(trainer, pl_module)
+        size = window_size(trainer)
+        inside = batch_idx % size
+        if inside == 0 or size != self._window:
+            self._window = size
             left = trainer.num_training_batches - (batch_idx - inside)
-            size = min(trainer.accumulate_grad_batches, left)
-            self._policy.open_window(int(max(size, 1)))
+            num_micro_batches = int(max(min(size, left), 1))
+            self._policy.open_window(num_micro_batches, self._training_layers())
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -189,7 +193,7 @@ class BatchNormGuard(OrderedCallback):
             self._judge(trainer, watch)
         # A checkpoint of weights alone asks nobody.
         if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
-            if window_ends(trainer, batch_idx, trainer.accumulate_grad_batches):
+            if window_ends(trainer, batch_idx, window_size(trainer)):
                 self._policy.before_use(trainer, pl_module)
 
     def _judge(self, trainer: Any, watch: ShapeWatch) -> None:
@@ -209,8 +213,8 @@ class BatchNormGuard(OrderedCallback):
             look_at_last_batch(how, trainer, values, num_rows)
         if isinstance(self._policy, Announce):
             cut = 1.0 if micro_batch is None else max(micro_batch / seen, 1)
-            accumulate = int(trainer.accumulate_grad_batches)
-            self._policy.judge(trainer, self._layers, seen, accumulate * cut)
+            layers = self._training_layers()
+            self._policy.judge(trainer, layers, seen, longest_window(trainer) * cut)
 
     # ---- where statistics are used or kept -------------------------------------------
 
@@ -249,14 +253,3 @@ class BatchNormGuard(OrderedCallback):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-
-    def _refuse_earlier_copies(self, trainer: Any) -> None:
-        """WeightAveraging copies the module in its `setup`."""
-        before = trainer.callbacks[: trainer.callbacks.index(self)]
-        replaces = self.policy in ("group_norm", "renorm", "sync")
-        if replaces and has_callback(before, "WeightAveraging"):
-            raise TrainkitError(
-                f"BatchNormGuard({self.policy!r}): it replaces layers, and a "
-                f"WeightAveraging before it among the Trainer's callbacks copies the "
-                f"module as it was. Put BatchNormGuard first."
-            )

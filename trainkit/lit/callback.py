@@ -21,7 +21,7 @@ from trainkit.lit import checkpoint as checkpoints
 from trainkit.lit import refusals
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.base import WindowOwner
-from trainkit.lit.effective import plan_of_windows
+from trainkit.lit.effective import loader_size, plan_of_windows
 from trainkit.lit.first_windows import FirstWindows
 from trainkit.lit.plan import Row
 from trainkit.lit.steps import StepWatch
@@ -137,9 +137,9 @@ class WindowCallback(WindowOwner):
         if pl_module.automatic_optimization and self.accumulators:
             self.accumulators[0].num_windows = trainer.global_step
         if self.accumulators:
-            self._meeting_point = refusals.make_meeting_point(
-                self.accumulators[0].ranks
-            )
+            ranks = self.accumulators[0].ranks
+            self._meeting_point = refusals.make_meeting_point(ranks)
+        self.first_windows.loader_size = loader_size(trainer)
         if self._restored is not None:
             self.first_windows.load_state_dict(self._restored.get("measured", {}))
             checkpoints.restore(self._restored, self.accumulators, pl_module)
@@ -163,8 +163,7 @@ class WindowCallback(WindowOwner):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._num_closed = 0
-        self._batch_idx = batch_idx
+        self._num_closed, self._batch_idx = 0, batch_idx
         if not self.accumulators:
             return
         if batch_idx == 0:  # GradientAccumulationScheduler has been here by now
@@ -251,11 +250,10 @@ class WindowCallback(WindowOwner):
         self._gradients_are_fresh = False
         self._num_closed = accumulator.num_micro_batches
         size = max(trainer.accumulate_grad_batches, self.longest_window)
-        slots = self._slots(accumulator, size)
         parameters = [
             p for i in (index, *others) for p in parameters_of(trainer.optimizers[i])
         ]
-        stats = accumulator.finish(parameters, slots=slots)
+        stats = accumulator.finish(parameters, slots=self._slots(accumulator, size))
         self.windows.update(dict.fromkeys((index, *others), stats))
         if index == 0:
             self.first_windows.add(stats)

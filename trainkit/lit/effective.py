@@ -65,11 +65,17 @@ def find_effective_batch(
     )
 
 
-def longest_window(trainer: Any) -> int:
-    """How many micro-batches a full window has; an epoch may be shorter than that."""
+def window_size(trainer: Any) -> int:
+    """How many micro-batches the windows now have: manual optimization may make them
+    of a size of its own."""
     windows = windows_of(trainer)
     own_sizes = () if windows is None else windows.own_sizes
-    size = max(own_sizes, default=int(trainer.accumulate_grad_batches))
+    return max(own_sizes, default=trainer.accumulate_grad_batches)
+
+
+def longest_window(trainer: Any) -> int:
+    """How many micro-batches a full window has; an epoch may be shorter than that."""
+    size = int(window_size(trainer))
     num_batches = trainer.num_training_batches
     return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from trainkit.core.window import WindowStats
 
@@ -12,11 +12,17 @@ NUM_MEASURED = 8
 
 
 class FirstWindows:
-    """What the first windows were; nothing is read before somebody asks."""
+    """What the first windows were; nothing is read before somebody asks.
+
+    Attributes:
+        loader_size: the batch size that the loader announces, if it does. What another
+            loader's windows were is not carried over.
+    """
 
     def __init__(self) -> None:
+        self.loader_size: int | None = None
         self._seen: list[WindowStats] = []
-        self._carried: Mapping[str, float] = {}
+        self._carried: Mapping[str, Any] = {}
 
     def __len__(self) -> int:
         return len(self._seen) + int(self._carried.get("windows", 0))
@@ -41,10 +47,12 @@ class FirstWindows:
         seen = sum(float(getattr(stats, what)) for stats in self._seen)
         return seen + self._carried.get(what, 0.0)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on measuring with."""
         names = ("samples", "weight", "num_micro_batches")
-        return {"windows": float(len(self)), **{n: self._total(n) for n in names}}
+        totals = {n: self._total(n) for n in names}
+        return {"windows": len(self), "loader": self.loader_size, **totals}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._carried = state
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("loader") == self.loader_size:
+            self._carried = state

@@ -109,7 +109,7 @@ class LRScaling(OrderedCallback):
         self.rule = rule
         self.reference_batch = float(reference_batch)
         self.unit: Unit = unit
-        self.micro_batch = micro_batch
+        self.micro_batch = None if micro_batch is None else float(micro_batch)
         self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
         self.ema_decay = ema_decay

@@ -66,8 +66,9 @@ class ScaledOptimizer:
         self._refuse_unsuitable()
 
     def adopt(self, configs: Sequence[Any]) -> None:
-        """Take in a scheduler that has come in the middle of training:
-        `StochasticWeightAveraging` puts its own in the place of the module's."""
+        """Take in what has come in the middle of training: groups of a finetuning,
+        or the scheduler that `StochasticWeightAveraging` puts in place of others."""
+        self._take_in_new_groups()
         found = _schedulers_of(self.optimizer, configs)
         for scheduler in found:
             if scheduler not in self.schedulers and isinstance(scheduler, SWALR):
@@ -87,6 +88,8 @@ class ScaledOptimizer:
         for group in new:
             self._change_others(k, decay).apply_to(group)
         self.k, self.decay = k, decay
+        if self.factor == 1:
+            return
         warnings.warn(
             f"{type(self.optimizer).__name__}: {len(new)} group(s) of parameters were "
             f"added while it trains. LRScaling takes their rates as they stand, since "
@@ -119,7 +122,8 @@ class ScaledOptimizer:
         """Refuse a k that the rule cannot follow."""
         if self.rule.beta2 is half_life_beta:
             for group in self.optimizer.param_groups:
-                refuse_lost_half_life(self._betas(group)[-1], k / self.k)
+                original = half_life_beta(self._betas(group)[-1], 1 / self.k)
+                refuse_lost_half_life(original, k)
         for group in self.optimizer.param_groups:
             betas = self._betas(group)
             if "betas" in group and "base_momentum" in group:

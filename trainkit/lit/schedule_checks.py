@@ -178,8 +178,10 @@ def _numbers_of(function: Any) -> Mapping[str, Any]:
     """What a user's function was made with, wherever it keeps it."""
     if isinstance(function, functools.partial):
         return function.keywords
+    if inspect.ismethod(function):
+        function = function.__self__
     if not inspect.isfunction(function):
-        return vars(function)
+        return getattr(function, "__dict__", {})
     defaults = inspect.signature(function).parameters.values()
     return {
         **inspect.getclosurevars(function).nonlocals,

@@ -9,10 +9,10 @@ from torch import nn
 from tests.core.batch_norm.nets import ResNet
 from trainkit.core.batch_norm.layers import (
     every_layer,
+    layers_to_train,
     listed,
     momentum_per_micro_batch,
     num_sharing_ranks,
-    training_layers,
 )
 
 
@@ -41,7 +41,7 @@ def test_layers_of_a_resnet_are_found_at_every_depth() -> None:
     ],
 )
 def test_every_kind_of_batch_norm_is_found(kind) -> None:
-    assert list(training_layers(nn.Sequential(kind()))) == ["0"]
+    assert list(layers_to_train(nn.Sequential(kind()))) == ["0"]
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_layers_without_statistics_of_the_batch_are_not_found(layer) -> None:
 def test_layers_in_evaluation_are_left_out_unless_the_whole_module_is() -> None:
     net = ResNet()
     net.layers[0].eval()
-    assert not any(name.startswith("layers.0") for name in training_layers(net))
-    assert len(training_layers(net)) == 6
-    assert training_layers(net.eval()).keys() == every_layer(net).keys()
+    assert not any(name.startswith("layers.0") for name in layers_to_train(net))
+    assert len(layers_to_train(net)) == 6
+    assert layers_to_train(net.eval()).keys() == every_layer(net).keys()
 
 
 def test_shared_layer_is_found_once() -> None:

@@ -22,7 +22,7 @@ from tests.core.batch_norm.nets import (
 from tests.helpers import raise_rank_errors, run_ranks, start_gloo
 from trainkit.core.batch_norm.freeze import freeze
 from trainkit.core.batch_norm.layers import every_layer
-from trainkit.core.batch_norm.recalibrate import Statistics, recalibrate
+from trainkit.core.batch_norm.recalibration import Statistics, recalibrate
 from trainkit.core.ranks import Ranks, find_ranks
 
 EXACT = 1e-10

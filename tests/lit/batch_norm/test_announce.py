@@ -33,8 +33,9 @@ pytestmark = [
 ]
 
 FEW = (
-    r"BatchNorm: net\.bn1, net\.bn2, net\.bn3 compute their statistics from 4 samples, "
-    r"those of one micro-batch, and a window has 3 micro-batches \(min_samples=16\)"
+    r"BatchNorm: net\.bn1, net\.bn2, net\.bn3 normalise by the statistics of 4 "
+    r"samples, those of one micro-batch, and a window has 3 micro-batches "
+    r"\(min_samples=16\)"
 )
 REMEDIES = ("momentum", "recalibrate", "freeze", "sync", "group_norm", "renorm")
 
@@ -127,7 +128,7 @@ def test_only_layers_that_train_are_named() -> None:
     module = ConvModule()
     module.net.bn2.eval()
     (text,) = said(module=module)
-    assert "net.bn1, net.bn3 compute" in text
+    assert "net.bn1, net.bn3 normalise" in text
 
 
 @pytest.mark.parametrize("policy", ["ignore", "momentum", "recalibrate"])
@@ -150,8 +151,8 @@ def test_synchronised_layers_count_all_their_ranks(
     first = module.net.bn1
     (text,) = said(module=module)
     assert ("net.bn1" in text) is told
-    assert "net.bn2, net.bn3 compute" in text
-    samples = {1: "from 4 samples", 2: "from 4, 8 samples", 4: "from 4 samples"}
+    assert "net.bn2, net.bn3 normalise" in text
+    samples = {1: "of 4 samples", 2: "of 4, 8 samples", 4: "of 4 samples"}
     assert samples[ranks] in text
 
 
@@ -169,16 +170,16 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("exact", [True, False])
 def test_unknown_batch_is_judged_by_the_first_that_a_layer_sees(exact: bool) -> None:
     (text,) = said(data=own_batches([5, 4, 4, 7, 7]), exact=exact)
-    assert "from 5 samples" in text
+    assert "of 5 samples" in text
     assert said(data=own_batches([20, 4, 3]), exact=exact) == []
-    match = "from 5 samples"
+    match = "of 5 samples"
     with pytest.raises(TrainkitError, match=match):
         fit("error", data=own_batches([5, 4, 4, 7, 7]), exact=exact)
 
 
 def test_stream_says_its_batch() -> None:
     (text,) = said(data=DataLoader(Stream(), batch_size=4))
-    assert "from 4 samples" in text
+    assert "of 4 samples" in text
 
 
 class Cuts(ConvModule):
@@ -195,9 +196,9 @@ def test_effective_batch_made_by_cutting_is_told(
 ) -> None:
     loader = batches(rows=40, batch_size=20)
     (text,) = said(module=Cuts(), data=loader, accumulate=accumulate)
-    assert "from 4 samples" in text
+    assert "of 4 samples" in text
     assert f"a window has {micro_batches} micro-batches" in text
-    with pytest.raises(TrainkitError, match="from 4 samples"):
+    with pytest.raises(TrainkitError, match="of 4 samples"):
         fit("error", module=Cuts(), data=loader, accumulate=accumulate)
     assert said(module=ConvModule(), data=loader, accumulate=accumulate) == []
 
@@ -219,7 +220,7 @@ class Keywords(ConvModule):
 
 def test_layers_called_by_keyword_are_looked_at_as_well() -> None:
     (text,) = said(module=Keywords(), data=own_batches([5, 4, 4, 7, 7]))
-    assert "from 5 samples" in text
+    assert "of 5 samples" in text
 
 
 def test_layers_are_looked_at_only_until_the_first_batch_is_over() -> None:
@@ -344,7 +345,7 @@ def warned_on(rank: int, world: int) -> list[str]:
 def test_first_rank_alone_tells_it() -> None:
     told, silent = run_ranks(warned_on, 2)
     assert len(told) == 1
-    assert f"from {BATCH} samples" in told[0]
+    assert f"of {BATCH} samples" in told[0]
     assert silent == []
 
 

@@ -40,16 +40,52 @@ def test_unknown_policy_is_refused() -> None:
 def test_numbers_out_of_range_are_refused(
     policy: Any, name: str, value: float, least: int
 ) -> None:
-    match = f"BatchNormGuard {name}: must be at least {least}, received {value!r}"
+    match = f"Guard {name}: must be a .*number of at least {least}, received {value!r}"
     with pytest.raises(TrainkitError, match=match):
         BatchNormGuard(policy, **{name: value})  # type: ignore[arg-type]
 
 
+SMALLEST: dict[str, dict[str, Any]] = {
+    "recalibrate": {"num_batches": 1},
+    "group_norm": {"groups": 1},
+    "renorm": {"r_max": 1, "d_max": 0, "ramp_steps": 0},
+}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_smallest_numbers_are_taken(policy: Any) -> None:
-    BatchNormGuard(
-        policy, min_samples=1, num_batches=1, groups=1, r_max=1, d_max=0, ramp_steps=0
-    )
+    BatchNormGuard(policy, min_samples=1, **SMALLEST.get(policy, {}))
+
+
+@pytest.mark.parametrize(
+    ("option", "owner"),
+    [
+        ({"freeze_affine": True}, "freeze"),
+        ({"num_batches": 5}, "recalibrate"),
+        ({"exact": False}, "recalibrate"),
+        ({"forward": print}, "recalibrate"),
+        ({"groups": 8}, "group_norm"),
+        ({"ramp_steps": 8}, "renorm"),
+    ],
+)
+def test_option_of_another_policy_is_refused(option: Any, owner: str) -> None:
+    match = f"{next(iter(option))}: it belongs to the policy '{owner}', and the policy"
+    with pytest.raises(TrainkitError, match=match):
+        BatchNormGuard("momentum", **option)
+    BatchNormGuard(owner, **option)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("policy", "option"),
+    [
+        ("recalibrate", {"num_batches": 2.5}),
+        ("group_norm", {"groups": 2.5}),
+        ("warn", {"min_samples": "4"}),
+    ],
+)
+def test_number_that_must_be_whole_is_refused(policy: Any, option: Any) -> None:
+    with pytest.raises(TrainkitError, match="must be a whole number of at least 1"):
+        BatchNormGuard(policy, **option)
 
 
 def test_options_are_given_by_name() -> None:

@@ -222,8 +222,9 @@ def test_part_of_the_rows_is_drawn_from_all_of_them(num_batches: int) -> None:
     assert len(rows) == min(4 * num_batches, 27)
     assert len({float(row.sum()) for row in rows}) == len(rows)
     assert furthest(statistics(module.net), of_big_batch(module.net, rows)) <= EXACT
+    # In an order of its own, since the data may be sorted.
     first = torch.cat(list(dataset().tensors[0].split(4))[:used])
-    assert torch.equal(rows, first) is (num_batches >= 7)
+    assert not torch.equal(rows, first)
 
 
 def test_part_of_a_stream_is_its_beginning() -> None:

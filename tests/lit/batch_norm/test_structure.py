@@ -22,7 +22,13 @@ from tests.lit.batch_norm.fits import (
     batches,
     fit,
 )
-from trainkit import AccumulationMixin, AccumulationSchedule, BatchNormGuard
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    AccumulationSchedule,
+    BatchNormGuard,
+    PerSample,
+)
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.errors import TrainkitError
@@ -138,6 +144,28 @@ def test_second_fit_replaces_nothing_more(policy: Any) -> None:
     assert [id(m) for m in layers] == [id(m) for m in again]
 
 
+class WithActivation(nn.BatchNorm2d):
+    """As those of timm."""
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input).relu()
+
+
+class OnlyNamed(nn.BatchNorm2d):
+    """Changes nothing of what it does."""
+
+
+@each_policy
+def test_layer_with_a_forward_of_its_own_is_refused(policy: Any) -> None:
+    module = ConvModule()
+    module.net.bn1 = WithActivation(module.net.bn1.num_features).double()
+    match = r"net\.bn1 is a WithActivation, whose own forward\(\) does more"
+    with pytest.raises(TrainkitError, match=match):
+        fit(policy, module=module)
+    module.net.bn1 = OnlyNamed(module.net.bn1.num_features).double()
+    assert count(fit(policy, module=module), REPLACING[policy]) == 3
+
+
 @each_policy
 def test_lazy_layer_is_refused(policy: Any) -> None:
     module = ConvModule()
@@ -245,10 +273,14 @@ def test_convert_alone_replaces_the_layers_of_any_module() -> None:
 # ---- averaging -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["group_norm", "renorm", "sync"])
-def test_averaging_before_the_guard_is_refused(policy: Any) -> None:
-    callbacks = [EMAWeightAveraging(), BatchNormGuard(policy)]
-    with pytest.raises(TrainkitError, match="Put BatchNormGuard first"):
+@each_policy
+@pytest.mark.parametrize("at", [0, 1, 2, None])
+def test_averaging_before_the_guard_is_refused(policy: Any, at: int | None) -> None:
+    """Also where a callback of ours has put them into another order meanwhile."""
+    callbacks: list[Any] = [EMAWeightAveraging(), BatchNormGuard(policy)]
+    if at is not None:
+        callbacks.insert(at, AccumulationCallback(PerSample()))
+    with pytest.raises(TrainkitError, match="Put BatchNormGuard before it"):
         trainer(1, callbacks=callbacks).fit(ConvModule(), batches())
 
 
@@ -306,7 +338,7 @@ def test_several_ranks_of_an_accelerator_are_synchronised() -> None:
     guard.convert(module, Faked("cuda"))
     assert count(module, nn.SyncBatchNorm) == 3
     assert module.net.bn1.weight is weight
-    guard._layers = every_layer(module)
+    guard._num_layers = len(every_layer(module))
     ((_, text),) = guard.plan(Faked("cuda"), module)
     assert text == "3 layers synchronised over 2 ranks"
 
@@ -334,9 +366,9 @@ def test_layers_that_came_too_late_to_be_synchronised_are_refused() -> None:
     [
         (
             BatchNormGuard("group_norm"),
-            r"\(1 with 1 groups, 2 with 2 groups\)",
+            r"\(1 with 1 group, 2 with 2 groups\)",
         ),
-        (BatchNormGuard("group_norm", groups=1), r"GroupNorm \(3 with 1 groups\)"),
+        (BatchNormGuard("group_norm", groups=1), r"GroupNorm \(3 with 1 group\)"),
         (
             BatchNormGuard("renorm", ramp_steps=7),
             r"3 layers replaced by Batch Renormalization \(r up to 3, d up to 5, "

@@ -14,7 +14,8 @@ Layers = Mapping[str, BatchNorm]
 
 
 def every_layer(module: nn.Module) -> dict[str, BatchNorm]:
-    """All BatchNorm layers, lazy and synchronised ones too, that keep statistics.
+    """All BatchNorm layers, lazy and synchronised ones too, that hold statistics,
+    whether they follow the data just now or not.
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
@@ -24,14 +25,21 @@ def every_layer(module: nn.Module) -> dict[str, BatchNorm]:
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, BatchNorm) and layer.track_running_stats
+        if isinstance(layer, BatchNorm) and layer.running_mean is not None
     }
 
 
-def training_layers(module: nn.Module) -> dict[str, BatchNorm]:
-    """Those of them that really train: neither frozen nor in evaluation mode.
+def is_training(layer: BatchNorm) -> bool:
+    """Whether a layer normalises by what it sees and follows it: it is neither frozen
+    nor in evaluation mode."""
+    return layer.training and layer.track_running_stats
 
-    A module that is in evaluation mode as a whole is taken as it will train.
+
+def layers_to_train(module: nn.Module) -> dict[str, BatchNorm]:
+    """Those that will train, seen from before training.
+
+    Not those in evaluation mode inside a module that trains; but those that finetuning
+    has stopped for a while.
     """
     return {
         name: layer

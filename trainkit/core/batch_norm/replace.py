@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from trainkit.core.batch_norm.layers import BatchNorm, training_layers
+from trainkit.core.batch_norm.layers import BatchNorm, layers_to_train
 from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.errors import TrainkitError
 
@@ -26,12 +26,13 @@ def replace_layers(
     Returns:
         The new layers, by their first path.
     """
-    concerned = {id(layer): name for name, layer in training_layers(module).items()}
+    concerned = {id(layer): name for name, layer in layers_to_train(module).items()}
     made: dict[int, nn.Module] = {}
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if id(layer) in concerned and isinstance(layer, BatchNorm):
             if id(layer) not in made:
                 _refuse_lazy(path, layer)
+                _refuse_own_forward(path, layer)
                 made[id(layer)] = make(layer).train(layer.training)
             module.set_submodule(path, made[id(layer)])
     return {concerned[i]: layer for i, layer in made.items()}
@@ -114,6 +115,17 @@ def _carried_over(layer: BatchNorm, new: nn.Module) -> nn.Module:
     # The parameters themselves, not copies: whoever holds one still holds it.
     new.weight, new.bias = layer.weight, layer.bias
     return new
+
+
+def _refuse_own_forward(path: str, layer: BatchNorm) -> None:
+    """timm's layers, for one, hold an activation as well."""
+    known = (BatchNorm.forward, nn.SyncBatchNorm.forward, BatchRenorm.forward)
+    if type(layer).forward not in known:
+        raise TrainkitError(
+            f"BatchNormGuard: {path} is a {type(layer).__name__}, whose own forward() "
+            f"does more than BatchNorm and would be lost with it. Replace it yourself, "
+            f"or use 'momentum', 'recalibrate' or 'freeze'."
+        )
 
 
 def _refuse_lazy(path: str, layer: BatchNorm) -> None:

@@ -1,1 +1,1 @@
-"""What `BatchNormGuard` does, one policy a file."""
+"""The policies of `BatchNormGuard`, and what they need."""

@@ -12,10 +12,11 @@ from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.effective import find_effective_batch
 
 REMEDIES = (
-    "BatchNormGuard('momentum') makes the running statistics forget as slowly as the "
-    "big batch's, 'recalibrate' computes them from the data before they are used, "
-    "'freeze' keeps those of a pretrained model, 'sync' shares them between ranks, "
-    "'group_norm' and 'renorm' put other layers in their place; 'ignore' is silent."
+    "For the running statistics: BatchNormGuard('momentum') makes them forget as "
+    "slowly as the big batch's, 'recalibrate' computes them from the data before they "
+    "are used. For the noise: 'group_norm' and 'renorm' put other layers in their "
+    "place, 'sync' joins ranks where there are several. For both: 'freeze' keeps the "
+    "statistics of a pretrained model. 'ignore' is silent."
 )
 
 
@@ -62,12 +63,12 @@ class Announce(Policy):
         say(
             self._how,
             trainer,
-            f"BatchNorm: {listed(list(few))} compute their statistics from {each} "
+            f"BatchNorm: {listed(list(few))} normalise by the statistics of {each} "
             f"samples, those of one micro-batch, and a window has "
             f"{brief(num_micro_batches)} micro-batches (min_samples="
-            f"{self._min_samples}). They normalise with the noise of so few, which no "
-            f"accumulation can mend, and their running statistics move "
-            f"{brief(num_micro_batches)} times a step. {REMEDIES}",
+            f"{self._min_samples}). That is the noise of so few, which no accumulation "
+            f"can mend, and running statistics that move {brief(num_micro_batches)} "
+            f"times a step. {REMEDIES}",
         )
 
     def summary(self, num_layers: int) -> str:

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.core.batch_norm.freeze import freeze, is_frozen, thaw
-from trainkit.core.batch_norm.layers import BatchNorm, training_layers
+from trainkit.core.batch_norm.freeze import freeze, thaw
+from trainkit.core.batch_norm.layers import BatchNorm, layers_to_train
+from trainkit.errors import TrainkitError
+from trainkit.lit.base import has_callback
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.structure import refuse_left_over
 
@@ -25,19 +27,31 @@ class Freeze(Policy):
 
     def convert(self, module: Any, trainer: Any) -> None:
         # Before DDP counts what trains, and before the optimizer takes it.
-        for layer in training_layers(module).values() if self._affine else ():
+        for layer in layers_to_train(module).values() if self._affine else ():
             for parameter in layer.parameters(recurse=False):
                 if parameter.requires_grad:
                     parameter.requires_grad_(False)
                     self._parameters.append(parameter)
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
+        if has_callback(trainer.callbacks, "StochasticWeightAveraging"):
+            raise TrainkitError(
+                "BatchNormGuard('freeze'): StochasticWeightAveraging throws the "
+                "statistics away at its end, and frozen layers make no new ones. Leave "
+                "one of the two out."
+            )
         if self._affine:
             late = [n for n, x in layers.items() if _trains_weights(x)]
             refuse_left_over(module, late, "freeze")
-        self._layers = [layer for layer in layers.values() if not is_frozen(layer)]
-        for layer in self._layers:
+        self._freeze(layers)
+
+    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
+        self._freeze(layers)  # finetuning may have set some free meanwhile
+
+    def _freeze(self, layers: dict[str, BatchNorm]) -> None:
+        for layer in layers.values():
             freeze(layer)
+            self._layers.append(layer)
 
     def end(self) -> None:
         for layer in self._layers:

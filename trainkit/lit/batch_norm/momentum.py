@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from trainkit.core.batch_norm.layers import BatchNorm, momentum_per_micro_batch
@@ -17,30 +18,41 @@ class Momentum(Policy):
     """
 
     def __init__(self) -> None:
-        self._original: dict[str, float] = {}
-        self._set: dict[str, float] = {}
-        self._layers: dict[str, BatchNorm] = {}
+        self._changed: dict[BatchNorm, _Momentum] = {}
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        self._layers = {n: x for n, x in layers.items() if x.momentum is not None}
-        self._original = {n: float(x.momentum or 0) for n, x in self._layers.items()}
-        self._set = dict(self._original)
+        self._changed = {}
+        self._take_in(layers)
 
-    def open_window(self, num_micro_batches: int) -> None:
-        for name, layer in self._layers.items():
-            if layer.momentum == self._set[name]:
-                self._set[name] = layer.momentum = momentum_per_micro_batch(
-                    self._original[name], num_micro_batches
+    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
+        self._take_in(layers)
+        for layer, momentum in self._changed.items():
+            if layer.momentum == momentum.set:
+                momentum.set = layer.momentum = momentum_per_micro_batch(
+                    momentum.original, num_micro_batches
                 )
 
+    def _take_in(self, layers: dict[str, BatchNorm]) -> None:
+        for layer in layers.values():
+            if layer.momentum is not None and layer not in self._changed:
+                self._changed[layer] = _Momentum(layer.momentum, layer.momentum)
+
     def end(self) -> None:
-        for name, layer in self._layers.items():
-            if layer.momentum == self._set[name]:
-                layer.momentum = self._original[name]
-        self._layers = {}
+        for layer, momentum in self._changed.items():
+            if layer.momentum == momentum.set:
+                layer.momentum = momentum.original
+        self._changed = {}
 
     def summary(self, num_layers: int) -> str:
-        values = sorted(set(self._original.values()))
+        values = sorted({momentum.original for momentum in self._changed.values()})
         if not values:
             return "momentum=None, the plain mean of all micro-batches, left as it is"
         return "momentum " + ", ".join(f"{m:g} -> 1 - {1 - m:g}^(1/N)" for m in values)
+
+
+@dataclass
+class _Momentum:
+    """What a layer's was, and what it has been set to."""
+
+    original: float
+    set: float

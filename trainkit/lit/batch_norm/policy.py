@@ -21,10 +21,13 @@ class Policy:
         """Change the module's layers; before the optimizer is made."""
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        """Training starts, with these layers."""
+        """The first batch is about to be trained on, with these layers training."""
 
-    def open_window(self, num_micro_batches: int) -> None:
-        """A window of so many micro-batches opens."""
+    def note_modes(self, module: Any) -> None:
+        """The module is in the modes in which it trains."""
+
+    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
+        """A window of so many micro-batches opens, with these layers training."""
 
     def before_use(self, trainer: Any, module: Any) -> None:
         """The running statistics are about to be used or kept."""

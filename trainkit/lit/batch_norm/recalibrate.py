@@ -11,9 +11,10 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainkit.core.batch_norm.layers import BatchNorm
-from trainkit.core.batch_norm.recalibrate import recalibrate
+from trainkit.core.batch_norm.recalibration import recalibrate
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
+from trainkit.lit._compat import saves_weights_by_time
 from trainkit.lit.base import has_callback
 from trainkit.lit.batch_norm.aside import muted, other_buffers_kept, seed
 from trainkit.lit.batch_norm.policy import Policy
@@ -31,8 +32,10 @@ class Recalibrate(Policy):
     """Running statistics computed anew, over up to `num_batches` micro-batches of the
     training data on each rank.
 
-    `training_step` is what runs, without gradients: its logging is muted, its metrics
-    and all random numbers are as they were afterwards.
+    `training_step` is what runs, without gradients, as it last ran in training: its
+    logging is muted, its metrics, buffers and all random numbers are as they were
+    afterwards. What it appends to lists of its own, or tells a logger itself, stays;
+    `forward` runs less.
     """
 
     def __init__(
@@ -54,7 +57,6 @@ class Recalibrate(Policy):
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
         self._layers = layers
-        self._modes = {m: m.training for m in module.modules()}
         if not layers:
             return
         if self._forward is None:
@@ -68,6 +70,20 @@ class Recalibrate(Policy):
                 "after training, with torch.optim.swa_utils.update_bn.",
                 stacklevel=2,
             )
+        if any(map(saves_weights_by_time, trainer.callbacks)):
+            warnings.warn(
+                "BatchNormGuard('recalibrate'): a checkpoint of weights alone that is "
+                "due by time (ModelCheckpoint(save_weights_only=True, "
+                "train_time_interval=...)) asks nobody before it is written, so that "
+                "it holds fading statistics. Save by steps or epochs, or the whole.",
+                stacklevel=2,
+            )
+
+    def note_modes(self, module: Any) -> None:
+        self._modes = {m: m.training for m in module.modules()}
+
+    def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
+        self._layers = layers
 
     def before_use(self, trainer: Any, module: Any) -> None:
         now = trainer.global_step, trainer.fit_loop.epoch_loop.total_batch_idx

@@ -32,8 +32,8 @@ def loader_of_samples(
     """What starts an iteration over at most so many micro-batches for each rank.
 
     Rows of a data set are dealt out among the ranks, none twice, as a distributed
-    sampler that fills up would; where there are more than are wanted they are drawn at
-    random. Other loaders are iterated anew.
+    sampler that fills up would, in an order drawn at random. Other loaders are iterated
+    anew.
     """
     loader = trainer.train_dataloader
     if not _takes_whole_dataset(loader):
@@ -43,10 +43,10 @@ def loader_of_samples(
     rank = getattr(loader.sampler, "rank", 0)
     num_rows = len(loader.dataset)
     wanted = num_batches * loader.batch_size * replicas
-    rows = list(range(num_rows))
-    if wanted < num_rows:
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(num_rows, generator=generator)[:wanted].tolist()
+    # At random also where all are taken: one pass normalises each micro-batch by
+    # itself, and data may come sorted.
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(num_rows, generator=generator)[:wanted].tolist()
     return lambda: DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
-from trainkit.core.batch_norm.layers import listed, training_layers
+from trainkit.core.batch_norm.layers import layers_to_train, listed
 from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.core.batch_norm.replace import to_group_norm, to_renorm, to_sync
 from trainkit.errors import TrainkitError
+from trainkit.lit._compat import average_of
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.effective import num_replicas
 
@@ -25,6 +27,7 @@ class GroupNormInstead(Policy):
         self._made: dict[str, nn.Module] = {}
 
     def convert(self, module: Any, trainer: Any) -> None:
+        refuse_earlier_copy(layers_to_train(module), trainer, "group_norm")
         self._made |= to_group_norm(module, groups=self._groups)
 
     def start(self, trainer: Any, module: Any, layers: Any) -> None:
@@ -36,7 +39,9 @@ class GroupNormInstead(Policy):
             for layer in self._made.values()
             if isinstance(layer, nn.GroupNorm)
         )
-        groups = ", ".join(f"{n} with {g} groups" for g, n in sorted(counts.items()))
+        groups = ", ".join(
+            f"{n} with {g} group{'s' * (g != 1)}" for g, n in sorted(counts.items())
+        )
         return f"replaced by GroupNorm ({groups or 'none was there'})"
 
 
@@ -50,6 +55,8 @@ class Renorm(Policy):
 
     def convert(self, module: Any, trainer: Any) -> None:
         theirs = [m for m in module.modules() if isinstance(m, BatchRenorm)]
+        others = [x for x in layers_to_train(module).values() if x not in theirs]
+        refuse_earlier_copy(others, trainer, "renorm")
         to_renorm(module, **self._limits, ramp=self._ramp_steps)
         self._made += [
             m
@@ -82,12 +89,13 @@ class Sync(Policy):
         if trainer is None or num_replicas(trainer) == 1:
             return
         self._num_ranks = num_replicas(trainer)
-        if trainer.strategy.root_device.type == "cpu" and training_layers(module):
+        if trainer.strategy.root_device.type == "cpu" and layers_to_train(module):
             raise TrainkitError(
                 f"BatchNormGuard('sync'): torch's SyncBatchNorm runs on accelerators "
                 f"only, and the ranks are on {trainer.strategy.root_device}. Use "
                 f"'group_norm', 'momentum' or 'recalibrate' on a CPU."
             )
+        refuse_earlier_copy(layers_to_train(module), trainer, "sync")
         to_sync(module)
 
     def start(self, trainer: Any, module: Any, layers: Any) -> None:
@@ -109,4 +117,15 @@ def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
             f"{type(module).__name__} in its setup or configure_model, and no callback "
             f"is asked between those and the optimizer. Let the module inherit "
             f"AccumulationMixin, or call guard.convert(self) where it makes them."
+        )
+
+
+def refuse_earlier_copy(layers: Collection[Any], trainer: Any, policy: str) -> None:
+    """`WeightAveraging` copies the module in its `setup`, perhaps before this one."""
+    callbacks = [] if trainer is None else trainer.callbacks
+    if layers and any(average_of(each) is not None for each in callbacks):
+        raise TrainkitError(
+            f"BatchNormGuard({policy!r}): it replaces layers, and a WeightAveraging "
+            f"before it among the Trainer's callbacks has copied the module as it was. "
+            f"Put BatchNormGuard before it."
         )

@@ -7,10 +7,11 @@ are used, by the mean and variance over many samples under the weights of now.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class Statistics:
 
     @classmethod
     def of(cls, x: Tensor) -> Statistics:
-        """Those of one micro-batch."""
+        """Those of one micro-batch, which may be empty."""
+        if x.numel() == 0:
+            return cls.none(x.shape[1], x.device)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         over = [0, *range(2, x.ndim)]
         var, mean = torch.var_mean(x, over, correction=0)
@@ -132,14 +135,14 @@ def recalibrate(
 
 
 def _layer_by_layer(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> int:
-    calls = _calls_in_order(layers, batches, forward)
+    calls = _calls_of_each_pass(layers, batches, forward)
     order = _agreed_order(layers, calls, ranks)
     found: dict[str, Statistics] = {}
     for name in order:
         layer = layers[name]
         statistics = _empty(layer)
         # What comes after the layer is not needed, unless the layer itself comes again.
-        stop = calls.count(name) == 1
+        stop = all(called.count(name) <= 1 for called in calls)
 
         def collect(module: Any, x: Tensor, stop: bool = stop) -> None:
             nonlocal statistics
@@ -186,29 +189,42 @@ def _run(batches: Any, forward: Any) -> None:
             pass
 
 
-def _calls_in_order(layers: Layers, batches: Any, forward: Any) -> list[str]:
-    """Which layers forward passes call, in order, as often as they call them: the
-    first pass, and more where it leaves some layers out."""
+def _calls_of_each_pass(layers: Layers, batches: Any, forward: Any) -> list[list[str]]:
+    """Which layers each forward pass calls, in order, as often as it calls them."""
     names = {id(layer): name for name, layer in layers.items()}
-    calls: list[str] = []
-    with _hooked(layers.values(), lambda m, x: calls.append(names[id(m)])):
+    calls: list[list[str]] = []
+    with _hooked(layers.values(), lambda m, x: calls[-1].append(names[id(m)])):
         for batch in batches():
+            calls.append([])
             forward(batch)
-            if len(set(calls)) == len(layers):
-                break
     return calls
 
 
-def _agreed_order(layers: Layers, calls: list[str], ranks: Ranks) -> list[str]:
-    """The order in which all ranks take the layers; one may have seen no batch."""
+def _agreed_order(layers: Layers, calls: list[list[str]], ranks: Ranks) -> list[str]:
+    """An order in which no layer comes before one that feeds it, the same on all ranks.
+
+    A batch may leave layers out, and a rank may have no batch: what counts is which
+    layer followed which in any forward pass.
+    """
     device = _buffers(next(iter(layers.values())))[0].device
-    places = [
-        float(calls.index(name)) if name in calls else math.inf for name in layers
-    ]
-    row = torch.tensor(places, dtype=totals_dtype(device), device=device)
-    earliest = ranks.share(row).wait().amin(0).tolist()
-    called = sorted(zip(earliest, layers, strict=True))
-    return [name for place, name in called if math.isfinite(place)]
+    index = {name: i for i, name in enumerate(layers)}
+    follows = torch.zeros(len(layers), len(layers), dtype=totals_dtype(device))
+    for called in calls:
+        for name in called:
+            follows[index[name], index[name]] = 1  # it is called at all
+        for before, after in itertools.pairwise(called):
+            follows[index[after], index[before]] = 1
+    table = ranks.share(follows.flatten().to(device)).wait()
+    after_before = table.amax(0).view_as(follows).tolist()
+    graph = {
+        name: [other for other in layers if row[index[other]] and other != name]
+        for name, row in zip(layers, after_before, strict=True)
+        if row[index[name]]
+    }
+    try:
+        return list(TopologicalSorter(graph).static_order())
+    except CycleError:  # a layer that stands at two depths has no place of its own
+        return list(graph)
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""The names of the policies, and which options belong to which."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Literal, get_args
+
+from trainkit.errors import TrainkitError
+
+PolicyName = Literal[
+    "warn",
+    "error",
+    "ignore",
+    "freeze",
+    "momentum",
+    "recalibrate",
+    "sync",
+    "group_norm",
+    "renorm",
+]
+
+LEAST = {
+    "min_samples": 1,
+    "num_batches": 1,
+    "groups": 1,
+    "r_max": 1,
+    "d_max": 0,
+    "ramp_steps": 0,
+}
+LIMITS = ("r_max", "d_max")  # which need not be whole
+
+# What each policy's own options are where nobody gives them.
+OWN: dict[str, dict[str, Any]] = {
+    "freeze": {"freeze_affine": False},
+    "recalibrate": {"num_batches": 200, "exact": True, "forward": None},
+    "group_norm": {"groups": 32},
+    "renorm": {"r_max": 3.0, "d_max": 5.0, "ramp_steps": 1000},
+}
+
+
+def check_options(policy: str, **options: Any) -> None:
+    """Refuse what is no policy, no number, or belongs to another policy.
+
+    Raises:
+        TrainkitError: one of these.
+    """
+    if policy not in get_args(PolicyName):
+        raise TrainkitError(
+            f"BatchNormGuard policy: must be one of {list(get_args(PolicyName))}, "
+            f"received {policy!r}."
+        )
+    for name, least in LEAST.items():
+        value = options[name]
+        kind = numbers.Real if name in LIMITS else numbers.Integral
+        if not isinstance(value, kind) or not float(value) >= least:  # NaN neither
+            whole = "" if name in LIMITS else "whole "
+            raise TrainkitError(
+                f"BatchNormGuard {name}: must be a {whole}number of at least {least}, "
+                f"received {value!r}."
+            )
+    for owner, defaults in OWN.items():
+        for name, default in defaults.items():
+            if owner != policy and options[name] != default:
+                raise TrainkitError(
+                    f"BatchNormGuard {name}: it belongs to the policy {owner!r}, and "
+                    f"the policy is {policy!r}. Leave it out, or take that policy."
+                )
