@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from tests.core.schedulers import deviation
 from tests.lit.scaled import EXACT, Saves, Scheduled, fit, linear, plain, times
-from trainkit import AccumulationMixin, PerSample
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    AccumulationSchedule,
+    PerSample,
+    Uniform,
+)
 from trainkit.errors import TrainkitError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -143,6 +149,13 @@ def test_table_of_its_own_size_says_the_new_rates(capsys: Any) -> None:
 def test_table_of_the_trainers_size_is_shown_once(capsys: Any) -> None:
     fit(OwnSizes(2, 2), linear(), window=2)
     assert len(_after(capsys.readouterr().out, "step: ")) == 1
+
+
+def test_table_of_a_schedule_is_shown_once(capsys: Any) -> None:
+    """It says the sizes beforehand."""
+    schedule = AccumulationSchedule({0: 1, 1: 5})
+    fit(Scheduled(None), AccumulationCallback(Uniform()), schedule, linear(), window=1)
+    assert len(_after(capsys.readouterr().out, "learning rate: ")) == 1
 
 
 def _after(text: str, label: str) -> list[str]:

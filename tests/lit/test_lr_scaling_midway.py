@@ -216,7 +216,7 @@ def test_group_added_with_the_rate_in_force_is_left_there() -> None:
     assert [group["lr"] for group in module.all_groups[-1]] == [0.2, 0.2]
 
 
-@pytest.mark.parametrize("after", [14, 20, 25])
+@pytest.mark.parametrize("after", [14, 20, 28])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
 def test_run_resumed_after_a_group_was_added_equals_the_uninterrupted_one(
     tmp_path: Path, after: int

@@ -110,7 +110,7 @@ class Accumulator:
         self.ranks = find_ranks(module, aggregation, process_group)
         self._num_running = num_running()
         nonfinite = nonfinite or ("raise" if scaler is None else "allow")
-        self.watch = Watch(checks, nonfinite, lambda: not are_finite(self.parameters))
+        self.watch = Watch(checks, nonfinite, self._has_lost_gradients)
         self.num_windows = 0
         self._module = module
         self._window = Window()
@@ -122,6 +122,9 @@ class Accumulator:
         self.parameters: list[Tensor] = []
         if nonfinite == "skip":
             refusals.refuse_skips_between_ranks(self.ranks)
+
+    def _has_lost_gradients(self) -> bool:
+        return not are_finite(self.parameters)
 
     @property
     def num_micro_batches(self) -> int:

@@ -65,7 +65,7 @@ def test_frozen_backbone_keeps_its_statistics(policy: str, hook: str) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_frozen_backbone_is_not_spoken_of(hook: str) -> None:
-    with pytest.warns(UserWarning, match=r"BatchNorm: net\.bn3 normalise"):
+    with pytest.warns(UserWarning, match=r"BatchNorm: net\.bn3 normalises"):
         fit("warn", module=FrozenBackbone(hook))
 
 

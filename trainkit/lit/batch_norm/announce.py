@@ -63,7 +63,8 @@ class Announce(Policy):
         say(
             self._how,
             trainer,
-            f"BatchNorm: {listed(list(few))} normalise by the statistics of {each} "
+            f"BatchNorm: {listed(list(few))} normalise{'s' * (len(few) == 1)} by the "
+            f"statistics of {each} "
             f"samples, those of one micro-batch, and a window has "
             f"{brief(num_micro_batches)} micro-batches (min_samples="
             f"{self._min_samples}). That is the noise of so few, which no accumulation "
