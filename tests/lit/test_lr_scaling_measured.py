@@ -189,6 +189,39 @@ def test_window_of_its_own_size_is_followed() -> None:
     assert deviation(module.curve, times(plain(None, 4), [6.0] * 4)) <= EXACT
 
 
+class Ignored(torch.utils.data.IterableDataset[Any]):
+    """Its first windows hold no token that counts."""
+
+    def __init__(self, empty: int) -> None:
+        self.empty = empty
+
+    def __iter__(self) -> Any:
+        for index in range(24):
+            labels = torch.full((2, 3), -100 if index < self.empty else 1)
+            yield {"x": torch.ones(2, 1, dtype=torch.float64), "labels": labels}
+
+
+class OfTokens(Scheduled):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["x"], batch_idx)
+
+
+def run_ignored(empty: int) -> list[list[float]]:
+    data = DataLoader(Ignored(empty), batch_size=None)
+    ours = linear(unit="tokens", reference_batch=6), AccumulationCallback(PerToken())
+    return fit(OfTokens(None), *ours, loader=data, max_epochs=1).curve
+
+
+@pytest.mark.filterwarnings("ignore:optimizer step 0 .*weighs anything:UserWarning")
+def test_windows_without_a_token_tell_nothing_and_stop_nothing() -> None:
+    """Their gradient is 0; the first that holds some is scaled by what was seen."""
+    curve = run_ignored(4)
+    assert [row[0] for row in curve[:2]] == [0.05, 0.05]
+    assert curve[2][0] == pytest.approx(0.05 * (12 / 6) / 3)
+    with pytest.raises(TrainkitError, match="cannot be told how many tokens"):
+        run_ignored(24)
+
+
 def test_measure_in_another_unit_is_not_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "one.ckpt"
     run_measured(None, Saves(path, 18))

@@ -118,12 +118,14 @@ class BatchNormGuard(OrderedCallback):
         self._num_layers = 0
         self._watch: ShapeWatch | None = None
         self._window: int | None = None
-        self._is_training = False
+        self._num_parts = 1
+        self._is_training = self._has_started = False
 
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, where the policy is one that does.
 
-        Called in `setup`, and after `configure_model` of an `AccumulationMixin` module.
+        Called in `setup`, and after the own `setup` and `configure_model` of an
+        `AccumulationMixin` module.
         """
         self._policy.convert(module, trainer)
 
@@ -141,7 +143,8 @@ class BatchNormGuard(OrderedCallback):
             self.take_place(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._is_training, self._window = True, None
+        self._is_training, self._has_started = True, False
+        self._window, self._num_parts = None, 1
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
         """With the first batch: by now the module's own hooks have said which of its
@@ -170,7 +173,7 @@ class BatchNormGuard(OrderedCallback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_first = self._window is None
+        is_first, self._has_started = not self._has_started, True
         if is_first or batch_idx == 0:
             self._layers = every_layer(pl_module)
             self._policy.note_modes(pl_module)
@@ -181,8 +184,9 @@ class BatchNormGuard(OrderedCallback):
         if inside == 0 or size != self._window:
             self._window = size
             left = trainer.num_training_batches - (batch_idx - inside)
-            num_micro_batches = int(max(min(size, left), 1))
-            self._policy.open_window(num_micro_batches, self._training_layers())
+            num_batches = int(max(min(size, left), 1))
+            layers = self._training_layers()
+            self._policy.open_window(num_batches * self._num_parts, layers)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -203,6 +207,9 @@ class BatchNormGuard(OrderedCallback):
         num_rows = rows_of_last_batch(trainer)
         micro_batch = micro_batch_of(trainer.train_dataloader)
         seen = min(watch.rows.values())
+        self._num_parts = watch.num_parts(micro_batch)
+        if self._num_parts > 1:
+            self._window = None  # the next batch opens a window that counts them
         if num_rows is not None and micro_batch is not None and seen == micro_batch:
             # Batch renormalisation goes on with one value, where torch refuses.
             values = {
@@ -212,9 +219,10 @@ class BatchNormGuard(OrderedCallback):
             }
             look_at_last_batch(how, trainer, values, num_rows)
         if isinstance(self._policy, Announce):
-            cut = 1.0 if micro_batch is None else max(micro_batch / seen, 1)
-            layers = self._training_layers()
-            self._policy.judge(trainer, layers, seen, longest_window(trainer) * cut)
+            num_micro_batches = longest_window(trainer) * self._num_parts
+            self._policy.judge(
+                trainer, self._training_layers(), seen, num_micro_batches
+            )
 
     # ---- where statistics are used or kept -------------------------------------------
 

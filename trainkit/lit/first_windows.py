@@ -43,6 +43,11 @@ class FirstWindows:
         total = self._total(what)
         return total / self._total("num_micro_batches") if total > 0 else None
 
+    @property
+    def num_weighty(self) -> int:
+        """How many of them held anything that weighs; waits for the device."""
+        return sum(bool(stats.weight > 0) for stats in self._seen)
+
     def _total(self, what: str) -> float:
         seen = sum(float(getattr(stats, what)) for stats in self._seen)
         return seen + self._carried.get(what, 0.0)

@@ -233,10 +233,15 @@ class LRScaling(OrderedCallback):
             return
         # This window has just closed: its own step is already scaled by its size.
         self._done = None
-        if not self._follow(trainer):
-            checks.refuse_unmeasured(trainer, self.unit)
         windows = windows_of(trainer)
-        if windows is not None and windows.first_windows.is_complete:
+        assert windows is not None  # see check_measurable
+        first = windows.first_windows
+        if not self._follow(trainer):
+            # A window of weight 0 has a gradient of 0, and tells nothing.
+            if first.num_weighty or first.is_complete:
+                checks.refuse_unmeasured(trainer, self.unit)
+            return
+        if first.is_complete:
             assert self.effective_batch is not None
             self._known = self.effective_batch.micro_batch
             self._log(trainer)

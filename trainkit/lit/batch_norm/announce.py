@@ -39,7 +39,7 @@ class Announce(Policy):
         trainer: Any,
         layers: dict[str, BatchNorm],
         samples: float,
-        num_micro_batches: float,
+        num_micro_batches: int,
     ) -> None:
         """Say so, once, if a window's micro-batches are too small for its layers.
 
