@@ -1,0 +1,56 @@
+"""A learning-rate curve that is not in torch: up in a line, down along a cosine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainkit.errors import TrainkitError
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """The rate of a step, as a share of the largest.
+
+        (step + 1) / warmup_steps                                    while warming up
+        final + (1 - final) (1 + cos(pi progress)) / 2               then, to the end
+
+    >>> curve = WarmupCosine(total_steps=10, warmup_steps=2, final=0.1)
+    >>> [round(curve(step), 2) for step in (0, 1, 2, 6, 10, 11)]
+    [0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
+    """
+
+    total_steps: int
+    warmup_steps: int
+    final: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        left = max(self.total_steps - self.warmup_steps, 1)
+        progress = min((step - self.warmup_steps) / left, 1.0)
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def warmup_cosine(
+    optimizer: Optimizer, *, total_steps: int, warmup: float = 0.0, final: float = 0.0
+) -> LambdaLR:
+    """A scheduler for `interval="step"` (Loshchilov and Hutter 2017, with a warm-up).
+
+    Args:
+        optimizer: its rates are the largest.
+        total_steps: of the optimizer, the warm-up among them.
+        warmup: in which share of them the rate rises.
+        final: the last rate, as a share of the largest.
+    """
+    for name, share in (("warmup", warmup), ("final", final)):
+        if not 0 <= share <= 1:
+            raise TrainkitError(
+                f"warmup_cosine {name}: must lie in 0 to 1, received {share}. It is a "
+                f"share of the {'steps' if name == 'warmup' else 'largest rate'}."
+            )
+    curve = WarmupCosine(total_steps, round(warmup * total_steps), final)
+    return LambdaLR(optimizer, curve)
