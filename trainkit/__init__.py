@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING
 from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from trainkit.cli.lightning_cli import TrainkitCLI
+    from trainkit.cli.wandb_logger import WandbRunLogger
     from trainkit.core.accumulator import Accumulator
+    from trainkit.core.batch_plan import BatchPlan
+    from trainkit.core.curves import warmup_cosine
     from trainkit.core.effective import EffectiveBatch
+    from trainkit.core.epoch_plan import EpochPlan
     from trainkit.core.strategies import (
         AccumulationStrategy,
         PerSample,
@@ -20,14 +25,23 @@ if TYPE_CHECKING:
         Uniform,
     )
     from trainkit.core.window import WindowStats
+    from trainkit.data.resumable import ResumableLoader
     from trainkit.errors import TrainkitError
     from trainkit.lit.batch_norm_guard import BatchNormGuard
     from trainkit.lit.callback import AccumulationCallback
     from trainkit.lit.effective import read_effective_batch
+    from trainkit.lit.epoch_sums import EpochSums
+    from trainkit.lit.graceful_stop import GracefulStop
     from trainkit.lit.lr_scaling import LRScaling
+    from trainkit.lit.metric_rows import MetricRows
+    from trainkit.lit.metrics_csv import MetricsCSVLogger
     from trainkit.lit.mixin import AccumulationMixin
     from trainkit.lit.monitor import WindowMonitor
+    from trainkit.lit.plain_comparison import PlainComparison
+    from trainkit.lit.random_state import RandomState
+    from trainkit.lit.run_checkpoint import RunCheckpoint
     from trainkit.lit.schedule import AccumulationSchedule
+    from trainkit.lit.step_progress import StepProgress
 
 __version__ = "0.1.0"
 
@@ -38,15 +52,29 @@ __all__ = [
     "AccumulationStrategy",
     "Accumulator",
     "BatchNormGuard",
+    "BatchPlan",
     "EffectiveBatch",
+    "EpochPlan",
+    "EpochSums",
+    "GracefulStop",
     "LRScaling",
+    "MetricRows",
+    "MetricsCSVLogger",
     "PerSample",
     "PerToken",
+    "PlainComparison",
+    "RandomState",
+    "ResumableLoader",
+    "RunCheckpoint",
+    "StepProgress",
+    "TrainkitCLI",
     "TrainkitError",
     "Uniform",
+    "WandbRunLogger",
     "WindowMonitor",
     "WindowStats",
     "read_effective_batch",
+    "warmup_cosine",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -58,14 +86,28 @@ __getattr__, __dir__ = lazy_exports(
         "AccumulationStrategy": ".core.strategies",
         "Accumulator": ".core.accumulator",
         "BatchNormGuard": ".lit.batch_norm_guard",
+        "BatchPlan": ".core.batch_plan",
         "EffectiveBatch": ".core.effective",
+        "EpochPlan": ".core.epoch_plan",
+        "EpochSums": ".lit.epoch_sums",
+        "GracefulStop": ".lit.graceful_stop",
         "LRScaling": ".lit.lr_scaling",
+        "MetricRows": ".lit.metric_rows",
+        "MetricsCSVLogger": ".lit.metrics_csv",
         "PerSample": ".core.strategies",
         "PerToken": ".core.strategies",
+        "PlainComparison": ".lit.plain_comparison",
+        "RandomState": ".lit.random_state",
+        "ResumableLoader": ".data.resumable",
+        "RunCheckpoint": ".lit.run_checkpoint",
+        "StepProgress": ".lit.step_progress",
+        "TrainkitCLI": ".cli.lightning_cli",
         "TrainkitError": ".errors",
         "Uniform": ".core.strategies",
+        "WandbRunLogger": ".cli.wandb_logger",
         "WindowMonitor": ".lit.monitor",
         "WindowStats": ".core.window",
         "read_effective_batch": ".lit.effective",
+        "warmup_cosine": ".core.curves",
     },
 )

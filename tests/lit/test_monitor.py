@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def expected(batches: list[Any], module: TokenModule) -> dict[str, float]:
         "window/uniform_gap": sum(abs(c / total - 1 / number) for c in counts) / 2,
         "window/padding": (size - total) / size,
         "window/grad_norm": float(gradients(module).norm()),
+        "window/seen": total,
+        "window/samples_seen": sum(len(b["labels"]) for b in batches),
     }
 
 
@@ -115,6 +118,9 @@ def by_hand(world: int = 1, data: Any = DATA) -> list[dict[str, float]]:
         batches = [pad(share[i : i + BATCH]) for i in cuts for share in shares]
         found.append(expected(batches, module))
         optimizer.step()
+    for before, after in pairwise(found):
+        for name in ("window/seen", "window/samples_seen"):
+            after[name] += before[name]
     return found
 
 

@@ -89,3 +89,107 @@ def forget_iterator(loader: Any) -> Any:
     """A copied `DataLoader` that starts workers of its own, where they persist."""
     loader._iterator = None
     return loader
+
+
+def follows_validation(trainer: Any) -> bool:
+    """Whether Lightning will validate when the batch under way has ended."""
+    loop = trainer.fit_loop
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def logged_at_batch_end(trainer: Any) -> dict[str, int]:
+    """How often each metric of `on_train_batch_end` has been logged in this epoch."""
+    results = trainer.fit_loop.epoch_loop._results.result_metrics
+    return {
+        each.meta.forked_name(True): each.update_count
+        for each in results
+        if each.meta.fx == "on_train_batch_end"
+    }
+
+
+def pending_metrics(trainer: Any) -> tuple[dict[str, Any], int] | None:
+    """What Lightning has yet to hand to the loggers at this moment, and the step.
+
+    Checkpoints are saved in `on_train_batch_end` and `on_train_epoch_end`, and the
+    metrics of that batch or epoch are logged after these hooks: this is what
+    `_LoggerConnector.update_train_step_metrics` and `update_train_epoch_metrics` do.
+    """
+    loop, connector = trainer.fit_loop, trainer._logger_connector
+    if not trainer.training:
+        return None
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
+    step = loop.epoch_loop._batches_that_stepped
+    if epochs.current.processed > epochs.current.completed:
+        step -= 1
+    elif batches.current.processed > batches.current.completed:
+        if (
+            loop._should_accumulate()
+            and trainer.lightning_module.automatic_optimization
+        ):
+            return None
+        if not (connector.should_update_logs or trainer.fast_dev_run):
+            return None
+    else:
+        return None
+    metrics = dict(connector.metrics["log"])
+    if not metrics:
+        return None
+    own_step = metrics.pop("step", None)
+    if own_step is not None:
+        return metrics, int(own_step)
+    metrics.setdefault("epoch", trainer.current_epoch)
+    return metrics, step
+
+
+def epoch_sums(trainer: Any) -> dict[str, Any]:
+    """What `self.log(..., on_epoch=True)` has added up in this epoch, by its key."""
+    results = trainer.fit_loop.epoch_loop._results
+    return {
+        key: each
+        for key, each in results.items()
+        if each.meta.on_epoch and not each.has_reset
+    }
+
+
+def sum_state(result: Any) -> dict[str, Any] | None:
+    """One of `epoch_sums` as tensors; None where a metric object keeps it."""
+    if not result.is_tensor:
+        return None
+    state = {"value": result.value.detach().cpu().clone()}
+    if result.meta.is_mean_reduction:
+        state["weight"] = result.cumulated_batch_size.detach().cpu().clone()
+    return state
+
+
+def add_sum_state(result: Any, state: dict[str, Any]) -> None:
+    """Take into one of `epoch_sums` what was added up before."""
+    before = state["value"].to(result.value)
+    meta = result.meta
+    if meta.is_max_reduction or meta.is_min_reduction:
+        result.value = meta.reduce_fx(before, result.value)
+    else:
+        result.value = before + result.value
+    if meta.is_mean_reduction:
+        weight = state["weight"].to(result.cumulated_batch_size)
+        result.cumulated_batch_size = weight + result.cumulated_batch_size
+    result._computed = None
+
+
+def restore_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
+    """Let `trainer.callback_metrics` know what was logged before a resume."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def end_restart(trainer: Any) -> None:
+    """Lightning takes a resumed epoch for one that restarts until it ends, and then
+    leaves out the schedulers that go by a metric (`_FitLoop.on_advance_end`)."""
+    trainer.fit_loop._restarting = False
+
+
+def steps_by_metric(trainer: Any) -> bool:
+    """Whether a scheduler that goes by a metric moves after this batch's hooks."""
+    by_step = any(
+        config.reduce_on_plateau and config.interval == "step"
+        for config in trainer.lr_scheduler_configs
+    )
+    return by_step and not trainer.fit_loop._should_accumulate()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.strategies import AccumulationStrategy
@@ -76,3 +77,10 @@ def averages_statistics(trainer: Any) -> bool:
         and trainer.current_epoch > each.swa_end
         for each in trainer.callbacks
     )
+
+
+class Stopped(SIGTERMException):
+    """Ends a run that was asked to stop; its state is saved, open windows included.
+
+    It is a `SystemExit`: where nobody catches it, the process ends with its status.
+    """

@@ -20,7 +20,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit import checkpoint as checkpoints
 from trainkit.lit import refusals
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
-from trainkit.lit.base import WindowOwner
+from trainkit.lit.base import Stopped, WindowOwner
 from trainkit.lit.effective import loader_size, plan_of_windows
 from trainkit.lit.first_windows import FirstWindows
 from trainkit.lit.plan import Row
@@ -37,6 +37,7 @@ class WindowCallback(WindowOwner):
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
         first_windows: those from which the effective batch can be measured.
+        counts_samples: whether somebody wants the samples of all other windows too.
     """
 
     place = 1
@@ -65,13 +66,12 @@ class WindowCallback(WindowOwner):
         self._weight: Weight | None = None
         self._scaler: Any = None
         self._restored: Any = None
-        self._batch_idx = 0
         self._meeting_point: Any = None
         self._steps: list[StepWatch] = []
         self._wants_weights: list[Callable[[int], bool]] = []
-        self._batch_is_unfinished = False
-        self._gradients_are_fresh = False
-        self._num_closed = 0
+        self.counts_samples = False
+        self._batch_is_unfinished = self._gradients_are_fresh = False
+        self._num_closed = self._batch_idx = 0
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
         self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
@@ -174,7 +174,7 @@ class WindowCallback(WindowOwner):
         # Before training_step, which may take the batch apart.
         if pl_module.automatic_optimization:
             self._weight = self.strategy.weight(batch)
-        if not self.first_windows.is_complete:
+        if self.counts_samples or not self.first_windows.is_complete:
             for accumulator in self.accumulators.values():
                 accumulator.count(samples=_num_samples(batch))
 
@@ -295,7 +295,7 @@ class WindowCallback(WindowOwner):
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
         held = [a.num_micro_batches for a in self.accumulators.values() if a.is_open]
-        if held:
+        if held and not isinstance(exception, Stopped):
             # Only said: a checkpoint that is written because of the exception may
             # still save the window. The next fit forgets it.
             _say_dropped(sum(held), f"{type(exception).__name__} ended training")

@@ -20,6 +20,10 @@ from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
 from trainkit.lit.callback import WindowCallback
+from trainkit.lit.seen import Seen
+
+SEEN = "trainkit_seen"
+"""The totals' entry in a checkpoint."""
 
 
 class WindowMonitor(Callback):
@@ -32,7 +36,13 @@ class WindowMonitor(Callback):
     - `window/uniform_gap`: how far uniform averaging would have been from the true
       weights, as a share of the gradient (total variation);
     - `window/padding`: the share of tokens that only pad;
-    - `window/grad_norm`: the exact gradient's 2-norm, before clipping.
+    - `window/grad_norm`: the exact gradient's 2-norm, before clipping;
+    - `window/seen`: the weights of all windows so far, in the strategy's unit;
+    - `window/samples_seen`: the samples of all windows so far, where every batch tells
+      how many it has.
+
+    The last two count every window, also those that are not logged, and go on where a
+    checkpoint was written: they are x-axes that a change of the batch does not bend.
 
     With several optimizers the keys are `window/0/loss` and so on.
 
@@ -57,9 +67,12 @@ class WindowMonitor(Callback):
         self.attention_mask = attention_mask
         self._windows: WindowCallback | None = None
         self._waiting: deque[tuple[int, list[str], LateReading]] = deque()
+        self._seen = Seen()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._waiting.clear()
+        if trainer.global_step == 0:
+            self._seen = Seen()  # another training, with the same callback
         found = [c for c in trainer.callbacks if isinstance(c, WindowCallback)]
         if not found:
             raise TrainkitError(
@@ -69,6 +82,7 @@ class WindowMonitor(Callback):
             )
         self._windows = found[0]
         self._windows.keep_weights(self._is_due)
+        self._windows.counts_samples = True
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -88,10 +102,12 @@ class WindowMonitor(Callback):
         index = self._windows.index_of(trainer, optimizer)
         num_windows = self._windows.accumulators[index].num_windows
         stats = self._windows.windows.get(index)
+        if stats is not None:
+            self._seen.add(index, stats)
         if num_windows and self._is_due(num_windows - 1) and stats is not None:
             several = len(self._windows.accumulators) > 1
             prefix = f"window/{index}/" if several else "window/"
-            numbers = _numbers(stats)
+            numbers = _numbers(stats) | self._seen.numbers(index)
             ranks = self._windows.accumulators[index].ranks
             norm = _grad_norm(trainer, optimizer, ranks)
             if norm is not None:
@@ -103,6 +119,17 @@ class WindowMonitor(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._log_arrived(trainer, wait=True)
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._log_arrived(trainer, wait=True)  # a resumed run has none of these rows
+        checkpoint[SEEN] = self._seen.state_dict()
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._seen.load_state_dict(checkpoint.get(SEEN, {}))
 
     def _is_due(self, window: int) -> bool:
         return window % self.every_n_steps == 0

@@ -1,0 +1,1 @@
+"""Hydra groups: one folder for each constructor argument of a training."""

@@ -1,0 +1,1 @@
+"""Complete trainings to copy from, on what is installed with Python."""

@@ -1,0 +1,174 @@
+"""A language model on the Python standard library's own functions.
+
+    trainkit train                     # this model is what it trains by default
+
+Each function is a sequence of bytes, from 20 to thousands long: ragged data, on which a
+mean of micro-batch means is not the mean over the window's bytes.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+
+from trainkit import AccumulationMixin, ResumableLoader
+
+Batch = dict[str, Tensor]
+
+# ---- data ----------------------------------------------------------------------------
+
+
+def read_functions() -> list[bytes]:
+    """The source of every function in the top-level modules of this interpreter."""
+    found = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source = path.read_bytes()
+        lines = source.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append(b"".join(lines[node.lineno - 1 : node.end_lineno]))
+    return found
+
+
+def collate(functions: Sequence[Tensor]) -> Batch:
+    """Pad to the longest; the label of each byte is the next one."""
+    ids = [each[:-1] for each in functions]
+    labels = [each[1:] for each in functions]
+    return {
+        "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),
+        "labels": nn.utils.rnn.pad_sequence(
+            labels, batch_first=True, padding_value=-100
+        ),
+    }
+
+
+class Functions(LightningDataModule):
+    """Functions as byte ids, split into training and validation.
+
+    Args:
+        batch_size: functions in a micro-batch.
+        max_length: bytes of a function that are kept.
+        num_train: functions to train on, at most.
+        num_val: functions to validate on.
+        seed: of the split and of the order of each epoch.
+        num_workers: processes that load.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 4,
+        max_length: int = 512,
+        num_train: int = 6000,
+        num_val: int = 200,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.num_train = num_train
+        self.num_val = num_val
+        self.seed = seed
+        self.num_workers = num_workers
+
+    def setup(self, stage: str) -> None:
+        functions = read_functions()
+        order = torch.Generator().manual_seed(self.seed)
+        shuffled = torch.randperm(len(functions), generator=order).tolist()
+        rows = [
+            torch.tensor(list(functions[index][: self.max_length]))
+            for index in shuffled[: self.num_val + self.num_train]
+        ]
+        self.val_rows, self.train_rows = rows[: self.num_val], rows[self.num_val :]
+
+    def train_dataloader(self) -> ResumableLoader:
+        return ResumableLoader(
+            self.train_rows,
+            batch_size=self.batch_size,
+            shuffle=True,
+            seed=self.seed,
+            collate_fn=collate,
+            num_workers=self.num_workers,
+        )
+
+    def val_dataloader(self) -> ResumableLoader:
+        return ResumableLoader(self.val_rows, batch_size=32, collate_fn=collate)
+
+
+# ---- model ---------------------------------------------------------------------------
+
+
+class CodeLM(AccumulationMixin, LightningModule):
+    """A small decoder over bytes. Its strategy and its optimizer are chosen outside.
+
+    Args:
+        d_model: width.
+        num_layers: depth.
+        num_heads: of attention.
+        max_length: the longest sequence it can read.
+        dropout: in every layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int = 96,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        max_length: int = 512,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, d_model)
+        self.position = nn.Embedding(max_length, d_model)
+        layer = nn.TransformerEncoderLayer(
+            d_model,
+            num_heads,
+            dim_feedforward=4 * d_model,
+            dropout=dropout,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, num_layers, nn.LayerNorm(d_model), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(d_model, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, ids.device)
+        place = torch.arange(length, device=ids.device)
+        hidden = self.byte(ids) + self.position(place)
+        # Padding stands on the right: a causal mask alone keeps it from being seen.
+        return self.head(self.layers(hidden, mask=mask, is_causal=True))
+
+    def loss(self, batch: Batch) -> Tensor:
+        logits = self(batch["ids"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        num_labels = (batch["labels"] != -100).sum()  # whatever the strategy weighs
+        loss = self.loss(batch)
+        self.log_exact("val/loss", loss, weight=num_labels, prog_bar=True)
+
+
+def main() -> None:
+    from trainkit.cli.main import main as trainkit
+
+    raise SystemExit(trainkit(["train"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What the tests of sweeps share: toy sweeps, and the command in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainkit.cli.sweep.offline import OfflineSweep
+from trainkit.cli.sweep.state import SweepState
+from trainkit.cli.sweep.sweep_file import SweepFile
+
+TOY = str(Path(__file__).parent / "toy_trial.py")
+REPOSITORY = Path(__file__).parents[3]
+LR = {"values": [0.1, 0.01, 0.001]}
+
+
+def toy(folder: Path, parameters: Mapping[str, Any], **config: Any) -> Path:
+    """Write a sweep of toy trials; constants may be given as they are."""
+    written = {
+        name: value if isinstance(value, Mapping) else {"value": value}
+        for name, value in parameters.items()
+    }
+    content = {
+        "program": TOY,
+        "method": "grid",
+        "metric": {"name": "val/loss", "goal": "minimize"},
+        "parameters": written,
+        "command": ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}"],
+        **config,
+    }
+    path = folder / "toy.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def offline(path: Path, sweep_id: str = "s1", **options: Any) -> OfflineSweep:
+    """A sweep in this process, new or continued."""
+    sweep = SweepFile.read(path)
+    folder = path.parent / "sweeps" / sweep_id
+    if (folder / "state.json").exists():
+        state = SweepState.load(folder)
+    else:
+        folder.mkdir(parents=True)
+        state = SweepState(folder, sweep.config, "7")
+    return OfflineSweep(sweep, state, **options)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "trainkit", "sweep", *words]
+
+
+def run(
+    words: list[str], env: Mapping[str, str], cwd: Path, *, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        env=dict(env),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def private_env(home: Path) -> dict[str, str]:
+    """The environment of a user without an account."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    return {**env, "HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.05)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The one sweep's state in a folder of sweeps; empty while there is none."""
+    for path in folder.glob("*/state.json"):
+        return json.loads(path.read_text())
+    return {"trials": []}
+
+
+def by_lr(trials: list[Any]) -> dict[float, Any]:
+    return {trial.arguments["lr"]: trial for trial in trials}

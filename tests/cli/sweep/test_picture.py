@@ -1,0 +1,106 @@
+"""The picture: a panel for each swept parameter, logarithms where they belong."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from trainkit.cli.sweep import picture
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.trial import Trial
+
+PARAMETERS: dict[str, Any] = {
+    "lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
+    "batch": {"values": [4, 8, 16]},
+    "decay": {"values": [0.0, 0.1]},
+    "kind": {"values": ["sqrt", "none", None]},
+    "fixed": {"value": 3},
+}
+
+
+def sweep(goal: str = "minimize") -> SweepFile:
+    metric = {"name": "val/loss", "goal": goal}
+    config = {"method": "random", "metric": metric, "parameters": PARAMETERS}
+    return SweepFile(path=Path("toy.yaml"), config=config)
+
+
+def trial(n: int, **about: Any) -> Trial:
+    kinds = PARAMETERS["kind"]["values"]
+    arguments = {
+        "lr": 0.001 * (n + 1),
+        "batch": [4, 8, 16][n % 3],
+        "decay": 0.1 * (n % 2),
+        "kind": kinds[n % 3],
+        "fixed": 3,
+    }
+    given: dict[str, Any] = {"state": "finished", "metric": [1.0 / (n + 1)], **about}
+    return Trial(name=f"t{n}", arguments=arguments, **given)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def test_each_swept_parameter_has_a_panel_and_its_own_scale(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    trials = [trial(n) for n in range(6)]
+    trials += [trial(6, state="crashed", metric=[]), trial(7, state="stopped")]
+
+    path = picture.draw(sweep(), trials, tmp_path / "s.png")
+
+    assert path.read_bytes().startswith(b"\x89PNG")
+    panels = {panel.get_xlabel(): panel for panel in drawn[0].axes}
+    assert list(panels) == ["trial", "lr", "batch", "decay", "kind"]
+    scales = {name: panel.get_xscale() for name, panel in panels.items()}
+    assert scales["lr"] == scales["batch"] == "log"
+    assert scales["decay"] == scales["kind"] == scales["trial"] == "linear"
+    assert [t.get_text() for t in panels["batch"].get_xticklabels()] == ["4", "8", "16"]
+    (legend,) = drawn[0].legends
+    assert {text.get_text() for text in legend.get_texts()} == {
+        "finished",
+        "stopped",
+        "crashed, or no number",
+        "best",
+        "best so far",
+    }
+
+
+@pytest.mark.parametrize(("goal", "last"), [("minimize", 0.25), ("maximize", 1.0)])
+def test_best_so_far_follows_the_goal(
+    tmp_path: Path, drawn: list[Figure], goal: str, last: float
+) -> None:
+    picture.draw(sweep(goal), [trial(n) for n in range(4)], tmp_path / "s.png")
+
+    (line,) = (x for x in drawn[0].axes[0].lines if x.get_label() == "best so far")
+    assert list(line.get_ydata())[-1] == last  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "trials",
+    [
+        [trial(0, state="crashed", metric=[])],
+        [trial(1)],  # the zero in the list of `decay` is not among what was drawn
+        [trial(0, metric=[math.nan]), trial(1, metric=[math.inf])],
+        [trial(0, metric=[-1.0]), trial(1, metric=[1e9])],
+        [Trial(name="bare", arguments={}, state="finished", metric=[1.0])],
+    ],
+)
+def test_odd_results_are_drawn(tmp_path: Path, trials: list[Trial]) -> None:
+    path = picture.draw(sweep(), trials, tmp_path / "s.png")
+
+    assert path.stat().st_size > 1000

@@ -1,0 +1,86 @@
+"""The shipped sweeps run `trainkit train` itself, with and without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.sweep.helpers import (
+    REPOSITORY,
+    command,
+    private_env,
+    read_state,
+    run,
+)
+from tests.wandb_server import WandbServer
+
+SHORT = [
+    "trainer.max_steps=3",
+    "data.num_train=120",
+    "data.num_val=16",
+    "trainer.val_check_interval=${trainer.accumulate_grad_batches}",
+    "callbacks=none",
+]
+
+
+def shortened(name: str, folder: Path, **parameters: list[Any]) -> Path:
+    """A shipped sweep, the training cut to three steps, and fewer values."""
+    config = yaml.safe_load((REPOSITORY / "conf" / "sweep" / name).read_text())
+    for key, values in parameters.items():
+        config["parameters"][key.replace("__", ".")] = {"values": values}
+    config["command"][-1:] = [*SHORT, "${args_no_hyphens}"]
+    path = folder / name
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.slow
+def test_the_law_makes_micro_batches_of_one_rate_train_alike(tmp_path: Path) -> None:
+    pytest.importorskip("sweeps")
+    name = "lr_batch.yaml"
+    rates = [0.003, 0.01]
+    shortened(name, tmp_path, optimizer__lr=rates, data__batch_size=[8, 32])
+
+    done = run(
+        command(name, "--offline", "--agents", "2", "--json"),
+        private_env(tmp_path),
+        tmp_path,
+        timeout=280,
+    )
+
+    assert done.returncode == 0, done.stderr
+    trials = json.loads(done.stdout)["trials"]
+    losses: dict[float, list[float]] = {}
+    for trial in trials:
+        losses.setdefault(trial["arguments"]["optimizer.lr"], []).append(trial["value"])
+    for pair in losses.values():
+        assert pair[0] == pytest.approx(pair[1], rel=1e-5)
+    assert abs(losses[0.003][0] - losses[0.01][0]) > 1e-3  # the control: rates differ
+    for trial in read_state(tmp_path / "sweeps")["trials"]:
+        summary = json.loads((Path(trial["folder"]) / "summary.json").read_text())
+        assert summary["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_the_clients_own_commands_run_a_shipped_sweep(
+    wandb_server: WandbServer, tmp_path: Path
+) -> None:
+    name = "lr_batch.yaml"
+    path = shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[8, 16])
+    env = wandb_server.env(tmp_path, PYTHONPATH=str(REPOSITORY))
+    wandb = [sys.executable, "-m", "wandb"]
+
+    assert run([*wandb, "sweep", str(path)], env, tmp_path).returncode == 0
+    run([*wandb, "agent", "local/p/sw0"], env, tmp_path, timeout=280)
+
+    runs = list(wandb_server.runs.values())
+    assert [received.state for received in runs] == ["finished", "finished"]
+    assert {received.config["data.batch_size"] for received in runs} == {8, 16}
+    losses = [received.summary["val/loss"] for received in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len({len(received.history) for received in runs}) == 1

@@ -1,0 +1,96 @@
+"""How the command ends: one message, and an exit status."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainkit import TrainkitError
+from trainkit.cli.errors import VARIABLE, Interrupted, TrainingFailed, guarded
+from trainkit.cli.main import COMMANDS, main
+
+
+def raises(error: BaseException) -> int:
+    def call() -> int:
+        raise error
+
+    return guarded(call)
+
+
+def test_what_works_passes_its_status_on() -> None:
+    assert guarded(lambda: 0) == 0
+    assert guarded(lambda: 1) == 1
+
+
+def test_a_mistake_is_one_message_and_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert raises(TrainkitError("thing: rule.")) == 2
+    assert capsys.readouterr().err == "trainkit: thing: rule.\n"
+
+
+def test_a_traceback_when_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    assert raises(TrainkitError("thing")) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_fault_shows_its_traceback_and_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raises(ZeroDivisionError("oh")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_failed_training_is_1(
+    is_ours: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    failed = TrainingFailed()
+    failed.__cause__ = TrainkitError("loss: nan") if is_ours else ValueError("deep")
+    assert raises(failed) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("trainkit: loss: nan" if is_ours else "ValueError: deep")
+
+
+def test_signals() -> None:
+    assert raises(KeyboardInterrupt()) == 130
+    with pytest.raises(SystemExit) as left:
+        raises(Interrupted(15))
+    assert left.value.code == 143
+
+
+def test_a_wrong_key_shows_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = OmegaConf.create({"rate": 1, "steps": 2, "_target_": "x"})
+    OmegaConf.set_struct(config, True)
+
+    def call() -> int:
+        return config.raet
+
+    assert guarded(call) == 2
+    text = capsys.readouterr().err
+    assert "Did you mean rate?" in text
+    assert "There are: rate, steps\n" in text
+    assert "full_key" not in text
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"  {name} " in text
+    assert main([]) == 2
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tran"]) == 2
+    assert "received 'tran'. Did you mean train?" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("trainkit 0.")

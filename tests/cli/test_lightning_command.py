@@ -1,0 +1,207 @@
+"""`trainkit fit` and its like: what is found, what is said, how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.lightning_runs import (
+    USER,
+    make,
+    quiet,
+    stand_alone,
+    written,
+)
+from tests.cli.lightning_user import (
+    Net,
+)
+from trainkit import (
+    TrainkitError,
+)
+from trainkit.cli.lightning_cli import main
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: Any, tmp_path: Path) -> None:
+    stand_alone(monkeypatch, tmp_path)
+
+
+def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
+    written(
+        tmp_path / "my_net.py",
+        f"from {USER} import Data, Net\nclass MyNet(Net):\n    fits = []\n"
+        "    def on_train_end(self):\n        self.fits.append(1)\n"
+        "class MyData(Data):\n    pass\n",
+    )
+    args = ["--model=my_net.MyNet", "--data=my_net.MyData", "--model.lr=1e-4"]
+    assert main(["fit", *args, *quiet(), "--accumulation=PerToken"]) == 0
+    import my_net  # type: ignore[import-not-found]
+
+    assert my_net.MyNet.fits == [1]
+    (tmp_path / "config.yaml").unlink()
+    assert main(["validate", *args, *quiet()]) == 0
+
+
+def test_help_is_no_mistake(capsys: Any) -> None:
+    assert main(["fit", "--accumulation.help=PerToken"]) == 0
+    assert "--accumulation.ignore_index" in capsys.readouterr().out
+
+
+MODEL = f"--model={USER}.Net"
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["fit"], r"required: fit.model\n--model takes the dotted path of a Lightning"),
+        (["fit", "--model=Nope"], r"model:(.|\n)*Nope(.|\n)*--model takes the dotted"),
+        (["fit", f"--model={USER}.Nope"], r"no attribute 'Nope'(.|\n)*--model takes"),
+        (["fit", MODEL, "--accumulation=Nope"], "one of .*PerSample, PerToken, Unif"),
+        (["fit", MODEL, "--accumulation=nope.yaml"], r"nope\.yaml either not access"),
+        (
+            ["fit", MODEL, "--accumulation=PerToken", "--accumulation.nope=1"],
+            r"'nope' is not accepted\n--accumulation\.help=trainkit\.PerToken desc",
+        ),
+        (
+            ["fit", MODEL, "--accumulation=PerToken", "--accumulation.ignore_index=x"],
+            r"ignore_index:\n\s+Expected a int. Got value: x",
+        ),
+        (["fit", MODEL, "--batchnorm.policy=bad"], r"Literal\['warn', 'error', .* bad"),
+        (["fit", MODEL, "--lr_scaling=linear"], r"--lr_scaling\.rule=\.\.\.; --lr_sca"),
+        (
+            ["fit", MODEL, "--lr_scaling.reference_batch=-1"],
+            r"^LRScaling reference_batch: must be a positive number, received -1\.0",
+        ),
+        (["fit", MODEL, "--acumulation=PerToken"], r"Did you mean --accumulation\?"),
+        (["fit", MODEL, "--trainer.max_epochs=x"], r"Expected a int\n.*value: x"),
+        (["fit", MODEL, "--config=nope.yaml"], "File does not exist: .*nope.yaml"),
+        (["fitt"], "invalid choice: 'fitt' .choose from 'fit', 'validate'"),
+    ],
+)
+def test_a_mistake_is_one_readable_message(args: list[str], text: str) -> None:
+    with pytest.raises(TrainkitError, match=text) as caught:
+        main(args)
+    for noise in ("usage:", "Union", "NoneType", "NestedArg", "<class", "RAW"):
+        assert noise not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "text"),
+    [
+        ("a: [", r"config\.yaml: must be YAML(.|\n)*parsing a flow node"),
+        ("nope: 3", "does not accept option 'nope'"),
+        (
+            "trainer: {max_epochs: '${data.n}'}",
+            r"config\.yaml: trainer\.max_epochs: .*same file",
+        ),
+        ("accumulation: {_target_: trainkit.PerToken, _args_: [1]}", "by name only"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(
+    yaml_text: str, text: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "config.yaml", yaml_text)
+    with pytest.raises(TrainkitError, match=text):
+        main(["fit", MODEL, f"--config={file}"])
+
+
+def test_a_script_ends_with_one_message_and_status_two(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        make("--accumulation=Nope")
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "PerToken" in said
+    assert "usage" not in said
+
+
+def test_an_error_of_the_training_comes_through(monkeypatch: Any) -> None:
+    def fails(self: Any, batch: Any, batch_idx: int) -> Any:
+        raise ZeroDivisionError("in the module")
+
+    monkeypatch.setattr(Net, "training_step", fails)
+    with pytest.raises(ZeroDivisionError, match="in the module"):
+        main(["fit", MODEL, f"--data={USER}.Data", *quiet()])
+
+
+@pytest.mark.parametrize(("kind", "status"), [("int", 130), ("term", 143)])
+def test_an_interrupted_command_says_so(
+    kind: str, status: int, monkeypatch: Any
+) -> None:
+    import signal
+
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    def stops(self: Any, batch: Any, batch_idx: int) -> Any:
+        raise KeyboardInterrupt if kind == "int" else SIGTERMException
+
+    monkeypatch.setattr(Net, "training_step", stops)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["fit", MODEL, f"--data={USER}.Data", *quiet()]) == status
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+
+
+def test_a_module_of_the_other_namespace_is_refused() -> None:
+    import pytorch_lightning
+
+    class Old(pytorch_lightning.LightningModule):
+        pass
+
+    with pytest.raises(TrainkitError, match=r"takes classes of lightning\.pytorch, re"):
+        make(model=Old)
+
+
+@pytest.mark.slow
+def test_the_console_script_finds_the_users_modules(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "user").mkdir()
+    script = written(
+        tmp_path / "bin" / "command.py", "from trainkit.cli.main import run\nrun()\n"
+    )
+    written(tmp_path / "user" / "my_net.py", MY_NET)
+    args = ["fit", "--model=my_net.MyNet", *quiet(), "--accumulation=PerToken"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, script, *words],
+            cwd=tmp_path / "user",
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    done = run(*args)
+    assert done.returncode == 0, done.stderr
+    assert "weighed by PerToken" in done.stdout
+    wrong = run(*args, "--accumulation=Nope")
+    assert wrong.returncode == 2, wrong.stderr
+    assert "PerSample, PerToken, Uniform" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+    assert "usage" not in wrong.stderr
+
+
+MY_NET = """
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+class MyNet(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch["x"]).mean()
+
+    def train_dataloader(self):
+        rows = [{"x": torch.ones(2), "labels": torch.tensor(1)} for _ in range(8)]
+        return DataLoader(rows, batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""

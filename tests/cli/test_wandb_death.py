@@ -1,0 +1,82 @@
+"""A W&B server that dies, or is not there: training ends, and nothing is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.wandb_runs import connect, folders, sync
+from tests.wandb_server import WandbServer
+from trainkit import WandbRunLogger
+
+TRAINING = """
+import pathlib, sys, time
+from trainkit import WandbRunLogger
+
+logger = WandbRunLogger(save_dir="run", finish_timeout=2.0)
+for step in range(20):
+    logger.log_metrics({"x": float(step)}, step=step)
+    while step == 9 and not pathlib.Path("go").exists():
+        time.sleep(0.05)
+logger.finalize("success")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("death", "status"), [("die", 0), ("hang", 3)])
+def test_a_server_that_dies_in_mid_run_costs_seconds_and_no_row(
+    wandb_server: WandbServer, tmp_path: Path, death: str, status: int
+) -> None:
+    """Without a bound the client goes on trying, for hours."""
+    command = [sys.executable, "-c", TRAINING, str(status)]
+    env = wandb_server.env(tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    child = subprocess.Popen(
+        command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wandb_server.wait_until(
+            lambda: any(len(r.history) == 10 for r in wandb_server.runs.values()), 60
+        )
+        getattr(wandb_server, death)()
+        (tmp_path / "go").touch()
+        _, said = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.communicate()
+    (folder,) = folders(tmp_path / "run")
+    assert child.returncode == status
+    assert f"wandb sync --include-online {folder}" in said
+    assert [len(run.history) for run in wandb_server.runs.values()] == [10]
+
+    wandb_server.revive()
+    sync(wandb_server, folder, tmp_path)
+    (run,) = wandb_server.runs.values()
+    assert [row["x"] for row in run.history] == list(range(20))
+    assert run.state == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("death", ["die", "hang"])
+def test_a_server_that_is_not_there_at_the_start_makes_the_run_offline(
+    wandb_server: WandbServer,
+    private_wandb: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    death: str,
+) -> None:
+    connect(wandb_server, monkeypatch, private_wandb)
+    getattr(wandb_server, death)()
+    logger = WandbRunLogger(save_dir=private_wandb, init_timeout=1.0)
+    logger.log_metrics({"x": 1.0}, step=0)
+    logger.finalize("success")
+    offline = [f for f in folders(private_wandb) if f.name.startswith("offline-")]
+    assert f"To upload it: wandb sync {offline[0]}" in capsys.readouterr().err
+
+    wandb_server.revive()
+    sync(wandb_server, offline[0], private_wandb)
+    (run,) = wandb_server.runs.values()
+    assert [row["x"] for row in run.history] == [1.0]

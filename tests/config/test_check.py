@@ -1,0 +1,108 @@
+"""Wrong keys and types are refused before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from trainkit import TrainkitError
+from trainkit.config import allow_targets
+from trainkit.config.check import check
+
+
+class Widget:
+    made = 0
+
+    def __init__(
+        self, size: int, *, name: str = "w", parts: list[float] | None = None
+    ) -> None:
+        type(self).made += 1
+
+
+class Anything:
+    def __init__(self, **options: Any) -> None:
+        pass
+
+
+allow_targets("tests")
+WIDGET = "tests.config.test_check.Widget"
+
+
+def refused(config: Any, **kwargs: Any) -> str:
+    with pytest.raises(TrainkitError) as error:
+        check(OmegaConf.create(config), key="group", **kwargs)
+    assert Widget.made == 0
+    return str(error.value)
+
+
+def test_an_unknown_key_is_named_with_those_that_there_are() -> None:
+    text = refused({"_target_": WIDGET, "size": 1, "nmae": "x"})
+    assert text.startswith("group.nmae: Widget has no such argument.")
+    assert "Did you mean name?" in text
+    assert "size, name, parts" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"size": "many"}, "group.size: must be int, received 'many'"),
+        ({"size": 1.5}, "group.size: must be int, received 1.5"),
+        ({"size": 1, "name": [1]}, "group.name: must be str"),
+        ({"size": 1, "parts": ["a"]}, "group.parts: must be"),
+        ({"size": None}, "group.size: must be int, received None"),
+    ],
+)
+def test_a_wrong_type_is_named(values: dict[str, Any], key: str) -> None:
+    assert key in refused({"_target_": WIDGET, **values})
+
+
+def test_a_missing_argument_is_named() -> None:
+    assert "group.size: Widget needs it" in refused({"_target_": WIDGET})
+    assert "group.size: must be given" in refused({"_target_": WIDGET, "size": "???"})
+
+
+def test_deeper_ones_are_found() -> None:
+    inner = {"_target_": WIDGET, "size": "x"}
+    assert "group.one.deep[1].size" in refused({"one": {"deep": [1, inner]}})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_target_": WIDGET, "size": 1, "parts": [1, 2.5]},
+        {"_target_": WIDGET, "size": 1, "parts": None},
+        {"_target_": WIDGET, "_partial_": True},
+        {"_target_": WIDGET, "_args_": [1]},
+        {"_target_": f"{__name__}.Anything".replace("__main__", ""), "x": object},
+        {},
+        {"lr": 1},
+        None,
+    ],
+)
+def test_what_fits_is_left_alone(config: Any) -> None:
+    if config and "x" in config:
+        config = {"_target_": "tests.config.test_check.Anything", "x": 1}
+    check(OmegaConf.create(config) if config is not None else None, key="group")
+
+
+def test_what_the_program_adds_need_not_be_there() -> None:
+    check(OmegaConf.create({"_target_": WIDGET}), key="group", given=("size",))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"_target_": "trainkit.PerToken", "ignore_index": "abc"}, "ignore_index"),
+        ({"_target_": "trainkit.PerToken", "loss_reduction": "median"}, "median"),
+        ({"_target_": "trainkit.LRScaling", "rule": "linear"}, "reference_batch"),
+        ({"_target_": "trainkit.BatchNormGuard", "policy": "warm"}, "warm"),
+        (
+            {"_target_": "torch.optim.AdamW", "_partial_": True, "learning_rate": 1},
+            "learning_rate",
+        ),
+    ],
+)
+def test_real_targets(config: dict[str, Any], text: str) -> None:
+    assert text in refused(config)

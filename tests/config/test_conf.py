@@ -1,0 +1,169 @@
+"""The groups that trainkit ships, and how Hydra finds them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
+
+from trainkit import TrainkitError
+from trainkit.config import conf_dir, register
+from trainkit.config.check import check_all
+from trainkit.config.conf import accumulate
+from trainkit.config.schema import TrainerSchema
+from trainkit.config.targets import TARGET, locate
+
+register()
+
+GROUPS = sorted(
+    path.name for path in conf_dir().iterdir() if path.is_dir() and path.name[0] != "_"
+)
+OPTIONS = sorted(
+    (path.parent.name, path.stem)
+    for path in conf_dir().glob("*/*.yaml")
+    if path.parent.name != "sweep"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_hydra_is_left() -> Iterator[None]:
+    yield
+    GlobalHydra.instance().clear()
+
+
+def composed(*overrides: str, run_dir: str = "/tmp/run") -> DictConfig:
+    with initialize_config_module("trainkit.conf", version_base="1.3"):
+        return compose("train", [f"paths.run_dir={run_dir}", *overrides])
+
+
+# What an option leaves open has to be said.
+OPEN: dict[tuple[str, str], list[str]] = {
+    ("lr_scaling", name): ["lr_scaling.reference_batch=32"]
+    for group, name in OPTIONS
+    if group == "lr_scaling" and name != "none"
+}
+OPEN["optimizer", "none"] = ["scheduler=none"]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_fits_its_target(group: str, option: str) -> None:
+    config = composed(f"{group}={option}", *OPEN.get((group, option), []))
+    check_all(config)
+
+
+def test_every_group_of_the_list_is_there() -> None:
+    assert set(GROUPS) == {
+        "accumulation", "lr_scaling", "batchnorm", "schedule", "model", "data",
+        "optimizer", "scheduler", "trainer", "logger", "callbacks", "experiment",
+        "hparams_search", "paths", "sweep",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [each for each in OPTIONS if each[0] in ("accumulation", "lr_scaling", "model")],
+)
+def test_an_option_lists_every_argument(group: str, option: str) -> None:
+    node = OmegaConf.load(conf_dir() / group / f"{option}.yaml")
+    if not node:
+        assert option == "none"
+        return
+    assert isinstance(node, DictConfig)
+    target = locate(node[TARGET])
+    assert set(node) - {TARGET} == set(inspect.signature(target).parameters)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_an_option_says_what_the_target_would_do_anyway(
+    group: str, option: str
+) -> None:
+    """Defaults in a file do not drift from those of the code."""
+    if group not in ("accumulation", "lr_scaling", "batchnorm"):
+        return
+    node: Any = OmegaConf.load(conf_dir() / group / f"{option}.yaml")
+    if not node:
+        return
+    parameters = inspect.signature(locate(node[TARGET])).parameters
+    for name, value in OmegaConf.to_container(node).items():
+        if name not in (TARGET, "rule", "policy") and value != "???":
+            assert value == parameters[name].default, name
+
+
+def test_the_trainer_has_the_types_of_lightning() -> None:
+    theirs = inspect.signature(Trainer.__init__).parameters
+    expected = {
+        name: parameter.default
+        for name, parameter in theirs.items()
+        if name not in ("self", "logger", "callbacks")
+    }
+    ours = {
+        name: field.default
+        for name, field in TrainerSchema.__dataclass_fields__.items()
+        if name != TARGET
+    }
+    expected["default_root_dir"] = "${paths.run_dir}"
+    assert ours == expected
+
+
+def test_an_experiment_says_how_to_run_it() -> None:
+    for path in (conf_dir() / "experiment").glob("*.yaml"):
+        lines = path.read_text().splitlines()
+        assert lines[:2] == [
+            "# @package _global_",
+            f"# trainkit train experiment={path.stem}",
+        ]
+
+
+def test_a_schedule_sets_the_size_of_windows() -> None:
+    assert composed().trainer.accumulate_grad_batches == 4
+    assert composed("schedule=ramp").trainer.accumulate_grad_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["accumulation.ignore_index=abc"], "accumulation.ignore_index: must be int"),
+        (["+model.width=3"], "model.width: CodeLM has no such argument"),
+        (["lr_scaling=linear"], r"lr_scaling.reference_batch: must be given"),
+        (["optimizer.lr=fast"], "optimizer.lr: must be"),
+        (["+callbacks.monitor.every=3"], "callbacks.monitor.every: WindowMonitor"),
+        (["accumulation._target_=os.system"], "allowed package"),
+        (["+trainer.plugins=[{_target_: os.getcwd}]"], "os.getcwd"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: list[str], text: str) -> None:
+    overrides = [
+        each.replace("+trainer.plugins", "trainer.plugins") for each in overrides
+    ]
+    with pytest.raises(TrainkitError, match=text):
+        check_all(composed(*overrides))
+
+
+def test_a_users_application_uses_the_groups(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text(
+        "defaults:\n  - /accumulation: per_token\n  - _self_\nmine: 1\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("app", ["accumulation=per_sample", "accumulation.size=x"])
+    assert config.accumulation == {
+        "_target_": "trainkit.PerSample",
+        "size": "x",
+        "mask": None,
+        "loss_reduction": "mean",
+    }
+
+
+def test_accumulation_for_a_fixed_effective_batch() -> None:
+    assert [accumulate(64, size) for size in (1, 8, 64)] == [64, 8, 1]
+    assert accumulate(64, 8, 4) == 2
+    with pytest.raises(TrainkitError, match="12 x 1 for 64. Micro-batches .*: 1, 2, 4"):
+        accumulate(64, 12)
+    with pytest.raises(TrainkitError, match="none on so many ranks"):
+        accumulate(64, 1, 3)

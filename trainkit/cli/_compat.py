@@ -1,0 +1,26 @@
+"""The private names of Lightning and wandb that the command cannot do without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def run_of(logger: Any) -> Any:
+    """The W&B run that a `WandbLogger` has made, or None; its public `experiment` would
+    make one."""
+    return logger._experiment
+
+
+def set_run(logger: Any, run: Any) -> None:
+    """Make it the run of a `WandbLogger`: its constructor takes one, but too early."""
+    logger._experiment = run
+
+
+def is_attached(logger: Any) -> bool:
+    """Whether a `WandbLogger` came to this process by pickle, with another's run."""
+    return getattr(logger, "_attach_id", None) is not None
+
+
+def is_finished(run: Any) -> bool:
+    """Whether somebody has called `finish` on a W&B run: logging to it would raise."""
+    return getattr(run, "_is_finished", False)

@@ -1,0 +1,74 @@
+"""After `trainkit train -m`: its runs in one table, the best first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from trainkit.cli.resume import key_of
+from trainkit.cli.run_folder import RunFolder
+
+
+class Comparison(Callback):
+    """Prints the table when all runs of a multirun have ended, wherever they ran."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        where = Path(config.hydra.sweep.dir)
+        runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
+        if runs:
+            print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
+            print(f"trainkit | all runs: {where.absolute()}", flush=True)
+        sys.stdout.flush()
+
+
+def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:
+    """One line for each run: what was swept, how it ended, and its metric.
+
+    Args:
+        runs: their folders.
+        maximizes: whether more of the metric is better.
+    """
+    summaries = [run.read_summary() or {} for run in runs]
+    words = [dict(_split(word) for word in run.overrides()) for run in runs]
+    names = list(dict.fromkeys(name for each in words for name in each))
+    swept = [name for name in names if len({each.get(name) for each in words}) > 1]
+    metric = next((each["metric"] for each in summaries if each.get("metric")), None)
+    rows = []
+    for run, summary, values in zip(runs, summaries, words, strict=True):
+        value = (summary.get("metrics") or {}).get(metric)
+        rows.append(
+            (
+                value,
+                [
+                    run.path.name,
+                    *(values.get(name, "") for name in swept),
+                    str(summary.get("status", "did not end")),
+                    str(summary.get("steps", "")),
+                    "" if value is None else f"{value:.6g}",
+                ],
+            )
+        )
+    rows.sort(key=lambda row: _rank(row[0], maximizes))
+    header = ["run", *swept, "training", "steps", metric or ""]
+    return _aligned([header, *(cells for _, cells in rows)])
+
+
+def _split(word: str) -> tuple[str, str]:
+    return key_of(word), word.partition("=")[2]
+
+
+def _rank(value: float | None, maximizes: bool) -> tuple[bool, float]:
+    """Those without a metric come last."""
+    if value is None:
+        return True, 0.0
+    return False, -value if maximizes else value
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

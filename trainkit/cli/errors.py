@@ -1,0 +1,94 @@
+"""What ends the command, as a message and an exit status."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, MutableMapping
+
+from trainkit.errors import TrainkitError
+
+VARIABLE = "TRAINKIT_TRACEBACK"
+
+# By name, so that nobody has to import these packages to ask.
+_MISTAKES = {
+    "hydra.errors.HydraException",
+    "omegaconf.errors.OmegaConfBaseException",
+    "lightning.fabric.utilities.exceptions.MisconfigurationException",
+}
+
+
+class TrainingFailed(Exception):
+    """A training that had begun ended with an error; its cause is the error."""
+
+
+class Interrupted(SystemExit):
+    """A training was stopped by a signal; exit status 128 + its number."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+
+
+def guarded(call: Callable[[], int]) -> int:
+    """Run something; say in one message what went wrong.
+
+    A mistake of the user's shows no traceback, unless the environment has
+    `TRAINKIT_TRACEBACK=1`.
+    """
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return 130
+    except TrainingFailed as failed:
+        assert failed.__cause__ is not None
+        if isinstance(failed.__cause__, TrainkitError):
+            _say(str(failed.__cause__), failed)
+        else:
+            traceback.print_exception(failed.__cause__)
+        return 1
+    except Exception as error:
+        if is_mistake(error):
+            _say(readable(error), error)
+            return 2
+        traceback.print_exc()
+        return 1
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether it is about what was asked, and not a fault of a program."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+    return isinstance(error, TrainkitError) or bool(names & _MISTAKES)
+
+
+def readable(error: BaseException) -> str:
+    """An error's text, that of its causes where there is more in them, and for a key
+    that does not exist those that do."""
+    lines = _lines(error)
+    key, node = getattr(error, "key", None), getattr(error, "parent_node", None)
+    cause = error.__cause__
+    while cause is not None:
+        if is_mistake(cause):
+            lines += [line for line in _lines(cause) if line not in lines]
+            key = getattr(cause, "key", None) or key
+            node = getattr(cause, "parent_node", None) or node
+        cause = cause.__cause__
+    if isinstance(node, MutableMapping) and key not in node:
+        names = [name for name in map(str, node) if not name.startswith("_")]
+        close = difflib.get_close_matches(str(key), names, n=1)
+        lines += [f"Did you mean {close[0]}?"] if close else []
+        lines.append(f"There are: {', '.join(names) or 'none'}")
+    return "\n".join(lines)
+
+
+def _lines(error: BaseException) -> list[str]:
+    inner = ("full_key:", "reference_type=", "object_type=")  # OmegaConf's own view
+    text = str(error).strip().splitlines()
+    return [line for line in text if not line.strip().startswith(inner)]
+
+
+def _say(text: str, error: BaseException) -> None:
+    if os.environ.get(VARIABLE) == "1":
+        traceback.print_exception(error)
+    print(f"trainkit: {text}", file=sys.stderr)

@@ -1,0 +1,134 @@
+"""One training of `trainkit train`, from its configuration to its summary."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Callback
+from omegaconf import DictConfig, open_dict
+
+from trainkit.cli import summary
+from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.resume import quoted
+from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.wandb_facts import WandbFacts
+from trainkit.config.build import Training, build
+from trainkit.config.public_config import public_config
+from trainkit.errors import TrainkitError
+from trainkit.lit.base import Stopped
+from trainkit.lit.epoch_sums import EpochSums
+from trainkit.lit.graceful_stop import GracefulStop
+from trainkit.lit.metric_rows import MetricRows
+from trainkit.lit.random_state import RandomState
+from trainkit.lit.window_summary import WindowSummary
+
+
+def run(config: DictConfig) -> float | None:
+    """Train, write down how it went, and return the metric."""
+    _quieten()
+    folder = RunFolder(config.paths.run_dir)
+    overrides = list(HydraConfig.get().overrides.task)
+    _repeatable_by_ranks(overrides, folder)
+    with open_dict(config):  # whatever happens to the working directory
+        config.paths.run_dir = str(folder.path)
+    stop, windows = GracefulStop(folder.checkpoints), WindowSummary()
+    training = build(config, callbacks=[windows, *_resumable(), stop])
+    shown = public_config(config)
+    if training.trainer.is_global_zero:
+        folder.write_start(shown, overrides)
+    for logger in training.trainer.loggers:
+        logger.log_hyperparams(shown)
+    _fit_and_tell(training, config, folder, windows)
+    if stop.stopped_by is not None:
+        _leave(stop, folder, training.trainer.is_global_zero)
+    return _metric(training, config.metric)
+
+
+def _fit_and_tell(
+    training: Training, config: DictConfig, folder: RunFolder, windows: WindowSummary
+) -> None:
+    """Train, then write and show the summary, however it ended."""
+    started = time.monotonic()
+    status = "failed"
+    try:
+        _fit(training, config.ckpt_path)
+        status = "finished"
+    except Stopped:
+        status = "interrupted"
+    finally:
+        facts = summary.collect(training, config, folder, windows)
+        facts.update(status=status, seconds=round(time.monotonic() - started, 1))
+        if training.trainer.is_global_zero:
+            folder.write_summary(facts)
+            if status != "failed" or facts["steps"]:
+                summary.show(facts, folder)
+
+
+def _fit(training: Training, ckpt_path: str | None) -> None:
+    try:
+        training.fit(ckpt_path)
+    except Stopped:
+        raise
+    except Exception as error:
+        # What trainkit refuses later is what training has come to, such as a loss of NaN.
+        had_begun = training.trainer.global_step > 0
+        if is_mistake(error) and not (had_begun and isinstance(error, TrainkitError)):
+            raise
+        raise TrainingFailed from error
+
+
+def _resumable() -> list[Callback]:
+    """What every run has, whatever callbacks are configured: it goes on exactly, and
+    W&B is told what it was."""
+    return [WandbFacts(), EpochSums(), MetricRows(), RandomState()]
+
+
+def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
+    assert stop.stopped_by is not None
+    if is_first:
+        where = stop.checkpoint_path or folder.newest_checkpoint()
+        how = "there is no checkpoint yet"
+        if where is not None:
+            how = f"to go on: trainkit train ckpt_path={quoted(where)}"
+        print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
+    if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
+        # That is how a sweep stops a poor trial, which is no failure: after three of
+        # these in a row wandb's agent gives up.
+        raise SystemExit(0)
+    raise Interrupted(stop.stopped_by)
+
+
+def _metric(training: Training, name: str | None) -> float | None:
+    if name is None:
+        return None
+    found: Any = training.trainer.callback_metrics
+    if name not in found:
+        print(f"trainkit | {name}: was not logged, so there is no metric to compare by")
+        return None
+    return float(found[name])
+
+
+def _repeatable_by_ranks(overrides: list[str], folder: RunFolder) -> None:
+    """Lightning starts the other ranks of this machine with our command line: for them
+    it must be this one run, also in a multirun, and in this folder."""
+    own = [*overrides, f"paths.run_dir={quoted(folder.path)}"]
+    sys.argv[1:] = ["train", *dict.fromkeys(own)]
+
+
+def _quieten() -> None:
+    """Lightning prints by itself what Hydra's logging prints too, and gives advice."""
+    logging.getLogger("lightning").handlers.clear()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for known in (
+        r".*treespec, LeafSpec.*",
+        r".*does not have many workers.*",
+        r".*LearningRateMonitor.* no learning rate schedulers.*",
+    ):
+        warnings.filterwarnings("ignore", known)

@@ -1,0 +1,69 @@
+"""The `trainkit` command: which sub-commands there are."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib import import_module
+
+from trainkit import __version__
+from trainkit.cli.errors import guarded
+from trainkit.errors import TrainkitError
+
+COMMANDS = {
+    "train": ("trainkit.cli.train", "train what a Hydra configuration describes"),
+    "fit": ("trainkit.cli.lightning_cli", "train with the Lightning CLI"),
+    "validate": ("trainkit.cli.lightning_cli", "validate with the Lightning CLI"),
+    "test": ("trainkit.cli.lightning_cli", "test with the Lightning CLI"),
+    "predict": ("trainkit.cli.lightning_cli", "predict with the Lightning CLI"),
+    "plan": ("trainkit.cli.plan", "find micro-batch and accumulation for a batch"),
+    "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
+    "completion": ("trainkit.cli.completion", "print shell completion"),
+}
+
+HELP = """\
+trainkit: gradient accumulation that is exactly the big batch
+
+usage: trainkit COMMAND ...
+
+{commands}
+
+trainkit COMMAND --help says more. With TRAINKIT_TRACEBACK=1 in the environment, a mistake
+shows where it was found. trainkit --version says which this is.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run a sub-command.
+
+    Returns:
+        the exit status: 0; 1 for a training that failed; 2 for a mistake in what was
+        asked; 130 and 143 after SIGINT and SIGTERM.
+    """
+    return guarded(lambda: _dispatch(argv))
+
+
+def run() -> None:
+    """The entry point of the console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
+        print(HELP.format(commands="\n".join(lines)), end="")
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"trainkit {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise TrainkitError(
+            f"command: must be one of {', '.join(COMMANDS)}, received "
+            f"{argv[0]!r}.{hint} trainkit --help describes them."
+        )
+    module, _ = COMMANDS[argv[0]]
+    if module == "trainkit.cli.lightning_cli":
+        return import_module(module).main(argv)  # it has these as sub-commands
+    return import_module(module).main(argv[1:])

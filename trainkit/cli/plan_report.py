@@ -1,0 +1,164 @@
+"""What `trainkit plan` says: as data with stable keys, and as lines to read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from trainkit.core.batch_plan import BatchPlan
+from trainkit.core.effective import brief
+from trainkit.core.epoch_plan import EpochPlan
+from trainkit.lit.plan import Row
+
+
+def make_report(
+    plan: BatchPlan,
+    epoch: EpochPlan | None,
+    scaling: list[dict[str, Any]] | None,
+    *,
+    rule: str | None,
+    reference: int | None,
+) -> dict[str, Any]:
+    """All of it, with the keys that `trainkit plan --help` lists.
+
+    Args:
+        plan: the plan.
+        epoch: where the data set's size is known.
+        scaling: of each rule, where a rate was given.
+        rule: the only rule wanted, which then belongs to what is pasted.
+        reference: the batch that the rate is meant for.
+    """
+    near = plan.nearby()
+    return {
+        "target": plan.target,
+        "world_size": plan.world_size,
+        "max_micro_batch": plan.max_micro_batch,
+        **_sizes(plan),
+        "exact": plan.exact,
+        "nearby": None if near is None else _sizes(near),
+        "epoch": None if epoch is None else asdict(epoch),
+        "scaling": scaling,
+        "overrides": overrides(plan, rule=rule, reference=reference),
+    }
+
+
+def _sizes(plan: BatchPlan) -> dict[str, int]:
+    return {
+        "micro_batch": plan.micro_batch,
+        "accumulate": plan.accumulate,
+        "effective": plan.effective,
+    }
+
+
+def overrides(
+    plan: BatchPlan, *, rule: str | None = None, reference: int | None = None
+) -> dict[str, list[str]]:
+    """Arguments that make either door train so.
+
+    >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
+    >>> overrides(plan)["train"]
+    ['data.batch_size=16', 'trainer.accumulate_grad_batches=8']
+    """
+    train = [
+        f"data.batch_size={plan.micro_batch}",
+        f"trainer.accumulate_grad_batches={plan.accumulate}",
+    ]
+    fit = [f"--{argument}" for argument in train]
+    if rule is not None:
+        group = rule.replace("-", "_")
+        train.append(f"lr_scaling={group}")
+        if rule != "none":
+            train.append(f"lr_scaling.reference_batch={reference}")
+            fit.append(f"--lr_scaling.rule={rule}")
+            fit.append(f"--lr_scaling.reference_batch={reference}")
+    return {"train": train, "fit": fit}
+
+
+def describe(report: dict[str, Any]) -> list[Row]:
+    """The report as rows of a table."""
+    rows = _about_plan(report)
+    if report["epoch"] is not None:
+        rows += _about_epoch(report)
+    for scaled in report["scaling"] or []:
+        rows.append((f"lr, {scaled['rule']}", _about_rule(scaled)))
+    paste = report["overrides"]
+    rows.append(("Hydra", f"trainkit train {' '.join(paste['train'])}"))
+    rows.append(("Lightning CLI", f"trainkit fit {' '.join(paste['fit'])}"))
+    return rows
+
+
+def _about_plan(report: dict[str, Any]) -> list[Row]:
+    target, effective = report["target"], report["effective"]
+    if report["exact"]:
+        verdict = f"{brief(effective)} samples a step, exactly the target"
+    else:
+        verdict = (
+            f"{brief(effective)} samples a step, not the {brief(target)} asked for: "
+            f"{report['world_size']} equal ranks cannot make that, and this is nearest"
+        )
+    rows = [
+        ("micro-batch", f"{_count(report['micro_batch'], 'sample')} on each rank"),
+        ("accumulation", f"{_count(report['accumulate'], 'micro-batch')}"),
+        ("ranks", f"{report['world_size']}"),
+        ("effective batch", verdict),
+    ]
+    near = report["nearby"]
+    if near is not None:
+        rows.append(
+            (
+                "cheaper",
+                f"{_count(near['micro_batch'], 'sample')} x accumulation "
+                f"{brief(near['accumulate'])} = "
+                f"{brief(near['effective'])} samples a step, in place of "
+                f"{_count(report['accumulate'], 'micro-batch')}",
+            )
+        )
+    return rows
+
+
+def _about_epoch(report: dict[str, Any]) -> list[Row]:
+    epoch = report["epoch"]
+    rows = [
+        (
+            "epoch",
+            f"{_count(epoch['num_steps'], 'optimizer step')} over "
+            f"{_count(epoch['num_samples'], 'sample')}, "
+            f"{_count(epoch['num_micro_batches'], 'micro-batch')} on each rank",
+        )
+    ]
+    last = (
+        f"{brief(epoch['last_window_samples'])} of "
+        f"{_count(report['effective'], 'sample')}, "
+        f"{epoch['last_window_micro_batches']} of "
+        f"{_count(report['accumulate'], 'micro-batch')}"
+    )
+    rows.append(("last window", last if epoch["is_short"] else "as full as the others"))
+    if epoch["num_repeated_samples"]:
+        repeated = (
+            f"{_count(epoch['num_repeated_samples'], 'sample')}, so that ranks are even"
+        )
+        rows.append(("seen twice", repeated))
+    if epoch["num_dropped_samples"]:
+        dropped = f"{_count(epoch['num_dropped_samples'], 'sample')}, by --drop-last"
+        rows.append(("left out", dropped))
+    return rows
+
+
+def _about_rule(scaled: dict[str, Any]) -> str:
+    if scaled["problem"] is not None:
+        return scaled["problem"]
+    values = [f"{scaled['lr']:.6g}"]
+    for name in ("beta1", "beta2", "eps"):
+        if scaled[name] is not None:
+            values.append(f"{name} {scaled[name]:.6g}")
+    return f"{', '.join(values)} (k = {brief(scaled['k'])})"
+
+
+def _count(number: int, thing: str) -> str:
+    """A number and what it counts.
+
+    >>> _count(1, "micro-batch"), _count(12000, "micro-batch"), _count(2, "sample")
+    ('1 micro-batch', '12,000 micro-batches', '2 samples')
+    """
+    ending = "es" if thing.endswith("ch") else "s"
+    return f"{number:,} {thing}{ending if number != 1 else ''}"

@@ -1,0 +1,108 @@
+"""What each rule makes of a rate and of Adam's moments, for `trainkit plan`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.core.batch_plan import BatchPlan
+from trainkit.core.scaling import (
+    RULES,
+    ScalingRule,
+    refuse_lost_half_life,
+    refuse_sde_overreach,
+)
+from trainkit.errors import TrainkitError
+
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What was found good, and for which batch.
+
+    Attributes:
+        batch: the effective batch it was found for.
+        lr: the learning rate.
+        betas: Adam's.
+        eps: Adam's.
+
+    Raises:
+        TrainkitError: a number is out of its range.
+    """
+
+    batch: int
+    lr: float
+    betas: tuple[float, ...] = BETAS
+    eps: float = EPS
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "lr", "eps"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                option = "reference" if name == "batch" else name
+                raise TrainkitError(
+                    f"trainkit plan --{option}: must be a positive number, received "
+                    f"{value!r}."
+                )
+        for beta in self.betas:
+            if not 0 < beta < 1:
+                raise TrainkitError(
+                    f"trainkit plan --betas: must lie between 0 and 1, received "
+                    f"{beta!r}."
+                )
+
+
+def scaled_by_rules(
+    plan: BatchPlan, reference: Reference, *, rule: str | None
+) -> list[dict[str, Any]]:
+    """The hyperparameters for a plan's batch, by one rule or by each.
+
+    Args:
+        plan: whose effective batch it is.
+        reference: the hyperparameters and their batch.
+        rule: the only one wanted, or None for all.
+
+    Returns:
+        For each rule its name, k and the new values; `None` where a value stays. A rule
+        that cannot follow has a `problem` and no rate.
+
+    Raises:
+        TrainkitError: the only rule wanted cannot follow.
+    """
+    if rule is not None:
+        return [_scaled(RULES[rule], plan, reference)]
+    return [_scaled_or_problem(each, plan, reference) for each in RULES.values()]
+
+
+def _scaled_or_problem(
+    rule: ScalingRule, plan: BatchPlan, reference: Reference
+) -> dict[str, Any]:
+    try:
+        return _scaled(rule, plan, reference)
+    except TrainkitError as error:
+        k = plan.effective_batch.over(reference.batch)
+        nothing = dict.fromkeys(("lr", "beta1", "beta2", "eps"))
+        return {"rule": rule.name, "k": k, **nothing, "problem": str(error)}
+
+
+def _scaled(rule: ScalingRule, plan: BatchPlan, reference: Reference) -> dict[str, Any]:
+    k = plan.effective_batch.over(reference.batch)
+    beta1, beta2 = reference.betas
+    for beta in reference.betas:
+        refuse_sde_overreach(rule, beta, k)
+    if rule is RULES["half-life"]:
+        refuse_lost_half_life(beta2, k)
+    return {
+        "rule": rule.name,
+        "k": k,
+        "lr": plan.scaled_rate(
+            reference.lr, reference_batch=reference.batch, rule=rule.name
+        ),
+        "beta1": rule.beta1(beta1, k) if rule.beta1 else None,
+        "beta2": rule.beta2(beta2, k) if rule.beta2 else None,
+        "eps": rule.eps(reference.eps, k) if rule.eps else None,
+        "problem": None,
+    }

@@ -1,0 +1,100 @@
+"""`ckpt_path=last`: go on in the folder of an earlier run, as it was configured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+from trainkit.cli.run_folder import RunFolder
+from trainkit.errors import TrainkitError
+
+KEY = "ckpt_path"
+LAST = "last"
+
+
+def expand(argv: list[str]) -> list[str]:
+    """Turn `ckpt_path=` into what continues that run; other arguments stay.
+
+    The run's own overrides come first, then those given now, so that
+    `trainkit train ckpt_path=last trainer.max_steps=500` goes on for longer. A
+    checkpoint that stands in no run's folder starts a run of its own.
+    """
+    given = [word for word in argv if key_of(word) == KEY]
+    if not given:
+        return argv
+    rest = [word for word in argv if key_of(word) != KEY]
+    wanted = given[-1].partition("=")[2].strip("'\"")
+    if wanted in ("", "null", "None"):
+        return rest
+    if "-m" in argv or "--multirun" in argv:
+        raise TrainkitError(
+            "ckpt_path: continues one run, received it with --multirun. Leave -m out, "
+            "or start the runs anew."
+        )
+    folder, checkpoint = _newest(rest) if wanted == LAST else _of_file(wanted)
+    if folder is None:
+        return [*rest, f"{KEY}={quoted(checkpoint)}"]
+    words = [*_still_wanted(folder.overrides(), rest), *rest]
+    words.append(f"hydra.run.dir={quoted(folder.path)}")
+    if checkpoint is not None:
+        words.append(f"{KEY}={quoted(checkpoint)}")
+    else:
+        print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
+    return words
+
+
+def key_of(word: str) -> str:
+    """What an override is about.
+
+    >>> key_of("+trainer.devices=2"), key_of("~schedule"), key_of("--cfg")
+    ('trainer.devices', 'schedule', '--cfg')
+    """
+    return word.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def quoted(path: Path | str | None) -> str:
+    """A path as the value of an override, whatever characters are in it."""
+    text = str(path).replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
+    again = {key_of(word) for word in given} | {KEY}
+    return [word for word in saved if key_of(word) not in again]
+
+
+def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
+    """The run under this configuration's output_dir that was started last."""
+    overrides = [word for word in argv if not word.startswith("-")]
+    where = Path(_output_dir(overrides))
+    runs = [RunFolder(found.parent) for found in where.rglob(RunFolder.OVERRIDES)]
+    if not runs:
+        raise TrainkitError(
+            f"ckpt_path=last: there is no run in {where}. Leave ckpt_path out to start "
+            f"one, or name a checkpoint: ckpt_path=path/to/last.ckpt."
+        )
+    run = max(runs, key=lambda each: each.started())
+    return run, run.newest_checkpoint()
+
+
+def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
+    path = Path(wanted).expanduser().absolute()
+    if not path.exists():
+        raise TrainkitError(
+            f"ckpt_path: must be a checkpoint or `last`, received {wanted!r}, which "
+            f"does not exist. `trainkit train ckpt_path=last` goes on in the newest "
+            f"run."
+        )
+    for parent in path.parents:
+        if (parent / RunFolder.OVERRIDES).is_file():
+            return RunFolder(parent), path
+    return None, path
+
+
+def _output_dir(overrides: list[str]) -> str:
+    GlobalHydra.instance().clear()
+    with initialize_config_module("trainkit.conf", version_base="1.3"):
+        config = compose("train", overrides)
+    return config.paths.output_dir

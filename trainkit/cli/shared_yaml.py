@@ -1,0 +1,82 @@
+"""The YAML that the Lightning CLI reads: both notations, Hydra's and its own.
+
+What is read is jsonargparse's own dialect, which is OmegaConf's as well (`1e-4` is a
+number). On top of it, in a file:
+
+- `_target_` nodes are read as `class_path` nodes, alone or mixed with them;
+- `${...}` is resolved within the file that has it, `${oc.env:NAME,default}` too;
+- `???`, which must be given, counts as not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader, set_loader
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainkit.config.translate import to_class_path
+from trainkit.errors import TrainkitError
+
+MODE = "trainkit"
+"""The `parser_mode` of jsonargparse's parsers that read it."""
+
+_MISSING = "???"
+
+
+def register() -> None:
+    """Make the mode known to jsonargparse; again is nothing."""
+    set_loader(MODE, load, (TrainkitError,))
+
+
+def load(text: str, path: str = "") -> Any:
+    """Read a file, or a single value from the command line.
+
+    >>> load("{lr: 1e-4, accumulation: {_target_: trainkit.Uniform}}")
+    {'lr': 0.0001, 'accumulation': {'class_path': 'trainkit.Uniform'}}
+    >>> load("{lr: 0.1, peak: '${lr}'}")
+    {'lr': 0.1, 'peak': 0.1}
+
+    Args:
+        text: what is read.
+        path: the file that holds it, for the message.
+
+    Raises:
+        TrainkitError: it is no YAML, or what stands in it cannot be resolved or
+            translated.
+    """
+    place = f"{path}: " if path else ""
+    try:
+        found = get_loader("yaml")(text)
+        if not isinstance(found, dict | list):
+            return found
+        if "${" in text:
+            found = OmegaConf.to_container(OmegaConf.create(found), resolve=True)
+        return to_class_path(_without_missing(found))
+    except yaml.YAMLError as error:
+        raise TrainkitError(
+            f"{place}must be YAML, received what is not: {error}"
+        ) from (error)
+    except OmegaConfBaseException as error:
+        raise TrainkitError(
+            f"{place}{error.full_key or 'file'}: {str(error).splitlines()[0]}. In a "
+            f"file that the Lightning CLI reads, ${{...}} may name what stands in the "
+            f"same file, or be ${{oc.env:NAME,default}}."
+        ) from error
+    except TrainkitError as error:
+        raise TrainkitError(f"{place}{error}") from error
+
+
+def _without_missing(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {
+            name: _without_missing(value)
+            for name, value in node.items()
+            if value != _MISSING
+        }
+    if isinstance(node, list):
+        return [_without_missing(value) for value in node]
+    return node

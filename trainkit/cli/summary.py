@@ -1,0 +1,163 @@
+"""How a run ended: `summary.json`, and the table after training."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from trainkit.cli.run_folder import RunFolder
+from trainkit.config.build import Training
+from trainkit.core.effective import brief
+from trainkit.lit.effective import find_effective_batch
+from trainkit.lit.plain_comparison import PlainComparison
+from trainkit.lit.plan import Row, show as show_rows
+from trainkit.lit.window_summary import WindowSummary
+
+_PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
+
+
+def collect(
+    training: Training, config: DictConfig, folder: RunFolder, windows: WindowSummary
+) -> dict[str, Any]:
+    """What `summary.json` says, as plain data."""
+    trainer = training.trainer
+    metrics = {name: _number(value) for name, value in trainer.callback_metrics.items()}
+    checkpoint = folder.newest_checkpoint()
+    return {
+        "name": config.name,
+        "metric": config.metric,
+        "metrics": metrics,
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "windows": windows.facts(),
+        "effective_batch": _effective_batch(trainer),
+        "learning_rates": _learning_rates(trainer),
+        "plain_accumulation": _plain(trainer),
+        "run_dir": str(folder.path),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "versions": {
+            **{name: _version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+        },
+        "git_commit": git_commit(),
+    }
+
+
+def show(facts: dict[str, Any], folder: RunFolder) -> None:
+    """The table after training."""
+    show_rows(rows(facts, folder))
+
+
+def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
+    """The lines of that table."""
+    found = [
+        ("training", f"{facts['status']} after {facts['steps']:,} optimizer steps"),
+        *_window_rows(facts["windows"]),
+    ]
+    for name, value in facts["metrics"].items():
+        if value is not None and not name.startswith("lr-"):
+            found.append((name, f"{value:.4g}"))
+    if facts["learning_rates"]:
+        rates = ", ".join(f"{rate:.3g}" for rate in facts["learning_rates"])
+        found.append(("learning rate", f"{rates} at the end"))
+    plain = facts["plain_accumulation"]
+    if plain is not None:
+        found.append(
+            (
+                "plain accumulation",
+                f"its gradients would have been off by {plain['mean']:.1%} of their "
+                f"size in these windows, {plain['largest']:.1%} in the worst",
+            )
+        )
+    found.append(("written to", f"{folder.path}: {', '.join(_contents(folder))}"))
+    return found
+
+
+def git_commit(where: str | Path = ".") -> str | None:
+    """The commit of the working directory, with `+` where files were changed."""
+    commit = _git(where, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return f"{commit}+" if _git(where, "status", "--porcelain", "-uno") else commit
+
+
+def _git(where: str | Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=where, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _window_rows(windows: dict[str, float]) -> list[Row]:
+    if not windows:
+        return []
+    mean = windows["weight"] / windows["windows"]
+    return [
+        ("loss", f"{windows['first_loss']:.4g} -> {windows['last_loss']:.4g}"),
+        (
+            "window weight",
+            f"{mean:,.0f} on average, from {brief(windows['smallest'])} to "
+            f"{brief(windows['largest'])}",
+        ),
+    ]
+
+
+def _contents(folder: RunFolder) -> list[str]:
+    return sorted(
+        each.name + "/" * each.is_dir()
+        for each in folder.path.iterdir()
+        if not each.name.startswith(".")
+    )
+
+
+def _effective_batch(trainer: Any) -> dict[str, Any] | None:
+    if trainer.train_dataloader is None:
+        return None  # it ended before there were data
+    for unit in ("samples", "tokens"):
+        found = find_effective_batch(trainer, unit=unit)
+        if found is not None:
+            return {
+                "micro_batch": found.micro_batch,
+                "accumulate": int(found.accumulate),
+                "replicas": found.replicas,
+                "size": found.size,
+                "unit": found.unit,
+            }
+    return None
+
+
+def _learning_rates(trainer: Any) -> list[float]:
+    return [
+        _number(group["lr"]) or 0.0
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(trainer: Any) -> dict[str, float] | None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, PlainComparison) and callback.deviation is not None:
+            mean, largest = callback.deviation
+            return {"mean": mean, "largest": largest}
+    return None
+
+
+def _number(value: Any) -> float | None:
+    number = float(value) if not isinstance(value, torch.Tensor) else value.item()
+    return number if number == number else None  # JSON has no NaN
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

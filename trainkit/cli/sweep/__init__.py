@@ -1,0 +1,1 @@
+"""`trainkit sweep`: W&B sweeps, with or without a server."""

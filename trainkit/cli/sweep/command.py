@@ -1,0 +1,174 @@
+"""The command line of a trial, as `wandb agent` makes it of a sweep's `command`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli.sweep.parameters import flatten
+from trainkit.errors import TrainkitError
+
+DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
+"""What W&B runs where a file has no `command`."""
+
+HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
+"""What hands the arguments to a Hydra application."""
+
+_ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
+_BARE = re.compile(r"[A-Za-z0-9_/.+%*@?|-][A-Za-z0-9_/.+%*@?| :-]*")
+_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
+_NOT_A_STRING = re.compile(r"true|false|null|nan|[+-]?inf|[+-]?[0-9].*", re.IGNORECASE)
+
+
+def template_of(config: Mapping[str, Any]) -> list[str]:
+    """A sweep's `command`, or W&B's default, word by word."""
+    return [str(word) for word in config.get("command") or DEFAULT]
+
+
+def is_trainkit(config: Mapping[str, Any]) -> bool:
+    """Whether a trial is `trainkit train`, whose keys are known here.
+
+    >>> is_trainkit({"command": ["${env}", "trainkit", "train", "${args_no_hyphens}"]})
+    True
+    >>> is_trainkit({"program": "train.py"})
+    False
+    """
+    words = [
+        str(config.get("program")) if word == "${program}" else word
+        for word in template_of(config)
+    ]
+    pairs = zip(words, words[1:], strict=False)
+    return any(Path(a).name == "trainkit" and b == "train" for a, b in pairs)
+
+
+def fixed_overrides(config: Mapping[str, Any]) -> list[str]:
+    """What `command` itself says to Hydra, beside the swept arguments.
+
+    >>> fixed_overrides({"command": ["trainkit", "train", "logger=wandb", "${args}"]})
+    ['logger=wandb']
+    """
+    words = template_of(config)
+    return [w for w in words if "=" in w and not w.startswith(("-", "${"))]
+
+
+def command_line(
+    config: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    *,
+    more: Sequence[str] = (),
+    json_file: str = "",
+) -> list[str]:
+    """The words to run for one trial.
+
+    To `trainkit train`, nested parameters go as dotted overrides, and values in Hydra's
+    own notation; any other program gets what `wandb agent` would give it.
+
+    Args:
+        config: the sweep.
+        arguments: the trial's.
+        more: words after the arguments.
+        json_file: where the arguments stand, for `${args_json_file}`.
+    """
+    macros = _macros(config, arguments, more)
+    macros["${args_json_file}"] = [json_file]
+    words: list[str] = []
+    for word in template_of(config):
+        named = _ENVIRONMENT.sub(lambda m: os.environ.get(m[1], m[1]), word)
+        words += macros.get(named, [named])
+    return words
+
+
+def _macros(
+    config: Mapping[str, Any], arguments: Mapping[str, Any], more: Sequence[str]
+) -> dict[str, list[str]]:
+    pairs = [f"{name}={value}" for name, value in arguments.items()]
+    if is_trainkit(config):
+        pairs = [f"{k}={hydra_text(v)}" for k, v in flatten(arguments).items()]
+    flags = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in arguments.items()
+        if value is not False
+    ]
+    split = [w for name, value in arguments.items() for w in (f"--{name}", str(value))]
+    return {
+        "${env}": ["/usr/bin/env"],
+        "${interpreter}": [sys.executable],
+        "${program}": [str(config.get("program"))],
+        "${args}": [f"--{pair}" for pair in pairs] + list(more),
+        "${args_no_hyphens}": pairs + list(more),
+        "${args_append_hydra}": [f"+{pair}" for pair in pairs] + list(more),
+        "${args_override_hydra}": [f"++{pair}" for pair in pairs] + list(more),
+        "${args_no_boolean_flags}": flags + list(more),
+        "${args_no_equals}": split + list(more),
+        "${args_json}": [json.dumps(dict(arguments))],
+    }
+
+
+def hydra_text(value: Any) -> str:
+    """A value in the notation of Hydra's overrides.
+
+    >>> hydra_text(0.1), hydra_text(None), hydra_text(True), hydra_text("val/loss")
+    ('0.1', 'null', 'true', 'val/loss')
+    >>> hydra_text("a,b"), hydra_text(["x", 1]), hydra_text({"k": None})
+    ("'a,b'", '[x,1]', '{k:null}')
+    >>> hydra_text("1.0")
+    "'1.0'"
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        pairs = (f"{key}:{hydra_text(each)}" for key, each in value.items())
+        return "{" + ",".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(hydra_text(each) for each in value) + "]"
+    if isinstance(value, str) and not _reads_as_itself(value):
+        # Hydra reads a backslash as one only where a quote follows it.
+        return "'" + _BEFORE_QUOTE.sub(_escaped, value) + "'"
+    return str(value)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    backslashes, quote = found.groups()
+    return 2 * backslashes + ("\\'" if quote else "")
+
+
+def _reads_as_itself(text: str) -> bool:
+    is_bare = _BARE.fullmatch(text) is not None and text == text.strip()
+    return is_bare and _NOT_A_STRING.fullmatch(text) is None
+
+
+def check_command(config: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a command that cannot run, or whose program would not see the arguments.
+
+    Raises:
+        TrainkitError: names what is missing.
+    """
+    command = config.get("command")
+    if command is not None and (not isinstance(command, list) or not command):
+        raise TrainkitError(
+            f"{where} command: must be a list of words, received {command!r}. Write "
+            f'["${{env}}", "trainkit", "train", "${{args_no_hyphens}}"].'
+        )
+    words = template_of(config)
+    if "${program}" in words and not config.get("program"):
+        raise TrainkitError(
+            f"{where} program: must say what a trial runs, and is missing. Write "
+            f'program: train.py, or command: ["${{env}}", "trainkit", "train", '
+            f'"${{args_no_hyphens}}"].'
+        )
+    is_ours = is_trainkit(config) or Path(str(config.get("program"))).name == "trainkit"
+    # https://github.com/wandb/wandb/issues/4686
+    if is_ours and not set(words) & set(HYDRA_ARGS):
+        given = "is missing" if command is None else f"has {' '.join(words)!r}"
+        raise TrainkitError(
+            f"{where} command: `trainkit train` takes key=value without hyphens, so it "
+            f"needs ${{args_no_hyphens}}; the file's command {given}. Write "
+            f'command: ["${{env}}", "trainkit", "train", "${{args_no_hyphens}}"].'
+        )

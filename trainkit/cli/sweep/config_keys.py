@@ -1,0 +1,120 @@
+"""The keys that `trainkit train` has, to be asked before a sweep is created."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.cli.sweep.command import fixed_overrides
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.errors import TrainkitError
+
+
+class ConfigKeys:
+    """Which keys and groups `conf/train.yaml` has, with some groups chosen.
+
+    Args:
+        overrides: Hydra overrides, whose choices change which keys there are.
+        maybe: values by key; those that choose an option of a group are chosen too.
+    """
+
+    def __init__(
+        self, overrides: list[str], maybe: Mapping[str, Any] | None = None
+    ) -> None:
+        from hydra import compose, initialize_config_module
+        from hydra.core.global_hydra import GlobalHydra
+        from omegaconf import OmegaConf
+
+        from trainkit.config.conf import conf_dir, register_types
+
+        folders = (path for path in conf_dir().iterdir() if path.is_dir())
+        self._options = {
+            folder.name: {file.stem for file in folder.glob("*.yaml")}
+            for folder in folders
+        }
+        chosen = [
+            f"{key}={value}"
+            for key, value in (maybe or {}).items()
+            if isinstance(value, str) and value in self.options(key)
+        ]
+        register_types()
+        GlobalHydra.instance().clear()
+        with initialize_config_module("trainkit.conf", version_base="1.3"):
+            config = compose("train", [*overrides, *chosen])
+        self._config: Any = OmegaConf.to_container(config, resolve=False)
+
+    def __call__(self, key: str) -> bool:
+        """Whether an override of that key would be taken."""
+        return bool(self.options(key)) or self._has(key)
+
+    def options(self, key: str) -> set[str]:
+        """The choices of a group; empty for what is no group."""
+        return self._options.get(key, set())
+
+    def close_to(self, key: str) -> str | None:
+        """What may have been meant: the same last part, or much the same letters."""
+        names = [*self._names(self._config), *self._options]
+        last = key.rpartition(".")[2]
+        same_end = [name for name in names if name.rpartition(".")[2] == last]
+        close = difflib.get_close_matches(key, names, n=1)
+        return (same_end or close or [None])[0]
+
+    def _has(self, key: str) -> bool:
+        node: Any = self._config
+        *parents, last = key.split(".")
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        return isinstance(node, dict) and last in node
+
+    def _names(self, node: Mapping[Any, Any], prefix: str = "") -> list[str]:
+        names = []
+        for key, value in node.items():
+            names.append(f"{prefix}{key}")
+            if isinstance(value, dict):
+                names += self._names(value, f"{prefix}{key}.")
+        return names
+
+
+def check_keys(sweep: SweepFile) -> None:
+    """Refuse parameters that `trainkit train` does not have, and unknown choices.
+
+    A program of somebody else's has keys of its own, which only it knows.
+
+    Raises:
+        TrainkitError: names the parameter and what may have been meant.
+    """
+    if not sweep.runs_trainkit:
+        return
+    from trainkit.cli.sweep.parameters import leaves
+
+    every = dict(leaves(sweep.config["parameters"]))
+    first = {name: _values(parameter)[0] for name, parameter in every.items()}
+    keys = ConfigKeys(fixed_overrides(sweep.config), first)
+    chosen = [name for name in every if keys.options(name)]
+    for name in chosen:
+        _check_choices(name, every[name], keys, sweep)
+    for name in every:
+        # Where a group is swept too, its keys depend on the trial.
+        if not keys(name) and name.partition(".")[0] not in chosen:
+            close = keys.close_to(name)
+            hint = f" Did you mean {close}?" if close else ""
+            raise TrainkitError(
+                f"{sweep.path} parameters.{name}: `trainkit train` has no such key."
+                f"{hint} `trainkit train --cfg job` shows all."
+            )
+
+
+def _check_choices(
+    name: str, parameter: Mapping[str, Any], keys: ConfigKeys, sweep: SweepFile
+) -> None:
+    for value in _values(parameter):
+        if value not in keys.options(name):
+            raise TrainkitError(
+                f"{sweep.path} parameters.{name}: must be one of "
+                f"{', '.join(sorted(keys.options(name)))}, received {value!r}."
+            )
+
+
+def _values(parameter: Mapping[str, Any]) -> list[Any]:
+    return parameter.get("values", [parameter.get("value")])

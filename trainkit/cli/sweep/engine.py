@@ -1,0 +1,122 @@
+"""W&B's own search engine, the `sweeps` package, without a server."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from trainkit.cli.sweep.trial import Trial
+from trainkit.errors import TrainkitError
+
+_STATES = {
+    "waiting": "pending",
+    "running": "running",
+    "finished": "finished",
+    "stopped": "killed",
+    "crashed": "crashed",
+}
+
+
+class Engine:
+    """Proposes trials, and says which to stop.
+
+    The same seed and the same trials give the same proposal, so that a sweep which goes
+    on after a kill proposes what it would have proposed.
+
+    Args:
+        config: the sweep, in W&B's format.
+        seed: of what is drawn.
+
+    Raises:
+        TrainkitError: `sweeps` is not installed.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, seed: str | int) -> None:
+        self._sweeps = _import()
+        self._config = dict(config)
+        self._seed = seed
+
+    def propose(self, trials: Sequence[Trial]) -> dict[str, Any] | None:
+        """The next trial's arguments as plain Python; None where there are no more.
+
+        Raises:
+            TrainkitError: the engine refuses the sweep.
+        """
+        cap = self._config.get("run_cap")  # which the engine leaves to its caller
+        if cap is not None and len(trials) >= cap:
+            return None
+        with self._asking(len(trials)):
+            found = self._sweeps.next_run(self._config, self._runs(trials))
+        if found is None:
+            return None
+        return {name: _plain(entry["value"]) for name, entry in found.config.items()}
+
+    def to_stop(self, trials: Sequence[Trial]) -> set[str]:
+        """The names of running trials that hyperband would stop now."""
+        if self._config.get("early_terminate") is None:
+            return set()
+        with self._asking(len(trials)):
+            found = self._sweeps.stop_runs(self._config, self._runs(trials))
+        return {run.name for run in found}
+
+    def _runs(self, trials: Sequence[Trial]) -> list[Any]:
+        return [self._run(trial) for trial in trials]
+
+    def _run(self, trial: Trial) -> Any:
+        metric = (self._config.get("metric") or {}).get("name")
+        history = [{metric: value} for value in trial.metric]
+        return self._sweeps.SweepRun(
+            name=trial.name,
+            config={name: {"value": value} for name, value in trial.arguments.items()},
+            state=self._sweeps.RunState(_STATES[trial.state]),
+            history=history,
+            summary_metrics=history[-1] if history else {},
+        )
+
+    @contextmanager
+    def _asking(self, num_trials: int) -> Iterator[None]:
+        """The engine draws from global generators, which are put back afterwards."""
+        import numpy as np
+
+        states = random.getstate(), np.random.get_state()
+        drawing = random.Random(f"{self._seed}/{num_trials}")
+        random.seed(drawing.getrandbits(64))
+        np.random.seed(drawing.getrandbits(32))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the optimizer, about its own fits
+                yield
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainkitError(
+                f"sweep: W&B's engine refuses it: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _import() -> ModuleType:
+    try:
+        with warnings.catch_warnings():
+            # Its pydantic model uses a name of pydantic 1, and says so each time.
+            warnings.simplefilter("ignore")
+            import sweeps
+    except ImportError as error:
+        raise TrainkitError(
+            "trainkit sweep --offline: needs W&B's engine, the package `sweeps`, which "
+            "is not installed. pip install 'trainkit[sweeps]'"
+        ) from error
+    return sweeps
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy's types, which YAML and command lines do not take."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.item() if hasattr(value, "item") else value

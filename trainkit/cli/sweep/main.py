@@ -1,0 +1,168 @@
+"""`trainkit sweep FILE`: create a sweep, run it, and show how it went."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.cli.arguments import Arguments
+from trainkit.cli.sweep.trial import Trial
+from trainkit.errors import TrainkitError
+
+if TYPE_CHECKING:
+    from trainkit.cli.sweep.sweep_file import SweepFile
+
+_ABOUT = """\
+Run a sweep in W&B's own format.
+
+Creates it on the server that `wandb login` knows, runs agents of W&B's client, prints
+the trials sorted by the metric, and writes a picture of them. With --offline the same
+file runs without a server or an account: W&B's own engine proposes, and each trial is
+an offline run, which `wandb sync` can upload later.
+"""
+_EXIT = """\
+exit status: 0 when at least one trial finished, 1 when none did, 2 for a mistake in the
+file, 130 and 143 when SIGINT or SIGTERM ended it; --resume ID then goes on.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run a sweep; returns the exit status."""
+    options = _parse(argv)
+    from trainkit.cli.sweep.config_keys import check_keys
+    from trainkit.cli.sweep.sweep_file import SweepFile
+
+    sweep = SweepFile.read(options.file)
+    check_keys(sweep)
+    _refuse_endless(sweep, options.count)
+    run = _run_offline if options.offline else _run_online
+    status, sweep_id, folder, trials = run(sweep, options)
+    _report(sweep, trials, options, sweep_id, folder)
+    if status:
+        _say(f"to go on: {_again(options, sweep_id)}")
+        return status
+    return 0 if any(trial.state == "finished" for trial in trials) else 1
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = Arguments(prog="trainkit sweep", description=_ABOUT, epilog=_EXIT)
+    add = parser.add_argument
+    add("file", metavar="FILE", help="the sweep, YAML in W&B's format")
+    add(
+        "--offline", action="store_true", help="no server: pip install trainkit[sweeps]"
+    )
+    add(
+        "--agents", type=int, default=1, metavar="K", help="trials at once (default: 1)"
+    )
+    add("--count", type=int, metavar="N", help="start at most N trials, in all agents")
+    add("--resume", metavar="ID", help="go on with this sweep instead of a new one")
+    add("--dir", default="sweeps", help="where its folder is made (default: sweeps)")
+    add("--seed", default=None, help="of --offline's proposals (default: the new id)")
+    add("--json", action="store_true", help="the table for programs")
+    options = parser.parse_args(argv)
+    for name in ("agents", "count"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise TrainkitError(
+                f"trainkit sweep --{name}: must be at least 1, received {value}."
+            )
+    return options
+
+
+def _refuse_endless(sweep: SweepFile, count: int | None) -> None:
+    if sweep.method != "grid" and sweep.run_cap is None and count is None:
+        raise TrainkitError(
+            f"{sweep.path}: method {sweep.method} never ends by itself. Give "
+            f"--count N, or write run_cap: N into the file."
+        )
+
+
+def _run_offline(
+    sweep: SweepFile, options: argparse.Namespace
+) -> tuple[int, str, Path, list[Trial]]:
+    from trainkit.cli.sweep.offline import OfflineSweep
+    from trainkit.cli.sweep.rows import check_client
+    from trainkit.cli.sweep.state import SweepState, new_id, only_one
+
+    check_client()
+    sweep_id = options.resume or new_id()
+    folder = Path(options.dir).absolute() / sweep_id
+    if options.resume:
+        state = SweepState.load(folder)  # before the lock, which makes the folder
+    with only_one(folder):
+        if options.resume:
+            state = SweepState.load(folder)
+            _refuse_another(sweep, state.config, options.resume)
+        else:
+            state = SweepState(folder, sweep.config, str(options.seed or sweep_id))
+        _say(f"sweep {sweep_id} in {folder}")
+        running = OfflineSweep(
+            sweep, state, agents=options.agents, count=options.count, say=_say
+        )
+        return running.run(), sweep_id, folder, state.trials
+
+
+def _refuse_another(sweep: SweepFile, config: dict[str, object], sweep_id: str) -> None:
+    if sweep.config != config:
+        keys = {*sweep.config, *config}
+        changed = sorted(k for k in keys if sweep.config.get(k) != config.get(k))
+        raise TrainkitError(
+            f"trainkit sweep --resume: {sweep.path} is not what {sweep_id} was started "
+            f"with; changed: {', '.join(changed)}. Change it back, or leave --resume "
+            f"out to start a new sweep."
+        )
+
+
+def _run_online(
+    sweep: SweepFile, options: argparse.Namespace
+) -> tuple[int, str, Path, list[Trial]]:
+    from trainkit.cli.sweep.online import OnlineSweep
+    from trainkit.cli.sweep.server import Server
+
+    server = Server(sweep)
+    sweep_id = server.find(options.resume) if options.resume else server.create()
+    folder = Path(options.dir).absolute() / sweep_id
+    folder.mkdir(parents=True, exist_ok=True)
+    _say(f"sweep {server.path(sweep_id)}; its agents write to {folder}")
+    running = OnlineSweep(sweep, server, sweep_id, folder=folder, say=_say)
+    status = running.run(agents=options.agents, count=options.count)
+    return status, sweep_id, folder, running.trials()
+
+
+def _report(
+    sweep: SweepFile,
+    trials: list[Trial],
+    options: argparse.Namespace,
+    sweep_id: str,
+    folder: Path,
+) -> None:
+    from trainkit.cli.sweep import picture, table
+
+    if not options.json:
+        table.show(sweep, trials)
+    drawn = None
+    if any(trial.is_over for trial in trials):
+        drawn = str(picture.draw(sweep, trials, folder / "sweep.png"))
+    if options.json:
+        about = {"id": sweep_id, "folder": str(folder), "picture": drawn}
+        print(table.as_json(sweep, trials, **about))
+        return
+    if drawn:
+        print(f"picture: {drawn}")
+    if options.offline and trials:
+        print(f"upload:  wandb sync {folder}/*/wandb/offline-run-*")
+
+
+def _again(options: argparse.Namespace, sweep_id: str) -> str:
+    words = ["trainkit sweep", options.file, "--resume", sweep_id]
+    words += ["--offline"] if options.offline else []
+    words += ["--dir", options.dir] if options.dir != "sweeps" else []
+    words += ["--agents", str(options.agents)] if options.agents != 1 else []
+    return " ".join(words)
+
+
+def _say(text: str) -> None:
+    """News go to standard error: standard output is the table's."""
+    print(f"trainkit | {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,188 @@
+"""The parameters of a sweep file: what they are called, and what they may hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from trainkit.errors import TrainkitError
+
+KEYS = (
+    "value",
+    "values",
+    "min",
+    "max",
+    "distribution",
+    "mu",
+    "sigma",
+    "q",
+    "probabilities",
+    "parameters",
+)
+_NUMBERS = ("value", "values", "min", "max", "mu", "sigma", "q", "probabilities")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_MOST_PLAIN_DIGITS = 18
+
+
+def leaves(
+    parameters: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each parameter that has values, by its dotted name, nested ones included.
+
+    >>> dict(leaves({"a": {"value": 1}, "b": {"parameters": {"c": {"values": [2]}}}}))
+    {'a': {'value': 1}, 'b.c': {'values': [2]}}
+    """
+    for name, parameter in parameters.items():
+        if isinstance(parameter, Mapping) and "parameters" in parameter:
+            yield from leaves(parameter["parameters"], f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), parameter
+
+
+def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A trial's arguments by their dotted names.
+
+    >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
+    {'a': 1, 'b.c.d': 2}
+    """
+    flat = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def number_for_yaml(text: str) -> str | None:
+    """How YAML wants the number that a string looks like; None for another string.
+
+    PyYAML, which W&B's client uses, reads YAML 1.1: a float needs a point, and its
+    exponent a sign. `1e-4` is a string there.
+
+    >>> number_for_yaml("1e-4"), number_for_yaml("64"), number_for_yaml("2.5E30")
+    ('0.0001', '64', '2.5e+30')
+    >>> number_for_yaml("adamw"), number_for_yaml("inf")
+    (None, None)
+    """
+    try:
+        number = Decimal(text.strip())
+    except InvalidOperation:
+        return None
+    if not number.is_finite():
+        return None
+    plain = format(number, "f")
+    if len(plain) <= _MOST_PLAIN_DIGITS:
+        return plain
+    mantissa, exponent = f"{number:e}".split("e")
+    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
+
+
+def check_parameters(parameters: Any, *, method: str, where: str) -> None:
+    """Refuse what W&B would take without a word and then misread.
+
+    Raises:
+        TrainkitError: names the parameter, what it holds, and the fix.
+    """
+    if not isinstance(parameters, Mapping) or not parameters:
+        raise TrainkitError(
+            f"{where} parameters: must be a mapping of names to what they may be, "
+            f"received {parameters!r}. Write, for example, parameters: "
+            f"{{optimizer.lr: {{values: [0.1, 0.01]}}}}."
+        )
+    for name, parameter in parameters.items():
+        place = f"{where} parameters.{name}"
+        _check_name(name, place)
+        if not isinstance(parameter, Mapping):
+            raise TrainkitError(
+                f"{place}: must be a mapping, received {parameter!r}. Write {name}: "
+                f"{{value: {parameter}}} for one value, or {{values: [...]}}."
+            )
+        _check_keys(parameter, place)
+        if "parameters" in parameter:
+            check_parameters(parameter["parameters"], method=method, where=place)
+        else:
+            _check_numbers(parameter, place)
+            _check_range(parameter, place)
+            _check_method(parameter, method, place)
+
+
+def _check_name(name: Any, place: str) -> None:
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return
+    bare = str(name).lstrip("+~")
+    raise TrainkitError(
+        f"{place}: W&B takes letters, digits, _, - and points in a name, received "
+        f"{name!r}. Write {bare!r} if it is a key of the configuration; what Hydra is "
+        f"to add or delete stands in `command`, before ${{args_no_hyphens}}."
+    )
+
+
+def _check_keys(parameter: Mapping[str, Any], place: str) -> None:
+    unknown = [key for key in parameter if key not in KEYS]
+    if unknown:
+        raise TrainkitError(
+            f"{place}: has no key {unknown[0]!r}. It takes {', '.join(KEYS)}."
+        )
+    is_drawn = "distribution" in parameter and "value" not in parameter
+    if not is_drawn and not {"value", "values", "min", "parameters"} & set(parameter):
+        raise TrainkitError(
+            f"{place}: says no values, received {dict(parameter)!r}. Give it value, "
+            f"values, min and max, or parameters."
+        )
+    values = parameter.get("values")
+    if "values" in parameter and (not isinstance(values, list) or not values):
+        raise TrainkitError(
+            f"{place}.values: must be a list with something in it, received {values!r}."
+        )
+
+
+def _check_numbers(parameter: Mapping[str, Any], place: str) -> None:
+    for key in _NUMBERS:
+        given = parameter.get(key)
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str) and (fixed := number_for_yaml(value)):
+                raise TrainkitError(
+                    f"{place}.{key}: {value} looks like a number, and YAML reads it as "
+                    f"the string {value!r}. Write {fixed}."
+                )
+    for key in ("min", "max", "mu", "sigma", "q"):
+        value = parameter.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TrainkitError(f"{place}.{key}: must be a number, received {value!r}.")
+
+
+def _check_range(parameter: Mapping[str, Any], place: str) -> None:
+    if ("min" in parameter) != ("max" in parameter):
+        raise TrainkitError(f"{place}: min and max go together; one is missing.")
+    if "min" not in parameter:
+        return
+    low, high = parameter["min"], parameter["max"]
+    if not low < high:
+        raise TrainkitError(f"{place}: min must be below max, received {low}, {high}.")
+    distribution = parameter.get("distribution", "")
+    # https://docs.wandb.ai/guides/sweeps: log_uniform's bounds are exponents of e.
+    if distribution in ("log_uniform", "q_log_uniform") and 0 < low and high <= 1:
+        raise TrainkitError(
+            f"{place}: {distribution} takes exponents of e, so min {low} and max "
+            f"{high} mean {math.exp(low):.4g} to {math.exp(high):.4g}. Write "
+            f"distribution: {distribution}_values for bounds of the value itself."
+        )
+    if distribution.endswith("log_uniform_values") and low <= 0:
+        raise TrainkitError(
+            f"{place}: {distribution} needs min above 0, received {low}."
+        )
+
+
+def _check_method(parameter: Mapping[str, Any], method: str, place: str) -> None:
+    if method != "grid" or "min" not in parameter or "q" in parameter:
+        return
+    bounds = (parameter["min"], parameter["max"])
+    if not all(isinstance(bound, int) for bound in bounds):
+        raise TrainkitError(
+            f"{place}: a grid needs values, received min {bounds[0]} and max "
+            f"{bounds[1]}. List them as values: [...], or take method: random or bayes."
+        )

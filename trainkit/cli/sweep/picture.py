@@ -1,0 +1,172 @@
+"""A picture of a sweep: the metric over each swept parameter, and the best so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.table import brief
+from trainkit.cli.sweep.trial import Trial, best_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_STYLES = {
+    "finished": {"color": "#0072b2", "marker": "o"},
+    "stopped": {"color": "#e69f00", "marker": "s"},
+}
+_CRASHED = "#d55e00"
+_COLUMNS = 3
+_MOST_PANELS = 12
+_MOST_TICKS = 8
+_WIDE = 30
+"""A metric over so many times its least value is drawn by its logarithm."""
+
+
+def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
+    """Write a PNG.
+
+    Trials stopped early are squares; crashed ones are crosses at the upper edge, at the
+    values that they were given; the best trial has a ring.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(sweep.varied)[: _MOST_PANELS - 1]
+    num_panels = len(names) + 1
+    columns = min(_COLUMNS, math.ceil(math.sqrt(num_panels)))
+    rows = math.ceil(num_panels / columns)
+    figure = Figure(figsize=(4.4 * columns, 3.4 * rows), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    panels = [figure.add_subplot(rows, columns, n + 1) for n in range(num_panels)]
+    _draw_progress(panels[0], sweep, trials)
+    for panel, name in zip(panels[1:], names, strict=True):
+        _draw_parameter(panel, sweep, trials, name)
+    for panel in panels:
+        _finish(panel, sweep, trials)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    title = sweep.config.get("name") or sweep.path.stem
+    figure.suptitle(f"{title}: {sweep.method}, {_counts(trials)}")
+    figure.savefig(path)
+    return path
+
+
+def _draw_progress(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
+    """The metric in the order of the trials, with the best until then."""
+    from matplotlib.ticker import MaxNLocator
+
+    _scatter(panel, sweep, trials, list(range(1, len(trials) + 1)))
+    best: list[float] = []
+    pick = max if sweep.maximizes else min
+    for trial in trials:
+        here = [trial.value] if trial.state == "finished" and _is_drawn(trial) else []
+        so_far = [*best[-1:], *here]
+        best.append(pick(so_far) if so_far else math.nan)  # type: ignore[type-var]
+    steps = range(1, len(trials) + 1)
+    panel.step(steps, best, where="post", color="0.4", lw=1.2, label="best so far")
+    panel.set_xlabel("trial")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_parameter(
+    panel: Axes, sweep: SweepFile, trials: Sequence[Trial], name: str
+) -> None:
+    values = [trial.flat.get(name) for trial in trials]
+    listed = sweep.varied[name].get("values", [])
+    if all(_is_number(value) for value in [*values, *listed]):
+        _scatter(panel, sweep, trials, values)
+        if _is_logarithmic(sweep, name, values):
+            panel.set_xscale("log")
+        _mark_listed(panel, listed)
+    else:
+        texts = sorted({brief(value) for value in values})
+        places = {text: place for place, text in enumerate(texts)}
+        _scatter(panel, sweep, trials, [places[brief(value)] for value in values])
+        panel.set_xticks(range(len(texts)), texts, rotation=20 if len(texts) > 4 else 0)
+        panel.set_xlim(-0.5, len(texts) - 0.5)
+    panel.set_xlabel(name)
+
+
+def _mark_listed(panel: Axes, listed: Sequence[Any]) -> None:
+    """Where a parameter has a list of values, these are the axis's."""
+    from matplotlib.ticker import NullLocator
+
+    if 0 < len(listed) <= _MOST_TICKS:
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.set_xticks(listed, [brief(value) for value in listed])
+
+
+def _scatter(
+    panel: Axes, sweep: SweepFile, trials: Sequence[Trial], places: Sequence[Any]
+) -> None:
+    for state, style in _STYLES.items():
+        shown = [
+            (place, trial.value)
+            for place, trial in zip(places, trials, strict=True)
+            if trial.state == state and _is_drawn(trial)
+        ]
+        if shown:
+            panel.scatter(*zip(*shown, strict=True), s=30, label=state, **style)
+    lost = [
+        place
+        for place, trial in zip(places, trials, strict=True)
+        if trial.state == "crashed" or (trial.is_over and not _is_drawn(trial))
+    ]
+    if lost:
+        panel.plot(
+            lost,
+            [1.0] * len(lost),
+            "x",
+            color=_CRASHED,
+            transform=panel.get_xaxis_transform(),
+            clip_on=False,
+            label="crashed, or no number",
+        )
+    best = best_of(list(trials), maximizes=sweep.maximizes)
+    if best is not None:
+        place = places[list(trials).index(best)]
+        ring = {"facecolors": "none", "edgecolors": "black", "linewidths": 1.3}
+        panel.scatter([place], [best.metric[-1]], s=110, label="best", **ring)
+
+
+def _finish(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
+    shown = [trial.value for trial in trials if _is_drawn(trial)]
+    least = min(shown, default=0)  # type: ignore[type-var]
+    most = max(shown, default=0)  # type: ignore[type-var]
+    if least > 0 and most / least > _WIDE:  # type: ignore[operator]
+        panel.set_yscale("log")
+    panel.set_ylabel(sweep.metric or "metric")
+    panel.grid(color="0.9", lw=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _is_drawn(trial: Trial) -> bool:
+    has_value = trial.value is not None and math.isfinite(trial.value)
+    return has_value and trial.state in _STYLES
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_logarithmic(sweep: SweepFile, name: str, values: Sequence[Any]) -> bool:
+    """By its distribution, or by values that grow by a factor, as 0.1, 0.01, 0.001."""
+    listed = sweep.varied[name].get("values", [])
+    if min([*values, *listed]) <= 0:
+        return False
+    if sweep.is_logarithmic(name):
+        return True
+    listed = sorted(set(listed))
+    factors = [b / a for a, b in zip(listed, listed[1:], strict=False)]
+    return len(factors) > 1 and min(factors) > 1.5
+
+
+def _counts(trials: Sequence[Trial]) -> str:
+    states = [trial.state for trial in trials]
+    found = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    return ", ".join(found) or "no trials"

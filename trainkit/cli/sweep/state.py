@@ -1,0 +1,116 @@
+"""What an offline sweep keeps on disk, so that a kill loses nothing that was done."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import string
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli.sweep.trial import Trial
+from trainkit.errors import TrainkitError
+
+_VERSION = 1
+_ALPHABET = string.ascii_lowercase + string.digits
+
+
+def new_id() -> str:
+    """Eight letters and digits, as W&B names things."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(8))
+
+
+@dataclass
+class SweepState:
+    """A sweep's trials, kept in `<folder>/state.json`.
+
+    Attributes:
+        folder: the sweep's; its name is the sweep's id.
+        config: the sweep, as it was read when it was started.
+        seed: of the engine.
+        trials: in the order they were proposed.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    seed: str
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "state.json"
+
+    def save(self) -> None:
+        """All of it or nothing: a sweep may be killed at any moment."""
+        content = {
+            "version": _VERSION,
+            "seed": self.seed,
+            "config": self.config,
+            "trials": [trial.as_dict() for trial in self.trials],
+        }
+        unfinished = self.path.with_suffix(".unfinished")
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self.path)
+
+    @classmethod
+    def load(cls, folder: Path) -> SweepState:
+        """Read a sweep's state.
+
+        Raises:
+            TrainkitError: there is no such sweep, or another trainkit wrote it.
+        """
+        path = folder / "state.json"
+        if not path.is_file():
+            known = sorted(
+                each.parent.name for each in folder.parent.glob("*/state.json")
+            )
+            raise TrainkitError(
+                f"trainkit sweep --resume: there is no sweep {folder.name!r} in "
+                f"{folder.parent}. There are: {', '.join(known) or 'none'}."
+            )
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] != _VERSION:
+            raise TrainkitError(
+                f"trainkit sweep --resume: {path} has version {content['version']}, "
+                f"and this trainkit reads {_VERSION}. Start the sweep anew."
+            )
+        trials = [Trial(**trial) for trial in content["trials"]]
+        return cls(folder, content["config"], content["seed"], trials)
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold a sweep's folder; a second process is refused.
+
+    The lock is the process's own: it goes with it, however it ends.
+
+    Raises:
+        TrainkitError: another process runs this sweep.
+    """
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise TrainkitError(
+                f"trainkit sweep: {folder.name} is running already, as process "
+                f"{file.read().strip() or 'unknown'}. Wait for its end, or stop it."
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

@@ -1,0 +1,188 @@
+"""A sweep in W&B's own format, read and checked before anything is created."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli.sweep.command import check_command, is_trainkit
+from trainkit.cli.sweep.parameters import check_parameters, leaves
+from trainkit.errors import TrainkitError
+
+METHODS = ("grid", "random", "bayes")
+_KNOWN = (
+    "command",
+    "controller",
+    "description",
+    "early_terminate",
+    "entity",
+    "method",
+    "metric",
+    "name",
+    "parameters",
+    "program",
+    "project",
+    "run_cap",
+)
+_GOALS = ("minimize", "maximize")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """What a sweep file says.
+
+    Attributes:
+        path: where it is.
+        config: its content, as it goes to W&B.
+    """
+
+    path: Path
+    config: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: str | Path) -> SweepFile:
+        """Read a file.
+
+        Raises:
+            TrainkitError: it cannot be read, or is no sweep that could run.
+        """
+        path = Path(path)
+        config = _load(path)
+        check(config, where=str(path))
+        return cls(path=path, config=config)
+
+    @property
+    def method(self) -> str:
+        return self.config["method"]
+
+    @property
+    def metric(self) -> str | None:
+        """What trials are compared by; a grid or a random search may have none."""
+        return (self.config.get("metric") or {}).get("name")
+
+    @property
+    def maximizes(self) -> bool:
+        return (self.config.get("metric") or {}).get("goal") == "maximize"
+
+    @property
+    def run_cap(self) -> int | None:
+        return self.config.get("run_cap")
+
+    @property
+    def stops_early(self) -> bool:
+        return self.config.get("early_terminate") is not None
+
+    @property
+    def runs_trainkit(self) -> bool:
+        return is_trainkit(self.config)
+
+    @property
+    def varied(self) -> dict[str, Mapping[str, Any]]:
+        """The parameters that are not the same in all trials, by dotted name."""
+        every = leaves(self.config["parameters"])
+        return {name: parameter for name, parameter in every if _varies(parameter)}
+
+    def is_logarithmic(self, name: str) -> bool:
+        """Whether a parameter is drawn by its logarithm."""
+        return "log" in str(self.varied[name].get("distribution", ""))
+
+
+def _varies(parameter: Mapping[str, Any]) -> bool:
+    return "value" not in parameter and len(parameter.get("values", "ab")) > 1
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainkitError(
+            f"sweep file: {path} cannot be read: {error.strerror}."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise TrainkitError(f"sweep file: {path} is no YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise TrainkitError(
+            f"sweep file: {path} must hold a mapping with method and parameters, "
+            f"received {config!r}."
+        )
+    return config
+
+
+def check(config: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a sweep that could not run, or would not be what it looks like.
+
+    Raises:
+        TrainkitError: names the key, the rule, the value and the fix.
+    """
+    for key in config:
+        close = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.8)
+        if key not in _KNOWN and close:
+            raise TrainkitError(
+                f"{where}: has a key {key!r}, which W&B does not know. Did you mean "
+                f"{close[0]}?"
+            )
+    method = config.get("method")
+    if method not in METHODS:
+        raise TrainkitError(
+            f"{where} method: must be one of {', '.join(METHODS)}, received {method!r}."
+        )
+    check_parameters(config.get("parameters"), method=str(method), where=where)
+    _check_metric(config, where)
+    _check_early_terminate(config, where)
+    cap = config.get("run_cap", 1)
+    if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
+        raise TrainkitError(
+            f"{where} run_cap: must be a whole number from 1, received {cap!r}."
+        )
+    check_command(config, where=where)
+
+
+def _check_metric(config: Mapping[str, Any], where: str) -> None:
+    metric = config.get("metric")
+    needs_it = [
+        reader
+        for reader, is_there in (
+            ("method: bayes", config["method"] == "bayes"),
+            ("early_terminate", config.get("early_terminate") is not None),
+        )
+        if is_there
+    ]
+    if metric is None:
+        if needs_it:
+            raise TrainkitError(
+                f"{where} metric: {needs_it[0]} needs one, and it is missing. Write "
+                f"metric: {{name: val/loss, goal: minimize}}."
+            )
+        return
+    if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
+        raise TrainkitError(
+            f"{where} metric: must have a name, received {metric!r}. Write metric: "
+            f"{{name: val/loss, goal: minimize}}."
+        )
+    goal = metric.get("goal", "minimize")
+    if goal not in _GOALS:
+        raise TrainkitError(
+            f"{where} metric.goal: must be minimize or maximize, received {goal!r}."
+        )
+
+
+def _check_early_terminate(config: Mapping[str, Any], where: str) -> None:
+    rule = config.get("early_terminate")
+    if rule is None:
+        return
+    if not isinstance(rule, Mapping) or rule.get("type") != "hyperband":
+        raise TrainkitError(
+            f"{where} early_terminate: W&B knows one type, hyperband, received "
+            f"{rule!r}. Write early_terminate: {{type: hyperband, min_iter: 3}}."
+        )
+    counts = [rule.get(key) for key in ("min_iter", "max_iter")]
+    if counts == [None, None]:
+        raise TrainkitError(
+            f"{where} early_terminate: needs min_iter or max_iter, counted in values "
+            f"of the metric, received {dict(rule)!r}."
+        )

@@ -1,0 +1,102 @@
+"""The trials of a sweep, the best first, for eyes and for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.trial import Trial, best_of, ranked
+
+BEST = "*"
+
+
+def show(sweep: SweepFile, trials: list[Trial], *, file: TextIO | None = None) -> None:
+    """Print the table; plain lines, without colours, where there is no terminal."""
+    stream = file or sys.stdout
+    if stream.isatty():
+        _show_rich(sweep, trials, stream)
+    else:
+        print("\n".join(lines(sweep, trials)), file=stream)
+
+
+def lines(sweep: SweepFile, trials: list[Trial]) -> list[str]:
+    """The table as plain text, columns aligned."""
+    cells = [_header(sweep), *_rows(sweep, trials)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def as_json(sweep: SweepFile, trials: list[Trial], **about: Any) -> str:
+    """The table for programs; a metric that is no finite number is null."""
+    best = best_of(trials, maximizes=sweep.maximizes)
+    content = {
+        **about,
+        "metric": sweep.metric,
+        "goal": "maximize" if sweep.maximizes else "minimize",
+        "best": best.name if best else None,
+        "trials": [
+            _entry(trial) for trial in ranked(trials, maximizes=sweep.maximizes)
+        ],
+    }
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def _entry(trial: Trial) -> dict[str, Any]:
+    value = trial.value
+    return {
+        "name": trial.name,
+        "state": trial.state,
+        "value": value if value is not None and math.isfinite(value) else None,
+        "arguments": trial.flat,
+        "rows": trial.num_rows,
+        "exit_code": trial.exit_code,
+        "note": trial.note,
+        "folder": trial.folder,
+    }
+
+
+def _header(sweep: SweepFile) -> list[str]:
+    return ["", "trial", "state", sweep.metric or "metric", *sweep.varied, "note"]
+
+
+def _rows(sweep: SweepFile, trials: list[Trial]) -> Iterable[list[str]]:
+    best = best_of(trials, maximizes=sweep.maximizes)
+    for trial in ranked(trials, maximizes=sweep.maximizes):
+        values = trial.flat
+        yield [
+            BEST if trial is best else "",
+            trial.name,
+            trial.state,
+            "" if trial.value is None else f"{trial.value:.6g}",
+            *(brief(values.get(name)) for name in sweep.varied),
+            trial.note if trial.state != "finished" or not trial.metric else "",
+        ]
+
+
+def brief(value: Any) -> str:
+    """A value as a table shows it.
+
+    >>> brief(0.00012345678), brief("sqrt"), brief(8)
+    ('0.000123457', 'sqrt', '8')
+    """
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _show_rich(sweep: SweepFile, trials: Sequence[Trial], file: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {"finished": "green", "stopped": "yellow", "crashed": "red"}
+    table = Table(box=None, header_style="bold")
+    for name in _header(sweep):
+        table.add_column(name, overflow="fold")
+    for row in _rows(sweep, list(trials)):
+        style = "bold" if row[0] == BEST else ""
+        state = f"[{colours[row[2]]}]{row[2]}[/]" if row[2] in colours else row[2]
+        safe = [cell.replace("[", "\\[") for cell in row]
+        table.add_row(*safe[:2], state, *safe[3:], style=style)
+    Console(file=file).print(table)

@@ -1,0 +1,153 @@
+"""What a sweep owns, where W&B mixes it with what was logged.
+
+1. `wandb agent` starts a trial with the swept arguments. When it resumes one, after a
+   preemption, it hands over the run's whole configuration instead: each top-level entry
+   that was ever logged, dictionaries as Python writes them
+   (https://github.com/wandb/wandb/issues/9143, and `_wandb`:
+   https://github.com/wandb/wandb/issues/4237). `swept_arguments` leaves what a Hydra
+   application can take.
+2. What a sweep sets is locked in the run's configuration; logging such a key again
+   gives the warning "locked by 'sweep'". `without_swept` leaves the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli.sweep.command import hydra_text
+from trainkit.cli.sweep.parameters import flatten
+
+SWEEP = "WANDB_SWEEP_ID"
+PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
+"""Where the agent tells the client which arguments it gave."""
+
+_OWN = ("hydra", "paths", "ckpt_path")
+"""Where a run writes and what it goes on from is not what it was."""
+
+
+def for_train(argv: list[str]) -> list[str]:
+    """The words after `trainkit train`, without what an agent added wrongly."""
+    if SWEEP not in os.environ:
+        return argv
+    from trainkit.cli.sweep.config_keys import ConfigKeys
+
+    given = _given(os.environ)
+    fixed = [w for w in argv if not w.startswith("-") and not _is_given(w, given)]
+    keys = ConfigKeys(fixed, given)
+    return swept_arguments(argv, keys, is_group=lambda key: bool(keys.options(key)))
+
+
+def swept_arguments(
+    argv: list[str],
+    known: Callable[[str], bool],
+    *,
+    is_group: Callable[[str], bool] = lambda key: False,
+    environ: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """Of the arguments that a sweep's agent added, those that are overrides.
+
+    Under `WANDB_SWEEP_ID`, of the words that the agent made of the run's configuration
+
+    - those of keys that the configuration does not have (logged facts) are dropped;
+    - those of `hydra`, `paths` and `ckpt_path` are dropped;
+    - a dictionary with a `_target_` inside is a section that was logged, and dropped;
+      another is a nested parameter, and becomes dotted overrides;
+    - values change from Python's notation to Hydra's (`None` to `null`), but None as
+      the choice of a group, which Hydra does not take, is dropped.
+
+    So a resumed trial has the arguments that it was started with, and with them plain
+    entries of the root (`seed=0`), whose values are those it had. Words that stand in
+    the sweep's `command` itself stay as they are, and without a sweep all do.
+
+    Args:
+        argv: the words after `trainkit train`.
+        known: whether an override of a key would be taken.
+        is_group: whether a key is a group, whose options are files.
+        environ: the environment.
+    """
+    if SWEEP not in environ:
+        return argv
+    given = _given(environ)
+    kept: list[str] = []
+    for word in argv:
+        if "=" not in word or word.startswith("-") or not _is_given(word, given):
+            kept.append(word)
+            continue
+        key, text = _split(word)
+        prefix = word[: len(word) - len(word.lstrip("+"))]
+        value = given[key] if given is not None else _read(text)
+        if value is not None or not is_group(key):
+            kept += [prefix + each for each in _overrides(key, value, known)]
+    return kept
+
+
+def without_swept(
+    config: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """A configuration without the top-level entries that the sweep has set already."""
+    given = _given(environ) or {}
+    return {key: value for key, value in config.items() if key not in given}
+
+
+def _split(word: str) -> tuple[str, str]:
+    key, _, text = word.lstrip("+").partition("=")
+    return key, text
+
+
+def _is_given(word: str, given: Mapping[str, Any] | None) -> bool:
+    """Whether the agent made the word; where it left no file, it may be any."""
+    key, text = _split(word)
+    if given is None or key not in given:
+        return given is None
+    # The file sorts the keys of a dictionary, the word does not.
+    return str(given[key]) == text or _read(text) == given[key]
+
+
+def read_parameters(path: Path) -> dict[str, Any]:
+    """The arguments in a file that an agent, or `trainkit sweep`, has written."""
+    import yaml
+
+    entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return {
+        str(key): entry["value"]
+        for key, entry in entries.items()
+        if isinstance(entry, Mapping) and "value" in entry
+    }
+
+
+def _given(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The arguments by the agent's own file, typed; None where there is none."""
+    path = environ.get(PARAMETERS)
+    return read_parameters(Path(path)) if path and Path(path).is_file() else None
+
+
+def _read(text: str) -> Any:
+    """A dictionary or None of Python's notation; other text is left to Hydra."""
+    if not text.startswith("{") and text != "None":
+        return _Text(text)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return _Text(text)
+
+
+class _Text(str):
+    """Already in a notation that Hydra reads."""
+
+
+def _overrides(key: str, value: Any, known: Callable[[str], bool]) -> Iterator[str]:
+    if key.partition(".")[0] in _OWN or _holds_target(value):
+        return
+    for name, each in flatten({key: value}).items():
+        if known(name):
+            yield f"{name}={each if isinstance(each, _Text) else hydra_text(each)}"
+
+
+def _holds_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(_holds_target, value.values()))
+    return isinstance(value, list) and any(map(_holds_target, value))

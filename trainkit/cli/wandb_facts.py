@@ -1,0 +1,80 @@
+"""What a training turned out to be, in the configuration of its W&B run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import WandbLogger
+
+from trainkit.core.effective import EffectiveBatch, Unit
+from trainkit.lit.effective import find_effective_batch, windows_of
+
+
+class WandbFacts(Callback):
+    """Adds the effective batch and the learning rates to every W&B run's configuration.
+
+    So that runs can be compared and grouped by them:
+
+    - `effective_batch`: samples, tokens, and what they are made of, as far as known
+      when training starts; what must be measured is added after the first windows;
+    - `learning_rate`: of each optimizer and parameter group, as training starts.
+      `LRScaling` adds its own, before and after scaling, as `lr_scaling`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_complete = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._is_complete = not _loggers(trainer)
+        _log(trainer, {"learning_rate": _learning_rates(trainer)})
+        self._log_batch(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._is_complete:
+            windows = windows_of(trainer)
+            if windows is None or windows.first_windows.is_complete:
+                self._is_complete = True
+                self._log_batch(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self._is_complete:
+            self._is_complete = True
+            self._log_batch(trainer)  # shorter than what is measured
+
+    def _log_batch(self, trainer: Any) -> None:
+        units: tuple[Unit, ...] = ("samples", "tokens")
+        found = [find_effective_batch(trainer, unit=unit) for unit in units]
+        known = [batch for batch in found if batch is not None]
+        if known:
+            _log(trainer, {"effective_batch": _entries(known)})
+
+
+def _entries(known: list[EffectiveBatch]) -> dict[str, Any]:
+    entries: dict[str, Any] = {
+        "accumulate": known[0].accumulate,
+        "replicas": known[0].replicas,
+    }
+    for batch in known:
+        entries[batch.unit] = batch.size
+        entries[f"micro_batch_{batch.unit}"] = batch.micro_batch
+    return entries
+
+
+def _learning_rates(trainer: Any) -> dict[str, list[float]]:
+    return {
+        f"optimizer_{index}": [float(group["lr"]) for group in optimizer.param_groups]
+        for index, optimizer in enumerate(trainer.optimizers)
+    }
+
+
+def _loggers(trainer: Any) -> list[WandbLogger]:
+    return [each for each in trainer.loggers if isinstance(each, WandbLogger)]
+
+
+def _log(trainer: Any, facts: dict[str, Any]) -> None:
+    for logger in _loggers(trainer):
+        logger.log_hyperparams(facts)

@@ -1,0 +1,100 @@
+"""A training from its configuration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from omegaconf import DictConfig
+
+from trainkit.config.check import AUTO, CALLBACK_GROUPS, check_all
+from trainkit.config.targets import instantiate
+from trainkit.errors import TrainkitError
+from trainkit.lit.attach import attach_accumulation, attach_optimizer
+from trainkit.lit.total import total_steps
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a configuration describes, ready to run."""
+
+    trainer: Trainer
+    module: LightningModule
+    data: Any
+
+    def fit(self, ckpt_path: str | None = None) -> None:
+        self.trainer.fit(self.module, self.data, ckpt_path=ckpt_path)
+
+
+def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training:
+    """Check a configuration, then make what it describes.
+
+    Args:
+        config: as `conf/train.yaml` composes it.
+        callbacks: beyond those that it names.
+
+    Raises:
+        TrainkitError: a wrong key, type or target; nothing has been built then.
+    """
+    check_all(config)
+    if config.seed is not None:
+        seed_everything(config.seed, workers=True, verbose=False)
+    module = _make(config.model)
+    data = _make(config.data)
+    made = [_make(node) for node in _named(config.callbacks)]
+    made += [_make(config[name]) for name in CALLBACK_GROUPS if config[name]]
+    made += attach_accumulation(module, _make(config.accumulation))
+    _give_optimizer(config, module)
+    loggers = [_make(node) for node in _named(config.logger)]
+    trainer = _make(
+        config.trainer, callbacks=[*made, *callbacks], logger=loggers or False
+    )
+    return Training(trainer, module, data)
+
+
+def _named(group: DictConfig | None) -> list[DictConfig]:
+    """The entries of a group that holds several things by name; null leaves one out."""
+    return [group[name] for name in group or () if group[name]]
+
+
+def _make(node: DictConfig | None, **kwargs: Any) -> Any:
+    """An option that is called `none` is an empty node."""
+    return instantiate(node, _convert_="all", **kwargs) if node else None
+
+
+# ---- optimizer -----------------------------------------------------------------------
+
+
+def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
+    if not config.optimizer:
+        if config.scheduler:
+            raise TrainkitError(
+                "scheduler: needs an optimizer of the configuration, received "
+                "optimizer=none. Choose scheduler=none, or an optimizer."
+            )
+        return
+    make_scheduler = None
+    if config.scheduler:
+        scheduler = _make(config.scheduler)
+        make_scheduler = functools.partial(_make_scheduler, scheduler, module)
+    attach_optimizer(module, _make(config.optimizer), make_scheduler)
+
+
+def _make_scheduler(
+    partial: Callable[..., Any], module: LightningModule, optimizer: Any
+) -> Any:
+    """To be called in `configure_optimizers`, where the number of steps is known."""
+    options = getattr(partial, "keywords", {})
+    unknown = [name for name, value in options.items() if value == AUTO]
+    if not unknown:
+        return partial(optimizer)
+    steps = total_steps(module.trainer)
+    if steps == float("inf"):
+        raise TrainkitError(
+            f"scheduler.{unknown[0]}: `auto` needs an end of training, received neither "
+            f"trainer.max_steps nor trainer.max_epochs. Set one of them."
+        )
+    return partial(optimizer, **dict.fromkeys(unknown, int(steps)))

@@ -1,0 +1,171 @@
+"""Refuses wrong keys and types before anything is built.
+
+The types are those of the target's own signature, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser
+from omegaconf import DictConfig, OmegaConf
+
+from trainkit.config.targets import TARGET, locate
+from trainkit.errors import TrainkitError
+
+AUTO = "auto"
+"""As an argument of a scheduler: the number of all optimizer steps."""
+
+CALLBACK_GROUPS = ("schedule", "lr_scaling", "batchnorm")
+"""Groups that hold one callback each."""
+
+_OF_HYDRA = {TARGET, "_partial_", "_recursive_", "_convert_", "_args_"}
+
+
+def check_all(config: DictConfig) -> None:
+    """Refuse what does not fit the targets' signatures, in every group."""
+    for name in (
+        "model",
+        "data",
+        "accumulation",
+        *CALLBACK_GROUPS,
+        "optimizer",
+        "trainer",
+    ):
+        check(config[name], key=name)
+    check(_with_some_steps(config.scheduler), key="scheduler")
+    for group in ("callbacks", "logger"):
+        check(config[group], key=group)
+
+
+def _with_some_steps(node: DictConfig | None) -> DictConfig | None:
+    """`auto` stands for a number that is not known yet."""
+    if not node:
+        return None
+    known = node.copy()
+    for name in node:
+        if node[name] == AUTO:
+            known[name] = 1
+    return known
+
+
+def check(config: Any, *, key: str, given: tuple[str, ...] = ()) -> None:
+    """Compare a node and those inside it with the signatures of their targets.
+
+    Args:
+        config: a node of the configuration, or None.
+        key: where it stands, for the message.
+        given: parameters that the program adds.
+
+    Raises:
+        TrainkitError: an unknown key, a missing one, or a value of the wrong type.
+    """
+    if not OmegaConf.is_config(config):
+        return
+    if OmegaConf.is_list(config):
+        for index in range(len(config)):
+            check(config[index], key=f"{key}[{index}]")
+        return
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise TrainkitError(
+            f"{key}.{missing[0]}: must be given. Add {key}.{missing[0]}=... to the "
+            f"command line."
+        )
+    if TARGET in config:
+        target = locate(config[TARGET], key=f"{key}.{TARGET}")
+        check_arguments(target, config, key=key, given=given)
+    for name in config:
+        check(config[name], key=f"{key}.{name}")
+
+
+def check_arguments(
+    target: Any, config: DictConfig, *, key: str, given: tuple[str, ...] = ()
+) -> None:
+    """Compare one node with the signature of its target."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return  # written in C: it will speak for itself
+    values = {str(name): config[name] for name in config if str(name) not in _OF_HYDRA}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any:
+        for name in values:
+            _refuse_unknown(name, [*parameters], key, target)
+    if "_args_" not in config and not config.get("_partial_", False):
+        for name, parameter in parameters.items():
+            _refuse_missing(name, parameter, {*values, *given}, key, target)
+    hints = _hints(target)
+    for name, value in values.items():
+        if name in hints:
+            _refuse_wrong_type(value, hints[name], f"{key}.{name}")
+
+
+def _refuse_unknown(name: str, known: list[str], key: str, target: Any) -> None:
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise TrainkitError(
+        f"{key}.{name}: {target.__qualname__} has no such argument.{hint} It takes: "
+        f"{', '.join(known) or 'none'}."
+    )
+
+
+def _refuse_missing(
+    name: str, parameter: inspect.Parameter, present: set[str], key: str, target: Any
+) -> None:
+    is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    if is_variadic or parameter.default is not parameter.empty or name in present:
+        return
+    raise TrainkitError(
+        f"{key}.{name}: {target.__qualname__} needs it. Add {key}.{name}=... to the "
+        f"command line."
+    )
+
+
+def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
+    if OmegaConf.is_config(value):
+        if _holds_target(value):
+            return  # an object in the making, of whatever type
+        value = OmegaConf.to_container(value, resolve=True)
+    if not _fits(value, hint):
+        raise TrainkitError(f"{key}: must be {_name_of(hint)}, received {value!r}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if value is None:  # which a parser would take for "not given"
+        return hint in (Any, None, object) or type(None) in get_args(hint)
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=hint)
+    except ValueError:
+        return True  # not a type that can be checked
+    try:
+        parser.parse_object({"value": value})
+    except ArgumentError:
+        return False
+    return True
+
+
+def _holds_target(node: Any) -> bool:
+    if OmegaConf.is_dict(node):
+        return TARGET in node or any(_holds_target(node[name]) for name in node)
+    if OmegaConf.is_list(node):
+        return any(_holds_target(each) for each in node)
+    return False
+
+
+def _hints(target: Any) -> Mapping[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return get_type_hints(function)
+    except Exception:  # names that only a type checker sees
+        return {}
+
+
+def _name_of(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -1,0 +1,84 @@
+"""Where the groups are, and how Hydra finds them."""
+
+from __future__ import annotations
+
+import uuid
+from importlib.resources import files
+from pathlib import Path
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+from trainkit.config.schema import TrainSchema
+from trainkit.errors import TrainkitError
+
+PACKAGE = "pkg://trainkit.conf"
+
+
+class TrainkitSearchPath(SearchPathPlugin):
+    """Puts trainkit's groups behind those of an application, in every Hydra app."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        provided = [element.provider for element in search_path.get_path()]
+        if "trainkit" not in provided:
+            search_path.append(provider="trainkit", path=PACKAGE)
+
+
+def conf_dir() -> Path:
+    """The folder of the groups that trainkit ships."""
+    return Path(str(files("trainkit.conf")))
+
+
+def register() -> None:
+    """Make groups, types and resolvers known to Hydra and OmegaConf; again is nothing.
+
+    An installed trainkit is found by Hydra itself (`hydra_plugins`).
+    """
+    register_types()
+    Plugins.instance().register(TrainkitSearchPath)
+
+
+def register_types() -> None:
+    """What compositions with trainkit's groups need beside the files."""
+    ConfigStore.instance().store("train_schema", TrainSchema, provider="trainkit")
+    OmegaConf.register_new_resolver(
+        "trainkit.unique", lambda: uuid.uuid4().hex[:4], use_cache=True, replace=True
+    )
+    OmegaConf.register_new_resolver("trainkit.accumulate", accumulate, replace=True)
+    OmegaConf.register_new_resolver(
+        "trainkit.unless_scheduled", unless_scheduled, replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "trainkit.direction", lambda mode: f"{mode}imize", replace=True
+    )
+
+
+def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
+    """Micro-batches in a window so that the effective batch is exactly `target`.
+
+    In a config: `accumulate_grad_batches: ${trainkit.accumulate:64,${data.batch_size}}`
+
+    >>> accumulate(64, 8), accumulate(64, 8, 2)
+    (8, 4)
+
+    Raises:
+        TrainkitError: no whole number of micro-batches makes it.
+    """
+    size = micro_batch * world_size
+    if size < 1 or target % size:
+        fitting = [n for n in range(1, target + 1) if target % (n * world_size) == 0]
+        raise TrainkitError(
+            f"trainkit.accumulate: micro-batch x ranks must divide the effective "
+            f"batch, received {micro_batch} x {world_size} for {target}. Micro-batches "
+            f"that fit: {', '.join(map(str, fitting)) or 'none on so many ranks'}."
+        )
+    return target // size
+
+
+def unless_scheduled(size: int, *, _root_: DictConfig) -> int:
+    """A size of windows, or 1 where the group `schedule` sets it: Lightning's argument
+    is then left alone."""
+    return 1 if _root_.get("schedule") else size

@@ -1,0 +1,74 @@
+"""The resolved configuration, as it may be written down and shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainkit.config.redact import redact
+
+_ENVIRONMENT = ("${oc.env:", "${hydra:job.env_set")
+_CALL = re.compile(r"(?<!\\)\$\{[\w.]+:")
+
+
+def public_config(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with its interpolations resolved, and nothing of the environment.
+
+    What reads an environment variable stays as it was written, also where it is reached
+    through another entry: the file then says where a value came from, and a copy of it
+    works elsewhere. Secrets are replaced, see `trainkit.config.redact`. What cannot be
+    resolved stays as it was written too.
+
+    >>> public_config({"a": "${oc.env:HOME}", "b": "${a}/x", "n": "${m}", "m": 2})
+    {'a': '${oc.env:HOME}', 'b': '${oc.env:HOME}/x', 'n': 2, 'm': 2}
+
+    Args:
+        config: the whole of it: interpolations may lead anywhere in it.
+    """
+    whole: Any = OmegaConf.create(config)  # type: ignore[arg-type]
+    raw = OmegaConf.to_container(whole, resolve=False, enum_to_str=True)
+    resolved = OmegaConf.create(_as_text(raw))
+    return redact(_plain(resolved))
+
+
+def _as_text(value: Any) -> Any:
+    """With `${oc.env:...}` escaped, so that it is text to OmegaConf."""
+    if isinstance(value, dict):
+        return {key: _as_text(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_text(each) for each in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if _reads_environment(value):
+        return value.replace("${", "\\${")
+    return value
+
+
+def _reads_environment(value: Any) -> bool:
+    return isinstance(value, str) and any(mark in value for mark in _ENVIRONMENT)
+
+
+def _plain(node: Any) -> Any:
+    if not OmegaConf.is_config(node):
+        return node
+    if OmegaConf.is_dict(node):
+        return {key: _value(node, key) for key in node}
+    return [_value(node, index) for index in range(len(node))]
+
+
+def _value(node: Any, key: Any) -> Any:
+    written = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index, call-overload]
+    if OmegaConf.is_missing(node, key):
+        return written
+    try:
+        value = _plain(node[key])
+    except (OmegaConfBaseException, ValueError, TypeError):
+        return written
+    # A resolver that computes with an environment variable got its name here.
+    is_computed = isinstance(written, str) and _CALL.search(written)
+    return written if is_computed and _reads_environment(value) else value

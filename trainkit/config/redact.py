@@ -1,0 +1,132 @@
+"""What must not be written down is replaced: keys, tokens, passwords."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+REDACTED = "<redacted>"
+
+_SECRET_WORDS = {
+    "authorization",
+    "credential",
+    "credentials",
+    "passphrase",
+    "passwd",
+    "password",
+    "secret",
+    "secrets",
+    "apikey",
+}
+_KINDS_OF_KEY = {"access", "api", "encryption", "private", "secret", "signing", "ssh"}
+_KINDS_OF_TOKEN = {
+    "access",
+    "api",
+    "app",
+    "auth",
+    "bearer",
+    "bot",
+    "gh",
+    "git",
+    "github",
+    "gitlab",
+    "hf",
+    "hub",
+    "id",
+    "identity",
+    "private",
+    "pypi",
+    "refresh",
+    "secret",
+    "security",
+    "session",
+    "user",
+    "wandb",
+}
+_OF_VARIABLES = ("_TOKEN", "_KEY", "_PASS", "_PWD", "_PAT")
+"""In the environment these mean one thing; in a configuration, `pad_token` is none."""
+
+_MIN_LENGTH = 8
+"""Shorter values of environment variables are too likely to be something else."""
+
+_USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^,{}$]+(,\s*null)?\}")
+
+
+def redact(value: Any, *, environ: Mapping[str, str] | None = None) -> Any:
+    """A copy without secrets, for logs and files.
+
+    Replaced are the values of keys that sound like one (see `sounds_secret`), the
+    values of such environment variables, wherever in a text they stand, and users and
+    passwords in URLs. What only names an environment variable is no secret.
+
+    >>> redact({"hub": {"api_key": "sk-1", "key": "v0"}, "lr": 0.1}, environ={})
+    {'hub': {'api_key': '<redacted>', 'key': 'v0'}, 'lr': 0.1}
+    >>> redact("see https://me:pw@host/x", environ={})
+    'see https://<redacted>@host/x'
+    >>> redact(["--x=12345678"], environ={"MY_API_KEY": "12345678"})
+    ['--x=<redacted>']
+    >>> redact({"api_key": "${oc.env:MY_API_KEY}"}, environ={})
+    {'api_key': '${oc.env:MY_API_KEY}'}
+
+    Args:
+        value: mappings and lists, nested, of plain values.
+        environ: the environment, default that of the process.
+    """
+    known = _secrets_of(os.environ if environ is None else environ)
+    return _redacted(value, known, in_secret=False)
+
+
+def sounds_secret(key: str) -> bool:
+    """Whether a key is likely to hold a secret.
+
+    >>> [k for k in ("apiKey", "hf_token", "db.password", "token") if sounds_secret(k)]
+    ['apiKey', 'hf_token', 'db.password', 'token']
+    >>> [k for k in ("key", "pad_token", "tokens", "tokenizer") if sounds_secret(k)]
+    []
+    """
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", key)
+    words = re.findall(r"[a-z0-9]+", spaced.lower())
+    if _SECRET_WORDS.intersection(words) or words == ["token"]:
+        return True
+    return any(
+        (second in ("key", "keys") and first in _KINDS_OF_KEY)
+        or (second == "token" and first in _KINDS_OF_TOKEN)
+        for first, second in zip(words, words[1:], strict=False)
+    )
+
+
+def _secrets_of(environ: Mapping[str, str]) -> list[str]:
+    """Longest first, so that none is cut short by another that it holds."""
+    found = {
+        value
+        for name, value in environ.items()
+        if len(value) >= _MIN_LENGTH
+        and (sounds_secret(name) or name.upper().endswith(_OF_VARIABLES))
+    }
+    return sorted(found, key=len, reverse=True)
+
+
+def _redacted(value: Any, known: list[str], *, in_secret: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            _text(key, known) if isinstance(key, str) else key: _redacted(
+                each, known, in_secret=in_secret or sounds_secret(str(key))
+            )
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_redacted(each, known, in_secret=in_secret) for each in value]
+    if isinstance(value, str):
+        is_named = _ENVIRONMENT.fullmatch(value) or value in ("", "???")
+        return REDACTED if in_secret and not is_named else _text(value, known)
+    is_flag = value is None or isinstance(value, bool)  # `use_auth_token: true`
+    return REDACTED if in_secret and not is_flag else value
+
+
+def _text(text: str, known: list[str]) -> str:
+    for secret in known:
+        text = text.replace(secret, REDACTED)
+    return _USER_IN_URL.sub(REDACTED, text)

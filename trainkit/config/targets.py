@@ -1,0 +1,120 @@
+"""Objects from configurations, of allowed packages only."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import hydra.utils
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from trainkit.errors import TrainkitError
+
+TARGET = "_target_"
+VARIABLE = "TRAINKIT_ALLOW"
+
+_PACKAGES = ("trainkit", "torch", "torchmetrics", "lightning", "pytorch_lightning")
+_allowed: set[str] = set()
+
+
+def allow_targets(*packages: str) -> None:
+    """Let configurations name what stands in these packages, in this process.
+
+    >>> allow_targets("my_project")
+    """
+    _allowed.update(packages)
+
+
+def allowed_packages() -> list[str]:
+    """The packages whose classes and functions a configuration may name.
+
+    Beyond trainkit's own and those it builds on: what `allow_targets` and the
+    environment variable `TRAINKIT_ALLOW` (separated by commas) add.
+    """
+    named = os.environ.get(VARIABLE, "").split(",")
+    return [*_PACKAGES, *sorted(_allowed | {each.strip() for each in named} - {""})]
+
+
+def instantiate(config: Any, *args: Any, **kwargs: Any) -> Any:
+    """`hydra.utils.instantiate`, for targets of allowed packages.
+
+    A configuration file is not a licence to run anything: whoever sends one could have
+    `_target_: os.system` in it. Both the name of a target and the module in which the
+    object behind that name is defined must belong to an allowed package, so that
+    `torch.os.system` does not.
+
+    Args:
+        config: what holds a `_target_`, here or deeper; other things come back as they
+            are, as from Hydra.
+        args: for the target.
+        kwargs: for the target, over what the configuration says.
+
+    Raises:
+        TrainkitError: a target that is not allowed, or is not there.
+    """
+    for key, target in targets_of([config, kwargs]):
+        locate(target, key=key)
+    # Hydra 1.4 asks for such a list, and 1.5 will insist; 1.3 does not know it.
+    policy = "_execution_whitelist_"
+    if policy in inspect.signature(hydra.utils.instantiate).parameters:
+        kwargs[policy] = [f"{package}.*" for package in allowed_packages()]
+    return hydra.utils.instantiate(config, *args, **kwargs)
+
+
+def locate(target: Any, *, key: str = TARGET) -> Any:
+    """The object that a target names, if it is allowed.
+
+    Args:
+        target: a dotted path, or the object itself.
+        key: where in the configuration it stands, for the message.
+    """
+    if not isinstance(target, str):
+        return target  # from a program, which could have called it
+    _check_package(target, target.partition(".")[0], key)
+    try:
+        found = hydra.utils.get_object(target)
+    except (HydraException, ImportError, AttributeError, ValueError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise TrainkitError(
+            f"{key}: there is no {target!r}: {reason}. Give the dotted path of a class "
+            f"or function that can be imported."
+        ) from error
+    home = getattr(found, "__module__", None)
+    if inspect.ismodule(found):
+        home = found.__name__
+    if isinstance(home, str):  # what is written in C may have none
+        _check_package(target, home.partition(".")[0], key)
+    return found
+
+
+def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every target in a configuration, with the key under which it stands."""
+    if isinstance(node, DictConfig | Mapping):
+        if isinstance(node, DictConfig) and node._is_none():
+            return
+        for name in node:
+            if isinstance(node, DictConfig) and OmegaConf.is_missing(node, name):
+                continue
+            inner = f"{key}.{name}" if key else str(name)
+            if name == TARGET:
+                yield inner, node[name]
+            else:
+                yield from targets_of(node[name], inner)
+    elif isinstance(node, ListConfig | Sequence) and not isinstance(node, str | bytes):
+        for index, each in enumerate(node):
+            yield from targets_of(each, f"{key}[{index}]" if key else "")
+
+
+def _check_package(target: str, package: str, key: str) -> None:
+    allowed = allowed_packages()
+    if package in allowed:
+        return
+    raise TrainkitError(
+        f"{key}: must name something of an allowed package, received {target!r}, which "
+        f"is of {package!r}. Allowed: {', '.join(allowed)}. To allow it, set "
+        f"{VARIABLE}={package} in the environment, or call "
+        f"trainkit.config.allow_targets({package!r})."
+    )

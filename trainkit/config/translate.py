@@ -1,0 +1,145 @@
+"""One notation for both doors: Hydra's `_target_` and jsonargparse's `class_path`.
+
+Both say "make this class with these arguments", nested as deep as one likes:
+
+    {_target_: C, a: 1}    and    {class_path: C, init_args: {a: 1}}
+
+Plain data goes in and comes out; nothing is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from trainkit.errors import TrainkitError
+
+TARGET = "_target_"
+PARTIAL = "_partial_"
+CLASS_PATH = "class_path"
+
+PARTIAL_KEYS = ("optimizer", "scheduler", "lr_scheduler")
+"""Keys under which Hydra needs `_partial_: true`: parameters, or the optimizer, are
+given later."""
+
+_OF_CLASS_PATH = {CLASS_PATH, "init_args", "dict_kwargs"}
+_OF_HYDRA = (TARGET, PARTIAL, "_recursive_", "_convert_", "_args_")
+
+
+def to_class_path(node: Any) -> Any:
+    """Write Hydra's `_target_` as jsonargparse's `class_path`.
+
+    What is in jsonargparse's notation already stays, so a file may mix both.
+
+    - `_partial_` is left out: jsonargparse knows from the parameter's own type whether
+      an object or a callable that makes one is wanted. `to_target` puts it back.
+    - `_convert_` is left out: jsonargparse hands over plain dicts and lists anyway.
+    - `_args_` and `_recursive_: false` are refused: there is nothing like them.
+
+    >>> to_class_path({"lr": 1, "accumulation": {"_target_": "trainkit.PerSample"}})
+    {'lr': 1, 'accumulation': {'class_path': 'trainkit.PerSample'}}
+    >>> to_class_path({"_target_": "trainkit.PerToken", "labels": 1})
+    {'class_path': 'trainkit.PerToken', 'init_args': {'labels': 1}}
+
+    Args:
+        node: dicts, lists and plain values.
+
+    Raises:
+        TrainkitError: a target that is no dotted path, or an argument of Hydra's that
+            has no counterpart.
+    """
+    if isinstance(node, Mapping) and TARGET in node:
+        return _target_as_class_path(node)
+    return _inside(node, to_class_path)
+
+
+def to_target(node: Any, *, partial: Collection[str] = PARTIAL_KEYS) -> Any:
+    """Write jsonargparse's `class_path` as Hydra's `_target_`.
+
+    The inverse of `to_class_path`, for nodes in which `_partial_: true` stands under
+    the keys of `partial` and nowhere else, and which say nothing that is a default.
+
+    >>> to_target({"class_path": "trainkit.PerToken", "init_args": {"labels": 1}})
+    {'_target_': 'trainkit.PerToken', 'labels': 1}
+    >>> to_target({"optimizer": {"class_path": "torch.optim.SGD"}})
+    {'optimizer': {'_target_': 'torch.optim.SGD', '_partial_': True}}
+
+    Args:
+        node: dicts, lists and plain values.
+        partial: the names under which something is made with `_partial_: true`, since
+            it gets further arguments later. `class_path` does not say it.
+
+    Raises:
+        TrainkitError: an argument whose name Hydra keeps for itself, or that is given
+            twice.
+    """
+
+    def walk(inner: Any, key: object = None) -> Any:
+        if _is_class_path(inner):
+            return _class_path_as_target(inner, walk, is_partial=key in partial)
+        if isinstance(inner, Mapping):
+            return {name: walk(value, name) for name, value in inner.items()}
+        return _inside(inner, walk)
+
+    return walk(node)
+
+
+def _inside(node: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(node, Mapping):
+        return {name: function(value) for name, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [function(value) for value in node]
+    return node
+
+
+def _target_as_class_path(node: Mapping[str, Any]) -> dict[str, Any]:
+    target = node[TARGET]
+    if not isinstance(target, str):
+        raise TrainkitError(
+            f"{TARGET}: must be the dotted path of a class or function, received "
+            f"{target!r}."
+        )
+    if node.get("_args_"):
+        raise TrainkitError(
+            f"{target} _args_: class_path takes arguments by name only, received "
+            f"{node['_args_']!r}. Give them by name."
+        )
+    if node.get("_recursive_") is False:
+        raise TrainkitError(
+            f"{target} _recursive_: class_path always makes what is inside first, "
+            f"received False. Leave it out."
+        )
+    arguments = {n: to_class_path(v) for n, v in node.items() if n not in _OF_HYDRA}
+    made: dict[str, Any] = {CLASS_PATH: target}
+    return {**made, "init_args": arguments} if arguments else made
+
+
+def _is_class_path(node: Any) -> bool:
+    return (
+        isinstance(node, Mapping)
+        and isinstance(node.get(CLASS_PATH), str)
+        and _OF_CLASS_PATH.issuperset(node)
+    )
+
+
+def _class_path_as_target(
+    node: Mapping[str, Any], walk: Callable[..., Any], *, is_partial: bool
+) -> dict[str, Any]:
+    path = node[CLASS_PATH]
+    made: dict[str, Any] = {TARGET: path}
+    if is_partial:
+        made[PARTIAL] = True
+    for source in ("init_args", "dict_kwargs"):
+        for name, value in (node.get(source) or {}).items():
+            if name in _OF_HYDRA:
+                raise TrainkitError(
+                    f"{path} {name}: Hydra keeps this name for itself, so that no "
+                    f"argument can have it. Rename the argument."
+                )
+            if name in made:
+                raise TrainkitError(
+                    f"{path} {name}: given in init_args and in dict_kwargs. Leave it "
+                    f"out of one."
+                )
+            made[name] = walk(value, name)
+    return made

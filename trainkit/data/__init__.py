@@ -1,0 +1,1 @@
+"""Loading: what reaches a training loop, and how it goes on after an interruption."""

@@ -1,0 +1,154 @@
+"""SIGINT and SIGTERM stop a run where it can go on exactly, and save it there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from trainkit.lit.base import Stopped
+from trainkit.lit.clean_moments import AtCleanMoments, put_in_order
+from trainkit.lit.run_checkpoint import RunCheckpoint, save_whole
+from trainkit.lit.stop_request import StopRequest
+
+
+class GracefulStop(AtCleanMoments):
+    """Ends a run that is asked to stop, after the batch or validation under way.
+
+    The first SIGINT (Ctrl+C) or SIGTERM saves `last.ckpt` at the next moment from which
+    Lightning goes on exactly, and ends `fit` with `Stopped`, a `SystemExit` of status
+    130 or 143. The second SIGINT ends it at once, and the checkpoint before stands.
+    Several ranks stop together, whichever of them was asked. Validation, test and
+    prediction by themselves end after a batch; there is nothing to save. If the run
+    ends before such a moment comes, it has ended, and was not stopped.
+
+    Lightning's own handling of SIGTERM ends a run in states from which it does not go
+    on exactly, and lets ranks communicate inside a signal handler: it is out of force
+    while the run is under way. Python tells only the main thread of signals; a run in
+    another thread is left as it is.
+
+    Args:
+        dirpath: the folder of `last.ckpt`; default: that of `RunCheckpoint`, or
+            `checkpoints` in the Trainer's `default_root_dir`.
+
+    Attributes:
+        stopped_by: the signal that ended the run, or None.
+        checkpoint_path: from where the stopped run goes on, or None.
+    """
+
+    late_place = 4
+
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        self.dirpath = dirpath
+        self.stopped_by: signal.Signals | None = None
+        self.checkpoint_path: str | None = None
+        self._request = StopRequest()
+
+    # ---- listening -------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.stopped_by = self.checkpoint_path = None
+        self._request = StopRequest()
+        put_in_order(trainer)
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.received_sigterm and not self._request.heard:
+            self._request.heard = signal.SIGTERM  # Lightning has heard it before us
+        self._request.listen()
+        self._request.look(trainer, wait=True)
+        if self._request.agreed:
+            self._stop(trainer)  # nothing has been trained: nothing to save
+
+    # ---- while training --------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._request.look(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.world_size == 1:
+            self._request.look(trainer)  # it may have come in a validation
+        if self._request.agreed:
+            self._save(trainer)
+            self._stop(trainer)
+
+    # ---- while evaluating ------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.state.fn != "fit":
+            self._after_batch(trainer)
+
+    def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._after_batch(trainer)
+
+    def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._after_batch(trainer)
+
+    def _after_batch(self, trainer: Any) -> None:
+        self._request.look(trainer)
+        if self._request.agreed:
+            self._stop(trainer)
+
+    # ---- stopping --------------------------------------------------------------------
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        """Say how it ended where it was not we who stopped it; save nothing, since the
+        state is torn."""
+        if self.stopped_by is None and isinstance(exception, KeyboardInterrupt):
+            self._note(trainer, signal.SIGINT)
+        elif self.stopped_by is None and isinstance(exception, SIGTERMException):
+            self._note(trainer, signal.SIGTERM)
+
+    def _save(self, trainer: Any) -> None:
+        saver = _run_checkpoint(trainer)
+        if saver is not None and saver.path == self._path(trainer):
+            saver.save(trainer)
+        else:
+            save_whole(trainer, self._path(trainer))
+
+    def _stop(self, trainer: Any) -> None:
+        self._note(trainer, self._request.agreed)
+        raise Stopped(128 + self._request.agreed)
+
+    def _note(self, trainer: Any, number: int) -> None:
+        self.stopped_by = signal.Signals(number)
+        if trainer.state.fn != "fit":
+            return
+        path = self._path(trainer)
+        if path.exists():
+            self.checkpoint_path = str(path)
+        elif trainer.ckpt_path is not None:
+            self.checkpoint_path = str(trainer.ckpt_path)
+
+    def _path(self, trainer: Any) -> Path:
+        saver = _run_checkpoint(trainer)
+        if self.dirpath is not None:
+            return Path(self.dirpath, "last.ckpt").absolute()
+        if saver is not None:
+            return saver.path
+        return Path(trainer.default_root_dir, "checkpoints", "last.ckpt").absolute()
+
+
+def _run_checkpoint(trainer: Any) -> RunCheckpoint | None:
+    found = (c for c in trainer.callbacks if isinstance(c, RunCheckpoint))
+    return next(found, None)
