@@ -34,13 +34,36 @@ def loaded_by(program: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "package",
-    ["trainkit", "trainkit.core", "trainkit.core.batch_norm", "trainkit.errors"],
+    [
+        "trainkit",
+        "trainkit.core",
+        "trainkit.core.batch_norm",
+        "trainkit.data",
+        "trainkit.config",
+        "trainkit.config.translate",
+        "trainkit.cli",
+        "trainkit.cli.main",
+        "trainkit.cli.plan",
+        "trainkit.cli.sweep.main",
+        "trainkit.errors",
+    ],
 )
 def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
     assert loaded_by(f"import {package}; dir({package})") == set()
 
 
-@pytest.mark.parametrize("module", ["effective", "scaling", "stages", "window_size"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "batch_plan",
+        "effective",
+        "epoch_plan",
+        "scaling",
+        "stages",
+        "whole",
+        "window_size",
+    ],
+)
 def test_plain_arithmetic_loads_nothing_heavy(module: str) -> None:
     assert loaded_by(f"from trainkit.core.{module} import *") == set()
 
@@ -59,6 +82,21 @@ accumulator.state_dict()
 accumulator.finish(model.parameters())
 """
     assert loaded_by(use) == {"torch"}
+
+
+def test_data_loads_torch_alone() -> None:
+    assert loaded_by("from trainkit.data import *; import trainkit.data.resumable") == {
+        "torch"
+    }
+
+
+def test_lit_knows_no_configuration() -> None:
+    loaded = loaded_by("from trainkit.lit import *; import trainkit.lit.graceful_stop")
+    assert not loaded & {"hydra", "omegaconf", "wandb"}
+
+
+def test_configuration_knows_no_tracker() -> None:
+    assert "wandb" not in loaded_by("import trainkit.config.build")
 
 
 def test_loading_is_noticed() -> None:

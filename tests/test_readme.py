@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers import deviation, loader, quiet_lightning, ragged_sequences, trainer
+from trainkit.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -94,7 +97,8 @@ def test_table_before_training_is_the_one_shown(
     callbacks = [
         c for c in run(block)["trainer"].callbacks if "trainkit" in type(c).__module__
     ]
-    shown = re.findall(r"^trainkit \| .*$", README, flags=re.MULTILINE)
+    section = README.partition("## What follows from the effective batch")[2]
+    shown = re.findall(r"^trainkit \| .*$", section, flags=re.MULTILINE)
     data = loader(list(torch.randn(8 * 194 + 3, 2)), 8, collate=torch.stack)
     with quiet_lightning(), pytest.warns(UserWarning, match=r"BatchNorm: net\.1"):
         trainer(max_epochs=20, callbacks=[*callbacks, Stop()]).fit(Small(), data)
@@ -116,3 +120,46 @@ def test_files_that_it_links_exist() -> None:
 def test_modules_that_it_runs_exist() -> None:
     for module in re.findall(r"python -m ([\w.]+)", README):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
+
+
+SHELL_BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in SHELL_BLOCKS
+    for line in block.replace("\\\n", " ").splitlines()
+    if line.startswith("trainkit ")
+]
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    assert {words[1] for words in COMMANDS} == {"train", "fit", "sweep", "plan"}
+
+
+TRAININGS = [
+    words for words in COMMANDS if words[1] == "train" and "ckpt_path=last" not in words
+]
+
+
+@pytest.mark.parametrize("words", TRAININGS, ids=" ".join)
+def test_every_training_it_names_composes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    flags = [word for word in words[2:] if word != "-m"]
+    assert main(["train", "--cfg=job", *(f.split(",")[0] for f in flags)]) == 0
+
+
+@pytest.mark.parametrize("words", [w for w in COMMANDS if w[1] == "plan"], ids=" ".join)
+def test_every_plan_it_names_is_made(words: list[str]) -> None:
+    assert main(words[1:]) == 0
+
+
+def test_every_group_it_names_is_there() -> None:
+    table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", README, flags=re.MULTILINE)
+    rows = [row for row in table if "`accumulation`" in row[0] or "`trainer`" in row[0]]
+    assert len(rows) == 2
+    for groups, options in rows:
+        for group in re.findall(r"`(\w+)`", groups):
+            files = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+            assert set(re.findall(r"`(\w+)`", options)) == files

@@ -1,5 +1,5 @@
 """A language model on the Python standard library's own functions."""
 
-from trainkit.recipes.code_lm.code_lm import CodeLM, Functions
+from .code_lm import CodeLM, Functions
 
 __all__ = ["CodeLM", "Functions"]

@@ -65,7 +65,7 @@ class Functions(LightningDataModule):
         self,
         *,
         batch_size: int = 4,
-        max_length: int = 512,
+        max_length: int = 384,
         num_train: int = 6000,
         num_val: int = 200,
         seed: int = 0,
@@ -120,10 +120,10 @@ class CodeLM(AccumulationMixin, LightningModule):
     def __init__(
         self,
         *,
-        d_model: int = 96,
+        d_model: int = 64,
         num_layers: int = 2,
-        num_heads: int = 4,
-        max_length: int = 512,
+        num_heads: int = 2,
+        max_length: int = 384,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "ray",
             "hydra_plugins.hydra_ray_launcher",
-            ["hydra.launcher.ray.init.num_cpus=2"],
+            ["+hydra.launcher.ray.init.num_cpus=2"],
         ),
     ],
 )

@@ -104,6 +104,13 @@ def test_what_cannot_go_on_is_refused(words: list[str], text: str) -> None:
         expand(words)
 
 
+def test_a_secret_has_to_be_given_again() -> None:
+    made("a", ["+hub.token=<redacted>", "seed=1"], at=1)
+    with pytest.raises(TrainkitError, match=r"hub\.token: was a secret"):
+        expand(["ckpt_path=last"])
+    assert "+hub.token=x" in expand(["ckpt_path=last", "+hub.token=x"])
+
+
 def test_keys_of_overrides() -> None:
     words = ["a=1", "+a=1", "++a.b=1", "~a", "db@x=1"]
     assert [key_of(word) for word in words] == ["a", "a", "a.b", "a", "db"]

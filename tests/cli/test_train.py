@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from trainkit.recipes.code_lm import CodeLM, Functions
 
+from recipes.code_lm import CodeLM, Functions
 from tests.cli.training import (
     SMALL,
     run_dirs,

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit import TrainkitError
+from trainkit import AccumulationCallback, PerToken, TrainkitError
 from trainkit.config import conf_dir, register
+from trainkit.config.build import build
 from trainkit.config.check import check_all
 from trainkit.config.conf import accumulate
 from trainkit.config.schema import TrainerSchema
@@ -91,7 +93,8 @@ def test_an_option_says_what_the_target_would_do_anyway(
     if not node:
         return
     parameters = inspect.signature(locate(node[TARGET])).parameters
-    for name, value in OmegaConf.to_container(node).items():
+    values: Any = OmegaConf.to_container(node)
+    for name, value in values.items():
         if name not in (TARGET, "rule", "policy") and value != "???":
             assert value == parameters[name].default, name
 
@@ -167,3 +170,38 @@ def test_accumulation_for_a_fixed_effective_batch() -> None:
         accumulate(64, 12)
     with pytest.raises(TrainkitError, match="none on so many ranks"):
         accumulate(64, 1, 3)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_becomes_objects(
+    group: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    overrides = [f"{group}={option}", *OPEN.get((group, option), [])]
+    if group == "trainer":
+        overrides += ["trainer.accelerator=cpu", "trainer.devices=1"]
+    config = composed(*overrides, run_dir=str(tmp_path))
+    if (group, option) == ("trainer", "fsdp"):
+        with pytest.raises(HydraException, match="requires a GPU"):
+            build(config)
+        return
+    training = build(config)
+    callbacks: Any = training.trainer.callbacks  # type: ignore[attr-defined]
+    made = {type(callback).__name__ for callback in callbacks}
+    expected = {
+        "batchnorm": "BatchNormGuard",
+        "lr_scaling": "LRScaling",
+        "schedule": "AccumulationSchedule",
+    }
+    if group in expected:
+        assert (expected[group] in made) is (option != "none")
+
+
+def test_a_strategy_reaches_a_module_of_either_kind(tmp_path: Path) -> None:
+    config = composed("accumulation.ignore_index=-7", run_dir=str(tmp_path))
+    training = build(config)
+    assert training.module.accumulation == PerToken(ignore_index=-7)
+    callbacks: Any = training.trainer.callbacks  # type: ignore[attr-defined]
+    made = [c for c in callbacks if type(c) is AccumulationCallback]
+    assert made == []

@@ -33,8 +33,8 @@ class Gradients(Callback):
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any):
-        grads = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any):
+        grads = [p.grad.flatten() for p in pl_module.parameters() if p.grad is not None]
         self.seen.append(torch.cat(grads).clone())
 
 

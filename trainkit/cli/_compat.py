@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 
@@ -24,3 +25,15 @@ def is_attached(logger: Any) -> bool:
 def is_finished(run: Any) -> bool:
     """Whether somebody has called `finish` on a W&B run: logging to it would raise."""
     return getattr(run, "_is_finished", False)
+
+
+def take_over_ranks(trainer: Any) -> list[subprocess.Popen[bytes]]:
+    """The ranks that Lightning has started as processes of their own.
+
+    It no longer watches them: it would kill this process with SIGKILL as soon as it
+    sees one that has not ended well, even where this one has a summary to write.
+    """
+    watched = getattr(trainer.strategy.launcher, "procs", [])
+    processes = list(watched)
+    watched.clear()
+    return processes

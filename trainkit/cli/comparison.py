@@ -10,8 +10,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from trainkit.cli.resume import key_of
 from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.words import key_of
 
 
 class Comparison(Callback):

@@ -42,11 +42,11 @@ def guarded(call: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except TrainingFailed as failed:
-        assert failed.__cause__ is not None
-        if isinstance(failed.__cause__, TrainkitError):
-            _say(str(failed.__cause__), failed)
+        error = failed.__cause__ or failed
+        if isinstance(error, TrainkitError):
+            _say(str(error), error)
         else:
-            traceback.print_exception(failed.__cause__)
+            traceback.print_exception(error)
         return 1
     except Exception as error:
         if is_mistake(error):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 import warnings
 from typing import Any
@@ -16,11 +15,14 @@ from omegaconf import DictConfig, open_dict
 
 from trainkit.cli import summary
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.resume import quoted
 from trainkit.cli.run_folder import RunFolder
 from trainkit.cli.wandb_facts import WandbFacts
+from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
+from trainkit.config.redact import redact_words
 from trainkit.errors import TrainkitError
 from trainkit.lit.base import Stopped
 from trainkit.lit.epoch_sums import EpochSums
@@ -34,25 +36,30 @@ def run(config: DictConfig) -> float | None:
     """Train, write down how it went, and return the metric."""
     _quieten()
     folder = RunFolder(config.paths.run_dir)
-    overrides = list(HydraConfig.get().overrides.task)
-    _repeatable_by_ranks(overrides, folder)
+    overrides = of_this_job()
+    make_repeatable(overrides, folder)
     with open_dict(config):  # whatever happens to the working directory
         config.paths.run_dir = str(folder.path)
     stop, windows = GracefulStop(folder.checkpoints), WindowSummary()
     training = build(config, callbacks=[windows, *_resumable(), stop])
     shown = public_config(config)
     if training.trainer.is_global_zero:
-        folder.write_start(shown, overrides)
+        folder.write_start(shown, redact_words(overrides))
     for logger in training.trainer.loggers:
         logger.log_hyperparams(shown)
-    _fit_and_tell(training, config, folder, windows)
+    with ranks_of_one_run(training.trainer):
+        _fit_and_tell(training, config, folder, windows, stop)
     if stop.stopped_by is not None:
         _leave(stop, folder, training.trainer.is_global_zero)
     return _metric(training, config.metric)
 
 
 def _fit_and_tell(
-    training: Training, config: DictConfig, folder: RunFolder, windows: WindowSummary
+    training: Training,
+    config: DictConfig,
+    folder: RunFolder,
+    windows: WindowSummary,
+    stop: GracefulStop,
 ) -> None:
     """Train, then write and show the summary, however it ended."""
     started = time.monotonic()
@@ -60,7 +67,9 @@ def _fit_and_tell(
     try:
         _fit(training, config.ckpt_path)
         status = "finished"
-    except Stopped:
+    except SystemExit:  # Stopped, or how Lightning ends after the second Ctrl+C
+        if stop.stopped_by is None:
+            raise
         status = "interrupted"
     finally:
         facts = summary.collect(training, config, folder, windows)
@@ -77,7 +86,7 @@ def _fit(training: Training, ckpt_path: str | None) -> None:
     except Stopped:
         raise
     except Exception as error:
-        # What trainkit refuses later is what training has come to, such as a loss of NaN.
+        # What trainkit refuses later is what training has come to: a loss of NaN, say.
         had_begun = training.trainer.global_step > 0
         if is_mistake(error) and not (had_begun and isinstance(error, TrainkitError)):
             raise
@@ -92,12 +101,13 @@ def _resumable() -> list[Callback]:
 
 def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
     assert stop.stopped_by is not None
-    if is_first:
-        where = stop.checkpoint_path or folder.newest_checkpoint()
-        how = "there is no checkpoint yet"
-        if where is not None:
-            how = f"to go on: trainkit train ckpt_path={quoted(where)}"
-        print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
+    if not is_first:
+        raise SystemExit(0)  # Lightning would kill the first rank, which has the word
+    where = stop.checkpoint_path or folder.newest_checkpoint()
+    how = "there is no checkpoint yet"
+    if where is not None:
+        how = f"to go on: trainkit train ckpt_path={quoted(where)}"
+    print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
     if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
         # That is how a sweep stops a poor trial, which is no failure: after three of
         # these in a row wandb's agent gives up.
@@ -113,13 +123,6 @@ def _metric(training: Training, name: str | None) -> float | None:
         print(f"trainkit | {name}: was not logged, so there is no metric to compare by")
         return None
     return float(found[name])
-
-
-def _repeatable_by_ranks(overrides: list[str], folder: RunFolder) -> None:
-    """Lightning starts the other ranks of this machine with our command line: for them
-    it must be this one run, also in a multirun, and in this folder."""
-    own = [*overrides, f"paths.run_dir={quoted(folder.path)}"]
-    sys.argv[1:] = ["train", *dict.fromkeys(own)]
 
 
 def _quieten() -> None:

@@ -6,7 +6,6 @@ trainkit fit --model my_module.Net --data my_module.Data --accumulation PerToken
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -143,7 +142,7 @@ def main(argv: list[str]) -> int:
     Raises:
         TrainkitError: a mistake in what was asked.
     """
-    _find_modules_here()
+    find_modules_here()
     try:
         TrainkitCLI(
             # Lightning warns of arguments beside those of the process.
@@ -159,14 +158,6 @@ def main(argv: list[str]) -> int:
             return 130
         return int(end.code or 0)  # after --help or --print_config
     return 0
-
-
-def _find_modules_here() -> None:
-    """A console script does not look for modules in the current folder, as `python -m`
-    does; the user's own are there."""
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
 
 
 def _refuse_other_namespace(*classes: Any) -> None:

@@ -28,8 +28,8 @@ usage: trainkit COMMAND ...
 
 {commands}
 
-trainkit COMMAND --help says more. With TRAINKIT_TRACEBACK=1 in the environment, a mistake
-shows where it was found. trainkit --version says which this is.
+trainkit COMMAND --help says more, trainkit --version which one this is. With
+TRAINKIT_TRACEBACK=1 in the environment, a mistake shows where it was found.
 """
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    CONFIG_NAME,
+    CONFIG_PATH,
+    SEARCH_PATH,
+    key_of,
+    option,
+    quoted,
+)
+from trainkit.config.redact import REDACTED
 from trainkit.errors import TrainkitError
 
 KEY = "ckpt_path"
@@ -45,30 +55,21 @@ def expand(argv: list[str]) -> list[str]:
     return words
 
 
-def key_of(word: str) -> str:
-    """What an override is about.
-
-    >>> key_of("+trainer.devices=2"), key_of("~schedule"), key_of("--cfg")
-    ('trainer.devices', 'schedule', '--cfg')
-    """
-    return word.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def quoted(path: Path | str | None) -> str:
-    """A path as the value of an override, whatever characters are in it."""
-    text = str(path).replace("'", "\\'")
-    return f"'{text}'"
-
-
 def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
     again = {key_of(word) for word in given} | {KEY}
-    return [word for word in saved if key_of(word) not in again]
+    wanted = [word for word in saved if key_of(word) not in again]
+    for word in wanted:
+        if REDACTED in word:
+            raise TrainkitError(
+                f"{key_of(word)}: was a secret, and is not written down in the run's "
+                f"folder. Give it again, beside ckpt_path."
+            )
+    return wanted
 
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
     """The run under this configuration's output_dir that was started last."""
-    overrides = [word for word in argv if not word.startswith("-")]
-    where = Path(_output_dir(overrides))
+    where = Path(_output_dir(argv))
     runs = [RunFolder(found.parent) for found in where.rglob(RunFolder.OVERRIDES)]
     if not runs:
         raise TrainkitError(
@@ -93,8 +94,16 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
     return None, path
 
 
-def _output_dir(overrides: list[str]) -> str:
+def _output_dir(argv: list[str]) -> str:
+    overrides = [word for word in argv if not word.startswith("-")]
+    folder, path = option(argv, CONFIG_DIR), option(argv, CONFIG_PATH)
+    if folder is not None:
+        overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
     GlobalHydra.instance().clear()
-    with initialize_config_module("trainkit.conf", version_base="1.3"):
-        config = compose("train", overrides)
+    with (
+        initialize_config_module("trainkit.conf", version_base="1.3")
+        if path is None
+        else initialize_config_dir(str(Path(path).absolute()), version_base="1.3")
+    ):
+        config = compose(option(argv, CONFIG_NAME) or "train", overrides)
     return config.paths.output_dir

@@ -16,7 +16,8 @@ from trainkit.config.build import Training
 from trainkit.core.effective import brief
 from trainkit.lit.effective import find_effective_batch
 from trainkit.lit.plain_comparison import PlainComparison
-from trainkit.lit.plan import Row, show as show_rows
+from trainkit.lit.plan import Row
+from trainkit.lit.plan import show as show_rows
 from trainkit.lit.window_summary import WindowSummary
 
 _PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")

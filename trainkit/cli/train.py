@@ -19,6 +19,7 @@ from trainkit.config.conf import PACKAGE, register
 
 _ONLY_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
+_MULTIRUN = {"-m", "--multirun"}
 
 
 class _JobEnded(BaseException):
@@ -32,6 +33,7 @@ class _JobEnded(BaseException):
 def main(argv: list[str]) -> int:
     """Compose the configuration and train; with `-m`, train once for each choice."""
     register()
+    argv = sorted(argv, key=lambda word: word not in _MULTIRUN)  # Hydra wants it first
     if not any(word.partition("=")[0] in _ONLY_SHOWS for word in argv):
         argv = resume.expand(for_train(argv))
     with _as_program("trainkit train", argv), _errors_come_through():

@@ -57,7 +57,9 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
 
 def _named(group: DictConfig | None) -> list[DictConfig]:
     """The entries of a group that holds several things by name; null leaves one out."""
-    return [group[name] for name in group or () if group[name]]
+    if not group:
+        return []
+    return [group[name] for name in group if group[name]]
 
 
 def _make(node: DictConfig | None, **kwargs: Any) -> Any:
@@ -94,7 +96,7 @@ def _make_scheduler(
     steps = total_steps(module.trainer)
     if steps == float("inf"):
         raise TrainkitError(
-            f"scheduler.{unknown[0]}: `auto` needs an end of training, received neither "
-            f"trainer.max_steps nor trainer.max_epochs. Set one of them."
+            f"scheduler.{unknown[0]}: `auto` needs an end of training, received "
+            f"neither trainer.max_steps nor trainer.max_epochs. Set one of them."
         )
     return partial(optimizer, **dict.fromkeys(unknown, int(steps)))

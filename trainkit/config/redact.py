@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -77,6 +77,20 @@ def redact(value: Any, *, environ: Mapping[str, str] | None = None) -> Any:
     """
     known = _secrets_of(os.environ if environ is None else environ)
     return _redacted(value, known, in_secret=False)
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """The same for `key=value` words of a command line.
+
+    >>> redact_words(["seed=1", "+hub.token=abc"])
+    ['seed=1', '+hub.token=<redacted>']
+    """
+    redacted = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        (shown,) = redact({key: value}).values()
+        redacted.append(f"{key}{equals}{shown}")
+    return redacted
 
 
 def sounds_secret(key: str) -> bool:

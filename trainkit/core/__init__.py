@@ -6,7 +6,10 @@ from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trainkit.core.accumulator import Accumulator
+    from trainkit.core.batch_plan import BatchPlan
+    from trainkit.core.curves import warmup_cosine
     from trainkit.core.effective import EffectiveBatch
+    from trainkit.core.epoch_plan import EpochPlan
     from trainkit.core.strategies import (
         AccumulationStrategy,
         PerSample,
@@ -18,11 +21,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AccumulationStrategy",
     "Accumulator",
+    "BatchPlan",
     "EffectiveBatch",
+    "EpochPlan",
     "PerSample",
     "PerToken",
     "Uniform",
     "WindowStats",
+    "warmup_cosine",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -30,10 +36,13 @@ __getattr__, __dir__ = lazy_exports(
     {
         "AccumulationStrategy": ".strategies",
         "Accumulator": ".accumulator",
+        "BatchPlan": ".batch_plan",
         "EffectiveBatch": ".effective",
+        "EpochPlan": ".epoch_plan",
         "PerSample": ".strategies",
         "PerToken": ".strategies",
         "Uniform": ".strategies",
         "WindowStats": ".window",
+        "warmup_cosine": ".curves",
     },
 )

@@ -8,17 +8,33 @@ if TYPE_CHECKING:
     from trainkit.lit.batch_norm_guard import BatchNormGuard
     from trainkit.lit.callback import AccumulationCallback
     from trainkit.lit.effective import read_effective_batch
+    from trainkit.lit.epoch_sums import EpochSums
+    from trainkit.lit.graceful_stop import GracefulStop
     from trainkit.lit.lr_scaling import LRScaling
+    from trainkit.lit.metric_rows import MetricRows
+    from trainkit.lit.metrics_csv import MetricsCSVLogger
     from trainkit.lit.mixin import AccumulationMixin
     from trainkit.lit.monitor import WindowMonitor
+    from trainkit.lit.plain_comparison import PlainComparison
+    from trainkit.lit.random_state import RandomState
+    from trainkit.lit.run_checkpoint import RunCheckpoint
     from trainkit.lit.schedule import AccumulationSchedule
+    from trainkit.lit.step_progress import StepProgress
 
 __all__ = [
     "AccumulationCallback",
     "AccumulationMixin",
     "AccumulationSchedule",
     "BatchNormGuard",
+    "EpochSums",
+    "GracefulStop",
     "LRScaling",
+    "MetricRows",
+    "MetricsCSVLogger",
+    "PlainComparison",
+    "RandomState",
+    "RunCheckpoint",
+    "StepProgress",
     "WindowMonitor",
     "read_effective_batch",
 ]
@@ -30,7 +46,15 @@ __getattr__, __dir__ = lazy_exports(
         "AccumulationMixin": ".mixin",
         "AccumulationSchedule": ".schedule",
         "BatchNormGuard": ".batch_norm_guard",
+        "EpochSums": ".epoch_sums",
+        "GracefulStop": ".graceful_stop",
         "LRScaling": ".lr_scaling",
+        "MetricRows": ".metric_rows",
+        "MetricsCSVLogger": ".metrics_csv",
+        "PlainComparison": ".plain_comparison",
+        "RandomState": ".random_state",
+        "RunCheckpoint": ".run_checkpoint",
+        "StepProgress": ".step_progress",
         "WindowMonitor": ".monitor",
         "read_effective_batch": ".effective",
     },

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.window import WindowStats
 from trainkit.lit.first_windows import FirstWindows
 from trainkit.lit.plan import Row, show
 
@@ -51,6 +52,7 @@ class WindowOwner(OrderedCallback):
     Attributes:
         strategy: says what a micro-batch weighs.
         accumulators: one for each optimizer, by its index.
+        windows: the window that closed last, of each optimizer.
         first_windows: those from which a size can be measured.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
@@ -58,6 +60,7 @@ class WindowOwner(OrderedCallback):
 
     strategy: AccumulationStrategy
     accumulators: dict[int, Accumulator]
+    windows: dict[int, WindowStats]
     first_windows: FirstWindows
     own_sizes: frozenset[int] = frozenset()
 

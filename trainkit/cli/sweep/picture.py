@@ -37,7 +37,7 @@ def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
 
     names = list(sweep.varied)[: _MOST_PANELS - 1]
     num_panels = len(names) + 1
-    columns = min(_COLUMNS, math.ceil(math.sqrt(num_panels)))
+    columns = 2 if num_panels == 4 else min(_COLUMNS, num_panels)
     rows = math.ceil(num_panels / columns)
     figure = Figure(figsize=(4.4 * columns, 3.4 * rows), layout="constrained", dpi=150)
     FigureCanvasAgg(figure)

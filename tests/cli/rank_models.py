@@ -1,0 +1,26 @@
+"""Models for trainings on several ranks, which are processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from recipes.code_lm import CodeLM
+
+
+class Signalled(CodeLM):
+    """Sends `TEST_SIGNAL` to the ranks named in `TEST_RANKS`, once, inside a window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        ranks = os.environ.get("TEST_RANKS", "").split(",")
+        if batch_idx == 5 and str(self.global_rank) in ranks:
+            os.kill(os.getpid(), signal.Signals[os.environ["TEST_SIGNAL"]])
+
+
+class SecondRankFails(CodeLM):
+    """Its second rank fails when two steps have been taken."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 2:
+            raise RuntimeError("the second rank is broken")

@@ -1,0 +1,101 @@
+"""The words of a `trainkit train` command line, as Hydra reads them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+
+CONFIG_DIR, CONFIG_NAME, CONFIG_PATH = "--config-dir", "--config-name", "--config-path"
+SEARCH_PATH = "hydra.searchpath"
+
+_LONG = {
+    "-c": "--cfg",
+    "-cd": CONFIG_DIR,
+    "-cn": CONFIG_NAME,
+    "-cp": CONFIG_PATH,
+    "-i": "--info",
+    "-p": "--package",
+}
+_TAKE_A_VALUE = {*_LONG.values(), "--experimental-rerun"}
+
+
+def options_first(argv: Sequence[str]) -> list[str]:
+    """Options before overrides, each in one word with its value.
+
+    Hydra refuses overrides on both sides of an option.
+
+    >>> options_first(["seed=1", "-cd", "my conf", "-m", "model=mine"])
+    ['--config-dir=my conf', '-m', 'seed=1', 'model=mine']
+    """
+    options: list[str] = []
+    overrides: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        name = _LONG.get(name, name)
+        if not equals and words and _is_value_of(name, words[0]):
+            equals, value = "=", words.pop(0)
+        options.append(name + equals + value)
+    return [*options, *overrides]
+
+
+def option(argv: Sequence[str], name: str) -> str | None:
+    """The value of an option among words that `options_first` has put in order.
+
+    >>> option(["--config-dir=a=b", "seed=1"], "--config-dir")
+    'a=b'
+    """
+    found = [word for word in argv if word.startswith(f"{name}=")]
+    return found[-1].partition("=")[2] if found else None
+
+
+def key_of(word: str) -> str:
+    """What an override is about.
+
+    >>> key_of("+trainer.devices=2"), key_of("~schedule"), key_of("--cfg")
+    ('trainer.devices', 'schedule', '--cfg')
+    """
+    return word.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def quoted(path: Path | str | None) -> str:
+    """A path as the value of an override, whatever characters are in it."""
+    text = str(path).replace("'", "\\'")
+    return f"'{text}'"
+
+
+def of_this_job() -> list[str]:
+    """What asks for the job under way again: its overrides, and where its files are."""
+    hydra = HydraConfig.get()
+    words = [] if hydra.job.config_name == "train" else [
+        f"{CONFIG_NAME}={hydra.job.config_name}"
+    ]  # fmt: skip
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            words.append(f"{CONFIG_DIR}={source.path}")
+        elif source.provider == "main" and source.schema == "file":
+            words.append(f"{CONFIG_PATH}={source.path}")
+    words += [word for word in hydra.overrides.hydra if key_of(word) == SEARCH_PATH]
+    return [*words, *hydra.overrides.task]
+
+
+def find_modules_here() -> None:
+    """A console script does not look for modules in the current folder, as `python -m`
+    does; the user's own are there."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _is_value_of(name: str, word: str) -> bool:
+    if name == "--info" and "=" in word:
+        return False  # it may stand alone
+    return name in _TAKE_A_VALUE and not word.startswith("-")
