@@ -41,6 +41,9 @@ def guarded(call: Callable[[], int]) -> int:
         return call()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who was reading has seen enough, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except TrainingFailed as failed:
         error = failed.__cause__ or failed
         if isinstance(error, TrainkitError):

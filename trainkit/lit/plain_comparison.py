@@ -26,8 +26,8 @@ class PlainComparison(Callback):
     so it is known without a second backward pass. It is compared before clipping, and
     not stepped with: the windows are those of the exact training.
 
-    Two more copies of the gradient are held meanwhile. So models with more parameters
-    than `max_parameters` are left out, and so are several ranks and manual optimization.
+    Two more copies of the gradient are held meanwhile, so models with more parameters
+    than `max_parameters` are left out. So are several ranks and manual optimization.
 
     Args:
         max_parameters: up to which it measures.
@@ -40,8 +40,8 @@ class PlainComparison(Callback):
         super().__init__()
         if not isinstance(max_parameters, int) or max_parameters < 0:
             raise TrainkitError(
-                f"PlainComparison max_parameters: must be a whole number of at least 0, "
-                f"received {max_parameters!r}. 0 never measures."
+                f"PlainComparison max_parameters: must be a whole number of at least "
+                f"0, received {max_parameters!r}. 0 never measures."
             )
         self.max_parameters = max_parameters
         self.is_measuring = False
