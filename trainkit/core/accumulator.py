@@ -28,7 +28,7 @@ from trainkit.core.ranks import (
 )
 from trainkit.core.reference import Reference
 from trainkit.core.scaler import ScalerFactor
-from trainkit.core.state import load_window, save_window
+from trainkit.core.state import load_weights, load_window, save_weights, save_window
 from trainkit.core.strategies import (
     AccumulationStrategy,
     Weight,
@@ -307,6 +307,7 @@ class Accumulator:
             "rank": None if over_ranks else self.ranks.index,
             "num_windows": self.num_windows,
             "strategy": kind_of(self.strategy),
+            "weights": save_weights(self._window.single(row.device), ranks),
             **save_window(
                 row, self._reference.value, self._factor.opening, self._module, ranks
             ),
@@ -314,10 +315,8 @@ class Accumulator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on inside the window that `state_dict` saved."""
-        if state["totals"] is not None and state["rank"] not in (
-            None,
-            self.ranks.index,
-        ):
+        whose = (None, self.ranks.index)
+        if state["totals"] is not None and state["rank"] not in whose:
             raise TrainkitError(
                 f"state_dict: it holds the open window of rank {state['rank']}, and "
                 f"this is rank {self.ranks.index}: the law needs each rank's own part. "
@@ -337,6 +336,7 @@ class Accumulator:
         is_whole = state["rank"] is None
         ranks = self.ranks if is_whole else Ranks()
         self._window.carried = load_window(state, self._module, ranks)
+        self._window.carried_weights = load_weights(state.get("weights"), ranks)
 
     def check(self) -> None:
         """Look at all windows closed so far; waits for the device.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainkit.core._compat import inside_wrappers
 from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import Weight
 from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged
 from trainkit.errors import TrainkitError
 
@@ -61,6 +62,23 @@ def save_window(
         "factor": shared_factor.cpu() if bool(shared_factor) else None,
         "gradients": gradients,
     }
+
+
+def save_weights(weights: Tensor, ranks: Ranks) -> Tensor:
+    """What each micro-batch weighed: a row for each of the ranks, which all must come
+    here, those not used as NaN."""
+    longest = ranks.share(weights.new_tensor([len(weights)])).wait().max()
+    unused = weights.new_full((int(longest) - len(weights),), torch.nan)
+    return ranks.share(torch.cat([weights, unused])).wait().cpu()
+
+
+def load_weights(table: Tensor | None, ranks: Ranks) -> list[Weight]:
+    """A rank's own weights again; none on another number of ranks, where they would not
+    be this rank's, and none from a checkpoint of before, which has no table."""
+    if table is None or len(table) != ranks.size:
+        return []
+    own = table[ranks.index]
+    return own[~own.isnan()].tolist()
 
 
 def load_window(state: dict[str, Any], module: Any, ranks: Ranks) -> Tensor | None:

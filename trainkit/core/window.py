@@ -48,6 +48,7 @@ class Window:
         tokens: and how many it has in all.
         samples: for each micro-batch that was counted, how many it has.
         carried: the row of micro-batches that a checkpoint brought back.
+        carried_weights: what each of these weighed, where that is known.
         num_skipped: how many micro-batches were left out, with weight 0.
         num_passes: how many backward passes have come from a weighted loss.
         has_gradients: whether a pass has left some in the parameters.
@@ -64,6 +65,7 @@ class Window:
     tokens: list[Weight] = field(default_factory=list)
     samples: list[Weight] = field(default_factory=list)
     carried: Tensor | None = None
+    carried_weights: list[Weight] = field(default_factory=list)
     num_skipped: int = 0
     num_passes: int = 0
     has_gradients: bool = False
@@ -111,8 +113,13 @@ class Window:
             own = merged(torch.stack([own, self.carried.to(own)]))
         if not slots:
             return own
-        unused = weights.new_full((max(slots - len(weights), 0),), torch.nan)
-        return torch.cat([own, weights[:slots], unused])
+        single = self.single(device)
+        unused = single.new_full((max(slots - len(single), 0),), torch.nan)
+        return torch.cat([own, single[:slots], unused])
+
+    def single(self, device: torch.device) -> Tensor:
+        """What each micro-batch of this rank weighs, also those of a checkpoint."""
+        return vector([*self.carried_weights, *self.weights], device)
 
     def _own_columns(self, weights: Tensor, reduction: LossReduction) -> Tensor:
         losses = self._undivided_losses(weights.device)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 
 from trainkit.lit._compat import follows_validation, steps_by_metric
 
 
-class AtCleanMoments(Checkpoint):
+class AtCleanMoments(Callback):
     """Calls `at_clean_moment` where Lightning goes on exactly from a checkpoint.
 
     That is at the end of a batch, and at the end of a validation within an epoch. Left
     out are a batch's end with a validation to follow, which a resumed run would leave
     out, and an epoch's last batch, whose end it would leave out: the epoch's hooks, its
     row of metrics, the schedulers that go by these. A checkpoint that falls due there
-    waits for the next batch or the end of that validation.
+    waits for the next batch or the end of that validation. What the module does in its
+    own `on_train_batch_end` comes after all callbacks, and so after the checkpoint.
 
     An epoch that has no such moment, since it is one batch long, say, gets one at its
     `on_train_epoch_end`: from there Lightning goes on without the schedulers that go by

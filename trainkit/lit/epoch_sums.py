@@ -64,8 +64,8 @@ class EpochSums(Callback):
         if objects:
             warnings.warn(
                 f"EpochSums: the checkpoint was taken within an epoch and does not "
-                f"hold what the metric objects of {', '.join(objects)} had seen, so their "
-                f"values of this epoch are those of its rest.",
+                f"hold what the metric objects of {', '.join(objects)} had seen, so "
+                f"their values of this epoch are those of its rest.",
                 stacklevel=2,
             )
 

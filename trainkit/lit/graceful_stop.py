@@ -92,15 +92,15 @@ class GracefulStop(AtCleanMoments):
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         self._request.listen()
 
-    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.state.fn != "fit":
-            self._after_batch(trainer)
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if args[0].state.fn != "fit":
+            self._after_batch(args[0])
 
-    def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._after_batch(trainer)
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(args[0])
 
-    def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._after_batch(trainer)
+    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(args[0])
 
     def _after_batch(self, trainer: Any) -> None:
         self._request.look(trainer)

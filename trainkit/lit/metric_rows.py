@@ -57,10 +57,15 @@ class MetricRows(Callback):
         pending = pending_metrics(trainer)  # may communicate: on every rank
         if not trainer.is_global_zero:
             return
-        row = None if pending is None else row_of(*pending)
+        row = None
+        if pending is not None:
+            metrics, step = pending
+            for name, count in logged_at_batch_end(trainer).items():
+                if count == self._logged.get(name):  # still that of the batch before
+                    metrics.pop(name, None)
+            row = row_of(metrics, step)
         checkpoint[KEY] = [
-            {"num_rows": logger.num_rows, "pending": row}
-            for logger in _loggers(trainer)
+            {"num_rows": each.num_rows, "pending": row} for each in _loggers(trainer)
         ]
 
     def on_load_checkpoint(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 FIRST = ("step", "epoch")
 """The columns that come first."""

@@ -49,7 +49,7 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         if every_n_train_steps < 1:
             _refuse_interval(every_n_train_steps)
         super().__init__(
-            dirpath,
+            None if dirpath is None else os.fspath(dirpath),
             every_n_train_steps=every_n_train_steps,
             save_last=True,
             save_top_k=0,
@@ -85,7 +85,9 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         over = step - self._saved_step - self.num_steps_apart
         # Between windows there are no partial gradients to save. Where a window's end
         # was no clean moment it waits for the next one's, and then no longer.
-        if (over >= 0 and step > self._step_before) or over > 0:
+        can_wait = trainer.num_training_batches > trainer.accumulate_grad_batches
+        is_between = step > self._step_before or not can_wait
+        if over > 0 or (over == 0 and is_between):
             self.save(trainer)
         elif step == trainer.max_steps:  # from here it goes on, should that be raised
             self.save(trainer)
