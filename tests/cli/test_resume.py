@@ -51,6 +51,8 @@ def test_what_is_given_now_goes_before_what_was_given_then() -> None:
     made("a", ["seed=1", "trainer.max_steps=5", "+x=1"], at=1)
     words = expand(["ckpt_path=last", "trainer.max_steps=9", "++x=2"])
     assert words[:3] == ["seed=1", "trainer.max_steps=9", "++x=2"]
+    # It was not there before the run added it.
+    assert expand(["ckpt_path=last", "x=2"])[2] == "++x=2"
 
 
 def test_a_checkpoint_in_a_runs_folder_continues_that_run() -> None:

@@ -46,7 +46,8 @@ def expand(argv: list[str]) -> list[str]:
     folder, checkpoint = _newest(rest) if wanted == LAST else _of_file(wanted)
     if folder is None:
         return [*rest, f"{KEY}={quoted(checkpoint)}"]
-    words = [*_still_wanted(folder.overrides(), rest), *rest]
+    saved = folder.overrides()
+    words = [*_still_wanted(saved, rest), *(_known_now(word, saved) for word in rest)]
     words.append(f"hydra.run.dir={quoted(folder.path)}")
     if checkpoint is not None:
         words.append(f"{KEY}={quoted(checkpoint)}")
@@ -65,6 +66,13 @@ def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
                 f"folder. Give it again, beside ckpt_path."
             )
     return wanted
+
+
+def _known_now(word: str, saved: list[str]) -> str:
+    """What the run had added with `+` is there by that word alone: take its place."""
+    is_plain = not word.startswith(("+", "~", "-"))
+    was_added = any(w.startswith("+") and key_of(w) == key_of(word) for w in saved)
+    return f"++{word}" if is_plain and was_added else word
 
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
@@ -95,7 +103,9 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
 
 
 def _output_dir(argv: list[str]) -> str:
-    overrides = [word for word in argv if not word.startswith("-")]
+    # Only what settles where runs are: a word may be about what the run had added.
+    settle = ("name", "paths", "experiment")
+    overrides = [word for word in argv if key_of(word).partition(".")[0] in settle]
     folder, path = option(argv, CONFIG_DIR), option(argv, CONFIG_PATH)
     if folder is not None:
         overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
