@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainkit.lit.effective import read_effective_batch
     from trainkit.lit.epoch_sums import EpochSums
     from trainkit.lit.graceful_stop import GracefulStop
+    from trainkit.lit.learning_rates import LearningRates
     from trainkit.lit.lr_scaling import LRScaling
     from trainkit.lit.metric_rows import MetricRows
     from trainkit.lit.metrics_csv import MetricsCSVLogger
@@ -58,6 +59,7 @@ __all__ = [
     "EpochSums",
     "GracefulStop",
     "LRScaling",
+    "LearningRates",
     "MetricRows",
     "MetricsCSVLogger",
     "PerSample",
@@ -91,6 +93,7 @@ __getattr__, __dir__ = lazy_exports(
         "EpochPlan": ".core.epoch_plan",
         "EpochSums": ".lit.epoch_sums",
         "GracefulStop": ".lit.graceful_stop",
+        "LearningRates": ".lit.learning_rates",
         "LRScaling": ".lit.lr_scaling",
         "MetricRows": ".lit.metric_rows",
         "MetricsCSVLogger": ".lit.metrics_csv",

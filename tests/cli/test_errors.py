@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -48,8 +50,9 @@ def test_a_failed_training_is_1(
     is_ours: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    failed = TrainingFailed()
-    failed.__cause__ = TrainkitError("loss: nan") if is_ours else ValueError("deep")
+    cause = TrainkitError("loss: nan") if is_ours else ValueError("deep")
+    failed = TrainingFailed.by(cause)
+    failed = pickle.loads(pickle.dumps(failed))  # as from a launcher's process
     assert raises(failed) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("trainkit: loss: nan" if is_ours else "ValueError: deep")

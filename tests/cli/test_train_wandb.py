@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from recipes.code_lm import CodeLM
+from tests.cli.sweep.helpers import QUICK_AGENT
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
-from tests.cli.wandb_runs import connect, folders, records, sync, window_losses
+from tests.cli.wandb_runs import axes, connect, folders, records, sync, window_losses
 from tests.wandb_server import Run, WandbServer
 from trainkit.config import allow_targets
 
-REPOSITORY = Path(__file__).parents[2]
 allow_targets("tests")
 
 
@@ -60,7 +60,11 @@ def test_without_an_account_the_run_is_offline_and_can_be_uploaded(
     assert len(window_losses(run.history)) == 4
     assert run.state == "finished"
     written = yaml.safe_load((the_run(private_wandb) / "config.yaml").read_text())
-    assert {key: run.config[key] for key in written} == written
+    scaling = run.config["lr_scaling"]
+    assert scaling.items() >= written.pop("lr_scaling").items()
+    assert scaling["k"] == 2  # what it came to stands beside
+    shown = {key: entry for key, entry in written.items() if entry != {}}  # no group
+    assert {key: run.config[key] for key in shown} == shown
     assert run.config["model"]["max_length"] == 128  # resolved
     batch = run.config["effective_batch"]
     assert batch["samples"] == 8
@@ -81,9 +85,10 @@ def test_a_resumed_training_goes_on_with_its_run_on_the_server(
     assert [row["trainer/global_step"] for row in rows] == list(range(6))
     assert run.num_rows_received == len(run.history)
     assert run.config["trainer"]["max_steps"] == 6
-    assert {name for each in run.metrics for name in each.values()} >= {
-        "trainer/global_step", "window/seen", "window_by_seen/*",
-    }  # fmt: skip
+    assert axes(run.metrics) == {
+        "*": "trainer/global_step",
+        "window_by_seen/*": "window/seen",
+    }
     assert run.summary["val/loss"] == pytest.approx(
         summary_of(the_run(private_wandb))["metrics"]["val/loss"]
     )
@@ -118,7 +123,7 @@ def test_under_an_agent_a_stop_a_mistake_and_a_whole_training(
     }  # fmt: skip
     (private_wandb / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     wandb_server.should_stop = lambda run: len(run.history) >= 5
-    env = wandb_server.env(private_wandb, PYTHONPATH=str(REPOSITORY))
+    env = wandb_server.env(private_wandb, PYTHONPATH=QUICK_AGENT)
 
     def wandb(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

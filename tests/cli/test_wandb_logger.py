@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from tests.cli.wandb_runs import (
     DATA,
     STEPS,
+    axes,
     connect,
     fit,
     folders,
@@ -30,6 +32,7 @@ from tests.wandb_server import WandbServer
 from trainkit import WandbRunLogger
 from trainkit.cli import wandb_id
 from trainkit.errors import TrainkitError
+from trainkit.lit.base import Stopped
 
 GROUP_FILE = Path(__file__).parents[2] / "conf/logger/wandb.yaml"
 
@@ -120,16 +123,6 @@ def test_window_metrics_are_drawn_over_steps_and_over_what_was_seen(
     }
 
 
-def axes(metrics: list[dict[str, Any]]) -> dict[str, str]:
-    """What is drawn over what. The client's numbers: 1 the name, 2 a name with a star,
-    5 the x-axis as a place in this list, from 1."""
-    return {
-        each["2"]: metrics[each["5"] - 1]["1"]
-        for each in metrics
-        if "2" in each and "5" in each
-    }
-
-
 def test_a_second_training_in_the_folder_goes_on_with_the_run(
     online: WandbServer, private_wandb: Path
 ) -> None:
@@ -149,7 +142,13 @@ class Fails(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    ("error", "state"), [(RuntimeError("no"), "failed"), (SystemExit(0), "finished")]
+    ("error", "state"),
+    [
+        (RuntimeError("no"), "failed"),
+        (SystemExit(0), "finished"),
+        (Stopped(128 + signal.SIGTERM), "finished"),
+        (Stopped(128 + signal.SIGINT), "failed"),
+    ],
 )
 def test_the_state_of_the_run_is_that_of_the_training(
     online: WandbServer, private_wandb: Path, error: BaseException, state: str

@@ -75,3 +75,13 @@ def sync(server: WandbServer, folder: Path, home: Path) -> None:
 
 def window_losses(history: list[dict[str, Any]]) -> list[float]:
     return [row["window/loss"] for row in history if "window/loss" in row]
+
+
+def axes(metrics: list[dict[str, Any]]) -> dict[str, str]:
+    """What is drawn over what. The client's numbers: 1 the name, 2 a name with a star,
+    5 the x-axis as a place in this list, from 1."""
+    return {
+        each["2"]: metrics[each["5"] - 1]["1"]
+        for each in metrics
+        if "2" in each and "5" in each
+    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -17,13 +17,35 @@ from trainkit.cli.words import key_of
 class Comparison(Callback):
     """Prints the table when all runs of a multirun have ended, wherever they ran."""
 
+    under_way: ClassVar[DictConfig | None] = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        Comparison.under_way = config
+
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        where = Path(config.hydra.sweep.dir)
-        runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
-        if runs:
-            print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
-            print(f"trainkit | all runs: {where.absolute()}", flush=True)
-        sys.stdout.flush()
+        Comparison.under_way = None
+        _show(config)
+
+
+@contextmanager
+def compared_even_if_some_fail() -> Iterator[None]:
+    """The table also where Hydra does not come to the end of a multirun, because one of
+    its runs has failed or it was interrupted."""
+    Comparison.under_way = None
+    try:
+        yield
+    finally:
+        if Comparison.under_way is not None:
+            _show(Comparison.under_way)
+            Comparison.under_way = None
+
+
+def _show(config: DictConfig) -> None:
+    where = Path(config.hydra.sweep.dir)
+    runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
+    if runs:
+        print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
+        print(f"trainkit | all runs: {where.absolute()}", flush=True)
 
 
 def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:

@@ -16,12 +16,26 @@ VARIABLE = "TRAINKIT_TRACEBACK"
 _MISTAKES = {
     "hydra.errors.HydraException",
     "omegaconf.errors.OmegaConfBaseException",
+    "yaml.error.YAMLError",
     "lightning.fabric.utilities.exceptions.MisconfigurationException",
 }
 
 
 class TrainingFailed(Exception):
-    """A training that had begun ended with an error; its cause is the error."""
+    """A training that had begun ended with an error.
+
+    Its text is all that is to be shown: on the way from a launcher's process to the
+    one that reports, exceptions lose their causes.
+    """
+
+    @classmethod
+    def by(cls, error: Exception) -> TrainingFailed:
+        """With the traceback, but for what trainkit itself has refused."""
+        lines = traceback.format_exception(error)
+        if not isinstance(error, TrainkitError):
+            return cls("".join(lines))
+        shown = lines if os.environ.get(VARIABLE) == "1" else []
+        return cls("".join(shown) + f"trainkit: {error}")
 
 
 class Interrupted(SystemExit):
@@ -45,11 +59,7 @@ def guarded(call: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except TrainingFailed as failed:
-        error = failed.__cause__ or failed
-        if isinstance(error, TrainkitError):
-            _say(str(error), error)
-        else:
-            traceback.print_exception(error)
+        print(str(failed).rstrip(), file=sys.stderr)
         return 1
     except Exception as error:
         if is_mistake(error):
@@ -72,8 +82,13 @@ def readable(error: BaseException) -> str:
     key, node = getattr(error, "key", None), getattr(error, "parent_node", None)
     cause = error.__cause__
     while cause is not None:
+        if isinstance(cause, TrainkitError):
+            return str(cause)  # it names the thing itself
         if is_mistake(cause):
-            lines += [line for line in _lines(cause) if line not in lines]
+            more = _lines(cause)
+            # Hydra quotes the error that it passes on.
+            lines = [line for line in lines if not more or more[0] not in line]
+            lines += [line for line in more if line not in lines]
             key = getattr(cause, "key", None) or key
             node = getattr(cause, "parent_node", None) or node
         cause = cause.__cause__

@@ -9,11 +9,11 @@ import time
 import warnings
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli import summary
+from trainkit.cli.beginning import Beginning, does_not_fit, was_restoring
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.resume import quoted
@@ -24,7 +24,6 @@ from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.errors import TrainkitError
-from trainkit.lit.base import Stopped
 from trainkit.lit.epoch_sums import EpochSums
 from trainkit.lit.graceful_stop import GracefulStop
 from trainkit.lit.metric_rows import MetricRows
@@ -43,12 +42,14 @@ def run(config: DictConfig) -> float | None:
     stop, windows = GracefulStop(folder.checkpoints), WindowSummary()
     training = build(config, callbacks=[windows, *_resumable(), stop])
     shown = public_config(config)
+    beginning = Beginning(folder, shown, redact_words(overrides))
+    training.trainer.callbacks.append(beginning)
     if training.trainer.is_global_zero:
-        folder.write_start(shown, redact_words(overrides))
+        beginning.write_if_new()
     for logger in training.trainer.loggers:
         logger.log_hyperparams(shown)
     with ranks_of_one_run(training.trainer):
-        _fit_and_tell(training, config, folder, windows, stop)
+        _fit_and_tell(training, config, beginning, windows, stop)
     if stop.stopped_by is not None:
         _leave(stop, folder, training.trainer.is_global_zero)
     return _metric(training, config.metric)
@@ -57,7 +58,7 @@ def run(config: DictConfig) -> float | None:
 def _fit_and_tell(
     training: Training,
     config: DictConfig,
-    folder: RunFolder,
+    beginning: Beginning,
     windows: WindowSummary,
     stop: GracefulStop,
 ) -> None:
@@ -72,25 +73,38 @@ def _fit_and_tell(
             raise
         status = "interrupted"
     finally:
+        folder = beginning.folder
         facts = summary.collect(training, config, folder, windows)
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
-        if training.trainer.is_global_zero:
+        if training.trainer.is_global_zero and not beginning.has_come:
+            _say_if_finished(status, facts["steps"])
+        elif training.trainer.is_global_zero:
             folder.write_summary(facts)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
 
 
+def _say_if_finished(status: str, steps: int) -> None:
+    if status == "finished":
+        print(
+            f"trainkit | training: it had finished already, after {steps:,} optimizer "
+            f"steps; for more of them: trainkit train ckpt_path=last "
+            f"trainer.max_steps={2 * steps}",
+            flush=True,
+        )
+
+
 def _fit(training: Training, ckpt_path: str | None) -> None:
     try:
         training.fit(ckpt_path)
-    except Stopped:
-        raise
     except Exception as error:
+        if ckpt_path and was_restoring(error) and not is_mistake(error):
+            raise does_not_fit(ckpt_path, error) from error
         # What trainkit refuses later is what training has come to: a loss of NaN, say.
         had_begun = training.trainer.global_step > 0
         if is_mistake(error) and not (had_begun and isinstance(error, TrainkitError)):
             raise
-        raise TrainingFailed from error
+        raise TrainingFailed.by(error) from error
 
 
 def _resumable() -> list[Callback]:
@@ -133,5 +147,6 @@ def _quieten() -> None:
         r".*treespec, LeafSpec.*",
         r".*does not have many workers.*",
         r".*LearningRateMonitor.* no learning rate schedulers.*",
+        r".*Checkpoint directory .* exists and is not empty.*",  # a run goes on in it
     ):
         warnings.filterwarnings("ignore", known)

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.cli import shared_yaml
 from trainkit.cli.lightning_parser import TrainkitParser
+from trainkit.cli.words import find_modules_here
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.attach import attach_accumulation

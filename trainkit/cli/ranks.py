@@ -61,8 +61,8 @@ def ranks_of_one_run(trainer: Any) -> Iterator[None]:
                 dist.destroy_process_group()
             _restore(before)
             if any(codes) and seconds == _TO_END:
-                raise TrainingFailed from ChildProcessError(
-                    f"the other ranks ended with exit status {codes}"
+                raise TrainingFailed(
+                    f"trainkit: the other ranks ended with exit status {codes}"
                 )
 
 

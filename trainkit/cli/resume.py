@@ -17,6 +17,7 @@ from trainkit.cli.words import (
     option,
     quoted,
 )
+from trainkit.config._compat import VERSION_BASE
 from trainkit.config.redact import REDACTED
 from trainkit.errors import TrainkitError
 
@@ -111,9 +112,9 @@ def _output_dir(argv: list[str]) -> str:
         overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
     GlobalHydra.instance().clear()
     with (
-        initialize_config_module("trainkit.conf", version_base="1.3")
+        initialize_config_module("trainkit.conf", **VERSION_BASE)
         if path is None
-        else initialize_config_dir(str(Path(path).absolute()), version_base="1.3")
+        else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
     ):
         config = compose(option(argv, CONFIG_NAME) or "train", overrides)
     return config.paths.output_dir

@@ -43,6 +43,10 @@ class RunFolder:
         others = sorted(self.checkpoints.glob("*.ckpt"), key=_written)
         return others[-1] if others else None
 
+    def is_of_a_run(self) -> bool:
+        """Whether a run has begun in it."""
+        return (self.path / self.OVERRIDES).is_file()
+
     def started(self) -> float:
         """When the run was started or continued last."""
         return _written(self.path / self.OVERRIDES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +15,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainkit.cli import resume
+from trainkit.cli.comparison import compared_even_if_some_fail
+from trainkit.cli.errors import is_mistake
 from trainkit.cli.sweep.whole_config import for_train
+from trainkit.cli.words import find_modules_here, options_first
+from trainkit.config._compat import main_options
 from trainkit.config.conf import PACKAGE, register
+from trainkit.config.targets import allowed_packages
+from trainkit.errors import TrainkitError
 
 _ONLY_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
-_MULTIRUN = {"-m", "--multirun"}
 
 
 class _JobEnded(BaseException):
@@ -33,15 +39,25 @@ class _JobEnded(BaseException):
 def main(argv: list[str]) -> int:
     """Compose the configuration and train; with `-m`, train once for each choice."""
     register()
-    argv = sorted(argv, key=lambda word: word not in _MULTIRUN)  # Hydra wants it first
+    find_modules_here()
+    argv = options_first(argv)
     if not any(word.partition("=")[0] in _ONLY_SHOWS for word in argv):
-        argv = resume.expand(for_train(argv))
-    with _as_program("trainkit train", argv), _errors_come_through():
-        app = hydra.main(version_base="1.3", config_path=PACKAGE, config_name="train")
+        argv = options_first(resume.expand(for_train(argv)))
+    program = _as_program("trainkit train", argv)
+    with program, _errors_come_through(), compared_even_if_some_fail():
+        app = hydra.main(
+            config_path=PACKAGE,
+            config_name="train",
+            **main_options(allowed_packages()),
+        )
         try:
             app(run_job)()
         except _JobEnded as ended:
             raise ended.error from ended.error.__cause__  # not from this errand
+        except (OSError, ValueError) as error:
+            if is_mistake(error) or _is_of_a_job(error):
+                raise
+            raise TrainkitError(_of_hydra_itself(error)) from error
     return 0
 
 
@@ -55,6 +71,28 @@ def run_job(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.RUN:
             raise _JobEnded(error) from error
         raise  # one of many, and Hydra's to count
+
+
+def _is_of_a_job(error: Exception) -> bool:
+    """Whether it comes from a job of a multirun, here or in another process."""
+    frames = traceback.walk_tb(error.__traceback__)
+    codes = {frame.f_code for frame, _ in frames}
+    return error.__cause__ is not None or run_job.__code__ in codes
+
+
+def _of_hydra_itself(error: Exception) -> str:
+    """Hydra composes a configuration and makes the folder; both may fail bare."""
+    if isinstance(error, OSError):
+        if str(error.filename).endswith(".yaml"):
+            return f"configuration: {error}"
+        return (
+            f"paths.root_dir: the folder of the run cannot be made: {error}. Choose "
+            f"a place that can be written to: paths.root_dir=/some/where."
+        )
+    return (
+        f"overrides: {error}. A group takes the name of one of its options, such as "
+        f"accumulation=per_token; trainkit train --help lists them all."
+    )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from trainkit.cli.wandb_mode import Mode, check_mode, resolve_mode
 from trainkit.config.redact import redact
 from trainkit.errors import TrainkitError
 
+_BY_SIGTERM = 128 + signal.SIGTERM
 _WINDOW_KEY = re.compile(r"window/((?:\d+/)?)(\w+)")
 
 
@@ -114,6 +116,7 @@ class WandbRunLogger(WandbLogger):
         self._wanted_id = id
         self._has_opened = False
         self._axes: set[str] = set()
+        self._logged: dict[str, Any] = {}
 
     # ---- the run ---------------------------------------------------------------------
 
@@ -202,12 +205,18 @@ class WandbRunLogger(WandbLogger):
         """Add to the run's configuration.
 
         Secrets are replaced. What a sweep has set stands there already, and is locked:
-        entries of the same name go to `resolved/<name>`.
+        entries of the same name go to `resolved/<name>`. What is logged of one name in
+        several parts, as `LRScaling` adds its factors to `lr_scaling`, is put together.
         """
         entries = redact(vars(params) if isinstance(params, Namespace) else params)
         free = without_swept(entries)
         for key in entries.keys() - free.keys():
             free[f"resolved/{key}"] = entries[key]
+        for key, value in free.items():
+            before = self._logged.get(key)
+            if isinstance(before, Mapping) and isinstance(value, Mapping):
+                free[key] = {**before, **value}
+        self._logged.update(free)
         super().log_hyperparams(free)
 
     @rank_zero_only
@@ -280,11 +289,13 @@ def _default_project() -> str:
 
 def _exit_code(status: str) -> int:
     """0 also where SIGTERM has ended the run, as a sweep's early stop does: Lightning
-    then leaves by SystemExit, and calls that failed."""
+    then leaves by SystemExit, `GracefulStop` by one with a status, and calls that
+    failed."""
     error = sys.exc_info()[1]
-    if status != "failed" or (isinstance(error, SystemExit) and not error.code):
+    if status != "failed":
         return 0
-    return 1
+    is_stop = isinstance(error, SystemExit) and error.code in (None, 0, _BY_SIGTERM)
+    return 0 if is_stop else 1
 
 
 def _folder(run: Any) -> str:

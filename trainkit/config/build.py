@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig
 
 from trainkit.config.check import AUTO, CALLBACK_GROUPS, check_all
@@ -49,6 +50,8 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
     made += attach_accumulation(module, _make(config.accumulation))
     _give_optimizer(config, module)
     loggers = [_make(node) for node in _named(config.logger)]
+    if not loggers:  # to which it would report; Lightning refuses it then
+        made = [each for each in made if not isinstance(each, LearningRateMonitor)]
     trainer = _make(
         config.trainer, callbacks=[*made, *callbacks], logger=loggers or False
     )
@@ -82,7 +85,19 @@ def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
     if config.scheduler:
         scheduler = _make(config.scheduler)
         make_scheduler = functools.partial(_make_scheduler, scheduler, module)
-    attach_optimizer(module, _make(config.optimizer), make_scheduler)
+    # A partial, as attach_optimizer asks for one that can be pickled.
+    make_optimizer = functools.partial(_call, "optimizer", _make(config.optimizer))
+    attach_optimizer(module, make_optimizer, make_scheduler)
+
+
+def _call(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A value that the constructor refuses is a mistake in the configuration."""
+    try:
+        return make(*args, **kwargs)
+    except TrainkitError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise TrainkitError(f"{key}: {error}") from error
 
 
 def _make_scheduler(
@@ -92,11 +107,12 @@ def _make_scheduler(
     options = getattr(partial, "keywords", {})
     unknown = [name for name, value in options.items() if value == AUTO]
     if not unknown:
-        return partial(optimizer)
+        return _call("scheduler", partial, optimizer)
     steps = total_steps(module.trainer)
     if steps == float("inf"):
         raise TrainkitError(
             f"scheduler.{unknown[0]}: `auto` needs an end of training, received "
             f"neither trainer.max_steps nor trainer.max_epochs. Set one of them."
         )
-    return partial(optimizer, **dict.fromkeys(unknown, int(steps)))
+    total = dict.fromkeys(unknown, int(steps))
+    return _call("scheduler", partial, optimizer, **total)

@@ -39,6 +39,51 @@ def check_all(config: DictConfig) -> None:
     check(_with_some_steps(config.scheduler), key="scheduler")
     for group in ("callbacks", "logger"):
         check(config[group], key=group)
+        _refuse_without_target(config[group], key=group)
+    _refuse_sizes(config)
+
+
+def _refuse_without_target(group: DictConfig | None, *, key: str) -> None:
+    """The entries of a group that holds several things by name are things to make."""
+    if not group:
+        return
+    for name in group:
+        node = group[name]
+        if node and not (OmegaConf.is_dict(node) and TARGET in node):
+            raise TrainkitError(
+                f"{key}.{name}: must say by {TARGET} what it is, or be null, received "
+                f"{node!r}. Write {key}.{name}.{TARGET}=my_module.MyClass."
+            )
+
+
+def _refuse_sizes(config: DictConfig) -> None:
+    """Numbers at which Lightning or NumPy would break down later."""
+    trainer = config.trainer
+    for key, value, fits, rule, remedy in (
+        (
+            "trainer.accumulate_grad_batches",
+            trainer.accumulate_grad_batches,
+            lambda number: number >= 1,
+            "at least 1",
+            "1 takes an optimizer step after each micro-batch.",
+        ),
+        (
+            "trainer.val_check_interval",
+            trainer.val_check_interval,
+            lambda number: isinstance(number, str) or number > 0,
+            "above 0",
+            "trainer.limit_val_batches=0 leaves validation out.",
+        ),
+        (
+            "seed",
+            config.seed,
+            lambda number: 0 <= number < 2**32,
+            "from 0 to 4294967295",
+            "null leaves the random generators alone.",
+        ),
+    ):
+        if value is not None and not fits(value):
+            raise TrainkitError(f"{key}: must be {rule}, received {value}. {remedy}")
 
 
 def _with_some_steps(node: DictConfig | None) -> DictConfig | None:

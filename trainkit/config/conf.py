@@ -7,11 +7,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from trainkit.config._compat import register_resolver, store
 from trainkit.config.schema import TrainSchema
 from trainkit.errors import TrainkitError
 
@@ -43,17 +43,11 @@ def register() -> None:
 
 def register_types() -> None:
     """What compositions with trainkit's groups need beside the files."""
-    ConfigStore.instance().store("train_schema", TrainSchema, provider="trainkit")
-    OmegaConf.register_new_resolver(
-        "trainkit.unique", lambda: uuid.uuid4().hex[:4], use_cache=True, replace=True
-    )
-    OmegaConf.register_new_resolver("trainkit.accumulate", accumulate, replace=True)
-    OmegaConf.register_new_resolver(
-        "trainkit.unless_scheduled", unless_scheduled, replace=True
-    )
-    OmegaConf.register_new_resolver(
-        "trainkit.direction", lambda mode: f"{mode}imize", replace=True
-    )
+    store("train_schema", TrainSchema)
+    register_resolver("trainkit.unique", lambda: uuid.uuid4().hex[:4], use_cache=True)
+    register_resolver("trainkit.accumulate", accumulate)
+    register_resolver("trainkit.unless_scheduled", unless_scheduled)
+    register_resolver("trainkit.direction", lambda mode: f"{mode}imize")
 
 
 def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:

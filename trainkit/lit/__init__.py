@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainkit.lit.effective import read_effective_batch
     from trainkit.lit.epoch_sums import EpochSums
     from trainkit.lit.graceful_stop import GracefulStop
+    from trainkit.lit.learning_rates import LearningRates
     from trainkit.lit.lr_scaling import LRScaling
     from trainkit.lit.metric_rows import MetricRows
     from trainkit.lit.metrics_csv import MetricsCSVLogger
@@ -29,6 +30,7 @@ __all__ = [
     "EpochSums",
     "GracefulStop",
     "LRScaling",
+    "LearningRates",
     "MetricRows",
     "MetricsCSVLogger",
     "PlainComparison",
@@ -48,6 +50,7 @@ __getattr__, __dir__ = lazy_exports(
         "BatchNormGuard": ".batch_norm_guard",
         "EpochSums": ".epoch_sums",
         "GracefulStop": ".graceful_stop",
+        "LearningRates": ".learning_rates",
         "LRScaling": ".lr_scaling",
         "MetricRows": ".metric_rows",
         "MetricsCSVLogger": ".metrics_csv",

@@ -129,13 +129,20 @@ def test_an_interrupted_sweep_lets_trials_save_and_says_how_to_go_on(
     assert states(tmp_path) == ["finished"] * 3
 
 
-def test_a_second_process_on_the_same_sweep_is_refused(
+def test_a_second_process_and_another_file_are_refused(
     held: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     done = go_on(tmp_path)
-
     assert done.returncode == 2
     assert f"is running already, as process {held.pid}" in done.stderr
+
+    held.terminate()
+    held.communicate(timeout=60)
+    toy(tmp_path, {"lr": {"values": [1, 2]}})
+    done = go_on(tmp_path)
+    assert done.returncode == 2
+    assert "is not what" in done.stderr
+    assert "changed: parameters" in done.stderr
 
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
@@ -150,7 +157,7 @@ def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
 def test_a_kill_while_the_state_is_written_leaves_the_one_before(
     no_account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = toy(no_account, {"lr": LR})
+    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", "pass"])
     sweep = offline(path, count=1)
     sweep.run()
     state = SweepState.load(no_account / "sweeps" / "s1")
@@ -165,15 +172,3 @@ def test_a_kill_while_the_state_is_written_leaves_the_one_before(
 
     again = SweepState.load(no_account / "sweeps" / "s1")
     assert [trial.state for trial in again.trials] == ["finished"]
-
-
-def test_another_file_is_no_resume(held: subprocess.Popen[str], tmp_path: Path) -> None:
-    held.terminate()
-    held.communicate(timeout=60)
-    toy(tmp_path, {"lr": {"values": [1, 2]}})
-
-    done = go_on(tmp_path)
-
-    assert done.returncode == 2
-    assert "is not what" in done.stderr
-    assert "changed: parameters" in done.stderr

@@ -48,7 +48,7 @@ def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
 
 
 def test_count_is_how_many_are_started_now(no_account: Path) -> None:
-    path = toy(no_account, {"lr": LR})
+    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", "pass"])
 
     assert offline(path, count=1).run() == 0
     sweep = offline(path, count=1)
@@ -59,7 +59,7 @@ def test_count_is_how_many_are_started_now(no_account: Path) -> None:
 @pytest.mark.parametrize("method", ["random", "bayes"])
 def test_a_search_ends_at_its_cap(no_account: Path, method: str) -> None:
     lr = {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}
-    path = toy(no_account, {"lr": lr, "rows": 2}, method=method, run_cap=3)
+    path = toy(no_account, {"lr": lr, "rows": 1}, method=method, run_cap=3)
 
     sweep = offline(path, agents=2)
     sweep.run()
@@ -73,7 +73,7 @@ def test_a_crashed_trial_is_reported_and_the_sweep_goes_on(no_account: Path) -> 
     said: list[str] = []
     path = toy(no_account, {"lr": LR, "crash_at": 0.1})
 
-    sweep = offline(path, say=said.append)
+    sweep = offline(path, say=said.append, agents=2)
     sweep.run()
 
     trials = by_lr(trials_of(sweep))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.cli.sweep.helpers import (
+    QUICK_AGENT,
     REPOSITORY,
     command,
     private_env,
@@ -21,8 +22,11 @@ from tests.wandb_server import WandbServer
 
 SHORT = [
     "trainer.max_steps=3",
+    "data.max_length=64",
     "data.num_train=120",
     "data.num_val=16",
+    "model.d_model=8",
+    "model.num_heads=1",
     "trainer.val_check_interval=${trainer.accumulate_grad_batches}",
     "callbacks=none",
 ]
@@ -40,47 +44,32 @@ def shortened(name: str, folder: Path, **parameters: list[Any]) -> Path:
 
 
 @pytest.mark.slow
-def test_the_law_makes_micro_batches_of_one_rate_train_alike(tmp_path: Path) -> None:
+def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_server(
+    wandb_server: WandbServer, tmp_path: Path
+) -> None:
     pytest.importorskip("sweeps")
     name = "lr_batch.yaml"
-    rates = [0.003, 0.01]
-    shortened(name, tmp_path, optimizer__lr=rates, data__batch_size=[8, 32])
-
-    done = run(
-        command(name, "--offline", "--agents", "2", "--json"),
-        private_env(tmp_path),
-        tmp_path,
-        timeout=280,
-    )
+    shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[8, 32])
+    words = command(name, "--offline", "--agents", "2", "--json")
+    done = run(words, private_env(tmp_path), tmp_path, timeout=280)
 
     assert done.returncode == 0, done.stderr
-    trials = json.loads(done.stdout)["trials"]
-    losses: dict[float, list[float]] = {}
-    for trial in trials:
-        losses.setdefault(trial["arguments"]["optimizer.lr"], []).append(trial["value"])
-    for pair in losses.values():
-        assert pair[0] == pytest.approx(pair[1], rel=1e-5)
-    assert abs(losses[0.003][0] - losses[0.01][0]) > 1e-3  # the control: rates differ
+    losses = [trial["value"] for trial in json.loads(done.stdout)["trials"]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for trial in read_state(tmp_path / "sweeps")["trials"]:
         summary = json.loads((Path(trial["folder"]) / "summary.json").read_text())
         assert summary["status"] == "finished"
 
-
-@pytest.mark.slow
-def test_the_clients_own_commands_run_a_shipped_sweep(
-    wandb_server: WandbServer, tmp_path: Path
-) -> None:
-    name = "lr_batch.yaml"
-    path = shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[8, 16])
-    env = wandb_server.env(tmp_path, PYTHONPATH=str(REPOSITORY))
+    # W&B's own commands run the same file.
+    shortened(name, tmp_path, optimizer__lr=[0.003, 0.01], data__batch_size=[16])
+    env = wandb_server.env(tmp_path, PYTHONPATH=QUICK_AGENT)
     wandb = [sys.executable, "-m", "wandb"]
-
-    assert run([*wandb, "sweep", str(path)], env, tmp_path).returncode == 0
+    assert run([*wandb, "sweep", name], env, tmp_path).returncode == 0
     run([*wandb, "agent", "local/p/sw0"], env, tmp_path, timeout=280)
 
     runs = list(wandb_server.runs.values())
     assert [received.state for received in runs] == ["finished", "finished"]
-    assert {received.config["data.batch_size"] for received in runs} == {8, 16}
-    losses = [received.summary["val/loss"] for received in runs]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    rates = {received.config["optimizer.lr"]: received for received in runs}
+    assert rates[0.003].summary["val/loss"] == pytest.approx(losses[0], rel=1e-5)
+    assert abs(rates[0.01].summary["val/loss"] - losses[0]) > 1e-3  # the control
     assert len({len(received.history) for received in runs}) == 1

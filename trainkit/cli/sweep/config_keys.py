@@ -26,6 +26,7 @@ class ConfigKeys:
         from hydra.core.global_hydra import GlobalHydra
         from omegaconf import OmegaConf
 
+        from trainkit.config._compat import VERSION_BASE
         from trainkit.config.conf import conf_dir, register_types
 
         folders = (path for path in conf_dir().iterdir() if path.is_dir())
@@ -40,7 +41,7 @@ class ConfigKeys:
         ]
         register_types()
         GlobalHydra.instance().clear()
-        with initialize_config_module("trainkit.conf", version_base="1.3"):
+        with initialize_config_module("trainkit.conf", **VERSION_BASE):
             config = compose("train", [*overrides, *chosen])
         self._config: Any = OmegaConf.to_container(config, resolve=False)
 
