@@ -41,8 +41,24 @@ class Beginning(Callback):
             self.folder.write_start(self.config, self.words)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        _refuse_other_optimizers(trainer)
         if self._earlier is not None and trainer.is_global_zero:
             self.folder.write_start(self.config, self.words)
+
+
+def _refuse_other_optimizers(trainer: Any) -> None:
+    """torch takes the state of any optimizer of as many parameters, and breaks down at
+    the first step."""
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            missing = [name for name in optimizer.defaults if name not in group]
+            if missing:
+                raise TrainkitError(
+                    f"optimizer: must be that of the checkpoint, received "
+                    f"{type(optimizer).__name__}, for which it has no {missing[0]!r}. "
+                    f"Take back the change, or start a run of its own by leaving "
+                    f"ckpt_path out."
+                )
 
 
 def was_restoring(error: BaseException) -> bool:

@@ -43,7 +43,8 @@ def run(config: DictConfig) -> float | None:
     training = build(config, callbacks=[windows, *_resumable(), stop])
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
-    training.trainer.callbacks.append(beginning)
+    trainer: Any = training.trainer
+    trainer.callbacks.append(beginning)
     if training.trainer.is_global_zero:
         beginning.write_if_new()
     for logger in training.trainer.loggers:
@@ -66,7 +67,7 @@ def _fit_and_tell(
     started = time.monotonic()
     status = "failed"
     try:
-        _fit(training, config.ckpt_path)
+        _fit(training, config.ckpt_path, beginning)
         status = "finished"
     except SystemExit:  # Stopped, or how Lightning ends after the second Ctrl+C
         if stop.stopped_by is None:
@@ -94,14 +95,14 @@ def _say_if_finished(status: str, steps: int) -> None:
         )
 
 
-def _fit(training: Training, ckpt_path: str | None) -> None:
+def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
     try:
         training.fit(ckpt_path)
     except Exception as error:
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit(ckpt_path, error) from error
         # What trainkit refuses later is what training has come to: a loss of NaN, say.
-        had_begun = training.trainer.global_step > 0
+        had_begun = beginning.has_come and training.trainer.global_step > 0
         if is_mistake(error) and not (had_begun and isinstance(error, TrainkitError)):
             raise
         raise TrainingFailed.by(error) from error

@@ -79,7 +79,8 @@ def _known_now(word: str, saved: list[str]) -> str:
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
     """The run under this configuration's output_dir that was started last."""
     where = Path(_output_dir(argv))
-    runs = [RunFolder(found.parent) for found in where.rglob(RunFolder.OVERRIDES)]
+    found = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
+    runs = [run for run in found if not _came_to_nothing(run)]
     if not runs:
         raise TrainkitError(
             f"ckpt_path=last: there is no run in {where}. Leave ckpt_path out to start "
@@ -87,6 +88,12 @@ def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
         )
     run = max(runs, key=lambda each: each.started())
     return run, run.newest_checkpoint()
+
+
+def _came_to_nothing(run: RunFolder) -> bool:
+    """Whether there is nothing to go on with: it failed before its first checkpoint."""
+    failed = (run.read_summary() or {}).get("status") == "failed"
+    return failed and run.newest_checkpoint() is None
 
 
 def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
@@ -106,8 +113,15 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
 def _output_dir(argv: list[str]) -> str:
     # Only what settles where runs are: a word may be about what the run had added.
     settle = ("name", "paths", "experiment")
-    overrides = [word for word in argv if key_of(word).partition(".")[0] in settle]
+    overrides = [
+        word
+        for word in argv
+        if key_of(word).partition(".")[0] in settle or key_of(word) == SEARCH_PATH
+    ]
+    name = option(argv, CONFIG_NAME) or "train"
     folder, path = option(argv, CONFIG_DIR), option(argv, CONFIG_PATH)
+    if folder is not None and path is None and name != "train":
+        folder, path = None, folder  # the root of it all is looked for in few places
     if folder is not None:
         overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
     GlobalHydra.instance().clear()
@@ -116,5 +130,5 @@ def _output_dir(argv: list[str]) -> str:
         if path is None
         else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
     ):
-        config = compose(option(argv, CONFIG_NAME) or "train", overrides)
+        config = compose(name, overrides)
     return config.paths.output_dir

@@ -1,0 +1,85 @@
+"""What is wrong with a command is said in one message, before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.training import run_dirs, summary_of, the_run, train
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["trainer=4"], "A group takes the name of one of its options"),
+        (["accumulation=null"], "A group takes the name of one of its options"),
+        (["=1"], "overrides: Config group override must be a string"),
+        (["accumulation=x"], "\tper_token\n"),
+        (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
+        (["scheduler=one_cycle", "scheduler.pct_start=5"], "scheduler: Expected float"),
+        (["seed=-1"], "seed: must be from 0 to 4294967295, received -1"),
+        (["trainer.val_check_interval=0"], "val_check_interval: must be above 0, rec"),
+        (["trainer.accumulate_grad_batches=0"], "must be at least 1, received 0"),
+        (["+callbacks.mine=1"], "callbacks.mine: must say by _target_ what it is"),
+        (["+logger.mine={a: 1}"], "logger.mine: must say by _target_ what it is"),
+        (["paths.root_dir=/dev/null"], "the folder of the run cannot be made"),
+        (["--config-dir=nowhere"], "nowhere' not found"),
+    ],
+)
+def test_a_mistake_is_one_message_and_2(
+    overrides: list[str],
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(*overrides) == 2
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert "Traceback" not in shown
+    assert shown.count("trainkit: ") == 1
+
+
+def test_a_refusal_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("lr_scaling=sqrt", "lr_scaling.reference_batch=-3") == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("trainkit: LRScaling reference_batch: must be a positive")
+    assert shown.count("reference_batch: must be") == 1
+    assert train("trainer.max_steps=-2") == 2
+    assert capsys.readouterr().err.count("You passed in -2") == 1
+
+
+def test_a_file_that_is_no_yaml_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("a: [1\n")
+    assert train("model=mine", f"--config-dir={tmp_path}") == 2
+    shown = capsys.readouterr().err
+    assert "mine.yaml" in shown
+    assert "Traceback" not in shown
+
+
+def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
+    assert train("logger=none") == 0
+    assert not (the_run(tmp_path) / "metrics.csv").exists()
+    small = ["trainer=debug", "data.num_train=16", "trainer.enable_progress_bar=false"]
+    assert train("logger=none", "callbacks=none", "metric=null", small=small) == 0
+
+
+def test_places_with_odd_names(tmp_path: Path) -> None:
+    where = tmp_path / "ü = (x), [y] {z}"
+    assert train(f"paths.root_dir='{where}'", "name=a/b") == 0
+    (run,) = run_dirs(where / "outputs" / "a" / "b")
+    assert (
+        train("ckpt_path=last", f"paths.root_dir='{where}'", "name=a/b", small=[]) == 0
+    )
+    assert run_dirs(tmp_path) == [run]
+    assert summary_of(run)["steps"] == 4
