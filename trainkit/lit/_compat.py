@@ -186,6 +186,19 @@ def end_restart(trainer: Any) -> None:
     trainer.fit_loop._restarting = False
 
 
+def leave_ended_epoch(trainer: Any) -> None:
+    """Go on with the next epoch where a checkpoint was written after one had ended.
+
+    Lightning would begin the next, find all its batches done, and count it. To be
+    called in `on_train_start`.
+    """
+    loop = trainer.fit_loop
+    epochs, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress
+    has_ended = epochs.ready == epochs.completed > 0 and batches.is_last_batch
+    if loop.epoch_loop.restarting and has_ended:
+        loop.epoch_loop.restarting = False
+
+
 def steps_by_metric(trainer: Any) -> bool:
     """Whether a scheduler that goes by a metric moves after this batch's hooks."""
     by_step = any(

@@ -110,15 +110,16 @@ class StepProgress(ProgressBar):
     # ---- showing ---------------------------------------------------------------------
 
     def _look(self, trainer: Any) -> None:
-        """Show the window whose loss has arrived, and ask for the present one's."""
-        if self._loss is not None and self._loss.arrived:
-            (loss,) = self._loss.values()
-            self._shown["loss"] = f"{loss:.4g}"
-            self._loss = None
+        """Ask for the loss of the window that closed last, and show what has arrived:
+        on a GPU that of the look before, so that nothing waits."""
         windows = windows_of(trainer)
         stats = None if windows is None else windows.windows.get(0)
         if self._loss is None and stats is not None:
             self._loss = LateReading(stats.loss.reshape(1))
+        if self._loss is not None and self._loss.arrived:
+            (loss,) = self._loss.values()
+            self._shown["loss"] = f"{loss:.4g}"
+            self._loss = None
 
     def _open(self) -> None:
         isatty = getattr(sys.stdout, "isatty", None)
@@ -146,7 +147,8 @@ class StepProgress(ProgressBar):
 
     def _say(self, step: int) -> None:
         of = "" if self._total is None else f" of {brief(self._total)}"
-        print(f"trainkit | step {brief(step)}{of}: {self._numbers()}", flush=True)
+        numbers = self._numbers() or "no number is known yet"
+        print(f"trainkit | step {brief(step)}{of}: {numbers}", flush=True)
 
     def _numbers(self) -> str:
         return ", ".join(f"{name} {text}" for name, text in self._shown.items())

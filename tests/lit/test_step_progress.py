@@ -1,0 +1,103 @@
+"""Progress in optimizer steps, with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from tests.helpers import loader, quiet_lightning, trainer
+from trainkit import (
+    AccumulationCallback,
+    AccumulationSchedule,
+    PerSample,
+    StepProgress,
+    TrainkitError,
+)
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch) * 0 + 3).mean()  # always 3
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/loss", 0.125, prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.25)
+
+
+def fit(*callbacks: Any, accumulate: int = 2, **options: Any) -> None:
+    data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
+    with quiet_lightning():
+        trainer(
+            accumulate,
+            callbacks=[AccumulationCallback(PerSample()), *callbacks],
+            max_epochs=1,
+            enable_progress_bar=True,
+            num_sanity_val_steps=0,
+            **options,
+        ).fit(Net(), data, data)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    said = capsys.readouterr().out.splitlines()
+    return [
+        line for line in said if line.startswith("trainkit | step ") and "of" in line
+    ]
+
+
+def test_without_a_terminal_it_says_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(StepProgress(every_n_steps=2))
+    assert lines(capsys) == [
+        "trainkit | step 2 of 4: loss 3",
+        "trainkit | step 4 of 4: loss 3",
+        "trainkit | step 4 of 4: loss 3, val/loss 0.125",
+    ]
+
+
+def test_a_schedule_says_how_many_steps_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
+    fit(schedule, StepProgress(every_n_steps=6), accumulate=1)
+    assert lines(capsys)[0] == "trainkit | step 6 of 6: loss 3"
+
+
+def test_on_a_terminal_it_draws_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    fit(StepProgress())
+    drawn = terminal.getvalue()
+    assert "4/4" in drawn
+    assert "loss 3, val/loss 0.125" in drawn
+
+
+def test_disabled_it_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StepProgress(every_n_steps=1)
+    progress.disable()
+    fit(progress)
+    assert lines(capsys) == []
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5])
+def test_a_wrong_interval_is_refused(wrong: Any) -> None:
+    with pytest.raises(TrainkitError, match=f"every_n_steps: .* received {wrong}"):
+        StepProgress(every_n_steps=wrong)
