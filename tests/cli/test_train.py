@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torchmetrics.classification import BinaryConfusionMatrix
 
 from recipes.code_lm import CodeLM, Functions
 from tests.cli.training import (
@@ -279,3 +280,53 @@ finally:
     loaded = done.stdout.rpartition("loaded:")[2].split()
     assert "trainkit.cli.main" in loaded
     assert not {"torch", "lightning", "wandb"} & set(loaded)
+
+
+class Odd(CodeLM):
+    """Logs what JSON and a table cannot hold, and has a strategy of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.accumulation = PerSample()
+        self.confusion = BinaryConfusionMatrix()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.confusion(torch.tensor([0, 1]), torch.tensor([0, 1]))
+        self.log("val/confusion", self.confusion, logger=False)
+        self.log("val/worst", float("inf"))
+
+
+def test_odd_metrics_and_a_strategy_of_the_modules_own(tmp_path: Path) -> None:
+    odd = "model._target_=tests.cli.test_train.Odd"
+    with pytest.warns(UserWarning, match="PerSample is replaced by .* PerToken"):
+        assert train(odd, "name=replaced") == 0
+    assert train(odd, "name=kept", "accumulation=none") == 0
+    replaced, kept = (
+        summary_of(the_run(tmp_path / "outputs" / name))
+        for name in ("replaced", "kept")
+    )
+    assert kept["windows"]["weight"] == 4 * 8  # samples
+    assert replaced["windows"]["weight"] > 4 * 8  # tokens
+    assert kept["metrics"]["val/worst"] is None
+    assert kept["metrics"]["val/confusion"] is None
+
+
+def test_a_scheduler_that_goes_by_a_metric(tmp_path: Path) -> None:
+    # A threshold that nothing is good enough for.
+    words = ["scheduler=plateau", "scheduler.patience=0", "+scheduler.threshold=1.0"]
+    asked = [*words, "scheduling.interval=epoch", "scheduling.monitor=val/loss"]
+    by_epoch = ["trainer.max_steps=-1", "trainer.max_epochs=3", "data.num_train=16"]
+    small = [word for word in SMALL if "max_steps" not in word]
+    validated = "trainer.val_check_interval=8"
+    small = [word for word in small if "val_check" not in word]
+    assert train(*small, validated, *asked, *by_epoch, small=[]) == 0
+    assert summary_of(the_run(tmp_path))["learning_rates"][0] < 1e-3
+
+
+def test_secrets_of_a_command_line_are_not_written_down(tmp_path: Path) -> None:
+    keys = ["+hub={api_key: sk-987654321}", "+other.api_key=sk-987654321"]
+    assert train("-m", *keys, "seed=1,2") == 0
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert b"sk-987654321" not in path.read_bytes(), path

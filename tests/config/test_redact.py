@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from trainkit.config.redact import REDACTED, redact, sounds_secret
+from trainkit.config.redact import REDACTED, redact, redact_file, sounds_secret
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,16 @@ def test_the_value_given_is_left_alone() -> None:
     config = {"a": {"token": "x"}, "b": [{"password": "y"}]}
     redact(config, environ={})
     assert config == {"a": {"token": "x"}, "b": [{"password": "y"}]}
+
+
+def test_secrets_in_a_file_of_somebody_else(tmp_path: Path) -> None:
+    path = tmp_path / "multirun.yaml"
+    words = ["seed=1,2", "model.api_key=sk-1", "+m={_target_: X, password: p}"]
+    path.write_text(yaml.safe_dump({"overrides": {"task": words}, "lr": 0.1}))
+    redact_file(path)
+    assert yaml.safe_load(path.read_text()) == {
+        "overrides": {
+            "task": ["seed=1,2", "model.api_key=<redacted>", "+m=<redacted>"]
+        },
+        "lr": 0.1,
+    }

@@ -29,15 +29,6 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class Gradients(Callback):
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any):
-        grads = [p.grad.flatten() for p in pl_module.parameters() if p.grad is not None]
-        self.seen.append(torch.cat(grads).clone())
-
-
 def batches(sizes: list[int]) -> Any:
     torch.manual_seed(1)
     return DataLoader(
@@ -46,7 +37,39 @@ def batches(sizes: list[int]) -> Any:
     )
 
 
-def fit(sizes: list[int], callbacks: list[Callback], **options: Any) -> None:
+class Branches(Net):
+    """Layers that only some micro-batches use, and one with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 1, sparse=True, dtype=torch.float64)
+        self.late = nn.Linear(3, 1, dtype=torch.float64)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        out = self.net(batch) + self.rows(torch.arange(len(batch)) % 5)
+        if batch_idx % 3 == 1:
+            out = out + self.late(batch)
+        return (out - batch.sum(1, keepdim=True)).square().mean()
+
+
+class Gradients(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any):
+        grads = [
+            torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+            for p in pl_module.parameters()
+        ]
+        self.seen.append(torch.cat([grad.flatten() for grad in grads]).clone())
+
+
+def fit(
+    sizes: list[int],
+    callbacks: list[Callback],
+    module: type[Net] = Net,
+    **options: Any,
+) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = Trainer(
         max_epochs=1,
@@ -59,16 +82,19 @@ def fit(sizes: list[int], callbacks: list[Callback], **options: Any) -> None:
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(Net(), batches(sizes))
+    trainer.fit(module(), batches(sizes))
 
 
 RAGGED = [1, 9, 2, 4, 7, 1, 1, 3, 5, 2]  # the last window is short
 
 
-def test_it_measures_the_distance_of_plain_lightnings_gradients() -> None:
+@pytest.mark.parametrize("module", [Net, Branches])
+def test_it_measures_the_distance_of_plain_lightnings_gradients(
+    module: type[Net],
+) -> None:
     comparison, exact, plain = PlainComparison(), Gradients(), Gradients()
-    fit(RAGGED, [AccumulationCallback(PerSample()), comparison, exact])
-    fit(RAGGED, [plain])
+    fit(RAGGED, [AccumulationCallback(PerSample()), comparison, exact], module)
+    fit(RAGGED, [plain], module)
     off = [
         float((p - e).norm() / e.norm())
         for p, e in zip(plain.seen, exact.seen, strict=True)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from trainkit.cli.run_folder import RunFolder
 from trainkit.cli.words import key_of
+from trainkit.config.redact import redact_file
 
 
 class Comparison(Callback):
@@ -42,6 +43,9 @@ def compared_even_if_some_fail() -> Iterator[None]:
 
 def _show(config: DictConfig) -> None:
     where = Path(config.hydra.sweep.dir)
+    written = where / "multirun.yaml"  # by Hydra, with all words of the command line
+    if written.is_file():
+        redact_file(written)
     runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
     if runs:
         print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)

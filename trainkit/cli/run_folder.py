@@ -60,7 +60,9 @@ class RunFolder:
         self._write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self._write(self.SUMMARY, json.dumps(dict(summary), indent=2) + "\n")
+        self._write(
+            self.SUMMARY, json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
+        )
 
     def read_summary(self) -> dict[str, Any] | None:
         path = self.path / self.SUMMARY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +37,7 @@ def collect(
         "metrics": metrics,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
-        "windows": windows.facts(),
+        "windows": {name: _number(fact) for name, fact in windows.facts().items()},
         "effective_batch": _effective_batch(trainer),
         "learning_rates": _learning_rates(trainer),
         "plain_accumulation": _plain(trainer),
@@ -98,18 +99,22 @@ def _git(where: str | Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _window_rows(windows: dict[str, float]) -> list[Row]:
+def _window_rows(windows: dict[str, Any]) -> list[Row]:
     if not windows:
         return []
     mean = windows["weight"] / windows["windows"]
     return [
-        ("loss", f"{windows['first_loss']:.4g} -> {windows['last_loss']:.4g}"),
+        ("loss", f"{_brief(windows['first_loss'])} -> {_brief(windows['last_loss'])}"),
         (
             "window weight",
             f"{mean:,.0f} on average, from {brief(windows['smallest'])} to "
             f"{brief(windows['largest'])}",
         ),
     ]
+
+
+def _brief(number: float | None) -> str:
+    return "not finite" if number is None else f"{number:.4g}"
 
 
 def _contents(folder: RunFolder) -> list[str]:
@@ -153,8 +158,11 @@ def _plain(trainer: Any) -> dict[str, float] | None:
 
 
 def _number(value: Any) -> float | None:
-    number = float(value) if not isinstance(value, torch.Tensor) else value.item()
-    return number if number == number else None  # JSON has no NaN
+    """None for what JSON cannot hold, and for metrics of several elements."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _version(package: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from trainkit.config.check import AUTO, CALLBACK_GROUPS, check_all
 from trainkit.config.targets import instantiate
 from trainkit.errors import TrainkitError
 from trainkit.lit.attach import attach_accumulation, attach_optimizer
+from trainkit.lit.mixin import AccumulationMixin
 from trainkit.lit.total import total_steps
 
 
@@ -47,7 +49,7 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
     data = _make(config.data)
     made = [_make(node) for node in _named(config.callbacks)]
     made += [_make(config[name]) for name in CALLBACK_GROUPS if config[name]]
-    made += attach_accumulation(module, _make(config.accumulation))
+    made += _accumulation(config, module)
     _give_optimizer(config, module)
     loggers = [_make(node) for node in _named(config.logger)]
     if not loggers:  # to which it would report; Lightning refuses it then
@@ -70,6 +72,20 @@ def _make(node: DictConfig | None, **kwargs: Any) -> Any:
     return instantiate(node, _convert_="all", **kwargs) if node else None
 
 
+def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]:
+    strategy = _make(config.accumulation)
+    own = getattr(module, "accumulation", None)
+    is_own = own is not AccumulationMixin.accumulation
+    if strategy is not None and own is not None and is_own and own != strategy:
+        warnings.warn(
+            f"{type(module).__name__}: its own strategy {type(own).__name__} is "
+            f"replaced by the configuration's {type(strategy).__name__}. "
+            f"accumulation=none keeps it.",
+            stacklevel=2,
+        )
+    return attach_accumulation(module, strategy)
+
+
 # ---- optimizer -----------------------------------------------------------------------
 
 
@@ -87,7 +103,13 @@ def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
         make_scheduler = functools.partial(_make_scheduler, scheduler, module)
     # A partial, as attach_optimizer asks for one that can be pickled.
     make_optimizer = functools.partial(_call, "optimizer", _make(config.optimizer))
-    attach_optimizer(module, make_optimizer, make_scheduler)
+    attach_optimizer(
+        module,
+        make_optimizer,
+        make_scheduler,
+        interval=config.scheduling.interval,
+        monitor=config.scheduling.monitor,
+    )
 
 
 def _call(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

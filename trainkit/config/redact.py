@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 REDACTED = "<redacted>"
 
@@ -82,15 +85,37 @@ def redact(value: Any, *, environ: Mapping[str, str] | None = None) -> Any:
 def redact_words(words: Sequence[str]) -> list[str]:
     """The same for `key=value` words of a command line.
 
-    >>> redact_words(["seed=1", "+hub.token=abc"])
-    ['seed=1', '+hub.token=<redacted>']
+    >>> redact_words(["seed=1", "+hub.token=abc", "++m={_target_: X, api_key: abc}"])
+    ['seed=1', '+hub.token=<redacted>', '++m=<redacted>']
     """
-    redacted = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        (shown,) = redact({key: value}).values()
-        redacted.append(f"{key}{equals}{shown}")
-    return redacted
+    return [_word(word) for word in words]
+
+
+def _word(word: str) -> str:
+    key, equals, value = word.partition("=")
+    if value[:1] in ("{", "["):
+        # As a whole: Hydra would not read back what is left of it.
+        names = re.findall(r"[\w.]+(?=['\"]?\s*:)", value)
+        if any(map(sounds_secret, names)):
+            return f"{key}={REDACTED}"
+    (shown,) = redact({key: value}).values()
+    return f"{key}{equals}{shown}"
+
+
+def redact_file(path: Path) -> None:
+    """Replace secrets in a configuration that Hydra has written."""
+    content = yaml.safe_load(path.read_text())
+    # All words of the command line once more, in one text.
+    content.get("hydra", {}).get("job", {}).pop("override_dirname", None)
+    path.write_text(yaml.safe_dump(redact(_with_words(content)), sort_keys=False))
+
+
+def _with_words(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_words(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_word(x) if isinstance(x, str) else _with_words(x) for x in value]
+    return value
 
 
 def sounds_secret(key: str) -> bool:

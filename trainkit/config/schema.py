@@ -72,6 +72,14 @@ class PathsSchema:
 
 
 @dataclass
+class SchedulingSchema:
+    """When the scheduler moves, and by which metric."""
+
+    interval: str = "step"
+    monitor: Optional[str] = None
+
+
+@dataclass
 class TrainSchema:
     """The root: one entry for each group, and what belongs to none of them."""
 
@@ -87,6 +95,7 @@ class TrainSchema:
     logger: Any = None
     callbacks: Any = None
     paths: PathsSchema = field(default_factory=PathsSchema)
+    scheduling: SchedulingSchema = field(default_factory=SchedulingSchema)
     name: str = MISSING
     seed: Optional[int] = None
     ckpt_path: Optional[str] = None

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from trainkit.core.gradients import gradients_of, parameters_of
+from trainkit.core.gradients import parameters_of
 from trainkit.core.strategies import Weight
 from trainkit.errors import TrainkitError
 from trainkit.lit.effective import windows_of
@@ -67,12 +67,13 @@ class PlainComparison(Callback):
     # ---- hooks -----------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        size = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
+        trained = [p for p in pl_module.parameters() if p.requires_grad]
         self.is_measuring = (
             windows_of(trainer) is not None
             and pl_module.automatic_optimization
             and trainer.world_size == 1
-            and size <= self.max_parameters
+            and len({p.device for p in trained}) == 1
+            and sum(p.numel() for p in trained) <= self.max_parameters
         )
         self._forget_window()
 
@@ -133,5 +134,12 @@ class PlainComparison(Callback):
 
 
 def _flat(optimizer: Any) -> Tensor:
-    gradients = gradients_of(parameters_of(optimizer))
-    return torch.cat([gradient.detach().flatten() for gradient in gradients])
+    """All gradients as one vector; a parameter that has none so far counts as 0."""
+    return torch.cat([_dense(p).flatten() for p in parameters_of(optimizer)])
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
