@@ -22,6 +22,7 @@ from tests.cli.lightning_user import (
 from trainkit import (
     TrainkitError,
 )
+from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.lightning_cli import main
 
 
@@ -124,6 +125,34 @@ def test_an_error_of_the_training_comes_through(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(Net, "training_step", fails)
     with pytest.raises(ZeroDivisionError, match="in the module"):
+        main(["fit", MODEL, f"--data={USER}.Data", *quiet()])
+
+
+@pytest.mark.parametrize(("first", "error"), [(0, TrainkitError), (5, TrainingFailed)])
+def test_what_training_has_come_to_is_no_mistake_in_the_command(
+    first: int, error: type[Exception], monkeypatch: Any
+) -> None:
+    """A loss of NaN, before the first step and after the second."""
+    real = Net.training_step
+
+    def breaks(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = real(self, batch, batch_idx)
+        if batch_idx >= first and self.current_epoch == 0:
+            raise TrainkitError("loss: not finite")
+        return loss
+
+    monkeypatch.setattr(Net, "training_step", breaks)
+    command = ["fit", MODEL, f"--data={USER}.Data", *quiet()]
+    with pytest.raises(error, match="loss: not finite"):
+        main([*command, "--trainer.accumulate_grad_batches=2"])
+
+
+def test_a_text_that_a_program_ends_with_is_left_to_python(monkeypatch: Any) -> None:
+    def leaves(self: Any, batch: Any, batch_idx: int) -> Any:
+        raise SystemExit("enough")
+
+    monkeypatch.setattr(Net, "training_step", leaves)
+    with pytest.raises(SystemExit, match="enough"):
         main(["fit", MODEL, f"--data={USER}.Data", *quiet()])
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.cli import shared_yaml
+from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.lightning_parser import TrainkitParser
 from trainkit.cli.words import find_modules_here
 from trainkit.core.strategies import AccumulationStrategy
@@ -142,22 +143,36 @@ def main(argv: list[str]) -> int:
 
     Raises:
         TrainkitError: a mistake in what was asked.
+        TrainingFailed: what trainkit refused when training had begun.
     """
     find_modules_here()
+    trainers: list[Trainer] = []
+
+    class Command(TrainkitCLI):
+        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+            trainers.append(super().instantiate_trainer(**kwargs))
+            return trainers[0]
+
     try:
-        TrainkitCLI(
+        Command(
             # Lightning warns of arguments beside those of the process.
             args=None if argv == sys.argv[1:] else argv,
             parser_kwargs={"prog": "trainkit", "exit_on_error": False},
         )
     except ArgumentError as error:
         raise TrainkitError(str(error)) from error
+    except TrainkitError as error:
+        if trainers and trainers[0].global_step > 0:  # not what was asked, but come to
+            raise TrainingFailed.by(error) from error
+        raise
     except SIGTERMException:
         return 143
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1
             return 130
-        return int(end.code or 0)  # after --help or --print_config
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0  # after --help or --print_config
+        raise  # with a text, which Python shows
     return 0
 
 
