@@ -64,7 +64,7 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
     ("config", "text"),
     [
         ({**GOOD, "method": "anneal"}, "method: must be one of grid, random, bayes"),
-        ({**GOOD, "paramaters": {}}, "'paramaters'.*Did you mean parameters"),
+        ({**GOOD, "parameterz": {}}, "'parameterz'.*Did you mean parameters"),
         ({**GOOD, "parameters": {}}, "parameters: must be a mapping"),
         ({**GOOD, "parameters": {"+lr": {"value": 1}}}, r"\+lr: W&B takes letters"),
         (
