@@ -38,8 +38,8 @@ def refused(config: Any, **kwargs: Any) -> str:
 
 
 def test_an_unknown_key_is_named_with_those_that_there_are() -> None:
-    text = refused({"_target_": WIDGET, "size": 1, "nmae": "x"})
-    assert text.startswith("group.nmae: Widget has no such argument.")
+    text = refused({"_target_": WIDGET, "size": 1, "namee": "x"})
+    assert text.startswith("group.namee: Widget has no such argument.")
     assert "Did you mean name?" in text
     assert "size, name, parts" in text
 

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from tests.helpers import TokenNet, pad, ragged_sequences
-from trainkit import AccumulationCallback, PerToken, WindowMonitor
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    PerToken,
+    WindowMonitor,
+)
 from trainkit.data.resumable import ResumableLoader
 from trainkit.lit.epoch_sums import EpochSums
 from trainkit.lit.graceful_stop import GracefulStop
@@ -74,6 +79,19 @@ class Dropping(pl.LightningModule):
         return [optimizer], [{"scheduler": steps, "interval": self.scheduler}]
 
 
+class Exactly(AccumulationMixin, Dropping):
+    """Logs exact means in training; one of them in the first batches only."""
+
+    accumulation = PerToken()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_exact("train/exact", loss.detach(), batch)
+        if batch_idx < 2:
+            self.log_exact("train/first", loss.detach(), batch)
+        return loss
+
+
 class KillAt(pl.Callback):
     """Dies in a hook of a certain batch, counted over all epochs from 0."""
 
@@ -122,6 +140,7 @@ def train(
     logs_late: bool = False,
     others: Sequence[pl.Callback] = (),
     seed: int = 7,
+    kind: type[Dropping] = Dropping,
     **options: Any,
 ) -> tuple[Dropping, pl.Trainer]:
     """Train from the start, or from `last.ckpt` where there is one.
@@ -140,9 +159,12 @@ def train(
         logs_late: whether the module logs in `on_train_batch_end`.
         others: more callbacks.
         seed: of the dropout.
+        kind: of the module; one with a mixin brings its callback itself.
         **options: of the Trainer.
     """
     torch.manual_seed(seed)
+    if issubclass(kind, AccumulationMixin):
+        without = [*without, "AccumulationCallback"]
     used = [*others, *callbacks(without=without, every=every)]
     if kill is not None:
         if last:
@@ -164,7 +186,7 @@ def train(
         logger=logger or MetricsCSVLogger(folder),
         **{**how, **options},
     )
-    module = Dropping(scheduler=scheduler, logs_late=logs_late)
+    module = kind(scheduler=scheduler, logs_late=logs_late)
     path = folder / "checkpoints" / "last.ckpt"
     trainer.fit(
         module,

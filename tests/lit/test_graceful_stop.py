@@ -245,3 +245,40 @@ def test_all_ranks_stop_together(tmp_path: Path, asked: int) -> None:
     assert found[0] == found[1]
     assert found[0][0] in (2, 3)
     assert found[0][1:] == (143, str(tmp_path / "last.ckpt"))
+
+
+def _evaluate_unevenly(rank: int, world_size: int, how: str, asked: bool) -> Any:
+    """The first rank has two batches and the second six."""
+    stop, begun = GracefulStop(), []
+
+    def begin(*_: Any) -> None:
+        begun.append(1)
+        if asked and len(begun) == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    ask = KillAt("", 0)
+    stage = {"validate": "validation"}.get(how, how)
+    setattr(ask, f"on_{stage}_batch_start", begin)
+    each = trainer(
+        callbacks=[ask, stop],
+        strategy="ddp",
+        devices=world_size,
+        use_distributed_sampler=False,
+    )
+    share = SEQUENCES[:4] if rank == 0 else SEQUENCES[:12]
+    try:
+        getattr(each, how)(Validated(), loader(share, 2))
+    except Stopped as stopped:
+        return len(begun), stopped.code
+    return len(begun), None
+
+
+@pytest.mark.parametrize("how", ["validate", "test", "predict"])
+def test_ranks_may_evaluate_different_numbers_of_batches(how: str) -> None:
+    found = run_ranks(_evaluate_unevenly, 2, how, False, timeout=60)
+    assert raise_rank_errors(found) == [(2, None), (6, None)]
+
+
+def test_each_rank_ends_an_evaluation_by_its_own_signal() -> None:
+    found = run_ranks(_evaluate_unevenly, 2, "predict", True, timeout=60)
+    assert raise_rank_errors(found) == [(2, 143), (2, 143)]

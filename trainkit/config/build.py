@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig
 
-from trainkit.config.check import AUTO, CALLBACK_GROUPS, check_all
+from trainkit.config.check import AUTO, check_all
+from trainkit.config.kinds import CALLBACK_GROUPS
 from trainkit.config.targets import instantiate
 from trainkit.errors import TrainkitError
 from trainkit.lit.attach import attach_accumulation, attach_optimizer

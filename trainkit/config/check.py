@@ -8,25 +8,28 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentError, ArgumentParser
 from omegaconf import DictConfig, OmegaConf
 
+from trainkit.config.fitting import fits, remedy_for_text
+from trainkit.config.kinds import CALLBACK_GROUPS, check_kinds
+from trainkit.config.limits import check_limits
 from trainkit.config.targets import TARGET, locate
 from trainkit.errors import TrainkitError
 
 AUTO = "auto"
 """As an argument of a scheduler: the number of all optimizer steps."""
 
-CALLBACK_GROUPS = ("schedule", "lr_scaling", "batchnorm")
-"""Groups that hold one callback each."""
+_PARTIAL = ("optimizer", "scheduler")
+"""Groups whose first argument is there only when the training begins."""
 
 _OF_HYDRA = {TARGET, "_partial_", "_recursive_", "_convert_", "_args_"}
 
 
 def check_all(config: DictConfig) -> None:
     """Refuse what does not fit the targets' signatures, in every group."""
+    check_kinds(config)
     for name in (
         "model",
         "data",
@@ -40,7 +43,7 @@ def check_all(config: DictConfig) -> None:
     for group in ("callbacks", "logger"):
         check(config[group], key=group)
         _refuse_without_target(config[group], key=group)
-    _refuse_sizes(config)
+    check_limits(config)
 
 
 def _refuse_without_target(group: DictConfig | None, *, key: str) -> None:
@@ -54,36 +57,6 @@ def _refuse_without_target(group: DictConfig | None, *, key: str) -> None:
                 f"{key}.{name}: must say by {TARGET} what it is, or be null, received "
                 f"{node!r}. Write {key}.{name}.{TARGET}=my_module.MyClass."
             )
-
-
-def _refuse_sizes(config: DictConfig) -> None:
-    """Numbers at which Lightning or NumPy would break down later."""
-    trainer = config.trainer
-    for key, value, fits, rule, remedy in (
-        (
-            "trainer.accumulate_grad_batches",
-            trainer.accumulate_grad_batches,
-            lambda number: number >= 1,
-            "at least 1",
-            "1 takes an optimizer step after each micro-batch.",
-        ),
-        (
-            "trainer.val_check_interval",
-            trainer.val_check_interval,
-            lambda number: isinstance(number, str) or number > 0,
-            "above 0",
-            "trainer.limit_val_batches=0 leaves validation out.",
-        ),
-        (
-            "seed",
-            config.seed,
-            lambda number: 0 <= number < 2**32,
-            "from 0 to 4294967295",
-            "null leaves the random generators alone.",
-        ),
-    ):
-        if value is not None and not fits(value):
-            raise TrainkitError(f"{key}: must be {rule}, received {value}. {remedy}")
 
 
 def _with_some_steps(node: DictConfig | None) -> DictConfig | None:
@@ -145,7 +118,10 @@ def check_arguments(
             _refuse_missing(name, parameter, {*values, *given}, key, target)
     hints = _hints(target)
     for name, value in values.items():
-        if name in hints:
+        is_default = (
+            value is None and name in parameters and (parameters[name].default is None)
+        )
+        if name in hints and not is_default:
             _refuse_wrong_type(value, hints[name], f"{key}.{name}")
 
 
@@ -166,6 +142,11 @@ def _refuse_missing(
     is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     if is_variadic or parameter.default is not parameter.empty or name in present:
         return
+    if key in _PARTIAL:
+        raise TrainkitError(
+            f"{key}: {target.__qualname__} needs {name}, which is there only when the "
+            f"training begins. Add _partial_: true beside its {TARGET}."
+        )
     raise TrainkitError(
         f"{key}.{name}: {target.__qualname__} needs it. Add {key}.{name}=... to the "
         f"command line."
@@ -177,23 +158,11 @@ def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
         if _holds_target(value):
             return  # an object in the making, of whatever type
         value = OmegaConf.to_container(value, resolve=True)
-    if not _fits(value, hint):
-        raise TrainkitError(f"{key}: must be {_name_of(hint)}, received {value!r}.")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if value is None:  # which a parser would take for "not given"
-        return hint in (Any, None, object) or type(None) in get_args(hint)
-    parser = ArgumentParser(exit_on_error=False)
-    try:
-        parser.add_argument("--value", type=hint)
-    except ValueError:
-        return True  # not a type that can be checked
-    try:
-        parser.parse_object({"value": value})
-    except ArgumentError:
-        return False
-    return True
+    if not fits(value, hint):
+        raise TrainkitError(
+            f"{key}: must be {_name_of(hint)}, received {value!r}. "
+            f"{remedy_for_text(value, hint)}".rstrip()
+        )
 
 
 def _holds_target(node: Any) -> bool:

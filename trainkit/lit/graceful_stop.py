@@ -22,8 +22,9 @@ class GracefulStop(AtCleanMoments):
     Lightning goes on exactly, and ends `fit` with `Stopped`, a `SystemExit` of status
     130 or 143. The second SIGINT ends it at once, and the checkpoint before stands.
     Several ranks stop together, whichever of them was asked. Validation, test and
-    prediction by themselves end after a batch; there is nothing to save. If the run
-    ends before such a moment comes, it has ended, and was not stopped.
+    prediction by themselves end after a batch, each rank by the signals that it got
+    itself; there is nothing to save. If the run ends before such a moment comes, it has
+    ended, and was not stopped.
 
     Lightning's own handling of SIGTERM ends a run in states from which it does not go
     on exactly, and lets ranks communicate inside a signal handler: it is out of force
@@ -103,7 +104,9 @@ class GracefulStop(AtCleanMoments):
         self._after_batch(args[0])
 
     def _after_batch(self, trainer: Any) -> None:
-        self._request.look(trainer)
+        # Here ranks may have different numbers of batches: where one asked the others
+        # after each, it would wait for those that have no more.
+        self._request.look_alone()
         if self._request.agreed:
             self._stop(trainer)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.core.ranks import find_ranks
+from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback import WindowCallback
-from trainkit.lit.exact_log import ExactMeans
+from trainkit.lit.clean_moments import ends_epoch
+from trainkit.lit.exact_log import KEY, ExactMeans, shared_out
+from trainkit.lit.per_rank import gather
 
 
 class MixinCallback(WindowCallback):
@@ -18,7 +21,6 @@ class MixinCallback(WindowCallback):
             aggregation=module.accumulation_aggregation,
             checks=module.accumulation_checks,
         )
-        self.means = ExactMeans()
         self._mixin = mixin
         self._taken: int | None = None
         asked = module.trainer.accumulate_grad_batches
@@ -32,6 +34,7 @@ class MixinCallback(WindowCallback):
     def _forget(self) -> None:
         super()._forget()
         self.is_apart: dict[int, bool] = {}
+        self.means = ExactMeans()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._give_back_window_size(trainer)
@@ -43,10 +46,24 @@ class MixinCallback(WindowCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.strategy = pl_module.accumulation  # perhaps chosen in its setup()
         super().on_train_start(trainer, pl_module)
+        # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
+        self.means.go_on("train", pl_module.device)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_start(trainer, pl_module)
         self.means.open("train")
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.means.begin_batch("train")
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.means.end_batch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_end(trainer, pl_module)
@@ -69,6 +86,29 @@ class MixinCallback(WindowCallback):
     ) -> None:
         super().on_exception(trainer, pl_module, exception)
         self._give_back_window_size(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        # After an epoch's last batch Lightning goes on with the next epoch, without a
+        # hook that tells where that begins.
+        has_ended = ends_epoch(trainer) and not self.means.is_in_batch
+        mine = {} if has_ended else self.means.state_dict("train")
+        checkpoint[KEY] = gather(trainer, mine)
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if trainer.state.fn != "fit":
+            return
+        states = checkpoint.get(KEY, [None])
+        self.means.load_state_dict(
+            "train",
+            shared_out(states, trainer.global_rank, trainer.world_size),
+            is_whole=None not in states or not batches_into_epoch(checkpoint),
+        )
 
     def _give_back_window_size(self, trainer: Any) -> None:
         if self._taken is not None:

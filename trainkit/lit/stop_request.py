@@ -51,7 +51,7 @@ class StopRequest:
             wait: know it with this call.
         """
         if trainer.world_size == 1 or not dist.is_initialized():
-            self.agreed = self.heard
+            self.look_alone()
             return
         if self._reading is not None:
             self.agreed = int(self._reading.values())
@@ -60,6 +60,10 @@ class StopRequest:
         self._reading = LateReading(heard)
         if wait:
             self.agreed = int(self._reading.values())
+
+    def look_alone(self) -> None:
+        """Bring `agreed` up to date without the other ranks: the signal heard here."""
+        self.agreed = self.heard
 
     def _hear(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:

@@ -1,0 +1,124 @@
+"""Whether a value, as it will be passed, is of the type that a signature asks for."""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+_UNIONS = (Union, types.UnionType)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value can be passed as it is where the type is asked for.
+
+    Args:
+        value: a plain value: no configuration, and no object in the making.
+        hint: a type. What cannot be checked fits.
+
+    >>> fits(8, int), fits("8", int), fits("8", int | str)
+    (True, False, True)
+    >>> fits(None, Literal["a", None]), fits([1, "2"], list[int])
+    (True, False)
+    """
+    if value is None:  # which a parser would take for "not given"
+        return _takes_none(hint)
+    if hint in (Any, object):
+        return True
+    if get_origin(hint) is Literal:
+        return any(
+            type(value) is type(each) and value == each for each in get_args(hint)
+        )
+    try:
+        read = _read(value, hint)
+    except ArgumentError:
+        return False
+    # The parser reads texts, as of a command line; Hydra passes them on as they are.
+    return _keeps_texts(value, read) or _fits_in_parts(value, hint)
+
+
+def remedy_for_text(value: Any, hint: Any) -> str:
+    """What to do about a text that could be read as the type, else nothing.
+
+    >>> print(remedy_for_text("8", int)[:44])
+    A text stays one: write it without quotes, o
+    """
+    try:
+        read = _read(value, hint)
+    except ArgumentError:
+        return ""
+    if isinstance(value, str) and not isinstance(
+        read, bool | int | float | complex | list | tuple | set | dict | None
+    ):
+        return (
+            "A text stays one: what it names is not looked up. Say by _target_ what to "
+            "make, with _partial_: true for the class or function itself."
+        )
+    return (
+        "A text stays one: write it without quotes, or ${oc.decode:...} around what "
+        "yields it."
+    )
+
+
+def _takes_none(hint: Any) -> bool:
+    if isinstance(hint, TypeVar):
+        if hint.__bound__ is not None:
+            return _takes_none(hint.__bound__)
+        return not hint.__constraints__ or any(map(_takes_none, hint.__constraints__))
+    if get_origin(hint) in (*_UNIONS, Literal):
+        return any(map(_takes_none, get_args(hint)))
+    return hint in (Any, None, object, types.NoneType)
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """What a command line would have made of it.
+
+    Raises:
+        ArgumentError: it is of another type.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=hint)
+    except ValueError:
+        return value  # not a type that can be checked
+    return parser.parse_object({"value": _copied(value)}).value
+
+
+def _copied(value: Any) -> Any:
+    """The parser writes into lists and dicts that it is given."""
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return value
+
+
+def _keeps_texts(value: Any, read: Any) -> bool:
+    if isinstance(value, str):
+        return isinstance(read, os.PathLike) or read == value
+    if isinstance(value, list):
+        if isinstance(read, set | frozenset):
+            return all(each in read for each in value)
+        return all(map(_keeps_texts, value, read))
+    if isinstance(value, dict) and not isinstance(read, Namespace):
+        return all(
+            name in read and _keeps_texts(each, read[name])
+            for name, each in value.items()
+        )
+    return True
+
+
+def _fits_in_parts(value: Any, hint: Any) -> bool:
+    """`1 | "1"` may be either: where the parser prefers the number, a text fits too."""
+    kinds = get_args(hint)
+    if get_origin(hint) in _UNIONS:
+        return any(fits(value, each) for each in kinds)
+    if isinstance(value, list) and kinds:
+        if len(kinds) == len(value):
+            return all(map(fits, value, kinds))
+        return all(fits(each, kinds[0]) for each in value)
+    if isinstance(value, dict) and len(kinds) == 2:
+        return all(fits(n, kinds[0]) and fits(v, kinds[1]) for n, v in value.items())
+    return False
