@@ -22,6 +22,8 @@ from trainkit.cli.main import COMMANDS
 from trainkit.core.scaling import RULES
 from trainkit.errors import TrainkitError
 
+STRATEGIES = ["none", "per_sample", "per_token", "uniform"]
+
 
 @pytest.fixture(autouse=True)
 def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +53,7 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainkit train --cfg ", ["job", "hydra", "all"]),
         (
             "trainkit train accumulation=",
-            [f"accumulation={name}" for name in ("per_sample", "per_token", "uniform")],
+            [f"accumulation={name}" for name in STRATEGIES],
         ),
         ("trainkit train accumulation=per_t", ["accumulation=per_token"]),
         (
@@ -257,7 +259,7 @@ BASH_WORDS = {
         ("trainkit ", list(COMMANDS)),
         ("trainkit plan --ma", ["--max-micro-batch"]),
         ("trainkit plan --rule=s", ["sqrt"]),
-        ("trainkit train accumulation=", ["per_sample", "per_token", "uniform"]),
+        ("trainkit train accumulation=", STRATEGIES),
         (
             "trainkit train -m accumulation=uniform,per_",
             ["uniform,per_sample", "uniform,per_token"],

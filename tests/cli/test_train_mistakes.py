@@ -28,6 +28,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["seed=-1"], "seed: must be from 0 to 4294967295, received -1"),
         (["trainer.val_check_interval=0"], "val_check_interval: must be above 0, rec"),
         (["trainer.accumulate_grad_batches=0"], "must be at least 1, received 0"),
+        (["trainer.check_val_every_n_epoch=0"], "every_n_epoch: must be at least 1"),
+        (["trainer.log_every_n_steps=0"], "callbacks.monitor=null leaves the monitor"),
+        (["mode=foo"], "mode: must be min or max, received 'foo'"),
+        (["~optimizer._partial_"], "optimizer: AdamW needs params, which is there"),
+        (["trainer._target_=trainkit.Uniform"], "trainer._target_: must be a subclass"),
+        (["data.num_workers='2'"], "data.num_workers: must be int, received '2'"),
         (["+callbacks.mine=1"], "callbacks.mine: must say by _target_ what it is"),
         (["+logger.mine={a: 1}"], "logger.mine: must say by _target_ what it is"),
         (["paths.root_dir=/dev/null"], "the folder of the run cannot be made"),
@@ -72,6 +78,18 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
     assert not (the_run(tmp_path) / "metrics.csv").exists()
     small = ["trainer=debug", "data.num_train=16", "trainer.enable_progress_bar=false"]
     assert train("logger=none", "callbacks=none", "metric=null", small=small) == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.val_check_interval={minutes: 5}"],
+        ["trainer.val_check_interval='00:00:05:00'"],
+        ["trainer.log_every_n_steps=0", "callbacks.monitor=null"],
+    ],
+)
+def test_what_lightning_allows_is_no_mistake(overrides: list[str]) -> None:
+    assert train(*overrides) == 0
 
 
 def test_places_with_odd_names(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from omegaconf import OmegaConf
@@ -23,6 +23,16 @@ class Widget:
 
 class Anything:
     def __init__(self, **options: Any) -> None:
+        pass
+
+
+class Loose:
+    def __init__(
+        self,
+        size: int = None,  # type: ignore[assignment]  # as many write it
+        kind: Literal["a", None] = "a",
+        other: int = 1,
+    ) -> None:
         pass
 
 
@@ -52,6 +62,8 @@ def test_an_unknown_key_is_named_with_those_that_there_are() -> None:
         ({"size": 1, "name": [1]}, "group.name: must be str"),
         ({"size": 1, "parts": ["a"]}, "group.parts: must be"),
         ({"size": None}, "group.size: must be int, received None"),
+        ({"size": "8"}, "group.size: must be int, received '8'. A text stays one"),
+        ({"size": 1, "parts": [1, "2"]}, "received [1, '2']. A text stays one"),
     ],
 )
 def test_a_wrong_type_is_named(values: dict[str, Any], key: str) -> None:
@@ -106,3 +118,34 @@ def test_what_the_program_adds_need_not_be_there() -> None:
 )
 def test_real_targets(config: dict[str, Any], text: str) -> None:
     assert text in refused(config)
+
+
+def test_a_variable_of_the_environment_is_a_text_until_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SIZE", "8")
+    assert "${oc.decode:...}" in refused({"_target_": WIDGET, "size": "${oc.env:SIZE}"})
+    decoded = {"_target_": WIDGET, "size": "${oc.decode:${oc.env:SIZE}}"}
+    check(OmegaConf.create(decoded), key="group")
+
+
+def test_null_fits_where_it_is_the_default() -> None:
+    target = "tests.config.test_check.Loose"
+    config = {"_target_": target, "size": None, "kind": None}
+    check(OmegaConf.create(config), key="group")
+    assert "other: must be int" in refused({"_target_": target, "other": None})
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("optimizer", {"_target_": "torch.optim.AdamW", "lr": 0.1}),
+        ("scheduler", {"_target_": "trainkit.warmup_cosine", "total_steps": 3}),
+    ],
+)
+def test_what_waits_for_the_training_is_partial(
+    key: str, config: dict[str, Any]
+) -> None:
+    with pytest.raises(TrainkitError, match=f"{key}: .* Add _partial_: true beside"):
+        check(OmegaConf.create(config), key=key)
+    check(OmegaConf.create({**config, "_partial_": True}), key=key)

@@ -57,8 +57,8 @@ def remedy_for_text(value: Any, hint: Any) -> str:
             "make, with _partial_: true for the class or function itself."
         )
     return (
-        "A text stays one: write it without quotes, or ${oc.decode:...} around what "
-        "yields it."
+        "A text stays one: write it without quotes, or ${oc.decode:...} around its "
+        "source."
     )
 
 
