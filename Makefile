@@ -24,8 +24,8 @@ demo: $(READY)  ## train a small language model, with a table before and after
 side_by_side: $(READY)  ## the same training by plain Lightning, trainkit and the big batch
 	$(BIN)/python recipes/side_by_side.py
 
-test: $(READY)  ## run the tests
-	$(BIN)/python -m pytest
+test: $(READY)  ## run the tests, on every core
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(READY)  ## ruff, pyright, codespell
 	$(BIN)/ruff check .

@@ -7,8 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from tests.helpers import TokenNet, loader, ragged_sequences, token_loss
-from trainkit import AccumulationMixin, AccumulationStrategy, Uniform
+from tests.helpers import TokenNet, loader, pad, ragged_sequences, token_loss
+from trainkit import (
+    AccumulationMixin,
+    AccumulationStrategy,
+    ResumableLoader,
+    Uniform,
+)
 
 SEQUENCES = ragged_sequences(22)
 BATCH = 3
@@ -69,6 +74,15 @@ class Data(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return loader(SEQUENCES, self.batch_size)
+
+
+class ResumableData(Data):
+    """Shuffled, and goes on within an epoch."""
+
+    def train_dataloader(self) -> Any:
+        return ResumableLoader(
+            SEQUENCES, batch_size=self.batch_size, shuffle=True, collate_fn=pad
+        )
 
 
 class ByRow(AccumulationStrategy):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.cli.lightning_runs import (
     USER,
@@ -19,11 +22,12 @@ from tests.cli.lightning_runs import (
 from tests.cli.lightning_user import (
     Net,
 )
+from tests.helpers import weights
 from trainkit import (
     TrainkitError,
 )
 from trainkit.cli.errors import TrainingFailed
-from trainkit.cli.lightning_cli import main
+from trainkit.cli.lightning_command import main
 
 
 @pytest.fixture(autouse=True)
@@ -159,23 +163,99 @@ def test_a_text_that_a_program_ends_with_is_left_to_python(monkeypatch: Any) -> 
         main(["fit", MODEL, f"--data={USER}.Data", *quiet()])
 
 
-@pytest.mark.parametrize(("kind", "status"), [("int", 130), ("term", 143)])
-def test_an_interrupted_command_says_so(
-    kind: str, status: int, monkeypatch: Any
+def stopped_at(monkeypatch: Any, num_batches: int, *numbers: int) -> None:
+    """Let signals come in the `num_batches`-th training step from now on."""
+    real, seen = Net.training_step, []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        seen.append(1)
+        if len(seen) == num_batches:
+            for number in numbers:
+                signal.raise_signal(number)
+        return real(self, batch, batch_idx)
+
+    monkeypatch.setattr(Net, "training_step", training_step)
+
+
+def fit(*args: str, **options: Any) -> int:
+    options = {"enable_checkpointing": True, **options}
+    data = f"--data={USER}.ResumableData"
+    return main(["fit", MODEL, data, *quiet(**options), *args])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+@pytest.mark.parametrize("num_batches", [2, 5, 11])
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
+    num_batches: int, number: int, status: int, monkeypatch: Any, capsys: Any
 ) -> None:
-    import signal
+    ends: list[tuple[int, Tensor]] = []
+    monkeypatch.setattr(
+        Net, "on_fit_end", lambda self: ends.append((self.global_step, weights(self)))
+    )
+    assert fit("--accumulation=PerToken", enable_checkpointing=False) == 0
+    Path("config.yaml").unlink()
+    capsys.readouterr()
 
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    stopped_at(monkeypatch, num_batches, number)
+    assert fit("--accumulation=PerToken") == status
+    last = Path("checkpoints/last.ckpt").absolute()
+    said = capsys.readouterr().out
+    assert f"to go on: the same command with --ckpt_path={last}\n" in said
+    assert len(ends) == 1
 
-    def stops(self: Any, batch: Any, batch_idx: int) -> Any:
-        raise KeyboardInterrupt if kind == "int" else SIGTERMException
+    assert fit("--accumulation=PerToken", f"--ckpt_path={last}") == 0
+    (steps, whole), (resumed_steps, resumed) = ends
+    assert torch.load(last, weights_only=True)["global_step"] < steps == resumed_steps
+    assert torch.equal(resumed, whole)
 
-    monkeypatch.setattr(Net, "training_step", stops)
+
+def test_the_checkpoints_are_lightnings_own_where_no_other_is_configured(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    stopped_at(monkeypatch, 5, signal.SIGTERM)
+    assert fit() == 143
+    assert "--ckpt_path=" in capsys.readouterr().out
+    assert Path("checkpoints/last.ckpt").is_file()
+    assert not list(Path("checkpoints").glob("epoch*"))  # there was no end of one
+
+
+@pytest.mark.parametrize(
+    ("numbers", "checkpointing"),
+    [((signal.SIGINT, signal.SIGINT), "true"), ((signal.SIGINT,), "false")],
+)
+def test_an_end_without_a_checkpoint_says_so(
+    numbers: tuple[int, ...], checkpointing: str, monkeypatch: Any, capsys: Any
+) -> None:
+    stopped_at(monkeypatch, 5, *numbers)
     before = signal.getsignal(signal.SIGINT)
     try:
-        assert main(["fit", MODEL, f"--data={USER}.Data", *quiet()]) == status
+        assert fit(enable_checkpointing=checkpointing) == 130
     finally:
         signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+    assert "stopped by SIGINT; nothing was saved" in capsys.readouterr().out
+    assert not list(Path().rglob("*.ckpt"))
+
+
+def test_an_interrupted_validation_has_nothing_to_save(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Net, "validation_step", validation_step)
+    assert main(["validate", MODEL, f"--data={USER}.Data", *quiet()]) == 143
+    assert capsys.readouterr().out.endswith("trainkit | stopped by SIGTERM\n")
+
+
+def test_a_callback_of_the_users_is_not_doubled(monkeypatch: Any) -> None:
+    stopped_at(monkeypatch, 5, signal.SIGTERM)
+    callback = "--trainer.callbacks+=trainkit.GracefulStop"
+    assert fit(callback, "--trainer.callbacks.dirpath=mine") == 143
+    assert Path("mine/last.ckpt").is_file()
+    assert not Path("checkpoints/last.ckpt").exists()
 
 
 def test_a_module_of_the_other_namespace_is_refused() -> None:

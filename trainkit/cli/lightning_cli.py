@@ -6,19 +6,14 @@ trainkit fit --model my_module.Net --data my_module.Data --accumulation PerToken
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jsonargparse import ArgumentError
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.cli import shared_yaml
-from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.lightning_parser import TrainkitParser
-from trainkit.cli.words import find_modules_here
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.attach import attach_accumulation
@@ -130,50 +125,6 @@ class TrainkitCLI(LightningCLI):
             listed = listed if isinstance(listed, list) else [listed]
             kwargs["callbacks"] = [*listed, *ours]
         return super().instantiate_trainer(**kwargs)
-
-
-def main(argv: list[str]) -> int:
-    """Run `fit`, `validate`, `test` or `predict`.
-
-    Args:
-        argv: the sub-command's name, then its arguments.
-
-    Returns:
-        the exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
-
-    Raises:
-        TrainkitError: a mistake in what was asked.
-        TrainingFailed: what trainkit refused when training had begun.
-    """
-    find_modules_here()
-    trainers: list[Trainer] = []
-
-    class Command(TrainkitCLI):
-        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-            trainers.append(super().instantiate_trainer(**kwargs))
-            return trainers[0]
-
-    try:
-        Command(
-            # Lightning warns of arguments beside those of the process.
-            args=None if argv == sys.argv[1:] else argv,
-            parser_kwargs={"prog": "trainkit", "exit_on_error": False},
-        )
-    except ArgumentError as error:
-        raise TrainkitError(str(error)) from error
-    except TrainkitError as error:
-        if trainers and trainers[0].global_step > 0:  # not what was asked, but come to
-            raise TrainingFailed.by(error) from error
-        raise
-    except SIGTERMException:
-        return 143
-    except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1
-            return 130
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0  # after --help or --print_config
-        raise  # with a text, which Python shows
-    return 0
 
 
 def _refuse_other_namespace(*classes: Any) -> None:

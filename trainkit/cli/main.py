@@ -12,10 +12,10 @@ from trainkit.errors import TrainkitError
 
 COMMANDS = {
     "train": ("trainkit.cli.train", "train what a Hydra configuration describes"),
-    "fit": ("trainkit.cli.lightning_cli", "train with the Lightning CLI"),
-    "validate": ("trainkit.cli.lightning_cli", "validate with the Lightning CLI"),
-    "test": ("trainkit.cli.lightning_cli", "test with the Lightning CLI"),
-    "predict": ("trainkit.cli.lightning_cli", "predict with the Lightning CLI"),
+    "fit": ("trainkit.cli.lightning_command", "train with the Lightning CLI"),
+    "validate": ("trainkit.cli.lightning_command", "validate with the Lightning CLI"),
+    "test": ("trainkit.cli.lightning_command", "test with the Lightning CLI"),
+    "predict": ("trainkit.cli.lightning_command", "predict with the Lightning CLI"),
     "plan": ("trainkit.cli.plan", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
     "completion": ("trainkit.cli.completion", "print shell completion"),
@@ -64,6 +64,6 @@ def _dispatch(argv: list[str]) -> int:
             f"{argv[0]!r}.{hint} trainkit --help describes them."
         )
     module, _ = COMMANDS[argv[0]]
-    if module == "trainkit.cli.lightning_cli":
+    if module == "trainkit.cli.lightning_command":
         return import_module(module).main(argv)  # it has these as sub-commands
     return import_module(module).main(argv[1:])

@@ -21,10 +21,10 @@ class GracefulStop(AtCleanMoments):
     The first SIGINT (Ctrl+C) or SIGTERM saves `last.ckpt` at the next moment from which
     Lightning goes on exactly, and ends `fit` with `Stopped`, a `SystemExit` of status
     130 or 143. The second SIGINT ends it at once, and the checkpoint before stands.
-    Several ranks stop together, whichever of them was asked. Validation, test and
-    prediction by themselves end after a batch, each rank by the signals that it got
-    itself; there is nothing to save. If the run ends before such a moment comes, it has
-    ended, and was not stopped.
+    Several ranks stop together, whichever of them was asked, and all but the first one
+    with status 0. Validation, test and prediction by themselves end after a batch, each
+    rank by the signals that it got itself; there is nothing to save. If the run ends
+    before such a moment comes, it has ended, and was not stopped.
 
     Lightning's own handling of SIGTERM ends a run in states from which it does not go
     on exactly, and lets ranks communicate inside a signal handler: it is out of force
@@ -32,8 +32,8 @@ class GracefulStop(AtCleanMoments):
     another thread is left as it is.
 
     Args:
-        dirpath: the folder of `last.ckpt`; default: that of `RunCheckpoint`, or
-            `checkpoints` in the Trainer's `default_root_dir`.
+        dirpath: the folder of `last.ckpt`; default: that of `RunCheckpoint`, or of the
+            first `ModelCheckpoint`. Where there is none of these nothing is saved.
 
     Attributes:
         stopped_by: the signal that ended the run, or None.
@@ -48,11 +48,13 @@ class GracefulStop(AtCleanMoments):
         self.stopped_by: signal.Signals | None = None
         self.checkpoint_path: str | None = None
         self._request = StopRequest()
+        self._has_saved = False
 
     # ---- listening -------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.stopped_by = self.checkpoint_path = None
+        self._has_saved = False
         self._request = StopRequest()
         put_in_order(trainer)
 
@@ -123,33 +125,45 @@ class GracefulStop(AtCleanMoments):
             self._note(trainer, signal.SIGTERM)
 
     def _save(self, trainer: Any) -> None:
+        path = self._path(trainer)
+        if path is None or trainer.fast_dev_run:
+            return
         saver = _run_checkpoint(trainer)
-        if saver is not None and saver.path == self._path(trainer):
+        if saver is not None and saver.path == path:
             saver.save(trainer)
         else:
-            save_whole(trainer, self._path(trainer))
+            save_whole(trainer, path)
+        self._has_saved = True
 
     def _stop(self, trainer: Any) -> None:
         self._note(trainer, self._request.agreed)
-        raise Stopped(128 + self._request.agreed)
+        # Where Lightning has started the ranks, it kills the first one when another has
+        # ended otherwise than with 0; if all stop together it has the word.
+        is_together = trainer.state.fn == "fit" and not trainer.is_global_zero
+        raise Stopped(0 if is_together else 128 + self._request.agreed)
 
     def _note(self, trainer: Any, number: int) -> None:
         self.stopped_by = signal.Signals(number)
         if trainer.state.fn != "fit":
             return
-        path = self._path(trainer)
-        if path.exists():
+        path, saver = self._path(trainer), _run_checkpoint(trainer)
+        # What stands there may be an earlier run's, unless it is what a run goes on by.
+        is_ours = self._has_saved or (saver is not None and saver.path == path)
+        if path is not None and is_ours and path.exists():
             self.checkpoint_path = str(path)
         elif trainer.ckpt_path is not None:
             self.checkpoint_path = str(trainer.ckpt_path)
 
-    def _path(self, trainer: Any) -> Path:
-        saver = _run_checkpoint(trainer)
+    def _path(self, trainer: Any) -> Path | None:
         if self.dirpath is not None:
             return Path(self.dirpath, "last.ckpt").absolute()
+        saver = _run_checkpoint(trainer)
         if saver is not None:
             return saver.path
-        return Path(trainer.default_root_dir, "checkpoints", "last.ckpt").absolute()
+        for each in trainer.checkpoint_callbacks:
+            if getattr(each, "dirpath", None) is not None:
+                return Path(each.dirpath, "last.ckpt").absolute()
+        return None
 
 
 def _run_checkpoint(trainer: Any) -> RunCheckpoint | None:

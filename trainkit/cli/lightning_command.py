@@ -1,0 +1,103 @@
+"""`trainkit fit | validate | test | predict`: the Lightning CLI as a sub-command."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+from jsonargparse import ArgumentError
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from trainkit.cli.errors import TrainingFailed
+from trainkit.cli.lightning_cli import TrainkitCLI
+from trainkit.cli.words import find_modules_here
+from trainkit.errors import TrainkitError
+from trainkit.lit.epoch_sums import EpochSums
+from trainkit.lit.graceful_stop import GracefulStop
+from trainkit.lit.metric_rows import MetricRows
+from trainkit.lit.random_state import RandomState
+
+_EVERY_RUN_HAS = (EpochSums, MetricRows, RandomState, GracefulStop)
+"""What lets an interrupted run go on exactly. Nothing here takes the place of the
+`ModelCheckpoint` that Lightning adds where no other is configured."""
+
+
+def main(argv: list[str]) -> int:
+    """Run one of the four.
+
+    Args:
+        argv: the sub-command's name, then its arguments.
+
+    Returns:
+        the exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
+
+    Raises:
+        TrainkitError: a mistake in what was asked.
+        TrainingFailed: what trainkit refused when training had begun.
+    """
+    find_modules_here()
+    trainers: list[Trainer] = []
+
+    class Command(TrainkitCLI):
+        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+            if self.config[str(self.subcommand)].get("ckpt_path"):
+                # Where no logger numbers its folders, that of the run which goes on
+                # has one, and Lightning would refuse to begin.
+                self.save_config_kwargs = {**self.save_config_kwargs, "overwrite": True}
+            trainers.append(super().instantiate_trainer(**kwargs))
+            _add_what_every_run_has(trainers[0])
+            return trainers[0]
+
+    try:
+        Command(
+            # Lightning warns of arguments beside those of the process.
+            args=None if argv == sys.argv[1:] else argv,
+            parser_kwargs={"prog": "trainkit", "exit_on_error": False},
+        )
+    except ArgumentError as error:
+        raise TrainkitError(str(error)) from error
+    except TrainkitError as error:
+        if trainers and trainers[0].global_step > 0:  # not what was asked, but come to
+            raise TrainingFailed.by(error) from error
+        raise
+    except SystemExit as end:
+        return _status(end, trainers)
+    return 0
+
+
+def _add_what_every_run_has(trainer: Any) -> None:
+    for kind in _EVERY_RUN_HAS:
+        if not any(isinstance(each, kind) for each in trainer.callbacks):
+            trainer.callbacks.append(kind())
+
+
+def _status(end: SystemExit, trainers: list[Trainer]) -> int:
+    """Of a run that was interrupted, or of `--help` and the like."""
+    status = end.code
+    if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1
+        status = 130
+    elif isinstance(end, SIGTERMException) and status is None:  # Lightning's own
+        status = 143
+    elif status is None:
+        status = 0
+    if not isinstance(status, int):
+        raise end  # with a text, which Python shows
+    for trainer in trainers:
+        _say_how_to_go_on(trainer)
+    return status
+
+
+def _say_how_to_go_on(trainer: Any) -> None:
+    stops = [each for each in trainer.callbacks if isinstance(each, GracefulStop)]
+    stopped_by = stops[0].stopped_by if stops else None
+    if stopped_by is None or not trainer.is_global_zero:
+        return
+    how = ""
+    if stops[0].checkpoint_path is not None:
+        path = shlex.quote(stops[0].checkpoint_path)
+        how = f"; to go on: the same command with --ckpt_path={path}"
+    elif trainer.state.fn == "fit":
+        how = "; nothing was saved"
+    print(f"trainkit | stopped by {stopped_by.name}{how}", flush=True)
