@@ -6,8 +6,35 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
+from recipes.code_lm import CodeLM
 from tests.cli.training import run_dirs, summary_of, the_run, train
+from trainkit.cli.words import quoted
+from trainkit.config import allow_targets
+
+allow_targets("tests")
+
+
+class Foreign(LightningModule):
+    """Takes what the configuration says of the other model, and needs none of it."""
+
+    def __init__(self, **kwargs: int) -> None:
+        super().__init__()
+        self.logits = nn.Embedding(256, 256)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch["ids"]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
+class Broken(CodeLM):
+    def __init__(self, **kwargs: int) -> None:
+        raise ZeroDivisionError("in its constructor")
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +119,37 @@ def test_what_lightning_allows_is_no_mistake(overrides: list[str]) -> None:
     assert train(*overrides) == 0
 
 
+def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:
+    off = ["trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"]
+    assert train(*off) == 0
+    assert not list(tmp_path.rglob("*.ckpt"))
+    model = [
+        "model._target_=tests.cli.test_train_mistakes.Foreign",
+        "accumulation=none",
+    ]
+    assert train(*model) == 0  # there are no windows to monitor
+
+
+def test_an_error_in_the_users_own_code_says_how_to_see_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("model._target_=tests.cli.test_train_mistakes.Broken") == 2
+    said = capsys.readouterr().err
+    assert "tests.cli.test_train_mistakes.Broken" in said
+    assert "ZeroDivisionError('in its constructor')" in said
+    assert said.endswith("\nTRAINKIT_TRACEBACK=1 in the environment shows where.\n")
+    assert train("trainer.max_steps=-5") == 2
+    assert "TRAINKIT_TRACEBACK" not in capsys.readouterr().err  # nobody's code but ours
+
+
 def test_places_with_odd_names(tmp_path: Path) -> None:
-    where = tmp_path / "ü = (x), [y] {z}"
-    assert train(f"paths.root_dir='{where}'", "name=a/b") == 0
+    where = tmp_path / "ü = (x), [y] {z} it's"
+    root = f"paths.root_dir={quoted(where)}"
+    assert train(root, "name=a/b") == 0
     (run,) = run_dirs(where / "outputs" / "a" / "b")
-    assert (
-        train("ckpt_path=last", f"paths.root_dir='{where}'", "name=a/b", small=[]) == 0
-    )
+    assert train("ckpt_path=last", root, "name=a/b", small=[]) == 0
+    saved = run / "checkpoints" / "last.ckpt"
+    for word in (f"ckpt_path={saved}", f"ckpt_path={quoted(saved)}"):
+        assert train(word, small=[]) == 0
     assert run_dirs(tmp_path) == [run]
     assert summary_of(run)["steps"] == 4

@@ -170,6 +170,11 @@ def test_accumulation_for_a_fixed_effective_batch() -> None:
         accumulate(64, 12)
     with pytest.raises(TrainkitError, match="none on so many ranks"):
         accumulate(64, 1, 3)
+    with pytest.raises(TrainkitError, match=r"that fit: 1, 2, .*, 500000000\.$"):
+        accumulate(10**9, 3, 2)
+    for wrong in ((0, 1), (64, 0), (-64, -8), (64, 1, 0)):
+        with pytest.raises(TrainkitError, match="must be at least 1, received"):
+            accumulate(*wrong)
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -66,6 +66,38 @@ def test_without_a_terminal_it_says_a_line_now_and_then(
     ]
 
 
+class TwoOptimizers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers(), super().configure_optimizers()]
+
+
+def test_steps_of_all_optimizers_are_counted_as_max_steps_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    each = trainer(
+        callbacks=[StepProgress(every_n_steps=3)],
+        max_steps=10,
+        enable_progress_bar=True,
+        num_sanity_val_steps=0,
+    )
+    with quiet_lightning():
+        data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
+        each.fit(TwoOptimizers(), data, data)
+    assert each.global_step == 10
+    assert [line.split(":")[0] for line in lines(capsys)] == [
+        f"trainkit | step {step} of 10" for step in (4, 6, 10)
+    ]
+
+
 def test_a_schedule_says_how_many_steps_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from trainkit.cli.aligned import aligned
 from trainkit.cli.run_folder import RunFolder
 from trainkit.cli.words import key_of
 from trainkit.config.redact import redact_file
@@ -81,7 +82,7 @@ def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:
         )
     rows.sort(key=lambda row: _rank(row[0], maximizes))
     header = ["run", *swept, "training", "steps", metric or ""]
-    return _aligned([header, *(cells for _, cells in rows)])
+    return aligned([header, *(cells for _, cells in rows)])
 
 
 def _split(word: str) -> tuple[str, str]:
@@ -93,8 +94,3 @@ def _rank(value: float | None, maximizes: bool) -> tuple[bool, float]:
     if value is None:
         return True, 0.0
     return False, -value if maximizes else value
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

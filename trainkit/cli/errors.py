@@ -79,12 +79,14 @@ def readable(error: BaseException) -> str:
     """An error's text, that of its causes where there is more in them, and for a key
     that does not exist those that do."""
     lines = _lines(error)
+    is_elsewhere = type(error).__name__ == "InstantiationException"
     key, node = getattr(error, "key", None), getattr(error, "parent_node", None)
     cause = error.__cause__
     while cause is not None:
         if isinstance(cause, TrainkitError):
             return str(cause)  # it names the thing itself
         if is_mistake(cause):
+            is_elsewhere = False
             more = _lines(cause)
             # Hydra quotes the error that it passes on.
             lines = [line for line in lines if not more or more[0] not in line]
@@ -97,6 +99,8 @@ def readable(error: BaseException) -> str:
         close = difflib.get_close_matches(str(key), names, n=1)
         lines += [f"Did you mean {close[0]}?"] if close else []
         lines.append(f"There are: {', '.join(names) or 'none'}")
+    if is_elsewhere:  # in code that may be the user's own
+        lines.append(f"{VARIABLE}=1 in the environment shows where.")
     return "\n".join(lines)
 
 

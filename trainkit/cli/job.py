@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import time
 import warnings
@@ -16,7 +17,6 @@ from trainkit.cli import summary
 from trainkit.cli.beginning import Beginning, does_not_fit, was_restoring
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.ranks import make_repeatable, ranks_of_one_run
-from trainkit.cli.resume import quoted
 from trainkit.cli.run_folder import RunFolder
 from trainkit.cli.wandb_facts import WandbFacts
 from trainkit.cli.words import of_this_job
@@ -39,7 +39,9 @@ def run(config: DictConfig) -> float | None:
     make_repeatable(overrides, folder)
     with open_dict(config):  # whatever happens to the working directory
         config.paths.run_dir = str(folder.path)
-    stop, windows = GracefulStop(folder.checkpoints), WindowSummary()
+    keeps = config.trainer.get("enable_checkpointing") is not False
+    stop = GracefulStop(folder.checkpoints if keeps else None)
+    windows = WindowSummary()
     training = build(config, callbacks=[windows, *_resumable(), stop])
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
@@ -121,7 +123,7 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
     where = stop.checkpoint_path or folder.newest_checkpoint()
     how = "there is no checkpoint yet"
     if where is not None:
-        how = f"to go on: trainkit train ckpt_path={quoted(where)}"
+        how = f"to go on: trainkit train {shlex.quote(f'ckpt_path={where}')}"
     print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
     if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
         # That is how a sweep stops a poor trial, which is no failure: after three of

@@ -16,6 +16,7 @@ from trainkit.cli.words import (
     key_of,
     option,
     quoted,
+    unquoted,
 )
 from trainkit.config._compat import VERSION_BASE
 from trainkit.config.redact import REDACTED
@@ -36,7 +37,7 @@ def expand(argv: list[str]) -> list[str]:
     if not given:
         return argv
     rest = [word for word in argv if key_of(word) != KEY]
-    wanted = given[-1].partition("=")[2].strip("'\"")
+    wanted = unquoted(given[-1].partition("=")[2])
     if wanted in ("", "null", "None"):
         return rest
     if "-m" in argv or "--multirun" in argv:

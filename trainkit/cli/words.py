@@ -72,6 +72,17 @@ def quoted(path: Path | str | None) -> str:
     return f"'{text}'"
 
 
+def unquoted(value: str) -> str:
+    """The text that a value stands for, as it is or in `quoted`'s notation.
+
+    >>> unquoted(quoted("it's here")), unquoted("it's here"), unquoted('"last"')
+    ("it's here", "it's here", 'last')
+    """
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1].replace(f"\\{value[0]}", value[0])
+    return value
+
+
 def of_this_job() -> list[str]:
     """What asks for the job under way again: its overrides, and where its files are."""
     hydra = HydraConfig.get()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from omegaconf import DictConfig
 
 from trainkit.config.check import AUTO, check_all
@@ -18,6 +18,7 @@ from trainkit.config.targets import instantiate
 from trainkit.errors import TrainkitError
 from trainkit.lit.attach import attach_accumulation, attach_optimizer
 from trainkit.lit.mixin import AccumulationMixin
+from trainkit.lit.monitor import WindowMonitor
 from trainkit.lit.total import total_steps
 
 
@@ -53,12 +54,29 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
     made += _accumulation(config, module)
     _give_optimizer(config, module)
     loggers = [_make(node) for node in _named(config.logger)]
-    if not loggers:  # to which it would report; Lightning refuses it then
-        made = [each for each in made if not isinstance(each, LearningRateMonitor)]
+    useless = _useless(config, module, loggers)
+    made = [each for each in made if not isinstance(each, useless)]
     trainer = _make(
         config.trainer, callbacks=[*made, *callbacks], logger=loggers or False
     )
     return Training(trainer, module, data)
+
+
+def _useless(
+    config: DictConfig, module: LightningModule, loggers: list[Any]
+) -> tuple[type[Callback], ...]:
+    """Callbacks for which something else that was chosen leaves nothing to do; left in,
+    they would refuse it, or Lightning them."""
+    kinds: list[type[Callback]] = []
+    if not loggers:
+        kinds.append(LearningRateMonitor)
+    if config.trainer.get("enable_progress_bar") is False:
+        kinds.append(ProgressBar)
+    if config.trainer.get("enable_checkpointing") is False:
+        kinds.append(Checkpoint)
+    if not config.accumulation and not isinstance(module, AccumulationMixin):
+        kinds.append(WindowMonitor)
+    return tuple(kinds)
 
 
 def _named(group: DictConfig | None) -> list[DictConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from importlib.resources import files
 from pathlib import Path
@@ -62,8 +63,13 @@ def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
         TrainkitError: no whole number of micro-batches makes it.
     """
     size = micro_batch * world_size
-    if size < 1 or target % size:
-        fitting = [n for n in range(1, target + 1) if target % (n * world_size) == 0]
+    if min(target, micro_batch, world_size) < 1:
+        raise TrainkitError(
+            f"trainkit.accumulate: effective batch, micro-batch and ranks must be at "
+            f"least 1, received {target}, {micro_batch} and {world_size}."
+        )
+    if target % size:
+        fitting = _divisors(target // world_size) if target % world_size == 0 else []
         raise TrainkitError(
             f"trainkit.accumulate: micro-batch x ranks must divide the effective "
             f"batch, received {micro_batch} x {world_size} for {target}. Micro-batches "
@@ -76,3 +82,8 @@ def unless_scheduled(size: int, *, _root_: DictConfig) -> int:
     """A size of windows, or 1 where the group `schedule` sets it: Lightning's argument
     is then left alone."""
     return 1 if _root_.get("schedule") else size
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

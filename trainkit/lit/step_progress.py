@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from trainkit.core.effective import brief
 from trainkit.core.reading import LateReading
 from trainkit.errors import TrainkitError
-from trainkit.lit.effective import steps_taken, windows_of
+from trainkit.lit.effective import windows_of
 from trainkit.lit.total import total_steps
 
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -22,7 +22,7 @@ class StepProgress(ProgressBar):
 
     A bar where there is a terminal; where there is none, a line every `every_n_steps`
     and after each validation. Lightning's own bars count micro-batches, and show the
-    loss of one.
+    loss of one. With several optimizers the steps of all count, as for `max_steps`.
 
     Args:
         every_n_steps: between two lines, where there is no terminal.
@@ -64,19 +64,20 @@ class StepProgress(ProgressBar):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._forget()
         self._total = _end_of(trainer)
-        self._last_step = steps_taken(trainer)
+        self._last_step = trainer.global_step
         self._open()
         self._draw(self._last_step)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = steps_taken(trainer)
-        if not self._is_enabled or step == self._last_step:
+        step, before = trainer.global_step, self._last_step
+        if not self._is_enabled or step == before:
             return
         self._last_step = step
         if self._bar is None:
-            if step % self.every_n_steps == 0:
+            # One batch may make several steps, of several optimizers.
+            if step // self.every_n_steps > before // self.every_n_steps:
                 self._look(trainer)
                 self._say(step)
         elif time.monotonic() - self._last_look > _SECONDS_BETWEEN_LOOKS:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+from trainkit.cli.aligned import aligned
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import Trial, best_of, ranked
 
@@ -25,9 +26,7 @@ def show(sweep: SweepFile, trials: list[Trial], *, file: TextIO | None = None) -
 
 def lines(sweep: SweepFile, trials: list[Trial]) -> list[str]:
     """The table as plain text, columns aligned."""
-    cells = [_header(sweep), *_rows(sweep, trials)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return aligned([_header(sweep), *_rows(sweep, trials)])
 
 
 def as_json(sweep: SweepFile, trials: list[Trial], **about: Any) -> str:
