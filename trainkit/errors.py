@@ -1,4 +1,4 @@
-"""The one error that trainkit raises."""
+"""The one error that trainkit raises, and how to see more of it."""
 
 
 class TrainkitError(ValueError):
@@ -6,3 +6,7 @@ class TrainkitError(ValueError):
 
     Its text names the thing, the rule, the value received, and what to do.
     """
+
+
+TRACEBACK = "TRAINKIT_TRACEBACK"
+"""The environment variable that lets the command show where an error was raised."""

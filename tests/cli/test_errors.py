@@ -7,9 +7,9 @@ import pickle
 import pytest
 from omegaconf import OmegaConf
 
-from trainkit import TrainkitError
-from trainkit.cli.errors import VARIABLE, Interrupted, TrainingFailed, guarded
+from trainkit.cli.errors import Interrupted, TrainingFailed, guarded
 from trainkit.cli.main import COMMANDS, main
+from trainkit.errors import TRACEBACK, TrainkitError
 
 
 def raises(error: BaseException) -> int:
@@ -27,7 +27,7 @@ def test_what_works_passes_its_status_on() -> None:
 def test_a_mistake_is_one_message_and_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TRACEBACK, raising=False)
     assert raises(TrainkitError("thing: rule.")) == 2
     assert capsys.readouterr().err == "trainkit: thing: rule.\n"
 
@@ -35,7 +35,7 @@ def test_a_mistake_is_one_message_and_2(
 def test_a_traceback_when_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(TRACEBACK, "1")
     assert raises(TrainkitError("thing")) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -49,7 +49,7 @@ def test_a_fault_shows_its_traceback_and_1(capsys: pytest.CaptureFixture[str]) -
 def test_a_failed_training_is_1(
     is_ours: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TRACEBACK, raising=False)
     cause = TrainkitError("loss: nan") if is_ours else ValueError("deep")
     failed = TrainingFailed.by(cause)
     failed = pickle.loads(pickle.dumps(failed))  # as from a launcher's process

@@ -39,8 +39,10 @@ def only_run(server: WandbServer) -> Run:
 
 
 class Breaks(CodeLM):
+    at = 2
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == 2:
+        if self.trainer.global_step == self.at:
             raise RuntimeError("broken at step 2")
 
 
@@ -102,6 +104,26 @@ def test_a_training_that_fails_is_a_failed_run(online: WandbServer) -> None:
     run = only_run(online)
     assert run.state == "failed"
     assert len(window_losses(run.history)) == 2
+
+
+def test_a_trial_that_an_agent_gets_again_goes_on_from_its_checkpoint(
+    online: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sw0")
+    monkeypatch.setenv("WANDB_RUN_ID", "trial7")
+    words = ["logger=wandb", "model._target_=tests.cli.test_train_wandb.Breaks"]
+    assert train(*words) == 1
+    monkeypatch.setattr(Breaks, "at", -1)
+    assert train(*words) == 0
+
+    run = only_run(online)
+    assert run.name == "trial7"
+    rows = [row for row in run.history if "window/loss" in row]
+    assert [row["trainer/global_step"] for row in rows] == [0, 1, 2, 3]
+    assert summary_of(the_run(private_wandb))["steps"] == 4
+    monkeypatch.setenv("WANDB_RUN_ID", "trial8")  # the control: another trial
+    assert train(*words) == 0
+    assert len(run_dirs(private_wandb)) == 2
 
 
 @pytest.mark.slow

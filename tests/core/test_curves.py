@@ -49,6 +49,7 @@ def test_it_can_be_pickled() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"total_steps": -1}, "total_steps: must be at least 1, received -1"),
         ({"total_steps": 10, "warmup": 20}, "share of the steps"),
         ({"total_steps": 10, "warmup": -1}, "received -1"),
         ({"total_steps": 10, "final": 1.5}, "must lie in 0 to 1, received 1.5"),

@@ -8,9 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, MutableMapping
 
-from trainkit.errors import TrainkitError
-
-VARIABLE = "TRAINKIT_TRACEBACK"
+from trainkit.errors import TRACEBACK, TrainkitError
 
 # By name, so that nobody has to import these packages to ask.
 _MISTAKES = {
@@ -34,7 +32,7 @@ class TrainingFailed(Exception):
         lines = traceback.format_exception(error)
         if not isinstance(error, TrainkitError):
             return cls("".join(lines))
-        shown = lines if os.environ.get(VARIABLE) == "1" else []
+        shown = lines if os.environ.get(TRACEBACK) == "1" else []
         return cls("".join(shown) + f"trainkit: {error}")
 
 
@@ -79,14 +77,12 @@ def readable(error: BaseException) -> str:
     """An error's text, that of its causes where there is more in them, and for a key
     that does not exist those that do."""
     lines = _lines(error)
-    is_elsewhere = type(error).__name__ == "InstantiationException"
     key, node = getattr(error, "key", None), getattr(error, "parent_node", None)
     cause = error.__cause__
     while cause is not None:
         if isinstance(cause, TrainkitError):
             return str(cause)  # it names the thing itself
         if is_mistake(cause):
-            is_elsewhere = False
             more = _lines(cause)
             # Hydra quotes the error that it passes on.
             lines = [line for line in lines if not more or more[0] not in line]
@@ -99,8 +95,6 @@ def readable(error: BaseException) -> str:
         close = difflib.get_close_matches(str(key), names, n=1)
         lines += [f"Did you mean {close[0]}?"] if close else []
         lines.append(f"There are: {', '.join(names) or 'none'}")
-    if is_elsewhere:  # in code that may be the user's own
-        lines.append(f"{VARIABLE}=1 in the environment shows where.")
     return "\n".join(lines)
 
 
@@ -111,6 +105,6 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _say(text: str, error: BaseException) -> None:
-    if os.environ.get(VARIABLE) == "1":
+    if os.environ.get(TRACEBACK) == "1":
         traceback.print_exception(error)
     print(f"trainkit: {text}", file=sys.stderr)

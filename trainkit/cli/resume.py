@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
-
+from trainkit.cli import wandb_id
+from trainkit.cli.composition import Composition
 from trainkit.cli.run_folder import RunFolder
-from trainkit.cli.words import (
-    CONFIG_DIR,
-    CONFIG_NAME,
-    CONFIG_PATH,
-    SEARCH_PATH,
-    key_of,
-    option,
-    quoted,
-    unquoted,
-)
-from trainkit.config._compat import VERSION_BASE
+from trainkit.cli.words import SEARCH_PATH, key_of, quoted, unquoted
 from trainkit.config.redact import REDACTED
 from trainkit.errors import TrainkitError
 
@@ -56,6 +46,21 @@ def expand(argv: list[str]) -> list[str]:
     else:
         print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
     return words
+
+
+def as_trial(argv: list[str]) -> list[str]:
+    """A trial that W&B hands to an agent again goes on in its folder, where there is a
+    checkpoint; it has the id of the run that was there."""
+    run_id = os.environ.get("WANDB_RUN_ID")
+    settled = {KEY, "paths.run_dir", "hydra.run.dir"} & {key_of(word) for word in argv}
+    if "WANDB_SWEEP_ID" not in os.environ or run_id is None or settled:
+        return argv
+    for path in Path(_output_dir(argv)).rglob(wandb_id.FILE):
+        checkpoint = RunFolder(path.parent).newest_checkpoint()
+        if checkpoint is not None and wandb_id.remembered(str(path.parent)) == run_id:
+            print(f"trainkit | {run_id}: goes on from {checkpoint}", flush=True)
+            return [*argv, f"{KEY}={quoted(checkpoint)}"]
+    return argv
 
 
 def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
@@ -114,22 +119,11 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
 def _output_dir(argv: list[str]) -> str:
     # Only what settles where runs are: a word may be about what the run had added.
     settle = ("name", "paths", "experiment")
-    overrides = [
+    words = [
         word
         for word in argv
-        if key_of(word).partition(".")[0] in settle or key_of(word) == SEARCH_PATH
+        if word.startswith("-")
+        or key_of(word).partition(".")[0] in settle
+        or key_of(word) == SEARCH_PATH
     ]
-    name = option(argv, CONFIG_NAME) or "train"
-    folder, path = option(argv, CONFIG_DIR), option(argv, CONFIG_PATH)
-    if folder is not None and path is None and name != "train":
-        folder, path = None, folder  # the root of it all is looked for in few places
-    if folder is not None:
-        overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
-    GlobalHydra.instance().clear()
-    with (
-        initialize_config_module("trainkit.conf", **VERSION_BASE)
-        if path is None
-        else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
-    ):
-        config = compose(name, overrides)
-    return config.paths.output_dir
+    return Composition(words).config.paths.output_dir

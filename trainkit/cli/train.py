@@ -18,7 +18,7 @@ from trainkit.cli import resume
 from trainkit.cli.comparison import compared_even_if_some_fail
 from trainkit.cli.errors import is_mistake
 from trainkit.cli.sweep.whole_config import for_train
-from trainkit.cli.words import find_modules_here, options_first
+from trainkit.cli.words import find_modules_here, key_of, options_first
 from trainkit.config._compat import main_options
 from trainkit.config.conf import PACKAGE, register
 from trainkit.config.targets import allowed_packages
@@ -42,7 +42,8 @@ def main(argv: list[str]) -> int:
     find_modules_here()
     argv = options_first(argv)
     if not any(word.partition("=")[0] in _ONLY_SHOWS for word in argv):
-        argv = options_first(resume.expand(for_train(argv)))
+        argv = resume.expand(resume.as_trial(for_train(argv)))
+        argv = options_first(_in_one_folder(argv))
     program = _as_program("trainkit train", argv)
     with program, _errors_come_through(), compared_even_if_some_fail():
         app = hydra.main(
@@ -59,6 +60,14 @@ def main(argv: list[str]) -> int:
                 raise
             raise TrainkitError(_of_hydra_itself(error)) from error
     return 0
+
+
+def _in_one_folder(argv: list[str]) -> list[str]:
+    """What Hydra writes goes where the run's files go."""
+    words = {key_of(word): word.partition("=")[2] for word in argv}
+    if "paths.run_dir" not in words or "hydra.run.dir" in words:
+        return argv
+    return [*argv, f"hydra.run.dir={words['paths.run_dir']}"]
 
 
 def run_job(config: DictConfig) -> float | None:

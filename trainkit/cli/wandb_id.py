@@ -25,7 +25,7 @@ def run_id(
     Raises:
         TrainkitError: the folder's file cannot be read.
     """
-    return wanted or environ.get("WANDB_RUN_ID") or _remembered(save_dir)
+    return wanted or environ.get("WANDB_RUN_ID") or remembered(save_dir)
 
 
 def remember(save_dir: str | None, run_id: str) -> None:
@@ -37,7 +37,8 @@ def remember(save_dir: str | None, run_id: str) -> None:
     unfinished.replace(Path(save_dir, FILE))
 
 
-def _remembered(save_dir: str | None) -> str | None:
+def remembered(save_dir: str | None) -> str | None:
+    """The id of the run that was in this folder before, or None."""
     if save_dir is None:
         return None
     path = Path(save_dir, FILE)

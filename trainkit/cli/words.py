@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-
 CONFIG_DIR, CONFIG_NAME, CONFIG_PATH = "--config-dir", "--config-name", "--config-path"
 SEARCH_PATH = "hydra.searchpath"
 
@@ -85,6 +83,8 @@ def unquoted(value: str) -> str:
 
 def of_this_job() -> list[str]:
     """What asks for the job under way again: its overrides, and where its files are."""
+    from hydra.core.hydra_config import HydraConfig
+
     hydra = HydraConfig.get()
     words = [] if hydra.job.config_name == "train" else [
         f"{CONFIG_NAME}={hydra.job.config_name}"

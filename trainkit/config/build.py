@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.errors import HydraException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.check import AUTO, check_all
 from trainkit.config.kinds import CALLBACK_GROUPS
-from trainkit.config.targets import instantiate
-from trainkit.errors import TrainkitError
+from trainkit.config.targets import TARGET, instantiate
+from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.attach import attach_accumulation, attach_optimizer
 from trainkit.lit.mixin import AccumulationMixin
 from trainkit.lit.monitor import WindowMonitor
@@ -47,17 +50,17 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
     check_all(config)
     if config.seed is not None:
         seed_everything(config.seed, workers=True, verbose=False)
-    module = _make(config.model)
-    data = _make(config.data)
-    made = [_make(node) for node in _named(config.callbacks)]
-    made += [_make(config[name]) for name in CALLBACK_GROUPS if config[name]]
+    module = _make(config, "model")
+    data = _make(config, "data")
+    made = [_make(config, key) for key in _named(config, "callbacks")]
+    made += [_make(config, key) for key in CALLBACK_GROUPS if config[key]]
     made += _accumulation(config, module)
     _give_optimizer(config, module)
-    loggers = [_make(node) for node in _named(config.logger)]
+    loggers = [_make(config, key) for key in _named(config, "logger")]
     useless = _useless(config, module, loggers)
     made = [each for each in made if not isinstance(each, useless)]
     trainer = _make(
-        config.trainer, callbacks=[*made, *callbacks], logger=loggers or False
+        config, "trainer", callbacks=[*made, *callbacks], logger=loggers or False
     )
     return Training(trainer, module, data)
 
@@ -79,20 +82,45 @@ def _useless(
     return tuple(kinds)
 
 
-def _named(group: DictConfig | None) -> list[DictConfig]:
-    """The entries of a group that holds several things by name; null leaves one out."""
-    if not group:
-        return []
-    return [group[name] for name in group if group[name]]
+def _named(config: DictConfig, group: str) -> list[str]:
+    """The keys in a group that holds several things by name; null leaves one out."""
+    return [f"{group}.{name}" for name, node in (config[group] or {}).items() if node]
 
 
-def _make(node: DictConfig | None, **kwargs: Any) -> Any:
-    """An option that is called `none` is an empty node."""
-    return instantiate(node, _convert_="all", **kwargs) if node else None
+def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
+    """What a node describes. An option that is called `none` is an empty one."""
+    node = OmegaConf.select(config, key)
+    if not node:
+        return None
+    try:
+        return instantiate(node, _convert_="all", **kwargs)
+    except (TrainkitError, OmegaConfBaseException):
+        raise  # it names the key
+    except Exception as error:
+        reason: BaseException = error
+        if isinstance(error, HydraException) and error.__cause__ is not None:
+            reason = error.__cause__  # Hydra 1.3 wraps what a constructor raises
+        if isinstance(reason, TrainkitError):
+            raise reason from None
+        raise _cannot_make(error, reason, config, key) from reason
+
+
+def _cannot_make(
+    error: Exception, reason: BaseException, config: DictConfig, key: str
+) -> TrainkitError:
+    # In the text with Hydra 1.3, in a note with 1.4, where it is some node within.
+    said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    inner = re.search(r"^full_key: (\S+)$", said, re.MULTILINE)
+    key = inner[1] if inner else key
+    target = OmegaConf.select(config, f"{key}.{TARGET}")
+    return TrainkitError(
+        f"{key}: {target} could not be made: {type(reason).__name__}: {reason}\n"
+        f"{TRACEBACK}=1 in the environment shows where."
+    )
 
 
 def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]:
-    strategy = _make(config.accumulation)
+    strategy = _make(config, "accumulation")
     own = getattr(module, "accumulation", None)
     is_own = own is not AccumulationMixin.accumulation
     if strategy is not None and own is not None and is_own and own != strategy:
@@ -118,10 +146,10 @@ def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
         return
     make_scheduler = None
     if config.scheduler:
-        scheduler = _make(config.scheduler)
+        scheduler = _make(config, "scheduler")
         make_scheduler = functools.partial(_make_scheduler, scheduler, module)
     # A partial, as attach_optimizer asks for one that can be pickled.
-    make_optimizer = functools.partial(_call, "optimizer", _make(config.optimizer))
+    make_optimizer = functools.partial(_call, "optimizer", _make(config, "optimizer"))
     attach_optimizer(
         module,
         make_optimizer,

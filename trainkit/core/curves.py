@@ -46,6 +46,11 @@ def warmup_cosine(
         warmup: in which share of them the rate rises.
         final: the last rate, as a share of the largest.
     """
+    if total_steps < 1:
+        raise TrainkitError(
+            f"warmup_cosine total_steps: must be at least 1, received {total_steps}. "
+            f"It is what training takes in all."
+        )
     for name, share in (("warmup", warmup), ("final", final)):
         if not 0 <= share <= 1:
             raise TrainkitError(

@@ -13,6 +13,7 @@ from tests.cli.sweep.helpers import LR, private_env, toy
 from trainkit.cli.sweep.config_keys import ConfigKeys, check_keys
 from trainkit.cli.sweep.main import main
 from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.config._compat import VERSION_BASE
 from trainkit.errors import TrainkitError
 
 CONF = Path(__file__).parents[3] / "conf" / "sweep"
@@ -121,6 +122,37 @@ def test_keys_of_a_chosen_group_are_known(tmp_path: Path) -> None:
         check_keys(train(tmp_path, parameters))
 
 
+def test_groups_of_ones_own_are_known(tmp_path: Path) -> None:
+    folder = tmp_path / "my conf" / "model"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("_target_: my.Net\nwidth: 3\n")
+    parameters: dict[str, object] = {
+        "model": {"values": ["mine", "code_lm"]},
+        "model.width": {"values": [3, 4]},
+    }
+    where = f"--config-dir={tmp_path}/my conf"
+
+    check_keys(train(tmp_path, parameters, where))
+    with pytest.raises(TrainkitError, match="must be one of code_lm, received 'mine'"):
+        check_keys(train(tmp_path, parameters))
+    only_width: dict[str, object] = {"model.width": {"values": [3, 4]}}
+    check_keys(train(tmp_path, only_width, "model=mine", "-cd", f"{tmp_path}/my conf"))
+    with pytest.raises(TrainkitError, match="model.width: .* no such key"):
+        check_keys(train(tmp_path, only_width, where))
+
+
+def test_a_configuration_of_ones_own_has_its_own_keys(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [train, override lr_scaling: sqrt, _self_]\n"
+    )
+    parameters: dict[str, object] = {"lr_scaling.rule": {"values": ["sqrt", "none"]}}
+
+    check_keys(train(tmp_path, parameters, "-cp", str(tmp_path), "-cn", "mine"))
+    check_keys(train(tmp_path, parameters, "-cd", str(tmp_path), "-cn", "mine"))
+    with pytest.raises(TrainkitError, match="lr_scaling.rule: .* no such key"):
+        check_keys(train(tmp_path, parameters))
+
+
 def test_keys_of_another_program_are_its_own(tmp_path: Path) -> None:
     check_keys(SweepFile.read(toy(tmp_path, {"whatever": LR})))
 
@@ -139,7 +171,7 @@ def test_the_shipped_sweeps_compose_in_every_corner(path: Path) -> None:
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    from trainkit.cli.sweep.command import fixed_overrides, hydra_text
+    from trainkit.cli.sweep.command import fixed_words, hydra_text
 
     sweep = SweepFile.read(path)
     check_keys(sweep)
@@ -149,8 +181,8 @@ def test_the_shipped_sweeps_compose_in_every_corner(path: Path) -> None:
             for name, parameter in sweep.varied.items()
         }
         words = [f"{name}={hydra_text(value)}" for name, value in swept.items()]
-        with initialize_config_module("trainkit.conf", version_base="1.3"):
-            config = compose("train", [*fixed_overrides(sweep.config), *words])
+        with initialize_config_module("trainkit.conf", **VERSION_BASE):
+            config = compose("train", [*fixed_words(sweep.config), *words])
         trainer = OmegaConf.to_container(config.trainer, resolve=False)
         assert isinstance(trainer, dict)
         if path.stem == "lr_batch":

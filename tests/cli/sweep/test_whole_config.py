@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from trainkit.cli.sweep.whole_config import for_train, swept_arguments, without_swept
+from trainkit.config._compat import VERSION_BASE
 
 KNOWN = {"optimizer.lr", "optimizer.eps", "lr_scaling", "seed", "name", "experiment"}
 LOGGED: dict[str, Any] = {
@@ -115,7 +116,7 @@ def test_the_train_door_takes_a_resumed_trial(
     kept = for_train([*fixed, *words])
 
     # Its own group is chosen among the swept arguments: both are needed to compose.
-    with initialize_config_module("trainkit.conf", version_base="1.3"):
+    with initialize_config_module("trainkit.conf", **VERSION_BASE):
         config = compose("train", kept)
     assert config.optimizer.lr == 1e-05
     assert config.optimizer.eps == 1e-08

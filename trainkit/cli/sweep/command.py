@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.sweep.parameters import flatten
+from trainkit.cli.words import options_first
 from trainkit.errors import TrainkitError
 
 DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
@@ -46,14 +47,16 @@ def is_trainkit(config: Mapping[str, Any]) -> bool:
     return any(Path(a).name == "trainkit" and b == "train" for a, b in pairs)
 
 
-def fixed_overrides(config: Mapping[str, Any]) -> list[str]:
-    """What `command` itself says to Hydra, beside the swept arguments.
+def fixed_words(config: Mapping[str, Any]) -> list[str]:
+    """What `command` itself says to `trainkit train`, beside the swept arguments.
 
-    >>> fixed_overrides({"command": ["trainkit", "train", "logger=wandb", "${args}"]})
-    ['logger=wandb']
+    >>> command = ["trainkit", "train", "logger=wandb", "-cd", "conf", "${args}"]
+    >>> fixed_words({"command": command})
+    ['--config-dir=conf', 'logger=wandb']
     """
     words = template_of(config)
-    return [w for w in words if "=" in w and not w.startswith(("-", "${"))]
+    after = words[words.index("train") + 1 :]
+    return options_first([word for word in after if not word.startswith("${")])
 
 
 def command_line(

@@ -6,56 +6,46 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.cli.sweep.command import fixed_overrides
+from trainkit.cli.sweep.command import fixed_words
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.errors import TrainkitError
 
 
 class ConfigKeys:
-    """Which keys and groups `conf/train.yaml` has, with some groups chosen.
+    """Which keys and groups the configuration has, with some groups chosen.
 
     Args:
-        overrides: Hydra overrides, whose choices change which keys there are.
+        words: what the command of all trials says, places of configurations included.
         maybe: values by key; those that choose an option of a group are chosen too.
     """
 
     def __init__(
-        self, overrides: list[str], maybe: Mapping[str, Any] | None = None
+        self, words: list[str], maybe: Mapping[str, Any] | None = None
     ) -> None:
-        from hydra import compose, initialize_config_module
-        from hydra.core.global_hydra import GlobalHydra
         from omegaconf import OmegaConf
 
-        from trainkit.config._compat import VERSION_BASE
-        from trainkit.config.conf import conf_dir, register_types
+        from trainkit.cli.composition import Composition
 
-        folders = (path for path in conf_dir().iterdir() if path.is_dir())
-        self._options = {
-            folder.name: {file.stem for file in folder.glob("*.yaml")}
-            for folder in folders
-        }
+        self._groups = Composition(words)
         chosen = [
             f"{key}={value}"
             for key, value in (maybe or {}).items()
             if isinstance(value, str) and value in self.options(key)
         ]
-        register_types()
-        GlobalHydra.instance().clear()
-        with initialize_config_module("trainkit.conf", **VERSION_BASE):
-            config = compose("train", [*overrides, *chosen])
+        config = Composition([*words, *chosen]).config
         self._config: Any = OmegaConf.to_container(config, resolve=False)
 
     def __call__(self, key: str) -> bool:
         """Whether an override of that key would be taken."""
-        return bool(self.options(key)) or self._has(key)
+        return self._has(key) or bool(key and self.options(key))
 
-    def options(self, key: str) -> set[str]:
+    def options(self, key: str) -> list[str]:
         """The choices of a group; empty for what is no group."""
-        return self._options.get(key, set())
+        return self._groups.options(key)
 
     def close_to(self, key: str) -> str | None:
         """What may have been meant: the same last part, or much the same letters."""
-        names = [*self._names(self._config), *self._options]
+        names = self._names(self._config)
         last = key.rpartition(".")[2]
         same_end = [name for name in names if name.rpartition(".")[2] == last]
         close = difflib.get_close_matches(key, names, n=1)
@@ -91,7 +81,7 @@ def check_keys(sweep: SweepFile) -> None:
 
     every = dict(leaves(sweep.config["parameters"]))
     first = {name: _values(parameter)[0] for name, parameter in every.items()}
-    keys = ConfigKeys(fixed_overrides(sweep.config), first)
+    keys = ConfigKeys(fixed_words(sweep.config), first)
     chosen = [name for name in every if keys.options(name)]
     for name in chosen:
         _check_choices(name, every[name], keys, sweep)

@@ -36,7 +36,7 @@ def for_train(argv: list[str]) -> list[str]:
     from trainkit.cli.sweep.config_keys import ConfigKeys
 
     given = _given(os.environ)
-    fixed = [w for w in argv if not w.startswith("-") and not _is_given(w, given)]
+    fixed = [w for w in argv if w.startswith("-") or not _is_given(w, given)]
     keys = ConfigKeys(fixed, given)
     return swept_arguments(argv, keys, is_group=lambda key: bool(keys.options(key)))
 

@@ -1,0 +1,77 @@
+"""What a `trainkit train` command line composes, to be asked before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    CONFIG_NAME,
+    CONFIG_PATH,
+    SEARCH_PATH,
+    key_of,
+    option,
+    quoted,
+)
+from trainkit.config._compat import VERSION_BASE
+from trainkit.config.conf import register_types
+
+
+class Composition:
+    """A configuration and the groups that it could choose from.
+
+    Args:
+        words: those after `trainkit train`, as `options_first` orders them. Of the
+            options, the places of configurations count.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = list(words)
+        self._options: dict[str, list[str]] = {}
+        register_types()
+
+    @cached_property
+    def config(self) -> DictConfig:
+        with self._hydra() as (name, overrides):
+            return compose(name, overrides)
+
+    def options(self, group: str) -> list[str]:
+        """The choices of a group, a user's own among them; of what is none, none."""
+        if group not in self._options:
+            with self._hydra() as (name, overrides):
+                loader = GlobalHydra.instance().config_loader()
+                where = [word for word in overrides if key_of(word) == SEARCH_PATH]
+                found = loader.get_group_options(
+                    group, config_name=name, overrides=where
+                )
+            self._options[group] = found
+        return self._options[group]
+
+    @contextmanager
+    def _hydra(self) -> Iterator[tuple[str, list[str]]]:
+        """Hydra as these words set it up: the name of the root, and the overrides."""
+        overrides = [word for word in self._words if not word.startswith("-")]
+        name = option(self._words, CONFIG_NAME) or "train"
+        folder = option(self._words, CONFIG_DIR)
+        path = option(self._words, CONFIG_PATH)
+        if folder is not None and path is None and name != "train":
+            folder, path = (
+                None,
+                folder,
+            )  # which is not looked for in all places
+        if folder is not None:
+            overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
+        GlobalHydra.instance().clear()
+        with (
+            initialize_config_module("trainkit.conf", **VERSION_BASE)
+            if path is None
+            else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
+        ):
+            yield name, overrides
