@@ -1,4 +1,8 @@
-"""One thread: the models are tiny, and several ranks share the machine."""
+"""One thread: the models are tiny, and several processes share the machine."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
 import torch
 

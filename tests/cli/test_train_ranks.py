@@ -89,24 +89,33 @@ def test_two_ranks_train_as_one_also_one_job_after_the_other(tmp_path: Path) -> 
         assert summary["effective_batch"]["size"] == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "status"), [("SIGTERM", "0", 143), ("SIGINT", "0,1", 130)]
-)
-def test_a_signal_stops_both_ranks_and_the_run_goes_on_from_there(
-    name: str, ranks: str, status: int, tmp_path: Path
-) -> None:
+SIGNALLED = "model._target_=tests.cli.rank_models.Signalled"
+
+
+def stop_by_signal(name: str, ranks: str, status: int, where: Path) -> Path:
     asks = {"TEST_SIGNAL": name, "TEST_RANKS": ranks}
-    model = "model._target_=tests.cli.rank_models.Signalled"
-    stopped = run(MODULE, model, *SGD, "trainer.max_steps=6", cwd=tmp_path, **asks)
+    stopped = run(MODULE, SIGNALLED, *SGD, "trainer.max_steps=6", cwd=where, **asks)
 
     assert stopped.returncode == status, stopped.stderr
-    two = the_run(tmp_path)
-    assert summary_of(two)["status"] == "interrupted"
-    assert 2 <= summary_of(two)["steps"] < 6
+    found = the_run(where)
+    assert summary_of(found)["status"] == "interrupted"
+    assert 2 <= summary_of(found)["steps"] < 6
     assert f"stopped by {name}; to go on: trainkit train ckpt_path=" in stopped.stdout
     assert stopped.stdout.count("trainkit | stopped by") == 1
+    return found
 
-    done = run(MODULE, "ckpt_path=last", model, "trainer.max_steps=6", cwd=tmp_path)
+
+def test_ctrl_c_reaches_both_ranks_and_stops_them_once(tmp_path: Path) -> None:
+    two = stop_by_signal("SIGINT", "0,1", 130, tmp_path)
+    assert (two / "checkpoints" / "last.ckpt").exists()
+
+
+def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
+    tmp_path: Path,
+) -> None:
+    two = stop_by_signal("SIGTERM", "0", 143, tmp_path)
+    words = ["ckpt_path=last", SIGNALLED, "trainer.max_steps=6"]
+    done = run(MODULE, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert the_run(tmp_path) == two
     assert train(*SGD, *ONE_RANK, "trainer.max_steps=6", "name=one") == 0

@@ -49,27 +49,25 @@ def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_
 ) -> None:
     pytest.importorskip("sweeps")
     name = "lr_batch.yaml"
-    shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[8, 32])
+    shortened(name, tmp_path, optimizer__lr=[0.003, 0.01], data__batch_size=[8])
     words = command(name, "--offline", "--agents", "2", "--json")
     done = run(words, private_env(tmp_path), tmp_path, timeout=280)
 
     assert done.returncode == 0, done.stderr
-    losses = [trial["value"] for trial in json.loads(done.stdout)["trials"]]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    trials = json.loads(done.stdout)["trials"]
+    losses = {t["arguments"]["optimizer.lr"]: t["value"] for t in trials}
     for trial in read_state(tmp_path / "sweeps")["trials"]:
         summary = json.loads((Path(trial["folder"]) / "summary.json").read_text())
         assert summary["status"] == "finished"
 
     # W&B's own commands run the same file.
-    shortened(name, tmp_path, optimizer__lr=[0.003, 0.01], data__batch_size=[16])
+    shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[32])
     env = wandb_server.env(tmp_path, PYTHONPATH=QUICK_AGENT)
     wandb = [sys.executable, "-m", "wandb"]
     assert run([*wandb, "sweep", name], env, tmp_path).returncode == 0
     run([*wandb, "agent", "local/p/sw0"], env, tmp_path, timeout=280)
 
-    runs = list(wandb_server.runs.values())
-    assert [received.state for received in runs] == ["finished", "finished"]
-    rates = {received.config["optimizer.lr"]: received for received in runs}
-    assert rates[0.003].summary["val/loss"] == pytest.approx(losses[0], rel=1e-5)
-    assert abs(rates[0.01].summary["val/loss"] - losses[0]) > 1e-3  # the control
-    assert len({len(received.history) for received in runs}) == 1
+    (received,) = wandb_server.runs.values()
+    assert received.state == "finished"
+    assert received.summary["val/loss"] == pytest.approx(losses[0.003], rel=1e-5)
+    assert abs(losses[0.01] - losses[0.003]) > 1e-3  # the control
