@@ -159,14 +159,13 @@ def test_end_restart_is_what_the_loop_calls_restarting() -> None:
     assert not each.fit_loop.restarting
 
 
-@pytest.mark.parametrize(("leaves", "batches"), [(True, 6), (False, 0)])
+@pytest.mark.parametrize(("leaves", "first"), [(True, (1, 0)), (False, (1, 6))])
 def test_an_epoch_that_had_ended_is_left(
-    leaves: bool, batches: int, tmp_path: Path
+    leaves: bool, first: tuple[int, int], tmp_path: Path
 ) -> None:
-    """Without it Lightning trains a whole epoch of no batches."""
+    """Without it Lightning counts on in the epoch that is over."""
     path = tmp_path / "end.ckpt"
-
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
 
     def saves(trainer: Any, module: Any) -> None:
         trainer.save_checkpoint(path)
@@ -175,14 +174,15 @@ def test_an_epoch_that_had_ended_is_left(
         if leaves:
             _compat.leave_ended_epoch(trainer)
 
-    def starts(*args: Any) -> None:
-        seen.append(1)
+    def starts(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        seen.append((trainer.current_epoch, batch_idx))
 
     fit(TokenModule(), looking(on_train_end=saves))
-    counts = looking(on_train_start=begins, on_train_batch_start=starts)
-    each = trainer(callbacks=[counts], max_epochs=2)
+    looks = looking(on_train_start=begins, on_train_batch_start=starts)
+    each = trainer(callbacks=[looks], max_epochs=-1, max_steps=12)
     each.fit(TokenModule(), DATA, ckpt_path=path)
-    assert len(seen) == batches
+    assert seen[0] == first
+    assert len(seen) == 6
 
 
 @pytest.mark.parametrize(

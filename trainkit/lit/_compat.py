@@ -189,8 +189,8 @@ def end_restart(trainer: Any) -> None:
 def leave_ended_epoch(trainer: Any) -> None:
     """Go on with the next epoch where a checkpoint was written after one had ended.
 
-    Lightning would begin the next, find all its batches done, and count it. To be
-    called in `on_train_start`.
+    With `max_epochs=-1` Lightning would begin the next with the batch index at which
+    the last one ended, and end it too late. To be called in `on_train_start`.
     """
     loop = trainer.fit_loop
     epochs, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress
