@@ -58,6 +58,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["trainer.check_val_every_n_epoch=0"], "every_n_epoch: must be at least 1"),
         (["trainer.log_every_n_steps=0"], "callbacks.monitor=null leaves the monitor"),
         (["mode=foo"], "mode: must be min or max, received 'foo'"),
+        (
+            ["trainer.strategy=x"],
+            "trainer: lightning.pytorch.Trainer could not be made",
+        ),
         (["~optimizer._partial_"], "optimizer: AdamW needs params, which is there"),
         (["trainer._target_=trainkit.Uniform"], "trainer._target_: must be a subclass"),
         (["data.num_workers='2'"], "data.num_workers: must be int, received '2'"),
@@ -117,6 +121,16 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
 )
 def test_what_lightning_allows_is_no_mistake(overrides: list[str]) -> None:
     assert train(*overrides) == 0
+
+
+def test_a_group_that_is_taken_out_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("~model", small=[]) == 2
+    assert capsys.readouterr().err == (
+        "trainkit: Missing mandatory value: model\n"
+        "Say which: model=...; trainkit train --help lists the options.\n"
+    )
 
 
 def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:

@@ -76,12 +76,14 @@ def is_mistake(error: BaseException) -> bool:
 def readable(error: BaseException) -> str:
     """An error's text, that of its causes where there is more in them, and for a key
     that does not exist those that do."""
+    if isinstance(error, TrainkitError):
+        return str(error)  # it names the thing itself
     lines = _lines(error)
     key, node = getattr(error, "key", None), getattr(error, "parent_node", None)
     cause = error.__cause__
     while cause is not None:
         if isinstance(cause, TrainkitError):
-            return str(cause)  # it names the thing itself
+            return str(cause)
         if is_mistake(cause):
             more = _lines(cause)
             # Hydra quotes the error that it passes on.
@@ -90,7 +92,9 @@ def readable(error: BaseException) -> str:
             key = getattr(cause, "key", None) or key
             node = getattr(cause, "parent_node", None) or node
         cause = cause.__cause__
-    if isinstance(node, MutableMapping) and key not in node:
+    if "Missing mandatory value" in lines[0]:
+        lines.append(f"Say which: {key}=...; trainkit train --help lists the options.")
+    elif isinstance(node, MutableMapping) and key not in node:
         names = [name for name in map(str, node) if not name.startswith("_")]
         close = difflib.get_close_matches(str(key), names, n=1)
         lines += [f"Did you mean {close[0]}?"] if close else []

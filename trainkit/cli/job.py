@@ -133,7 +133,7 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
 
 
 def _metric(training: Training, name: str | None) -> float | None:
-    if name is None:
+    if not name:
         return None
     found: Any = training.trainer.callback_metrics
     if name not in found:
