@@ -92,6 +92,14 @@ class Exactly(AccumulationMixin, Dropping):
         return loss
 
 
+class Counting(Dropping):
+    """Asks how many steps there will be, which has the loaders made early."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
 class KillAt(pl.Callback):
     """Dies in a hook of a certain batch, counted over all epochs from 0."""
 

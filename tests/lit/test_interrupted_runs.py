@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from tests.helpers import pad, quiet_lightning
 from tests.lit.interrupting import (
     TRAIN,
+    Counting,
     KillAt,
     Killed,
     close,
@@ -115,6 +116,12 @@ def test_stopped_run_goes_on_exactly(
         {"log_every_n_steps": 3},
         {"gradient_clip_val": 0.1},
         {"num_workers": 2},
+        {"kind": Counting},
+        {
+            "kind": Counting,
+            "accumulate_grad_batches": 1,
+            "without": ["AccumulationCallback", "WindowMonitor"],
+        },
     ],
     ids=lambda how: "-".join(map(str, how.values())),
 )

@@ -180,6 +180,20 @@ def restore_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
+def restore_loaders(trainer: Any) -> None:
+    """Let the loaders go on where the checkpoint was, if Lightning has not.
+
+    Whoever asks for `estimated_stepping_batches` in `configure_optimizers` has the
+    loaders set up before Lightning knows their states, which it then leaves unused: the
+    epoch would begin at its first row. To be called in `on_train_start`, and before
+    random states are restored: a new iterator may draw.
+    """
+    loop = trainer.fit_loop
+    if loop.restarting and loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
 def end_restart(trainer: Any) -> None:
     """Lightning takes a resumed epoch for one that restarts until it ends, and then
     leaves out the schedulers that go by a metric (`_FitLoop.on_advance_end`)."""

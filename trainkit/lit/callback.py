@@ -19,7 +19,7 @@ from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit import checkpoint as checkpoints
 from trainkit.lit import refusals
-from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import restore_loaders, scaler_of, unscales_itself, unwrapped
 from trainkit.lit.base import Stopped, WindowOwner
 from trainkit.lit.effective import loader_size, plan_of_windows
 from trainkit.lit.first_windows import FirstWindows
@@ -111,12 +111,12 @@ class WindowCallback(WindowOwner):
         self.take_place(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        scaler = self._scaler = scaler_of(trainer)
-        refusals.refuse_closures_that_repeat(trainer, trainer.accumulate_grad_batches)
+        restore_loaders(trainer)
+        scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
+        self._scaler = scaler
+        refusals.refuse_closures_that_repeat(trainer, num_expected)
         refusals.refuse_unknown_backend(trainer)
-        refusals.refuse_unseen_batches(
-            pl_module, self.strategy, trainer.accumulate_grad_batches
-        )
+        refusals.refuse_unseen_batches(pl_module, self.strategy, num_expected)
         refusals.refuse_no_optimizer(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             accumulator = Accumulator(
@@ -126,9 +126,7 @@ class WindowCallback(WindowOwner):
                 checks=self.checks,
                 scaler=scaler,
             )
-            refusals.refuse_static_graph(
-                accumulator.ranks, trainer.accumulate_grad_batches
-            )
+            refusals.refuse_static_graph(accumulator.ranks, num_expected)
             accumulator.parameters = parameters_of(optimizer)
             self.accumulators[index] = accumulator
             self._steps.append(StepWatch(optimizer, accumulator, scaler))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from trainkit.lit._compat import restore_loaders
 from trainkit.lit.per_rank import gather, own
 
 KEY = "trainkit_random"
@@ -45,6 +46,7 @@ class RandomState(Callback):
             self._restored = checkpoint.get(KEY)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        restore_loaders(trainer)
         states, self._restored = self._restored, None
         if states is None:
             return

@@ -11,7 +11,7 @@ from weakref import proxy
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import end_restart, leave_ended_epoch
+from trainkit.lit._compat import end_restart, leave_ended_epoch, restore_loaders
 from trainkit.lit.clean_moments import AtCleanMoments, put_in_order
 
 
@@ -71,6 +71,7 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        restore_loaders(trainer)
         leave_ended_epoch(trainer)
         self._saved_step = trainer.global_step
         self._saved_batch = trainer.fit_loop.total_batch_idx
