@@ -142,3 +142,15 @@ def test_a_launchers_worker_starts_ranks_too(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = summary_of(the_run(tmp_path / "two"))
     assert summary["effective_batch"]["replicas"] == 2
+
+
+def test_ranks_of_torchrun_share_one_folder(tmp_path: Path) -> None:
+    """Each composes the configuration by itself."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = run([*torchrun, "-m", "trainkit"], cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (folder,) = {path.parent for path in tmp_path.rglob("*.log")}
+    assert folder == the_run(tmp_path)
+    assert summary_of(folder)["effective_batch"]["replicas"] == 2
+    assert done.stdout.count("trainkit | training: finished after 4") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
 from trainkit.config._compat import register_resolver, store
+from trainkit.config.run_name import run_name
 from trainkit.config.schema import TrainSchema
 from trainkit.errors import TrainkitError
 
@@ -45,7 +45,7 @@ def register() -> None:
 def register_types() -> None:
     """What compositions with trainkit's groups need beside the files."""
     store("train_schema", TrainSchema)
-    register_resolver("trainkit.unique", lambda: uuid.uuid4().hex[:4], use_cache=True)
+    register_resolver("trainkit.run_name", run_name, use_cache=True)
     register_resolver("trainkit.accumulate", accumulate)
     register_resolver("trainkit.unless_scheduled", unless_scheduled)
     register_resolver("trainkit.direction", lambda mode: f"{mode}imize")

@@ -32,8 +32,9 @@ class GracefulStop(AtCleanMoments):
     another thread is left as it is.
 
     Args:
-        dirpath: the folder of `last.ckpt`; default: that of `RunCheckpoint`, or of the
-            first `ModelCheckpoint`. Where there is none of these nothing is saved.
+        dirpath: the folder of `last.ckpt`, where there is no `RunCheckpoint` that has
+            one; default: that of the first `ModelCheckpoint`. Where there is none of
+            these nothing is saved.
 
     Attributes:
         stopped_by: the signal that ended the run, or None.
@@ -129,8 +130,8 @@ class GracefulStop(AtCleanMoments):
         if path is None or trainer.fast_dev_run:
             return
         saver = _run_checkpoint(trainer)
-        if saver is not None and saver.path == path:
-            saver.save(trainer)
+        if saver is not None:
+            saver.save(trainer)  # nothing, where it has just been saved
         else:
             save_whole(trainer, path)
         self._has_saved = True
@@ -148,18 +149,18 @@ class GracefulStop(AtCleanMoments):
             return
         path, saver = self._path(trainer), _run_checkpoint(trainer)
         # What stands there may be an earlier run's, unless it is what a run goes on by.
-        is_ours = self._has_saved or (saver is not None and saver.path == path)
+        is_ours = self._has_saved or saver is not None
         if path is not None and is_ours and path.exists():
             self.checkpoint_path = str(path)
         elif trainer.ckpt_path is not None:
             self.checkpoint_path = str(trainer.ckpt_path)
 
     def _path(self, trainer: Any) -> Path | None:
-        if self.dirpath is not None:
-            return Path(self.dirpath, "last.ckpt").absolute()
         saver = _run_checkpoint(trainer)
         if saver is not None:
             return saver.path
+        if self.dirpath is not None:
+            return Path(self.dirpath, "last.ckpt").absolute()
         for each in trainer.checkpoint_callbacks:
             if getattr(each, "dirpath", None) is not None:
                 return Path(each.dirpath, "last.ckpt").absolute()

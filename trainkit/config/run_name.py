@@ -1,0 +1,56 @@
+"""The name of a run's folder, which all ranks of the run must find for themselves."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def run_name(environ: Mapping[str, str] = os.environ) -> str:
+    """When the run began, and something that no other has.
+
+    Ranks that Lightning starts are told the folder. Those of torchrun or srun compose
+    the configuration each by itself, and at their own time: what they share is the job.
+
+    >>> run_name({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"})
+    'slurm-77-0'
+    >>> run_name({"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "0"})
+    'torchrun-mine'
+    """
+    return _of_slurm(environ) or _of_torchrun(environ) or _own()
+
+
+def _own() -> str:
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{uuid.uuid4().hex[:4]}"
+
+
+def _of_slurm(environ: Mapping[str, str]) -> str | None:
+    if int(environ.get("SLURM_NTASKS", "1")) < 2 or "SLURM_STEP_ID" not in environ:
+        return None  # in a batch script, say, but not started by srun
+    name = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
+    return name + _restart(environ.get("SLURM_RESTART_COUNT"))
+
+
+def _of_torchrun(environ: Mapping[str, str]) -> str | None:
+    job = environ.get("TORCHELASTIC_RUN_ID")
+    if job is None:
+        return None
+    if job == "none":  # not given; then all ranks have one parent, or are to be told
+        job = _started(os.getppid())
+    return f"torchrun-{job}" + _restart(environ.get("TORCHELASTIC_RESTART_COUNT"))
+
+
+def _restart(count: str | None) -> str:
+    return "" if count in (None, "", "0") else f"-again{count}"
+
+
+def _started(pid: int) -> str:
+    """A process by its number and when it began, in the system's own ticks."""
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return str(pid)
+    return f"{pid}-{facts[19]}"
