@@ -13,6 +13,7 @@ from trainkit.config import allow_targets
 allow_targets("tests")
 
 TEXTS = ("config.yaml", "overrides.yaml", "summary.json", "metrics.csv")
+from trainkit.cli.only_one import only_one
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +112,16 @@ def test_a_configuration_of_ones_own_goes_on_under_its_name(tmp_path: Path) -> N
     checkpoint = run / "checkpoints" / "last.ckpt"
     assert train(f"ckpt_path={checkpoint}", "trainer.max_steps=6", small=[]) == 0
     assert summary_of(run)["steps"] == 6
+
+
+def test_a_run_under_way_is_nobody_elses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train() == 0
+    run = the_run(tmp_path)
+    before = texts(run)
+    with only_one(run, what="a run"):
+        assert go_on("trainer.max_steps=6") == 2
+        assert "paths.run_dir: " in capsys.readouterr().err
+        assert texts(run) == before
+    assert go_on("trainer.max_steps=6") == 0

@@ -41,8 +41,6 @@ def test_one_process_of_a_job_is_a_run_of_its_own(leave: str) -> None:
 def test_a_job_without_a_name_is_known_by_its_parent() -> None:
     program = "from trainkit.config.run_name import run_name\n"
     program += f"print(run_name({TORCHRUN}))"
-        f"from trainkit.config.run_name import run_name; print(run_name({TORCHRUN}))"
-    )
     names = {
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -8,6 +8,7 @@ import shlex
 import signal
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, open_dict
 from trainkit.cli import summary
 from trainkit.cli.beginning import Beginning, does_not_fit, was_restoring
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.only_one import only_one
 from trainkit.cli.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.run_folder import RunFolder
 from trainkit.cli.wandb_facts import WandbFacts
@@ -47,15 +49,25 @@ def run(config: DictConfig) -> float | None:
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
     trainer.callbacks.append(beginning)
-    if training.trainer.is_global_zero:
-        beginning.write_if_new()
-    for logger in training.trainer.loggers:
-        logger.log_hyperparams(shown)
-    with ranks_of_one_run(training.trainer):
-        _fit_and_tell(training, config, beginning, windows, stop)
+    with _held_by_first_rank(trainer, folder):
+        if trainer.is_global_zero:
+            beginning.write_if_new()
+        for logger in trainer.loggers:
+            logger.log_hyperparams(shown)
+        with ranks_of_one_run(trainer):
+            _fit_and_tell(training, config, beginning, windows, stop)
     if stop.stopped_by is not None:
         _leave(stop, folder, training.trainer.is_global_zero)
     return _metric(training, config.metric)
+
+
+def _held_by_first_rank(
+    trainer: Any, folder: RunFolder
+) -> AbstractContextManager[None]:
+    """Two runs in one folder would mix their rows, and each other's checkpoints."""
+    if not trainer.is_global_zero:
+        return nullcontext()
+    return only_one(folder.path, what="paths.run_dir")
 
 
 def _fit_and_tell(

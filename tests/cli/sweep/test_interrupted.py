@@ -21,7 +21,8 @@ from tests.cli.sweep.helpers import (
     wait_until,
 )
 from tests.wandb_server import WandbServer
-from trainkit.cli.sweep.state import SweepState, only_one
+from trainkit.cli.only_one import only_one
+from trainkit.cli.sweep.state import SweepState
 from trainkit.errors import TrainkitError
 
 pytest.importorskip("sweeps")
@@ -134,7 +135,7 @@ def test_a_second_process_and_another_file_are_refused(
 ) -> None:
     done = go_on(tmp_path)
     assert done.returncode == 2
-    assert f"is running already, as process {held.pid}" in done.stderr
+    assert f"is in use by process {held.pid}" in done.stderr
 
     held.terminate()
     held.communicate(timeout=60)
@@ -146,11 +147,11 @@ def test_a_second_process_and_another_file_are_refused(
 
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
-    with only_one(tmp_path):
-        with pytest.raises(TrainkitError, match="is running already"):
-            with only_one(tmp_path):
+    with only_one(tmp_path, what="x"):
+        with pytest.raises(TrainkitError, match="in use by process"):
+            with only_one(tmp_path, what="x"):
                 pass
-    with only_one(tmp_path):
+    with only_one(tmp_path, what="x"):
         pass
 
 

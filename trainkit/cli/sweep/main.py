@@ -82,16 +82,17 @@ def _refuse_endless(sweep: SweepFile, count: int | None) -> None:
 def _run_offline(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, str, Path, list[Trial]]:
+    from trainkit.cli.only_one import only_one
     from trainkit.cli.sweep.offline import OfflineSweep
     from trainkit.cli.sweep.rows import check_client
-    from trainkit.cli.sweep.state import SweepState, new_id, only_one
+    from trainkit.cli.sweep.state import SweepState, new_id
 
     check_client()
     sweep_id = options.resume or new_id()
     folder = Path(options.dir).absolute() / sweep_id
     if options.resume:
         state = SweepState.load(folder)  # before the lock, which makes the folder
-    with only_one(folder):
+    with only_one(folder, what="trainkit sweep"):
         if options.resume:
             state = SweepState.load(folder)
             _refuse_another(sweep, state.config, options.resume)

@@ -6,8 +6,6 @@ import json
 import os
 import secrets
 import string
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,30 +85,3 @@ class SweepState:
             )
         trials = [Trial(**trial) for trial in content["trials"]]
         return cls(folder, content["config"], content["seed"], trials)
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Hold a sweep's folder; a second process is refused.
-
-    The lock is the process's own: it goes with it, however it ends.
-
-    Raises:
-        TrainkitError: another process runs this sweep.
-    """
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise TrainkitError(
-                f"trainkit sweep: {folder.name} is running already, as process "
-                f"{file.read().strip() or 'unknown'}. Wait for its end, or stop it."
-            ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
