@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
+from trainkit.cli.only_one import only_one
 from trainkit.config import allow_targets
 
 allow_targets("tests")
 
 TEXTS = ("config.yaml", "overrides.yaml", "summary.json", "metrics.csv")
-from trainkit.cli.only_one import only_one
 
 
 @pytest.fixture(autouse=True)

@@ -56,8 +56,15 @@ ATTACKS = [
     "subprocess.Popen",
     "torch.os.system",  # reached through an allowed package
     "torch.serialization.os.remove",
-    "trainkit.config.conf.uuid.uuid4",
+    "trainkit.config.run_name.uuid.uuid4",
     "lightning.pytorch.trainer.trainer.os.system",
+    "torch.sys.path.append",  # a method, which names no module
+    "torch.utils.collect_env.run",  # torch's own ways to run what it is given
+    "torch.utils.cpp_extension.load_inline",
+    "torch.hub.load",
+    "torch.load",
+    "trainkit.cli.sweep.process.TrialProcess",
+    "trainkit.config.allow_targets",
 ]
 
 
@@ -123,6 +130,16 @@ def test_the_way_to_allow_one_is_said_and_works(
     allow_targets("collections")
     assert instantiate(config) == {"a": 1}
     assert "collections" in allowed_packages()
+
+
+def test_a_part_of_a_package_can_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"_target_": "torch.distributions.Normal", "loc": 0.0, "scale": 1.0}
+    with pytest.raises(TrainkitError, match="TRAINKIT_ALLOW=torch.distributions.norm"):
+        instantiate(config)
+    monkeypatch.setenv(VARIABLE, "torch.distributions")
+    assert instantiate(config).scale == 1.0
+    with pytest.raises(TrainkitError, match=r"is of 'torch\.hub'"):
+        instantiate({"_target_": "torch.hub.load"})
 
 
 @pytest.mark.parametrize(

@@ -16,26 +16,48 @@ from trainkit.errors import TrainkitError
 TARGET = "_target_"
 VARIABLE = "TRAINKIT_ALLOW"
 
-_PACKAGES = ("trainkit", "torch", "torchmetrics", "lightning", "pytorch_lightning")
+_PARTS = (
+    "trainkit.core",
+    "trainkit.data",
+    "trainkit.lit",
+    "trainkit.recipes",
+    "trainkit.cli.wandb_logger",
+    "torch.nn",
+    "torch.optim",
+    "torch.utils.data",
+    "torchmetrics",
+    "lightning.pytorch",
+    "lightning.fabric",
+    "pytorch_lightning",
+    "lightning_fabric",
+)
+"""What trainings are made of: torch as a whole also runs programs and opens files."""
+
 _allowed: set[str] = set()
 
 
 def allow_targets(*packages: str) -> None:
-    """Let configurations name what stands in these packages, in this process.
+    """Let configurations name what stands in these packages, or parts of packages, in
+    this process.
 
-    >>> allow_targets("my_project")
+    >>> allow_targets("my_project", "torch.distributions")
     """
     _allowed.update(packages)
 
 
-def allowed_packages() -> list[str]:
-    """The packages whose classes and functions a configuration may name.
+def allowed() -> list[str]:
+    """The packages, or parts of them, whose classes a configuration may name.
 
-    Beyond trainkit's own and those it builds on: what `allow_targets` and the
-    environment variable `TRAINKIT_ALLOW` (separated by commas) add.
+    Beyond those of which trainings are made: what `allow_targets` and the environment
+    variable `TRAINKIT_ALLOW` (separated by commas) add.
     """
     named = os.environ.get(VARIABLE, "").split(",")
-    return [*_PACKAGES, *sorted(_allowed | {each.strip() for each in named} - {""})]
+    return [*_PARTS, *sorted(_allowed | {each.strip() for each in named} - {""})]
+
+
+def allowed_packages() -> list[str]:
+    """The same as whole packages."""
+    return list(dict.fromkeys(part.partition(".")[0] for part in allowed()))
 
 
 def instantiate(config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +65,8 @@ def instantiate(config: Any, *args: Any, **kwargs: Any) -> Any:
 
     A configuration file is not a licence to run anything: whoever sends one could have
     `_target_: os.system` in it. Both the name of a target and the module in which the
-    object behind that name is defined must belong to an allowed package, so that
-    `torch.os.system` does not.
+    object behind that name is defined must be allowed, so that `torch.os.system` is
+    not. It is no sandbox: what is allowed reads and writes files as it always does.
 
     Args:
         config: what holds a `_target_`, here or deeper; other things come back as they
@@ -73,7 +95,9 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
     """
     if not isinstance(target, str):
         return target  # from a program, which could have called it
-    _check_package(target, target.partition(".")[0], key)
+    package = target.partition(".")[0]
+    if package not in allowed_packages():
+        raise _not_allowed(target, key, package)
     try:
         found = hydra.utils.get_object(target)
     except (HydraException, ImportError, AttributeError, ValueError) as error:
@@ -82,12 +106,19 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
             f"{key}: there is no {target!r}: {reason}. Give the dotted path of a class "
             f"or function that can be imported."
         ) from error
-    home = getattr(found, "__module__", None)
-    if inspect.ismodule(found):
-        home = found.__name__
-    if isinstance(home, str):  # what is written in C may have none
-        _check_package(target, home.partition(".")[0], key)
+    home = found.__name__ if inspect.ismodule(found) else _home_of(found)
+    if not any(f"{home}.".startswith(f"{part}.") for part in allowed()):
+        is_own = home.partition(".")[0] == package
+        raise _not_allowed(target, key, home if is_own else home.partition(".")[0])
     return found
+
+
+def _home_of(found: Any) -> str:
+    """The module in which something is defined; a method's is that of its object."""
+    home = getattr(found, "__module__", None)
+    if isinstance(home, str):
+        return home
+    return type(getattr(found, "__self__", found)).__module__
 
 
 def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -108,13 +139,10 @@ def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from targets_of(each, f"{key}[{index}]" if key else "")
 
 
-def _check_package(target: str, package: str, key: str) -> None:
-    allowed = allowed_packages()
-    if package in allowed:
-        return
-    raise TrainkitError(
+def _not_allowed(target: str, key: str, home: str) -> TrainkitError:
+    return TrainkitError(
         f"{key}: must name something of an allowed package, received {target!r}, which "
-        f"is of {package!r}. Allowed: {', '.join(allowed)}. To allow it, set "
-        f"{VARIABLE}={package} in the environment, or call "
-        f"trainkit.config.allow_targets({package!r})."
+        f"is of {home!r}. Allowed: {', '.join(allowed())}. To allow it, set "
+        f"{VARIABLE}={home} in the environment, or call "
+        f"trainkit.config.allow_targets({home!r})."
     )
