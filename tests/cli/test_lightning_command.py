@@ -250,6 +250,19 @@ def test_an_interrupted_validation_has_nothing_to_save(
     assert capsys.readouterr().out.endswith("trainkit | stopped by SIGTERM\n")
 
 
+def test_secrets_are_not_in_the_configuration_of_a_run(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
+    written(
+        tmp_path / "c.yaml", "trainer: {default_root_dir: '${oc.env:MY_API_KEY}'}\n"
+    )
+    assert main(["fit", "--config=c.yaml", MODEL, f"--data={USER}.Data", *quiet()]) == 0
+    (config,) = tmp_path.rglob("config.yaml")
+    assert "sk-0123456789" not in config.read_text()
+    assert "<redacted>" in config.read_text()
+
+
 def test_a_callback_of_the_users_is_not_doubled(monkeypatch: Any) -> None:
     stopped_at(monkeypatch, 5, signal.SIGTERM)
     callback = "--trainer.callbacks+=trainkit.GracefulStop"

@@ -32,6 +32,12 @@ class Foreign(LightningModule):
         self.log("val/loss", self.training_step(batch, batch_idx))
 
 
+class Manual(Foreign):
+    def __init__(self, **kwargs: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 class Broken(CodeLM):
     def __init__(self, **kwargs: int) -> None:
         raise ZeroDivisionError("in its constructor")
@@ -121,6 +127,23 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
 )
 def test_what_lightning_allows_is_no_mistake(overrides: list[str]) -> None:
     assert train(*overrides) == 0
+
+
+def test_two_checkpoints_of_one_metric_say_the_way_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine = "+callbacks.mine={_target_: lightning.pytorch.callbacks.ModelCheckpoint"
+    assert train(mine + ", monitor: val/loss}") == 2
+    assert "callbacks.best=null leaves out" in capsys.readouterr().err
+    assert train(mine + ", monitor: val/loss}", "callbacks.best=null") == 0
+
+
+def test_clipping_of_the_trainer_does_not_go_with_manual_optimization(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = "model._target_=tests.cli.test_train_mistakes.Manual"
+    assert train(model, "accumulation=none") == 2
+    assert "Add trainer.gradient_clip_val=null" in capsys.readouterr().err
 
 
 def test_a_group_that_is_taken_out_is_asked_for(

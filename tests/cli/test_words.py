@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainkit.cli.words import (
     find_modules_here,
@@ -13,6 +14,7 @@ from trainkit.cli.words import (
     option,
     options_first,
     quoted,
+    unquoted,
 )
 
 
@@ -47,6 +49,15 @@ def test_the_last_of_an_option_counts() -> None:
 def test_keys_and_quotes() -> None:
     assert key_of("++a.b@c=1") == "a.b"
     assert quoted("it's here") == r"'it\'s here'"
+
+
+@pytest.mark.parametrize(
+    "text", ["it's", r"a\b", "end\\", r"\'", "'", "''", "\\\\", "ü (x), [y] {z} = #"]
+)
+def test_what_is_quoted_is_the_text_to_hydra_and_to_us(text: str) -> None:
+    word = f"key={quoted(text)}"
+    assert OverridesParser.create().parse_override(word).value() == text
+    assert unquoted(quoted(text)) == text
 
 
 def test_modules_of_the_current_folder_are_found_once(

@@ -55,6 +55,11 @@ def test_without_the_environment_it_equals_the_resolved_configuration() -> None:
     "text",
     [
         "${oc.env:MY_VARIABLE}",
+        "${ oc.env:MY_VARIABLE}",
+        "${oc.env :MY_VARIABLE}",
+        "${oc.${reader}:MY_VARIABLE}",
+        r"\${oc.env:MY_VARIABLE}",
+        r"\\${oc.env:MY_VARIABLE}",
         "a/${oc.env:MY_VARIABLE}/b",
         "${oc.decode:${oc.env:MY_VARIABLE}}",
         "${oc.env:MY_VARIABLE,${other}}",
@@ -65,7 +70,13 @@ def test_without_the_environment_it_equals_the_resolved_configuration() -> None:
 )
 def test_what_reads_the_environment_stays_as_it_was_written(text: str) -> None:
     config = OmegaConf.create(
-        {"direct": "${oc.env:MY_VARIABLE}", "other": 1, "x": text, "list": [text]}
+        {
+            "direct": "${oc.env:MY_VARIABLE}",
+            "other": 1,
+            "reader": "env",
+            "x": text,
+            "list": [text],
+        }
     )
     public = public_config(config)
     assert public["x"] == text

@@ -45,6 +45,20 @@ def loader(batch_size: int = 4, *, number: int = NUM_ROWS, **options: Any) -> An
     return ResumableLoader(Rows(number), batch_size, **how)
 
 
+def test_workers_draw_by_seed_epoch_and_rank(ranks: Any) -> None:
+    """What `worker_init_fn` finds as torch's seed comes from the loader's generator."""
+
+    def drawn(rank: int, epoch: int = 0, **options: Any) -> int:
+        ranks(rank, 2)
+        each = loader(number=16, **options)
+        read(each, epoch)
+        return each.generator.initial_seed()
+
+    assert drawn(0) == drawn(0)
+    others = {drawn(0), drawn(1), drawn(0, epoch=1), drawn(0, seed=4)}
+    assert len(others) == 4
+
+
 def read(each: Any, epoch: int = 0, most: int | None = None) -> list[list[int]]:
     each.sampler.set_epoch(epoch)
     return [batch.tolist() for batch in itertools.islice(each, most)]

@@ -168,8 +168,9 @@ def test_checkpoint_that_is_not_there_is_refused(
 
 
 def test_sharded_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
-    """A folder in place of a file."""
+    """A folder in place of a file, and of a folder."""
     part, last = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
+    last.write_text("of another backend")
     for content in "abc":
         part.mkdir()
         (part / "shard").write_text(content)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainkit.cli.aligned import aligned
@@ -23,6 +24,10 @@ class Comparison(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = config
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if config.hydra.mode is RunMode.MULTIRUN:
+            _redact(config)  # before anything takes its time, and may be killed
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = None
@@ -43,14 +48,19 @@ def compared_even_if_some_fail() -> Iterator[None]:
 
 
 def _show(config: DictConfig) -> None:
+    _redact(config)
     where = Path(config.hydra.sweep.dir)
-    written = where / "multirun.yaml"  # by Hydra, with all words of the command line
-    if written.is_file():
-        redact_file(written)
     runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
     if runs:
         print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
         print(f"trainkit | all runs: {where.absolute()}", flush=True)
+
+
+def _redact(config: DictConfig) -> None:
+    """What Hydra has written of a multirun holds all words of the command line."""
+    written = Path(config.hydra.sweep.dir, "multirun.yaml")
+    if written.is_file():
+        redact_file(written)
 
 
 def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:

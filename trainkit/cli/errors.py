@@ -104,8 +104,10 @@ def readable(error: BaseException) -> str:
 
 def _lines(error: BaseException) -> list[str]:
     inner = ("full_key:", "reference_type=", "object_type=")  # OmegaConf's own view
-    text = str(error).strip().splitlines()
-    return [line for line in text if not line.strip().startswith(inner)]
+    text, _, _ = str(error).strip().partition("\nConfig search path:")
+    return [
+        line for line in text.splitlines() if not line.strip().startswith(inner)
+    ] or [""]
 
 
 def _say(text: str, error: BaseException) -> None:

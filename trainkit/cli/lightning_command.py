@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.lightning_cli import TrainkitCLI
 from trainkit.cli.words import find_modules_here
+from trainkit.config.redact import redact_file
 from trainkit.errors import TrainkitError
 from trainkit.lit.epoch_sums import EpochSums
 from trainkit.lit.graceful_stop import GracefulStop
@@ -22,6 +25,17 @@ from trainkit.lit.random_state import RandomState
 _EVERY_RUN_HAS = (EpochSums, MetricRows, RandomState, GracefulStop)
 """What lets an interrupted run go on exactly. Nothing here takes the place of the
 `ModelCheckpoint` that Lightning adds where no other is configured."""
+
+
+class RedactedConfig(SaveConfigCallback):
+    """Lightning's `config.yaml` of a run, without secrets."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        folder = trainer.log_dir  # which all ranks are asked for
+        path = Path(folder or ".", self.config_filename)
+        if self.save_to_log_dir and trainer.is_global_zero and path.is_file():
+            redact_file(path)
 
 
 def main(argv: list[str]) -> int:
@@ -54,6 +68,7 @@ def main(argv: list[str]) -> int:
         Command(
             # Lightning warns of arguments beside those of the process.
             args=None if argv == sys.argv[1:] else argv,
+            save_config_callback=RedactedConfig,
             parser_kwargs={"prog": "trainkit", "exit_on_error": False},
         )
     except ArgumentError as error:

@@ -37,9 +37,9 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """`last.ckpt`, or else the newest that is there."""
-        last = self.checkpoints / "last.ckpt"
-        if last.exists():
-            return last
+        for name in ("last.ckpt", "last.ckpt.old"):  # killed while it was replaced
+            if (self.checkpoints / name).exists():
+                return self.checkpoints / name
         others = sorted(self.checkpoints.glob("*.ckpt"), key=_written)
         return others[-1] if others else None
 

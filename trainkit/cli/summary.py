@@ -66,7 +66,7 @@ def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
         if value is not None and not name.startswith("lr-"):
             found.append((name, f"{value:.4g}"))
     if facts["learning_rates"]:
-        rates = ", ".join(f"{rate:.3g}" for rate in facts["learning_rates"])
+        rates = ", ".join(_brief(rate, 3) for rate in facts["learning_rates"])
         found.append(("learning rate", f"{rates} at the end"))
     plain = facts["plain_accumulation"]
     if plain is not None:
@@ -113,8 +113,8 @@ def _window_rows(windows: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _brief(number: float | None) -> str:
-    return "not finite" if number is None else f"{number:.4g}"
+def _brief(number: float | None, digits: int = 4) -> str:
+    return "not finite" if number is None else f"{number:.{digits}g}"
 
 
 def _contents(folder: RunFolder) -> list[str]:
@@ -141,9 +141,9 @@ def _effective_batch(trainer: Any) -> dict[str, Any] | None:
     return None
 
 
-def _learning_rates(trainer: Any) -> list[float]:
+def _learning_rates(trainer: Any) -> list[float | None]:
     return [
-        _number(group["lr"]) or 0.0
+        _number(group["lr"])
         for optimizer in trainer.optimizers
         for group in optimizer.param_groups
     ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 CONFIG_DIR, CONFIG_NAME, CONFIG_PATH = "--config-dir", "--config-name", "--config-path"
 SEARCH_PATH = "hydra.searchpath"
+
+_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
 
 _LONG = {
     "-c": "--cfg",
@@ -65,9 +68,18 @@ def key_of(word: str) -> str:
 
 
 def quoted(path: Path | str | None) -> str:
-    """A path as the value of an override, whatever characters are in it."""
-    text = str(path).replace("'", "\\'")
-    return f"'{text}'"
+    """A path or text as the value of an override, whatever characters are in it.
+
+    >>> print(quoted("it's"), quoted("a\\\\b"), quoted("end\\\\"))
+    'it\\'s' 'a\\b' 'end\\\\'
+    """
+    return "'" + _BEFORE_QUOTE.sub(_escaped, str(path)) + "'"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Hydra reads a backslash as one only where a quote follows it."""
+    backslashes, quote = found.groups()
+    return 2 * backslashes + ("\\'" if quote else "")
 
 
 def unquoted(value: str) -> str:
@@ -77,7 +89,8 @@ def unquoted(value: str) -> str:
     ("it's here", "it's here", 'last')
     """
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        return value[1:-1].replace(f"\\{value[0]}", value[0])
+        escaped = rf"(\\+)({value[0]}|$)"
+        return re.sub(escaped, lambda m: "\\" * (len(m[1]) // 2) + m[2], value[1:-1])
     return value
 
 

@@ -51,6 +51,12 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
     if config.seed is not None:
         seed_everything(config.seed, workers=True, verbose=False)
     module = _make(config, "model")
+    if not module.automatic_optimization and config.trainer.get("gradient_clip_val"):
+        raise TrainkitError(
+            f"trainer.gradient_clip_val: must be null for {type(module).__name__}, "
+            f"which optimizes manually, received {config.trainer.gradient_clip_val}. "
+            f"Add trainer.gradient_clip_val=null, and clip where it steps."
+        )
     data = _make(config, "data")
     made = [_make(config, key) for key in _named(config, "callbacks")]
     made += [_make(config, key) for key in CALLBACK_GROUPS if config[key]]
@@ -112,6 +118,12 @@ def _cannot_make(
     said = "\n".join([str(error), *getattr(error, "__notes__", [])])
     inner = re.search(r"^full_key: (\S+)$", said, re.MULTILINE)
     key = inner[1] if inner else key
+    if "Found more than one stateful callback" in str(reason):
+        return TrainkitError(
+            f"callbacks: two of one kind must differ in what they go by, which their "
+            f"states in a checkpoint are told apart by. callbacks.best=null leaves out "
+            f"the ModelCheckpoint of callbacks=default. {reason}"
+        )
     target = OmegaConf.select(config, f"{key}.{TARGET}")
     return TrainkitError(
         f"{key}: {target} could not be made: {type(reason).__name__}: {reason}\n"

@@ -115,6 +115,8 @@ def _fits_in_parts(value: Any, hint: Any) -> bool:
     kinds = get_args(hint)
     if get_origin(hint) in _UNIONS:
         return any(fits(value, each) for each in kinds)
+    if isinstance(value, list) and kinds[1:] == (...,):
+        return all(fits(each, kinds[0]) for each in value)
     if isinstance(value, list) and kinds:
         if len(kinds) == len(value):
             return all(map(fits, value, kinds))

@@ -12,7 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.redact import redact
 
-_ENVIRONMENT = ("${oc.env:", "${hydra:job.env_set")
+_ENVIRONMENT = re.compile(r"\$\{\s*(oc\s*\.\s*(env\s*:|\$\{)|hydra\s*:\s*job\.env_set)")
+"""What reads the environment, or may: `${oc.${name}:HOME}` too."""
+_OPENING = re.compile(r"(\\*)\$\{")
 _CALL = re.compile(r"(?<!\\)\$\{[\w.]+:")
 
 
@@ -45,12 +47,13 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if _reads_environment(value):
-        return value.replace("${", "\\${")
+        # A backslash before it has a meaning of its own.
+        return _OPENING.sub(lambda found: 2 * found[1] + "\\${", value)
     return value
 
 
 def _reads_environment(value: Any) -> bool:
-    return isinstance(value, str) and any(mark in value for mark in _ENVIRONMENT)
+    return isinstance(value, str) and _ENVIRONMENT.search(value) is not None
 
 
 def _plain(node: Any) -> Any:

@@ -107,7 +107,9 @@ def redact_file(path: Path) -> None:
     content = yaml.safe_load(path.read_text())
     # All words of the command line once more, in one text.
     content.get("hydra", {}).get("job", {}).pop("override_dirname", None)
-    path.write_text(yaml.safe_dump(redact(_with_words(content)), sort_keys=False))
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(yaml.safe_dump(redact(_with_words(content)), sort_keys=False))
+    unfinished.replace(path)
 
 
 def _with_words(value: Any) -> Any:

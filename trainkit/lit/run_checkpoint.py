@@ -25,9 +25,10 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         trainer.fit(module, ckpt_path="last")
 
     It is written under another name and put in its place in one step, so that there is
-    a whole one at every moment. It is written only where Lightning can go on exactly
-    (see `AtCleanMoments`), and at the end of training. For the best one add Lightning's
-    `ModelCheckpoint(monitor=...)`.
+    a whole one at every moment (of a sharded one, which is a folder, it takes two, and
+    between them the one before is `last.ckpt.old`). It is written only where Lightning
+    can go on exactly (see `AtCleanMoments`), and at the end of training. For the best
+    one add Lightning's `ModelCheckpoint(monitor=...)`.
 
     Args:
         dirpath: its folder; default: `checkpoints` in the folder of the first logger.
@@ -134,15 +135,22 @@ def save_whole(trainer: Any, path: Path) -> None:
 
 
 def _put_in_place(part: Path, path: Path) -> None:
-    if not path.is_dir():
+    if not path.is_dir() and not (path.exists() and part.is_dir()):
         os.replace(part, path)
         return
     # Sharded checkpoints are folders, which no system replaces in one step.
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
     os.replace(path, old)
     os.replace(part, path)
-    shutil.rmtree(old)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _refuse_interval(every_n_train_steps: Any) -> None:

@@ -30,7 +30,8 @@ class StepProgress(ProgressBar):
 
     def __init__(self, *, every_n_steps: int = 50) -> None:
         super().__init__()
-        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        is_whole = isinstance(every_n_steps, int) and every_n_steps is not True
+        if not is_whole or every_n_steps < 1:
             raise TrainkitError(
                 f"StepProgress every_n_steps: must be a whole number of at least 1, "
                 f"received {every_n_steps!r}."

@@ -74,7 +74,7 @@ class StopRequest:
             if number == signal.SIGINT:
                 again = "; Ctrl+C again stops at once and saves nothing"
             name = signal.Signals(number).name
-            text = f"\ntrainkit | {name}: stopping and saving after this step{again}\n"
+            text = f"\ntrainkit | {name}: stopping after this step{again}\n"
             os.write(2, text.encode())  # print may be what the signal interrupted
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

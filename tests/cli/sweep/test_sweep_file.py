@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
 @pytest.mark.parametrize(
     ("config", "text"),
     [
+        ({**GOOD, "name": date(2024, 11, 21)}, r"name: must be a text.*in quotes"),
+        (with_lr({"values": [{0: 2}]}), r"keys must be text, received 0"),
         ({**GOOD, "method": "anneal"}, "method: must be one of grid, random, bayes"),
         ({**GOOD, "parameterz": {}}, "'parameterz'.*Did you mean parameters"),
         ({**GOOD, "parameters": {}}, "parameters: must be a mapping"),

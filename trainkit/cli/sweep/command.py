@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.sweep.parameters import flatten
-from trainkit.cli.words import options_first
+from trainkit.cli.words import options_first, quoted
 from trainkit.errors import TrainkitError
 
 DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
@@ -22,7 +22,6 @@ HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
 
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _BARE = re.compile(r"[A-Za-z0-9_/.+%*@?|-][A-Za-z0-9_/.+%*@?| :-]*")
-_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
 _NOT_A_STRING = re.compile(r"true|false|null|nan|[+-]?inf|[+-]?[0-9].*", re.IGNORECASE)
 
 
@@ -132,14 +131,8 @@ def hydra_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(hydra_text(each) for each in value) + "]"
     if isinstance(value, str) and not _reads_as_itself(value):
-        # Hydra reads a backslash as one only where a quote follows it.
-        return "'" + _BEFORE_QUOTE.sub(_escaped, value) + "'"
+        return quoted(value)
     return str(value)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    backslashes, quote = found.groups()
-    return 2 * backslashes + ("\\'" if quote else "")
 
 
 def _reads_as_itself(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,11 +158,13 @@ def _report(
 
 
 def _again(options: argparse.Namespace, sweep_id: str) -> str:
-    words = ["trainkit sweep", options.file, "--resume", sweep_id]
+    words = ["trainkit", "sweep", options.file, "--resume", sweep_id]
     words += ["--offline"] if options.offline else []
     words += ["--dir", options.dir] if options.dir != "sweeps" else []
     words += ["--agents", str(options.agents)] if options.agents != 1 else []
-    return " ".join(words)
+    words += ["--count", str(options.count)] if options.count is not None else []
+    words += ["--json"] if options.json else []
+    return shlex.join(words)
 
 
 def _say(text: str) -> None:

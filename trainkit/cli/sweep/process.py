@@ -107,11 +107,21 @@ def end_orphan(trial: Trial, folder: Path) -> bool:
         os.kill(trial.pid, signal.SIGTERM)
     except ProcessLookupError:
         pass  # one that it has started still holds the lock
+    if not _becomes_free(folder):
+        _kill_group(trial.pid)
+        if not _becomes_free(folder):
+            raise TrainkitError(
+                f"trial {trial.name}: something that it has started still runs in "
+                f"{folder}, and has left its process group. End it, then go on."
+            )
+    return True
+
+
+def _becomes_free(folder: Path) -> bool:
     deadline = time.monotonic() + kill_delay()
     while not _is_free(folder):
         if time.monotonic() > deadline:
-            _kill_group(trial.pid)
-            deadline = time.monotonic() + kill_delay()
+            return False
         time.sleep(_POLL)
     return True
 

@@ -140,6 +140,26 @@ def check(config: Mapping[str, Any], *, where: str) -> None:
             f"{where} run_cap: must be a whole number from 1, received {cap!r}."
         )
     check_command(config, where=where)
+    _check_plain(config, where)
+
+
+def _check_plain(node: Any, where: str) -> None:
+    """YAML also reads dates, and keys that are no text; W&B, and JSON, have neither."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if not isinstance(key, str):
+                raise TrainkitError(
+                    f"{where}: keys must be text, received {key!r}. Put it in quotes."
+                )
+            _check_plain(value, f"{where} {key}")
+    elif isinstance(node, list):
+        for value in node:
+            _check_plain(value, where)
+    elif node is not None and not isinstance(node, str | int | float):
+        raise TrainkitError(
+            f"{where}: must be a text, a number, true, false, null or a list of these, "
+            f"received {node!r}. Put it in quotes."
+        )
 
 
 def _check_metric(config: Mapping[str, Any], where: str) -> None:

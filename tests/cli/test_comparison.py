@@ -1,0 +1,44 @@
+"""The table after several runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainkit.cli.comparison import table
+from trainkit.cli.run_folder import RunFolder
+
+
+def made(where: Path, name: str, loss: float | None, *words: str) -> RunFolder:
+    run = RunFolder(where / name)
+    run.write_start({}, words)
+    if loss is not None:
+        metrics = {"val/loss": loss}
+        run.write_summary(
+            {"metric": "val/loss", "metrics": metrics, "status": "finished", "steps": 4}
+        )
+    return run
+
+
+def names(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines[1:]]
+
+
+def test_the_best_comes_first_and_what_has_no_metric_last(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path, "none", None, "seed=1"),
+        made(tmp_path, "high", 0.75, "seed=2"),
+        made(tmp_path, "low", 0.25, "seed=3"),
+    ]
+    assert names(table(runs)) == ["low", "high", "none"]
+    assert names(table(runs, maximizes=True)) == ["high", "low", "none"]
+
+
+def test_what_all_runs_share_is_no_column(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path, "0", 1.0, "accumulation=uniform", "name=x"),
+        made(tmp_path, "1", 2.0, "accumulation=per_token", "name=x"),
+    ]
+    header, first, second = table(runs)
+    assert header.split() == ["run", "accumulation", "training", "steps", "val/loss"]
+    assert first.split() == ["0", "uniform", "finished", "4", "1"]
+    assert second.split() == ["1", "per_token", "finished", "4", "2"]
