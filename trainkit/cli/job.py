@@ -135,7 +135,9 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
     where = stop.checkpoint_path or folder.newest_checkpoint()
     how = "there is no checkpoint yet"
     if where is not None:
-        how = f"to go on: trainkit train {shlex.quote(f'ckpt_path={where}')}"
+        how = (
+            f"to go on: trainkit train {shlex.quote(f'ckpt_path={where}')}{stop.caveat}"
+        )
     print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
     if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
         # That is how a sweep stops a poor trial, which is no failure: after three of

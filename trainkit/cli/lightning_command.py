@@ -112,7 +112,7 @@ def _say_how_to_go_on(trainer: Any) -> None:
     how = ""
     if stops[0].checkpoint_path is not None:
         path = shlex.quote(stops[0].checkpoint_path)
-        how = f"; to go on: the same command with --ckpt_path={path}"
+        how = f"; to go on: the same command with --ckpt_path={path}{stops[0].caveat}"
     elif trainer.state.fn == "fit":
         how = "; nothing was saved"
     print(f"trainkit | stopped by {stopped_by.name}{how}", flush=True)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.lit.base import Stopped
 from trainkit.lit.clean_moments import AtCleanMoments, put_in_order
+from trainkit.lit.refusals import loaders_can_resume
 from trainkit.lit.run_checkpoint import RunCheckpoint, save_whole
 from trainkit.lit.stop_request import StopRequest
 
@@ -39,6 +40,7 @@ class GracefulStop(AtCleanMoments):
     Attributes:
         stopped_by: the signal that ended the run, or None.
         checkpoint_path: from where the stopped run goes on, or None.
+        caveat: what is to be known of going on there, or empty.
     """
 
     late_place = 4
@@ -48,6 +50,7 @@ class GracefulStop(AtCleanMoments):
         self.dirpath = dirpath
         self.stopped_by: signal.Signals | None = None
         self.checkpoint_path: str | None = None
+        self.caveat = ""
         self._request = StopRequest()
         self._has_saved = False
 
@@ -55,7 +58,7 @@ class GracefulStop(AtCleanMoments):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.stopped_by = self.checkpoint_path = None
-        self._has_saved = False
+        self._has_saved, self.caveat = False, ""
         self._request = StopRequest()
         put_in_order(trainer)
 
@@ -135,6 +138,11 @@ class GracefulStop(AtCleanMoments):
         else:
             save_whole(trainer, path)
         self._has_saved = True
+        if not loaders_can_resume(trainer):
+            self.caveat = (
+                " (with other data than the rest of this epoch, since the loader has "
+                "no load_state_dict; ResumableLoader has)"
+            )
 
     def _stop(self, trainer: Any) -> None:
         self._note(trainer, self._request.agreed)

@@ -191,15 +191,20 @@ def announce_scaled_gradients(optimizer: Any) -> None:
 def announce_loader_that_starts_again(
     trainer: Any, accumulators: Mapping[int, Accumulator]
 ) -> None:
-    loaders = _flattened(trainer.train_dataloader)
     is_open = any(a.is_open for a in accumulators.values())
-    if is_open and not all(hasattr(each, "load_state_dict") for each in loaders):
+    if is_open and not loaders_can_resume(trainer):
         warnings.warn(
             "checkpoint: it was taken inside a window, and the train_dataloader starts "
             "again at its first batch, since it has no load_state_dict: the rest of "
             "the window is not what was left of it. Use a loader that can resume.",
             stacklevel=2,
         )
+
+
+def loaders_can_resume(trainer: Any) -> bool:
+    """Whether all of the training loaders go on within an epoch."""
+    loaders = _flattened(trainer.train_dataloader)
+    return all(hasattr(each, "load_state_dict") for each in loaders)
 
 
 def announce_finders(trainer: Any) -> None:
