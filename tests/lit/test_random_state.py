@@ -48,6 +48,9 @@ class FakeTrainer:
     class state:
         fn = "fit"
 
+    class fit_loop:
+        restarting = False
+
 
 def test_rank_that_was_not_there_is_spoken_of() -> None:
     each, trainer = RandomState(), FakeTrainer()
