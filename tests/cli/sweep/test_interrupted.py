@@ -21,9 +21,7 @@ from tests.cli.sweep.helpers import (
     wait_until,
 )
 from tests.wandb_server import WandbServer
-from trainkit.cli.only_one import only_one
 from trainkit.cli.sweep.state import SweepState
-from trainkit.errors import TrainkitError
 
 pytest.importorskip("sweeps")
 
@@ -144,15 +142,6 @@ def test_a_second_process_and_another_file_are_refused(
     assert done.returncode == 2
     assert "is not what" in done.stderr
     assert "changed: parameters" in done.stderr
-
-
-def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
-    with only_one(tmp_path, what="x"):
-        with pytest.raises(TrainkitError, match="in use by process"):
-            with only_one(tmp_path, what="x"):
-                pass
-    with only_one(tmp_path, what="x"):
-        pass
 
 
 def test_a_kill_while_the_state_is_written_leaves_the_one_before(
