@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainkit.cli.comparison import table
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from trainkit.cli.comparison import Comparison, table
 from trainkit.cli.run_folder import RunFolder
 
 
@@ -42,3 +45,15 @@ def test_what_all_runs_share_is_no_column(tmp_path: Path) -> None:
     assert header.split() == ["run", "accumulation", "training", "steps", "val/loss"]
     assert first.split() == ["0", "uniform", "finished", "4", "1"]
     assert second.split() == ["1", "per_token", "finished", "4", "2"]
+
+
+def test_no_secret_waits_for_the_end_of_a_multirun(tmp_path: Path) -> None:
+    """Hydra writes the words of the command line before its first job, which may be
+    killed."""
+    written = tmp_path / "multirun.yaml"
+    written.write_text("hydra: {overrides: {task: ['+hub.token=abcdefgh', seed=1]}}\n")
+    config = {"hydra": {"mode": RunMode.MULTIRUN, "sweep": {"dir": str(tmp_path)}}}
+    Comparison().on_job_start(OmegaConf.create(config))
+    assert "abcdefgh" not in written.read_text()
+    assert "seed=1" in written.read_text()
+    assert [each.name for each in tmp_path.iterdir()] == ["multirun.yaml"]

@@ -38,6 +38,14 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
     assert tries(tmp_path / "other").returncode == 0
 
 
+def test_a_system_without_such_locks_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with only_one(tmp_path / "run", what="run"):
+        assert not (tmp_path / "run").exists()
+
+
 def test_and_so_is_the_same_one(tmp_path: Path) -> None:
     with only_one(tmp_path, what="run"):
         with pytest.raises(TrainkitError, match="run: .* is in use by process"):

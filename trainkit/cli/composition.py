@@ -62,10 +62,8 @@ class Composition:
         folder = option(self._words, CONFIG_DIR)
         path = option(self._words, CONFIG_PATH)
         if folder is not None and path is None and name != "train":
-            folder, path = (
-                None,
-                folder,
-            )  # which is not looked for in all places
+            # A root of one's own is not looked for in all the places of groups.
+            folder, path = None, folder
         if folder is not None:
             overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
         GlobalHydra.instance().clear()

@@ -21,7 +21,7 @@ def only_one(folder: Path, *, what: str) -> Iterator[None]:
     """Hold a folder; a second process is refused.
 
     The lock is the process's own: it goes with it, however it ends, and those that it
-    has started do not have it. Where the file system knows no locks there is none.
+    has started do not have it. Where the system has no such lock there is none.
 
     Args:
         folder: made if it is not there.
@@ -30,8 +30,11 @@ def only_one(folder: Path, *, what: str) -> Iterator[None]:
     Raises:
         TrainkitError: another process holds it.
     """
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / FILE).absolute()
     with path.open("a+") as file:

@@ -122,7 +122,9 @@ def test_keys_of_a_chosen_group_are_known(tmp_path: Path) -> None:
         check_keys(train(tmp_path, parameters))
 
 
-def test_groups_of_ones_own_are_known(tmp_path: Path) -> None:
+def test_groups_of_ones_own_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "my conf" / "model"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("_target_: my.Net\nwidth: 3\n")
@@ -133,6 +135,8 @@ def test_groups_of_ones_own_are_known(tmp_path: Path) -> None:
     where = f"--config-dir={tmp_path}/my conf"
 
     check_keys(train(tmp_path, parameters, where))
+    monkeypatch.setenv("MY_CONF", f"{tmp_path}/my conf")
+    check_keys(train(tmp_path, parameters, "--config-dir=${envvar:MY_CONF}"))
     with pytest.raises(TrainkitError, match="must be one of code_lm, received 'mine'"):
         check_keys(train(tmp_path, parameters))
     only_width: dict[str, object] = {"model.width": {"values": [3, 4]}}

@@ -55,7 +55,8 @@ def fixed_words(config: Mapping[str, Any]) -> list[str]:
     """
     words = template_of(config)
     after = words[words.index("train") + 1 :]
-    return options_first([word for word in after if not word.startswith("${")])
+    named = [_ENVIRONMENT.sub(_of_environment, word) for word in after]
+    return options_first([word for word in named if not word.startswith("${")])
 
 
 def command_line(
@@ -80,9 +81,13 @@ def command_line(
     macros["${args_json_file}"] = [json_file]
     words: list[str] = []
     for word in template_of(config):
-        named = _ENVIRONMENT.sub(lambda m: os.environ.get(m[1], m[1]), word)
+        named = _ENVIRONMENT.sub(_of_environment, word)
         words += macros.get(named, [named])
     return words
+
+
+def _of_environment(found: re.Match[str]) -> str:
+    return os.environ.get(found[1], found[1])
 
 
 def _macros(
