@@ -277,7 +277,12 @@ def test_a_hydra_app_of_ones_own_has_the_groups(installed: Installed) -> None:
     assert "_target_: trainkit.PerToken" in shown
 
 
+# The wheel is that of the sdist, byte for byte (above): two are enough to train from.
+train_from = pytest.mark.parametrize("installed", ["sdist", "editable"], indirect=True)
+
+
 @pytest.mark.slow
+@train_from
 def test_train_with_a_module_and_a_strategy_in_the_current_folder(
     installed: Installed,
 ) -> None:
@@ -296,6 +301,7 @@ def test_train_with_a_module_and_a_strategy_in_the_current_folder(
 
 
 @pytest.mark.slow
+@train_from
 def test_the_other_doors(installed: Installed) -> None:
     written(installed.folder / "mine.py", MINE)
     plan = ["--target", "512", "--world-size", "4", "--max-micro-batch", "24"]
