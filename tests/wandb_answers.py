@@ -199,7 +199,8 @@ def _commit_artifact(server: WandbServer, variables: Json) -> Json:
 def _runs(server: WandbServer, variables: Json) -> Json:
     """All runs, or those of one sweep, in one page."""
     filters = json.loads(variables.get("filters") or "{}")
-    wanted = {f["sweep"] for f in filters.get("$and", []) if "sweep" in f}
+    terms = [filters, *filters.get("$and", [])]
+    wanted = {term["sweep"] for term in terms if "sweep" in term}
     runs = [r for r in server.runs.values() if not wanted or r.sweep in wanted]
     edges = [{"node": _run_node(run), "cursor": run.name} for run in runs]
     pages = {"endCursor": None, "hasNextPage": False}

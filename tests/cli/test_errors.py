@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
 
 from trainkit.cli.errors import Interrupted, TrainingFailed, guarded
 from trainkit.cli.main import COMMANDS, main
@@ -45,17 +46,26 @@ def test_a_fault_shows_its_traceback_and_1(capsys: pytest.CaptureFixture[str]) -
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (TrainkitError("loss: nan"), "trainkit: loss: nan"),
+        (ConfigKeyError("no such metric"), "trainkit: no such metric"),
+        (ValueError("deep"), "ValueError: deep"),
+    ],
+)
 def test_a_failed_training_is_1(
-    is_ours: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cause: Exception,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(TRACEBACK, raising=False)
-    cause = TrainkitError("loss: nan") if is_ours else ValueError("deep")
     failed = TrainingFailed.by(cause)
     failed = pickle.loads(pickle.dumps(failed))  # as from a launcher's process
     assert raises(failed) == 1
     shown = capsys.readouterr().err
-    assert shown.startswith("trainkit: loss: nan" if is_ours else "ValueError: deep")
+    assert shown.startswith(text)
 
 
 def test_signals() -> None:

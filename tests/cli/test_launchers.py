@@ -26,6 +26,7 @@ from trainkit.recipes.code_lm import CodeLM
 class Mine(CodeLM):
     def on_train_batch_start(self, batch, batch_idx):
         rate = self.trainer.optimizers[0].defaults["lr"]
+        self.log("odd", float("nan") if rate == 8 else rate)
         if self.trainer.global_step == 2 and rate == 7:
             raise RuntimeError("seven is too much")
 """
@@ -110,6 +111,40 @@ def test_optuna_searches_for_the_metric(tmp_path: Path) -> None:
     best = yaml.safe_load(results.read_text())
     assert best["best_value"] == pytest.approx(min(losses))
     assert max(losses) > min(losses)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # Optuna's, of its own changes
+@pytest.mark.parametrize(
+    "rates",
+    # The rate of 7 fails, that of 8 ends with a metric of NaN.
+    ["choice(0.001,7,8)", "choice(7,7.0)"],
+    ids=["some", "all"],
+)
+def test_optuna_goes_on_past_failed_trials_and_the_status_tells(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rates: str,
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    monkeypatch.setenv("TRAINKIT_ALLOW", "my_model")
+    words = ["hparams_search=optuna", "hydra.sweeper.n_trials=3", "metric=odd"]
+    words.append("hydra.sweeper.sampler.seed=5")
+    own = [f"optimizer.lr={rates}", "model._target_=my_model.Mine"]
+
+    assert train("-m", *words, *own) == 1
+
+    found = [(rate_of(run), summary_of(run)["status"]) for run in run_dirs(tmp_path)]
+    assert len(found) == 3
+    failed = [rate for rate, status in found if status == "failed"]
+    assert set(failed) == {7}
+    assert f"trainkit | failed runs: {len(failed)}\n" in capsys.readouterr().out
+    if "0.001" in rates:
+        assert {rate for rate, _ in found} == {0.001, 7, 8}
+        (results,) = tmp_path.rglob("optimization_results.yaml")
+        best = yaml.safe_load(results.read_text())
+        assert best["best_params"]["optimizer.lr"] == 0.001
+    assert not list(tmp_path.rglob(".failed"))
 
 
 def rate_of(run: Path) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from tests.cli.lightning_runs import (
@@ -27,7 +29,7 @@ from trainkit import (
     TrainkitError,
 )
 from trainkit.cli.errors import TrainingFailed
-from trainkit.cli.lightning_command import main
+from trainkit.cli.lightning_command import _refuse_absent, main
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +49,39 @@ def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None
     import my_net  # type: ignore[import-not-found]
 
     assert my_net.MyNet.fits == [1]
-    (tmp_path / "config.yaml").unlink()
     assert main(["validate", *args, *quiet()]) == 0
+
+
+def test_no_configuration_in_the_folder_is_written_over(tmp_path: Path) -> None:
+    """There is no logger here that would number the folders."""
+    written(tmp_path / "config.yaml", "trainer: {log_every_n_steps: 7}\n")
+    command = [MODEL, f"--data={USER}.Data", *quiet(max_epochs=1)]
+    assert main(["fit", "--config=config.yaml", *command]) == 0
+    assert main(["validate", *command]) == 0
+    assert main(["fit", *command, "--trainer.log_every_n_steps=3"]) == 0
+    files = sorted(tmp_path.glob("config*"))
+    assert [each.name for each in files] == [
+        "config-v1.yaml", "config-v2.yaml", "config.yaml",
+    ]  # fmt: skip
+    texts = [yaml.safe_load(each.read_text()) for each in files]
+    assert [each["trainer"]["log_every_n_steps"] for each in texts] == [7, 3, 7]
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_checkpoint_that_is_not_there_is_a_mistake(command: str) -> None:
+    words = [MODEL, f"--data={USER}.Data", *quiet(), "--ckpt_path=nothere.ckpt"]
+    with pytest.raises(TrainkitError, match=r"received 'nothere\.ckpt', which does no"):
+        main([command, *words])
+
+
+@pytest.mark.parametrize(
+    "ckpt_path", [None, "last", "best", "hpc", "registry", "registry:a/b", "s3://a/b"]
+)
+def test_what_lightning_finds_by_itself_is_left_to_it(ckpt_path: str | None) -> None:
+    _refuse_absent(ckpt_path)
+    for other in ("best.ckpt", "lastly", "a/last"):
+        with pytest.raises(TrainkitError, match="which does not exist"):
+            _refuse_absent(other)
 
 
 def test_help_is_no_mistake(capsys: Any) -> None:
@@ -135,17 +168,19 @@ def test_an_error_of_the_training_comes_through(monkeypatch: Any) -> None:
         main(["fit", MODEL, f"--data={USER}.Data", *quiet()])
 
 
-@pytest.mark.parametrize(("first", "error"), [(0, TrainkitError), (5, TrainingFailed)])
+@pytest.mark.parametrize("kind", [TrainkitError, MisconfigurationException])
+@pytest.mark.parametrize("first", [0, 5])
 def test_what_training_has_come_to_is_no_mistake_in_the_command(
-    first: int, error: type[Exception], monkeypatch: Any
+    first: int, kind: type[Exception], monkeypatch: Any
 ) -> None:
     """A loss of NaN, before the first step and after the second."""
+    error = TrainingFailed if first else kind
     real = Net.training_step
 
     def breaks(self: Any, batch: Any, batch_idx: int) -> Any:
         loss = real(self, batch, batch_idx)
         if batch_idx >= first and self.current_epoch == 0:
-            raise TrainkitError("loss: not finite")
+            raise kind("loss: not finite")
         return loss
 
     monkeypatch.setattr(Net, "training_step", breaks)
@@ -196,7 +231,6 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
         Net, "on_fit_end", lambda self: ends.append((self.global_step, weights(self)))
     )
     assert fit("--accumulation=PerToken", enable_checkpointing=False) == 0
-    Path("config.yaml").unlink()
     capsys.readouterr()
 
     stopped_at(monkeypatch, num_batches, number)

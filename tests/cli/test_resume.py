@@ -93,6 +93,22 @@ def test_where_it_looks_follows_the_configuration() -> None:
         expand(["ckpt_path=last", "name=other"])
 
 
+def test_a_folder_that_is_given_is_where_it_looks() -> None:
+    made("newer", ["seed=1"], at=300)
+    here = RunFolder("here")
+    here.write_start({}, ["seed=2", "paths.run_dir=here"])
+    here.checkpoints.mkdir()
+    (here.checkpoints / "last.ckpt").write_text("")
+    assert expand(["paths.run_dir=here", "ckpt_path=last"]) == [
+        "seed=2",
+        "paths.run_dir=here",
+        f"hydra.run.dir='{here.path}'",
+        f"ckpt_path='{here.path}/checkpoints/last.ckpt'",
+    ]
+    with pytest.raises(TrainkitError, match=r"no run in outputs\. "):
+        expand(["paths.run_dir=outputs", "ckpt_path=last"])
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -85,7 +85,7 @@ def test_every_file_of_a_group_serves_here(group: str) -> None:
     for path in files:
         needed = ["--lr_scaling.reference_batch=8"] * (
             group == "lr_scaling" and path.stem != "none"
-        )
+        ) + ["--schedule.sizes={0: 2, 5: 4}"] * (path.stem in ("stages", "by_tokens"))
         made = only(make(f"--{group}={path}", *needed), kinds[group])
         assert len(made) == (path.stem != "none"), path
 

@@ -46,6 +46,7 @@ def test_a_run_leaves_its_folder(
     assert names >= {
         "checkpoints", "config.yaml", "metrics.csv", "overrides.yaml", "summary.json",
     }  # fmt: skip
+    assert not any("profile" in name for name in names)
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["max_length"] == 128  # resolved
     assert yaml.safe_load((run / "overrides.yaml").read_text()) == [*SMALL, "seed=3"]
@@ -68,6 +69,19 @@ def test_a_run_leaves_its_folder(
         f"trainkit | written to: {run}",
     ):
         assert text in said, text
+
+
+def test_with_a_schedule_the_effective_batch_is_that_of_the_last_step(
+    tmp_path: Path,
+) -> None:
+    stages = ["schedule=stages", "schedule.sizes={0:1,2:4}", "schedule.unit=step"]
+    assert train(*stages, "trainer.max_steps=3", "trainer.profiler=simple") == 0
+    run = the_run(tmp_path)
+    batch = summary_of(run)["effective_batch"]
+    assert (batch["accumulate"], batch["size"], batch["first_size"]) == (4, 8, 2)
+    assert "run_training_epoch" in (run / "fit-profile.txt").read_text()
+    assert train("ckpt_path=last", "trainer.max_steps=4", small=[]) == 0
+    assert summary_of(run)["effective_batch"] == batch
 
 
 def by_hand(module: LightningModule, **options: Any) -> dict[str, torch.Tensor]:
@@ -199,7 +213,6 @@ def test_a_module_with_its_own_optimizer_refuses_another(
             ["trainer.max_steps=-1", "trainer.max_epochs=-1"],
             "scheduler.total_steps: `auto` needs an end",
         ),
-        (["metric=val/los"], "could not find the monitored key"),
         (["lr_scaling=linear"], "lr_scaling.reference_batch: must be given"),
     ],
 )

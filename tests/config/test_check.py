@@ -149,3 +149,9 @@ def test_what_waits_for_the_training_is_partial(
     with pytest.raises(TrainkitError, match=f"{key}: .* Add _partial_: true beside"):
         check(OmegaConf.create(config), key=key)
     check(OmegaConf.create({**config, "_partial_": True}), key=key)
+
+
+def test_what_must_be_given_is_named_from_the_root() -> None:
+    root = OmegaConf.create({"group": {"parts": [{"size": "???"}]}})
+    with pytest.raises(TrainkitError, match=r"^group\.parts\[0\]\.size: must be giv"):
+        check(root.group, key="group")

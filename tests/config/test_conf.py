@@ -51,6 +51,8 @@ OPEN: dict[tuple[str, str], list[str]] = {
     for group, name in OPTIONS
     if group == "lr_scaling" and name != "none"
 }
+OPEN["schedule", "stages"] = ["schedule.sizes={0: 2, 5: 4}"]
+OPEN["schedule", "by_tokens"] = ["schedule.sizes={0: 2, 9000: 4}"]
 OPEN["optimizer", "none"] = ["scheduler=none"]
 
 
@@ -129,12 +131,24 @@ def test_a_schedule_sets_the_size_of_windows() -> None:
     assert composed("schedule=ramp").trainer.accumulate_grad_batches == 1
 
 
+@pytest.mark.parametrize("option", ["stages", "by_tokens"])
+def test_the_stages_are_those_of_the_command_line(option: str) -> None:
+    """A dict in the file would be merged into: its own stages would stay."""
+    config = composed(f"schedule={option}", "schedule.sizes={0:1,3:2}")
+    assert config.schedule.sizes == {0: 1, 3: 2}
+    check_all(config)
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
         (["accumulation.ignore_index=abc"], "accumulation.ignore_index: must be int"),
         (["+model.width=3"], "model.width: CodeLM has no such argument"),
-        (["lr_scaling=linear"], r"lr_scaling.reference_batch: must be given"),
+        (
+            ["lr_scaling=linear"],
+            r"^lr_scaling\.reference_batch: must be given. Add lr_scaling\.ref",
+        ),
+        (["schedule=stages"], r"^schedule\.sizes: must be given"),
         (["optimizer.lr=fast"], "optimizer.lr: must be"),
         (["+callbacks.monitor.every=3"], "callbacks.monitor.every: WindowMonitor"),
         (["accumulation._target_=os.system"], "allowed package"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,87 @@ def test_end_restart_is_what_the_loop_calls_restarting() -> None:
     each.fit_loop.restarting = True
     _compat.end_restart(each)
     assert not each.fit_loop.restarting
+
+
+@pytest.mark.parametrize(("batch", "within"), [(2, True), (6, False)])
+def test_is_within_epoch_tells_where_a_run_goes_on(
+    batch: int, within: bool, tmp_path: Path
+) -> None:
+    seen: list[bool] = []
+
+    def saves(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == batch:
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    def begins(trainer: Any, module: Any) -> None:
+        seen.append(_compat.is_within_epoch(trainer))
+
+    hook = "on_train_batch_end" if within else "on_train_end"
+    fit(TokenModule(), looking(on_train_start=begins, **{hook: saves}))
+    each = trainer(callbacks=[looking(on_train_start=begins)], max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the loader cannot resume
+        each.fit(TokenModule(), DATA, ckpt_path=tmp_path / "last.ckpt")
+    assert seen == [False, within]
+
+
+@pytest.mark.parametrize(("least", "ending"), [({}, True), ({"min_epochs": 2}, False)])
+def test_is_ending_tells_whether_a_stop_ends_it_now(
+    least: dict[str, int], ending: bool
+) -> None:
+    seen: list[bool] = []
+
+    def ends(trainer: Any, *args: Any) -> None:
+        seen.append(_compat.is_ending(trainer))
+        trainer.should_stop = True
+        seen.append(_compat.is_ending(trainer))
+
+    fit(TokenModule(), looking(on_train_batch_end=ends), max_epochs=2, **least)
+    assert seen[:2] == [False, ending]
+    assert len(seen) == (2 if ending else 24)
+
+
+def test_end_validation_gives_the_modes_back() -> None:
+    seen: list[list[bool]] = []
+
+    def modes(module: Any) -> list[bool]:
+        return [part.training for part in module.modules()]
+
+    def begins(trainer: Any, module: Any) -> None:
+        module.net.eval()  # on purpose
+        seen.append(modes(module))
+
+    def ends(trainer: Any, module: Any) -> None:
+        _compat.end_validation(trainer)
+        seen.append(modes(module))
+
+    looks = looking(on_train_start=begins, on_validation_end=ends)
+    fit(Validated(), looks, num_sanity_val_steps=0)
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == 2
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_reads_ahead_is_what_the_fetcher_does(ahead: bool) -> None:
+    """The control: how many batches have been read when the first is trained on."""
+    count, seen = [0], []
+
+    class Read:
+        def __iter__(self) -> Any:
+            for batch in DATA:
+                count[0] += 1
+                yield batch
+
+    class Counted(Read):
+        def __len__(self) -> int:
+            return len(DATA)
+
+    def starts(trainer: Any, *args: Any) -> None:
+        seen.append((_compat.reads_ahead(trainer), count[0]))
+
+    each = trainer(callbacks=[looking(on_train_batch_start=starts)], max_epochs=1)
+    each.fit(TokenModule(), Read() if ahead else Counted())
+    assert seen[0] == (ahead, 1 + ahead)
 
 
 @pytest.mark.parametrize(("leaves", "first"), [(True, (1, 0)), (False, (1, 6))])

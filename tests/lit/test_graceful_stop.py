@@ -74,7 +74,7 @@ def test_signal_saves_and_says_how_it_ended(
     assert caught.value.code == status
     assert stop.stopped_by is number
     assert stop.checkpoint_path == str(tmp_path / "last.ckpt")
-    assert "since the loader has no load_state_dict" in stop.caveat
+    assert "since it has no load_state_dict" in stop.caveat
     assert steps_in(stop.checkpoint_path) == 3
     assert f"{number.name}: stopping after this step" in capfd.readouterr().err
 

@@ -98,6 +98,7 @@ def test_measured_curve_equals_the_running_mean_of_eight_windows(capsys: Any) ->
     assert len(lines) == 2
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
 @pytest.mark.parametrize("after", [16, 18])
 def test_measured_run_resumed_later_keeps_its_measure(
     tmp_path: Path, after: int
@@ -109,6 +110,7 @@ def test_measured_run_resumed_later_keeps_its_measure(
     assert scaling.k == pytest.approx(means(10)[-1])
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
 @pytest.mark.parametrize("after", [1, 2, 5, 10])
 def test_measured_run_resumed_early_is_scaled_once(tmp_path: Path, after: int) -> None:
     """And saved again before its first window has closed."""

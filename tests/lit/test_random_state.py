@@ -73,7 +73,7 @@ def test_checkpoint_without_states_changes_nothing() -> None:
 
 def test_metric_objects_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
     each = EpochSums()
-    each._before = {"training_step.accuracy": None}
+    each._before = {"training_step.accuracy": [None]}
     monkeypatch.setattr(
         "trainkit.lit._compat.restore_callback_metrics", lambda *args: None
     )
@@ -86,7 +86,7 @@ def test_sum_that_is_not_logged_again_is_spoken_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     each = EpochSums()
-    each._before = {"training_step.x": {"value": torch.tensor(1.0)}}
+    each._before = {"training_step.x": [{"value": torch.tensor(1.0)}]}
     monkeypatch.setattr("trainkit.lit._compat.epoch_sums", lambda trainer: {})
     with pytest.warns(UserWarning, match="training_step.x was logged before the run"):
         each.on_train_epoch_end(FakeTrainer(), None)

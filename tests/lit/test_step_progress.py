@@ -18,6 +18,7 @@ from trainkit import (
     StepProgress,
     TrainkitError,
 )
+from trainkit.core.reading import LateReading
 
 
 class Net(LightningModule):
@@ -35,7 +36,12 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.25)
 
 
-def fit(*callbacks: Any, accumulate: int = 2, **options: Any) -> None:
+def fit(
+    *callbacks: Any,
+    accumulate: int = 2,
+    module: LightningModule | None = None,
+    **options: Any,
+) -> None:
     data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
     with quiet_lightning():
         trainer(
@@ -45,7 +51,7 @@ def fit(*callbacks: Any, accumulate: int = 2, **options: Any) -> None:
             enable_progress_bar=True,
             num_sanity_val_steps=0,
             **options,
-        ).fit(Net(), data, data)
+        ).fit(module or Net(), data, data)
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -64,6 +70,28 @@ def test_without_a_terminal_it_says_a_line_now_and_then(
         "trainkit | step 4 of 4: loss 3",
         "trainkit | step 4 of 4: loss 3, val/loss 0.125",
     ]
+
+
+class Quiet(Net):
+    """Shows nothing by itself."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        pass
+
+
+def test_after_validation_the_loss_is_known_whatever_the_module_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(StepProgress(every_n_steps=50), module=Quiet())
+    assert lines(capsys) == ["trainkit | step 4 of 4: loss 3"]
+
+
+def test_the_first_number_of_a_line_is_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LateReading, "arrived", False)  # as on a busy GPU
+    fit(StepProgress(every_n_steps=2), module=Quiet())
+    assert lines(capsys)[0] == "trainkit | step 2 of 4: loss 3"
 
 
 class TwoOptimizers(Net):

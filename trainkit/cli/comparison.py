@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -16,18 +17,32 @@ from trainkit.cli.run_folder import RunFolder
 from trainkit.cli.words import key_of
 from trainkit.config.redact import redact_file
 
+_FAILED = ".failed"
+"""Left in the folder of a run that failed, maybe in another process, until the end."""
+
 
 class Comparison(Callback):
     """Prints the table when all runs of a multirun have ended, wherever they ran."""
 
     under_way: ClassVar[DictConfig | None] = None
+    num_failed: ClassVar[int] = 0
+    """Of the last multirun: a sweeper may go on past failed runs, and say no more."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = config
+        for path in _failures(config):  # of a multirun that was killed
+            path.unlink()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode is RunMode.MULTIRUN:
             _redact(config)  # before anything takes its time, and may be killed
+
+    def on_job_end(
+        self, config: DictConfig, job_return: JobReturn, **kwargs: Any
+    ) -> None:
+        is_one_of_many = config.hydra.mode is RunMode.MULTIRUN
+        if is_one_of_many and job_return.status is JobStatus.FAILED:
+            Path(config.hydra.runtime.output_dir, _FAILED).touch()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = None
@@ -39,6 +54,7 @@ def compared_even_if_some_fail() -> Iterator[None]:
     """The table also where Hydra does not come to the end of a multirun, because one of
     its runs has failed or it was interrupted."""
     Comparison.under_way = None
+    Comparison.num_failed = 0
     try:
         yield
     finally:
@@ -47,13 +63,28 @@ def compared_even_if_some_fail() -> Iterator[None]:
             Comparison.under_way = None
 
 
+def some_failed() -> bool:
+    """Whether a run of the multirun under way has failed."""
+    return Comparison.under_way is not None and bool(_failures(Comparison.under_way))
+
+
+def _failures(config: DictConfig) -> list[Path]:
+    return list(Path(config.hydra.sweep.dir).rglob(_FAILED))
+
+
 def _show(config: DictConfig) -> None:
     _redact(config)
+    failures = _failures(config)
+    Comparison.num_failed = len(failures)
+    for path in failures:
+        path.unlink()
     where = Path(config.hydra.sweep.dir)
     runs = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
     if runs:
         print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
         print(f"trainkit | all runs: {where.absolute()}", flush=True)
+    if failures:
+        print(f"trainkit | failed runs: {len(failures)}", flush=True)
 
 
 def _redact(config: DictConfig) -> None:

@@ -28,12 +28,12 @@ class TrainingFailed(Exception):
 
     @classmethod
     def by(cls, error: Exception) -> TrainingFailed:
-        """With the traceback, but for what trainkit itself has refused."""
+        """With the traceback, but for what was refused."""
         lines = traceback.format_exception(error)
-        if not isinstance(error, TrainkitError):
+        if not is_mistake(error):
             return cls("".join(lines))
         shown = lines if os.environ.get(TRACEBACK) == "1" else []
-        return cls("".join(shown) + f"trainkit: {error}")
+        return cls("".join(shown) + f"trainkit: {readable(error)}")
 
 
 class Interrupted(SystemExit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import signal
@@ -12,11 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli import summary
 from trainkit.cli.beginning import Beginning, does_not_fit, was_restoring
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.finished import why_no_more
 from trainkit.cli.only_one import only_one
 from trainkit.cli.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.run_folder import RunFolder
@@ -25,7 +28,6 @@ from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
-from trainkit.errors import TrainkitError
 from trainkit.lit.epoch_sums import EpochSums
 from trainkit.lit.graceful_stop import GracefulStop
 from trainkit.lit.metric_rows import MetricRows
@@ -49,6 +51,7 @@ def run(config: DictConfig) -> float | None:
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
     trainer.callbacks.append(beginning)
+    _keep_profile(trainer, folder)
     with _held_by_first_rank(trainer, folder):
         if trainer.is_global_zero:
             beginning.write_if_new()
@@ -59,6 +62,14 @@ def run(config: DictConfig) -> float | None:
     if stop.stopped_by is not None:
         _leave(stop, folder, training.trainer.is_global_zero)
     return _metric(training, config.metric)
+
+
+def _keep_profile(trainer: Any, folder: RunFolder) -> None:
+    """In a file: without one Lightning shows it by the logger that is made quiet."""
+    profiler = trainer.profiler
+    if profiler.filename is None and not isinstance(profiler, PassThroughProfiler):
+        profiler.filename = "profile"
+        profiler.dirpath = profiler.dirpath or folder.path
 
 
 def _held_by_first_rank(
@@ -89,24 +100,17 @@ def _fit_and_tell(
         status = "interrupted"
     finally:
         folder = beginning.folder
+        trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
-        if training.trainer.is_global_zero and not beginning.has_come:
-            _say_if_finished(status, facts["steps"])
-        elif training.trainer.is_global_zero:
+        if trainer.is_global_zero and not beginning.has_come:
+            if status == "finished":
+                why = why_no_more(trainer, config.ckpt_path)
+                print(f"trainkit | training: {why}", flush=True)
+        elif trainer.is_global_zero:
             folder.write_summary(facts)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
-
-
-def _say_if_finished(status: str, steps: int) -> None:
-    if status == "finished":
-        print(
-            f"trainkit | training: it had finished already, after {steps:,} optimizer "
-            f"steps; for more of them: trainkit train ckpt_path=last "
-            f"trainer.max_steps={2 * steps}",
-            flush=True,
-        )
 
 
 def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
@@ -115,9 +119,9 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
     except Exception as error:
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit(ckpt_path, error) from error
-        # What trainkit refuses later is what training has come to: a loss of NaN, say.
+        # What is refused later is what training has come to: a loss of NaN, say.
         had_begun = beginning.has_come and training.trainer.global_step > 0
-        if is_mistake(error) and not (had_begun and isinstance(error, TrainkitError)):
+        if is_mistake(error) and not had_begun:
             raise
         raise TrainingFailed.by(error) from error
 
@@ -153,7 +157,9 @@ def _metric(training: Training, name: str | None) -> float | None:
     if name not in found:
         print(f"trainkit | {name}: was not logged, so there is no metric to compare by")
         return None
-    return float(found[name])
+    value = float(found[name])
+    # Optuna's sweeper takes None for a failed trial, and dies of NaN.
+    return None if math.isnan(value) else value
 
 
 def _quieten() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from trainkit.cli.errors import TrainingFailed
+from trainkit.cli.errors import TrainingFailed, is_mistake
 from trainkit.cli.lightning_cli import TrainkitCLI
 from trainkit.cli.words import find_modules_here
 from trainkit.config.redact import redact_file
@@ -27,13 +29,25 @@ _EVERY_RUN_HAS = (EpochSums, MetricRows, RandomState, GracefulStop)
 `ModelCheckpoint` that Lightning adds where no other is configured."""
 
 
+_FOUND_BY_LIGHTNING = re.compile(r"(best|last|hpc)$|registry\b|\w+:/")
+"""What `--ckpt_path` may be beside a path: a word of Lightning's, or a URL."""
+
+
 class RedactedConfig(SaveConfigCallback):
-    """Lightning's `config.yaml` of a run, without secrets."""
+    """The configuration of a `fit` in its folder, without secrets.
+
+    Where no logger numbers the folders there may be one of an earlier run, or a file
+    that was given with `--config`: it stays, and `config-v1.yaml` is written, as
+    Lightning names checkpoints.
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
+        if stage != "fit" or self.already_saved:
+            return
         folder = trainer.log_dir  # which all ranks are asked for
-        path = Path(folder or ".", self.config_filename)
+        path = _unused(Path(folder or ".", self.config_filename))
+        self.config_filename = path.name
+        super().setup(trainer, pl_module, stage)
         if self.save_to_log_dir and trainer.is_global_zero and path.is_file():
             redact_file(path)
 
@@ -49,17 +63,16 @@ def main(argv: list[str]) -> int:
 
     Raises:
         TrainkitError: a mistake in what was asked.
-        TrainingFailed: what trainkit refused when training had begun.
+        TrainingFailed: what was refused when training had begun.
     """
     find_modules_here()
     trainers: list[Trainer] = []
 
     class Command(TrainkitCLI):
+        def before_instantiate_classes(self) -> None:
+            _refuse_absent(self.config[str(self.subcommand)].get("ckpt_path"))
+
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-            if self.config[str(self.subcommand)].get("ckpt_path"):
-                # Where no logger numbers its folders, that of the run which goes on
-                # has one, and Lightning would refuse to begin.
-                self.save_config_kwargs = {**self.save_config_kwargs, "overwrite": True}
             trainers.append(super().instantiate_trainer(**kwargs))
             _add_what_every_run_has(trainers[0])
             return trainers[0]
@@ -73,13 +86,31 @@ def main(argv: list[str]) -> int:
         )
     except ArgumentError as error:
         raise TrainkitError(str(error)) from error
-    except TrainkitError as error:
-        if trainers and trainers[0].global_step > 0:  # not what was asked, but come to
+    except Exception as error:
+        had_begun = bool(trainers) and trainers[0].global_step > 0
+        if had_begun and is_mistake(error):  # not in what was asked, but come to
             raise TrainingFailed.by(error) from error
         raise
     except SystemExit as end:
         return _status(end, trainers)
     return 0
+
+
+def _refuse_absent(ckpt_path: Any) -> None:
+    if ckpt_path is None or _FOUND_BY_LIGHTNING.match(str(ckpt_path)):
+        return
+    if not Path(ckpt_path).expanduser().exists():
+        raise TrainkitError(
+            f"ckpt_path: must be a checkpoint, a URL of one, or last, best or hpc, "
+            f"received {str(ckpt_path)!r}, which does not exist. Leave it out to begin "
+            f"anew."
+        )
+
+
+def _unused(path: Path) -> Path:
+    """The path, or with the least `-v1`, `-v2`, ... under which nothing stands."""
+    others = (path.with_stem(f"{path.stem}-v{n}") for n in count(1))
+    return next(each for each in chain([path], others) if not each.exists())
 
 
 def _add_what_every_run_has(trainer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from trainkit.cli import wandb_id
 from trainkit.cli.composition import Composition
@@ -55,7 +56,7 @@ def as_trial(argv: list[str]) -> list[str]:
     settled = {KEY, "paths.run_dir", "hydra.run.dir"} & {key_of(word) for word in argv}
     if "WANDB_SWEEP_ID" not in os.environ or run_id is None or settled:
         return argv
-    for path in Path(_output_dir(argv)).rglob(wandb_id.FILE):
+    for path in Path(_paths(argv).output_dir).rglob(wandb_id.FILE):
         checkpoint = RunFolder(path.parent).newest_checkpoint()
         if checkpoint is not None and wandb_id.remembered(str(path.parent)) == run_id:
             print(f"trainkit | {run_id}: goes on from {checkpoint}", flush=True)
@@ -83,9 +84,13 @@ def _known_now(word: str, saved: list[str]) -> str:
 
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
-    """The run under this configuration's output_dir that was started last."""
-    where = Path(_output_dir(argv))
-    found = [RunFolder(path.parent) for path in where.rglob(RunFolder.OVERRIDES)]
+    """The run that was started last: under this configuration's output_dir, or in the
+    folder that is given for it."""
+    paths = _paths(argv)
+    is_given = any(key_of(word) == "paths.run_dir" for word in argv)
+    where = Path(paths.run_dir if is_given else paths.output_dir)
+    files = (where.glob if is_given else where.rglob)(RunFolder.OVERRIDES)
+    found = [RunFolder(path.parent) for path in files]
     runs = [run for run in found if not _came_to_nothing(run)]
     if not runs:
         raise TrainkitError(
@@ -116,7 +121,7 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
     return None, path
 
 
-def _output_dir(argv: list[str]) -> str:
+def _paths(argv: list[str]) -> Any:
     # Only what settles where runs are: a word may be about what the run had added.
     settle = ("name", "paths", "experiment")
     words = [
@@ -126,4 +131,4 @@ def _output_dir(argv: list[str]) -> str:
         or key_of(word).partition(".")[0] in settle
         or key_of(word) == SEARCH_PATH
     ]
-    return Composition(words).config.paths.output_dir
+    return Composition(words).config.paths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from trainkit.cli.finished import counted_steps
 from trainkit.cli.run_folder import RunFolder
 from trainkit.config.build import Training
 from trainkit.core.effective import brief
@@ -38,7 +40,7 @@ def collect(
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "windows": {name: _number(fact) for name, fact in windows.facts().items()},
-        "effective_batch": _effective_batch(trainer),
+        "effective_batch": _effective_batch(trainer, windows.sizes),
         "learning_rates": _learning_rates(trainer),
         "plain_accumulation": _plain(trainer),
         "run_dir": str(folder.path),
@@ -59,7 +61,7 @@ def show(facts: dict[str, Any], folder: RunFolder) -> None:
 def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
     """The lines of that table."""
     found = [
-        ("training", f"{facts['status']} after {facts['steps']:,} optimizer steps"),
+        ("training", f"{facts['status']} after {counted_steps(facts['steps'])}"),
         *_window_rows(facts["windows"]),
     ]
     for name, value in facts["metrics"].items():
@@ -125,17 +127,23 @@ def _contents(folder: RunFolder) -> list[str]:
     )
 
 
-def _effective_batch(trainer: Any) -> dict[str, Any] | None:
+def _effective_batch(
+    trainer: Any, sizes: tuple[int, int] | None
+) -> dict[str, Any] | None:
+    """That of the last step; a schedule may have begun with another."""
     if trainer.train_dataloader is None:
         return None  # it ended before there were data
+    first, last = sizes or (None, None)
     for unit in ("samples", "tokens"):
-        found = find_effective_batch(trainer, unit=unit)
+        found = find_effective_batch(trainer, unit=unit, accumulate=last)
         if found is not None:
+            begun = found if first is None else replace(found, accumulate=first)
             return {
                 "micro_batch": found.micro_batch,
                 "accumulate": int(found.accumulate),
                 "replicas": found.replicas,
                 "size": found.size,
+                "first_size": begun.size,
                 "unit": found.unit,
             }
     return None

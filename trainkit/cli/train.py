@@ -15,7 +15,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainkit.cli import resume
-from trainkit.cli.comparison import compared_even_if_some_fail
+from trainkit.cli.comparison import (
+    Comparison,
+    compared_even_if_some_fail,
+    some_failed,
+)
 from trainkit.cli.errors import is_mistake
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.words import find_modules_here, key_of, options_first
@@ -58,8 +62,10 @@ def main(argv: list[str]) -> int:
         except (OSError, ValueError) as error:
             if is_mistake(error) or _is_of_a_job(error):
                 raise
+            if some_failed():  # Optuna, where there is no trial to be the best
+                return 1
             raise TrainkitError(_of_hydra_itself(error)) from error
-    return 0
+    return 1 if Comparison.num_failed else 0
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
@@ -91,6 +97,11 @@ def _is_of_a_job(error: Exception) -> bool:
 
 def _of_hydra_itself(error: Exception) -> str:
     """Hydra composes a configuration and makes the folder; both may fail bare."""
+    if "No trials are completed" in str(error):  # Optuna's words
+        return (
+            "metric: no trial has logged it as a number, so none is the best. Choose "
+            "one that they log, as the columns of metrics.csv: metric=val/loss."
+        )
     if isinstance(error, OSError):
         if str(error.filename).endswith(".yaml"):
             return f"configuration: {error}"

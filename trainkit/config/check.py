@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -87,17 +87,26 @@ def check(config: Any, *, key: str, given: tuple[str, ...] = ()) -> None:
         for index in range(len(config)):
             check(config[index], key=f"{key}[{index}]")
         return
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
+    for missing in _missing(config, key):
         raise TrainkitError(
-            f"{key}.{missing[0]}: must be given. Add {key}.{missing[0]}=... to the "
-            f"command line."
+            f"{missing}: must be given. Add {missing}=... to the command line."
         )
     if TARGET in config:
         target = locate(config[TARGET], key=f"{key}.{TARGET}")
         check_arguments(target, config, key=key, given=given)
     for name in config:
         check(config[name], key=f"{key}.{name}")
+
+
+def _missing(config: Any, key: str) -> Iterator[str]:
+    """Where `???` stands. OmegaConf's own `missing_keys` names a node within another
+    one from the root."""
+    for name in range(len(config)) if OmegaConf.is_list(config) else config:
+        inner = f"{key}[{name}]" if OmegaConf.is_list(config) else f"{key}.{name}"
+        if OmegaConf.is_missing(config, name):
+            yield inner
+        elif OmegaConf.is_config(config[name]):
+            yield from _missing(config[name], inner)
 
 
 def check_arguments(

@@ -153,6 +153,6 @@ def _takes_no_other_order(options: dict[str, Any]) -> bool:
 def _refuse_change(name: str, saved: Any, now: Any) -> None:
     raise TrainkitError(
         f"ResumableLoader {name}: must stay as it was within an epoch, was {saved} "
-        f"when the checkpoint was written and is {now} now. Set it back, or resume "
-        f"from a checkpoint of an epoch's end."
+        f"when the checkpoint was written and is {now} now. Set it back, or begin a "
+        f"run of its own (from weights alone, or a checkpoint of an epoch's end)."
     )

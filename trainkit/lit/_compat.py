@@ -194,6 +194,35 @@ def restore_loaders(trainer: Any) -> None:
         iter(loop._data_fetcher)
 
 
+def go_on_exactly(trainer: Any) -> None:
+    """What a resumed run needs before its first batch; nothing where a run begins."""
+    restore_loaders(trainer)
+    leave_ended_epoch(trainer)
+
+
+def is_within_epoch(trainer: Any) -> bool:
+    """Whether a run goes on within an epoch; to be called in `on_train_start`."""
+    return bool(trainer.fit_loop.restarted_mid_epoch)
+
+
+def reads_ahead(trainer: Any) -> bool:
+    """Whether Lightning has a batch read before it asks for it: of loaders without a
+    length, to know which batch is the last. Their state is then ahead as well."""
+    return trainer.fit_loop._data_fetcher.length is None
+
+
+def is_ending(trainer: Any) -> bool:
+    """Whether `trainer.should_stop` ends the training after this batch: it does not
+    while `min_steps` or `min_epochs` is not reached."""
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+
+
+def end_validation(trainer: Any) -> None:
+    """Put the module's parts back in the modes in which they train, as Lightning does
+    after a validation."""
+    trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
+
+
 def end_restart(trainer: Any) -> None:
     """Lightning takes a resumed epoch for one that restarts until it ends, and then
     leaves out the schedulers that go by a metric (`_FitLoop.on_advance_end`)."""

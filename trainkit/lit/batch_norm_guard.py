@@ -31,6 +31,9 @@ from trainkit.lit.callback import window_ends
 from trainkit.lit.effective import longest_window, micro_batch_of, window_size
 from trainkit.lit.plan import Row
 
+KEY = "trainkit_batch_norm"
+"""The entry in a checkpoint."""
+
 
 class BatchNormGuard(OrderedCallback):
     """Deals with BatchNorm, whose statistics no accumulation can make the big batch's.
@@ -240,6 +243,12 @@ class BatchNormGuard(OrderedCallback):
     ) -> None:
         if self._is_training and not trainer.interrupted:
             self._policy.save(trainer, pl_module, checkpoint)
+        checkpoint[KEY] = self._policy.state_dict()
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._policy.load_state_dict(checkpoint.get(KEY, {}))
 
     # ---- afterwards ------------------------------------------------------------------
 

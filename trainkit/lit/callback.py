@@ -19,11 +19,12 @@ from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit import checkpoint as checkpoints
 from trainkit.lit import refusals
-from trainkit.lit._compat import restore_loaders, scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.base import Stopped, WindowOwner
 from trainkit.lit.effective import loader_size, plan_of_windows
 from trainkit.lit.first_windows import FirstWindows
 from trainkit.lit.plan import Row
+from trainkit.lit.resuming import begin_batch, go_on
 from trainkit.lit.steps import StepWatch
 
 
@@ -111,7 +112,7 @@ class WindowCallback(WindowOwner):
         self.take_place(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        restore_loaders(trainer)
+        go_on(trainer, pl_module)
         scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
         self._scaler = scaler
         refusals.refuse_closures_that_repeat(trainer, num_expected)
@@ -161,6 +162,7 @@ class WindowCallback(WindowOwner):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
+        begin_batch(trainer, pl_module)
         self._num_closed, self._batch_idx = 0, batch_idx
         if not self.accumulators:
             return

@@ -8,7 +8,12 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 
-from trainkit.lit._compat import follows_validation, steps_by_metric
+from trainkit.lit._compat import (
+    end_restart,
+    follows_validation,
+    go_on_exactly,
+    steps_by_metric,
+)
 
 
 class AtCleanMoments(Callback):
@@ -31,6 +36,14 @@ class AtCleanMoments(Callback):
     @abstractmethod
     def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
         """Save, stop, or do nothing."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        go_on_exactly(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        end_restart(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._has_been = False

@@ -39,7 +39,11 @@ def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBa
 
 
 def find_effective_batch(
-    trainer: Any, *, unit: Unit, micro_batch: float | None = None
+    trainer: Any,
+    *,
+    unit: Unit,
+    micro_batch: float | None = None,
+    accumulate: int | None = None,
 ) -> EffectiveBatch | None:
     """The same, or None where it is not known yet.
 
@@ -47,6 +51,7 @@ def find_effective_batch(
         trainer: in `fit`.
         unit: what to count.
         micro_batch: what a micro-batch holds, where the user has said it.
+        accumulate: how many of them a step took; default: as windows are now.
     """
     loader = train_loader(trainer)
     measured = 0
@@ -58,7 +63,7 @@ def find_effective_batch(
         return None
     return EffectiveBatch(
         micro_batch=micro_batch,
-        accumulate=longest_window(trainer),
+        accumulate=longest_window(trainer) if accumulate is None else accumulate,
         replicas=num_replicas(trainer),
         unit=unit,
         windows_measured=measured,

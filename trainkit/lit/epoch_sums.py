@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from trainkit.lit import _compat
-from trainkit.lit.per_rank import gather, own
+from trainkit.lit.per_rank import gather, own, shares
 
 KEY = "trainkit_epoch_sums"
 """The entry in a checkpoint."""
@@ -18,21 +18,22 @@ class EpochSums(Callback):
     """Saves what `self.log(..., on_epoch=True)` has added up in `training_step`.
 
     Lightning's checkpoints leave that out: after a resume within an epoch, its mean is
-    that of the rest. Here it goes on, each rank's own. `trainer.callback_metrics` comes
+    that of the rest. Here it goes on, each rank's own, and on fewer ranks also those of
+    ranks that are no more. `trainer.callback_metrics` comes
     back too, by which schedulers and early stopping go. What a `torchmetrics` object
     has seen is not saved, and this is said.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: dict[str, Any] = {}
+        self._before: dict[str, list[Any]] = {}
         self._metrics: dict[str, Any] = {}
 
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         mine = {
-            key: _compat.sum_state(result)
+            key: [_compat.sum_state(result)]
             for key, result in _compat.epoch_sums(trainer).items()
         }
         # What has not been logged again since the resume still waits.
@@ -47,18 +48,22 @@ class EpochSums(Callback):
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         self._before, self._metrics = {}, {}
-        state = own(trainer, checkpoint.get(KEY, []))
-        if trainer.state.fn != "fit" or state is None:
+        states = checkpoint.get(KEY, [])
+        if trainer.state.fn != "fit":
             return
-        self._metrics = state["metrics"]
-        if _compat.batches_into_epoch(checkpoint):
-            self._before = state["sums"]
+        mine = own(trainer, states)
+        self._metrics = {} if mine is None else mine["metrics"]
+        if not _compat.batches_into_epoch(checkpoint):
+            return
+        for state in shares(trainer, states):
+            for key, sums in state["sums"].items():
+                self._before.setdefault(key, []).extend(sums)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Not before: Lightning clears them on its way here.
         _compat.restore_callback_metrics(trainer, self._metrics)
         self._metrics = {}
-        objects = sorted(key for key, each in self._before.items() if each is None)
+        objects = sorted(key for key, sums in self._before.items() if None in sums)
         for key in objects:
             del self._before[key]
         if objects:
@@ -90,4 +95,5 @@ class EpochSums(Callback):
             return
         for key, result in _compat.epoch_sums(trainer).items():
             if key in self._before:
-                _compat.add_sum_state(result, self._before.pop(key))
+                for state in self._before.pop(key):
+                    _compat.add_sum_state(result, state)

@@ -9,9 +9,10 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from trainkit.lit._compat import end_validation, is_ending
 from trainkit.lit.base import Stopped
 from trainkit.lit.clean_moments import AtCleanMoments, put_in_order
-from trainkit.lit.refusals import loaders_can_resume
+from trainkit.lit.refusals import why_data_differ
 from trainkit.lit.run_checkpoint import RunCheckpoint, save_whole
 from trainkit.lit.stop_request import StopRequest
 
@@ -66,6 +67,7 @@ class GracefulStop(AtCleanMoments):
         self._request.listen()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
         if trainer.received_sigterm and not self._request.heard:
             self._request.heard = signal.SIGTERM  # Lightning has heard it before us
         self._request.listen()
@@ -84,7 +86,8 @@ class GracefulStop(AtCleanMoments):
     def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size == 1:
             self._request.look(trainer)  # it may have come in a validation
-        if self._request.agreed:
+        # What ends by itself is not to be gone on with.
+        if self._request.agreed and not is_ending(trainer):
             self._save(trainer)
             self._stop(trainer)
 
@@ -138,14 +141,13 @@ class GracefulStop(AtCleanMoments):
         else:
             save_whole(trainer, path)
         self._has_saved = True
-        if not loaders_can_resume(trainer):
-            self.caveat = (
-                " (with other data than the rest of this epoch, since the loader has "
-                "no load_state_dict; ResumableLoader has)"
-            )
+        if why := why_data_differ(trainer):
+            self.caveat = f" (with other data than the rest of this epoch: {why})"
 
     def _stop(self, trainer: Any) -> None:
         self._note(trainer, self._request.agreed)
+        if trainer.state.fn == "fit" and trainer.validating:
+            end_validation(trainer)  # the module may be trained on in this process
         # Where Lightning has started the ranks, it kills the first one when another has
         # ended otherwise than with 0; if all stop together it has the word.
         is_together = trainer.state.fn == "fit" and not trainer.is_global_zero

@@ -20,6 +20,9 @@ class MetricRows(Callback):
     still to come, and a run that is killed in between loses nothing (but what the
     module itself logs in `on_train_batch_end`, which nobody knows yet).
 
+    Whatever else was logged after the checkpoint is cut off as well, such as the row of
+    a `trainer.test()` between two trainings: give tests a logger of their own.
+
     A training that is not resumed, in a folder where another has written, sets that
     one's file aside as `metrics.1.csv`.
     """

@@ -21,6 +21,13 @@ def gather(trainer: Any, value: Any) -> list[Any]:
     return values
 
 
+def shares(trainer: Any, values: list[Any]) -> list[Any]:
+    """The values that fall to this rank: its own, and in turn those of ranks that are
+    no more."""
+    mine = values[trainer.global_rank :: trainer.world_size]
+    return [each for each in mine if each is not None]
+
+
 def own(trainer: Any, values: list[Any]) -> Any:
     """This rank's value, or None where the checkpoint holds none for it."""
     rank = trainer.global_rank

@@ -16,7 +16,12 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Uniform
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import averages_models, num_batches_seen, unwrapped
+from trainkit.lit._compat import (
+    averages_models,
+    num_batches_seen,
+    reads_ahead,
+    unwrapped,
+)
 from trainkit.lit.base import has_callback
 
 PATIENCE = timedelta(minutes=5)
@@ -192,19 +197,30 @@ def announce_loader_that_starts_again(
     trainer: Any, accumulators: Mapping[int, Accumulator]
 ) -> None:
     is_open = any(a.is_open for a in accumulators.values())
-    if is_open and not loaders_can_resume(trainer):
+    why = why_data_differ(trainer)
+    if is_open and why:
         warnings.warn(
-            "checkpoint: it was taken inside a window, and the train_dataloader starts "
-            "again at its first batch, since it has no load_state_dict: the rest of "
-            "the window is not what was left of it. Use a loader that can resume.",
+            f"checkpoint: it was taken inside a window, and {why}. The rest of the "
+            f"window is not what was left of it.",
             stacklevel=2,
         )
 
 
-def loaders_can_resume(trainer: Any) -> bool:
-    """Whether all of the training loaders go on within an epoch."""
+def why_data_differ(trainer: Any) -> str:
+    """How a run that goes on within an epoch reads other rows than those that were
+    left, and why; empty where it is exact."""
     loaders = _flattened(trainer.train_dataloader)
-    return all(hasattr(each, "load_state_dict") for each in loaders)
+    if not all(hasattr(each, "load_state_dict") for each in loaders):
+        return (
+            "the train_dataloader starts again at its first batch, since it has no "
+            "load_state_dict; ResumableLoader has"
+        )
+    if reads_ahead(trainer):
+        return (
+            "the train_dataloader leaves a batch out, since it has no length, and "
+            "Lightning reads such a one a batch ahead; give it a __len__"
+        )
+    return ""
 
 
 def announce_finders(trainer: Any) -> None:

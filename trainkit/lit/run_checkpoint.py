@@ -11,7 +11,7 @@ from weakref import proxy
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import end_restart, leave_ended_epoch, restore_loaders
+from trainkit.lit._compat import is_ending
 from trainkit.lit.clean_moments import AtCleanMoments, put_in_order
 
 
@@ -72,15 +72,13 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        restore_loaders(trainer)
-        leave_ended_epoch(trainer)
         self._saved_step = trainer.global_step
         self._saved_batch = trainer.fit_loop.total_batch_idx
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        end_restart(trainer)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._step_before = trainer.global_step
 
     def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
@@ -92,7 +90,9 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         is_between = step > self._step_before or not can_wait
         if over > 0 or (over == 0 and is_between):
             self.save(trainer)
-        elif step == trainer.max_steps:  # from here it goes on, should that be raised
+        elif step == trainer.max_steps or is_ending(trainer):
+            # From here it goes on, should the limit be raised; not from the epoch's
+            # end, which comes next and leaves the rest of the epoch out.
             self.save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

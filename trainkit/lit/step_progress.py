@@ -91,6 +91,7 @@ class StepProgress(ProgressBar):
             return
         for name, value in trainer.progress_bar_metrics.items():
             self._shown[name] = f"{value:.4g}"
+        self._look(trainer)
         if self._bar is not None:
             self._draw(self._last_step)
         elif trainer.state.fn == "fit":
@@ -118,7 +119,9 @@ class StepProgress(ProgressBar):
         stats = None if windows is None else windows.windows.get(0)
         if self._loss is None and stats is not None:
             self._loss = LateReading(stats.loss.reshape(1))
-        if self._loss is not None and self._loss.arrived:
+        # A line's first number is waited for: it would have none for many steps.
+        is_needed = self._bar is None and not self._shown
+        if self._loss is not None and (is_needed or self._loss.arrived):
             (loss,) = self._loss.values()
             self._shown["loss"] = f"{loss:.4g}"
             self._loss = None

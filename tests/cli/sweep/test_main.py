@@ -33,6 +33,17 @@ def test_no_trial_that_finished_is_exit_status_1(no_account: Path) -> None:
     assert main([str(path), "--offline"]) == 1
 
 
+def test_a_metric_that_nobody_logs_is_exit_status_1(
+    no_account: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sweeps")
+    command = ["${interpreter}", "-c", "pass"]
+    path = toy(no_account, {"lr": LR}, command=command)
+
+    assert main([str(path), "--offline"]) == 1
+    assert "metric.name: " in capsys.readouterr().err
+
+
 def test_json_is_all_that_standard_output_gets(
     no_account: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,9 @@ def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
 
 
 def test_count_is_how_many_are_started_now(no_account: Path) -> None:
-    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", "pass"])
+    path = toy(
+        no_account, {"lr": LR}, command=["${interpreter}", "-c", "pass"], metric=None
+    )
 
     assert offline(path, count=1).run() == 0
     sweep = offline(path, count=1)
@@ -143,14 +145,53 @@ def test_a_program_may_read_its_arguments_from_wandb(no_account: Path) -> None:
     assert trials_of(sweep)[0].value == pytest.approx(0.2)
 
 
-def test_a_trial_that_does_not_log_the_metric_says_so(no_account: Path) -> None:
+def test_a_metric_that_the_first_finished_trial_lacks_ends_the_sweep(
+    no_account: Path,
+) -> None:
+    said: list[str] = []
+    metric = {"name": "val/los", "goal": "minimize"}
+    path = toy(no_account, {"lr": LR, "rows": 1}, metric=metric)
+
+    sweep = offline(path, say=said.append)
+    sweep.run()
+
+    (trial,) = trials_of(sweep)
+    assert trial.state == "finished"
+    assert "no val/los in the 1 rows it logged" in trial.note
+    assert said[-1].startswith(f"{path} metric.name: s1-000 has finished and logged no")
+    assert "It logged val/loss, step. Write the one" in said[-1]
+
+    offline(path, say=said.append).run()  # nor does it go on
+    assert len(trials_of(sweep)) == 1
+
+
+def test_a_trial_that_logs_nothing_says_so(no_account: Path) -> None:
+    said: list[str] = []
     command = ["${interpreter}", "-c", "pass"]
     path = toy(no_account, {"n": {"values": [1, 2]}}, command=command)
 
-    sweep = offline(path)
+    sweep = offline(path, say=said.append)
     sweep.run()
 
-    assert "no val/loss in the 0 rows it logged" in trials_of(sweep)[0].note
+    (trial,) = trials_of(sweep)
+    assert "no val/loss in the 0 rows it logged" in trial.note
+    assert "It logged nothing to W&B: its program needs wandb.log" in said[-1]
+
+
+def test_a_crash_or_a_stop_before_the_first_value_ends_no_sweep(
+    no_account: Path,
+) -> None:
+    program = "import os, sys; sys.exit('n=1' in sys.argv)"
+    command = ["${interpreter}", "-c", program, "${args_no_hyphens}"]
+    path = toy(no_account, {"n": {"values": [1, 2, 3]}}, command=command)
+    sweep = offline(path)
+    stopped = Trial(name="s1-000", arguments={"n": 2}, state="stopped")
+    sweep._state.trials.append(stopped)
+
+    sweep.run()
+
+    states = [trial.state for trial in trials_of(sweep)]
+    assert states == ["stopped", "crashed", "finished"]
 
 
 def test_trainkit_runs_in_the_trials_own_folder(no_account: Path) -> None:

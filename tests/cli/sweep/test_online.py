@@ -74,6 +74,9 @@ def test_two_agents_run_a_sweep_over_a_crash(
         runs[0.01].name: "finished",
         runs[0.001].name: "finished",
     }
+    (lost,) = (trial for trial in table["trials"] if trial["state"] == "crashed")
+    assert lost["note"] == "toy_trial: the GPU fell off the bus"
+    assert ", val/loss 0.25" in done.stderr
     assert Path(table["picture"]).read_bytes().startswith(b"\x89PNG")
 
 

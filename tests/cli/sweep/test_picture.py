@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from trainkit.cli.sweep import picture
 from trainkit.cli.sweep.sweep_file import SweepFile
@@ -88,6 +91,51 @@ def test_best_so_far_follows_the_goal(
 
     (line,) = (x for x in drawn[0].axes[0].lines if x.get_label() == "best so far")
     assert list(line.get_ydata())[-1] == last  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("goal", "edge"), [("minimize", 1.0), ("maximize", 0.0)])
+def test_crashed_trials_are_at_the_edge_of_the_worst(
+    tmp_path: Path, drawn: list[Figure], goal: str, edge: float
+) -> None:
+    trials = [trial(0), trial(1), trial(2, state="crashed", metric=[])]
+
+    picture.draw(sweep(goal), trials, tmp_path / "s.png")
+
+    for panel in drawn[0].axes:
+        (line,) = (x for x in panel.lines if x.get_label() == "crashed, or no number")
+        assert list(line.get_ydata()) == [edge]  # type: ignore[arg-type]
+        assert line.get_transform() == panel.get_xaxis_transform()
+
+
+def boxes(axis: Axis, figure: Figure) -> list[Bbox]:
+    """Where the texts of an axis's labels are, from the left or from below."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    texts = axis.get_ticklabels(which="both")
+    shown = [text for text in texts if text.get_text() and text.get_visible()]
+    found = [text.get_window_extent(renderer) for text in shown]
+    return sorted(found, key=lambda box: (box.x0, box.y0))
+
+
+@pytest.mark.parametrize(
+    "span", [1.3, 2, 5, 9, 30, 90, 400, 1e5], ids=lambda span: f"x{span:g}"
+)
+def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
+    tmp_path: Path, drawn: list[Figure], span: float
+) -> None:
+    trials = [trial(n) for n in range(4)]
+    for n, each in enumerate(trials):
+        each.arguments["lr"] = 0.013 * span ** (n / 3)
+        each.metric = [0.013 * span ** (n / 3)]
+
+    picture.draw(sweep(), trials, tmp_path / "s.png")
+
+    panel = next(p for p in drawn[0].axes if p.get_xlabel() == "lr")
+    assert panel.get_xscale() == "log"
+    for axis in (panel.xaxis, panel.yaxis):
+        found = boxes(axis, drawn[0])
+        assert len(found) >= 2
+        pairs = zip(found, found[1:], strict=False)
+        assert not any(a.overlaps(b) for a, b in pairs)
 
 
 @pytest.mark.parametrize(

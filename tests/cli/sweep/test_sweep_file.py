@@ -26,6 +26,10 @@ def with_lr(parameter: Any, method: str = "random") -> dict[str, Any]:
     return {**GOOD, "method": method, "parameters": {"lr": parameter}}
 
 
+def early(**keys: Any) -> dict[str, Any]:
+    return {**GOOD, "early_terminate": {"type": "hyperband", **keys}}
+
+
 def test_a_good_file_is_taken_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump(GOOD))
@@ -97,7 +101,20 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
         ({**GOOD, "metric": {"name": "x", "goal": "min"}}, "minimize or maximize"),
         ({**GOOD, "run_cap": 0}, "run_cap: must be a whole number from 1"),
         ({**GOOD, "early_terminate": {"type": "median"}}, "knows one type, hyperband"),
-        ({**GOOD, "early_terminate": {"type": "hyperband"}}, "min_iter or max_iter"),
+        (early(), "needs min_iter, or max_iter and s, .* received {'type'"),
+        (early(max_iter=9), "needs min_iter, or max_iter and s"),
+        (
+            early(min_iter=3, strct=True),
+            r"early_terminate.strct: must be one of the keys type, min_iter, .*strict, "
+            r"received strct: True. Did you mean strict\?",
+        ),
+        (early(min_iter=0), "min_iter: must be a whole number from 1, received 0"),
+        (early(min_iter=3, eta=1), "eta: must be a number above 1, received 1"),
+        (early(min_iter=3, strict="no"), "strict: must be true or false, .*'no'"),
+        (
+            {**GOOD, "metric": {"name": "x", "gaol": "maximize"}},
+            "metric.gaol: must be one of the keys name, goal, .*gaol: 'maximize'",
+        ),
         (
             {
                 **GOOD,

@@ -311,6 +311,24 @@ def test_ramp_counts_optimizer_steps(schedule: bool) -> None:
     assert (layer.ramp, layer.r_max, layer.d_max) == (40, 2.0, 1.0)
 
 
+def test_ramp_resumed_in_a_later_stage_is_that_of_the_beginning(tmp_path: Path) -> None:
+    def trained(num_epochs: int, path: Path | None = None) -> tuple[Any, Any]:
+        guard = BatchNormGuard("renorm", ramp_steps=10)
+        schedule = AccumulationSchedule({0: 4, 1: 1})
+        ours = [AccumulationCallback(PerSample()), schedule, guard]
+        each, module = trainer(callbacks=ours, max_epochs=num_epochs), ConvModule()
+        each.fit(module, batches(), ckpt_path=path)
+        return each, module
+
+    first, _ = trained(1)
+    first.save_checkpoint(tmp_path / "one.ckpt")
+    _, resumed = trained(2, tmp_path / "one.ckpt")
+    _, whole = trained(2)
+    assert whole.net.bn1.ramp == resumed.net.bn1.ramp == 40
+    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
 # ---- sync ----------------------------------------------------------------------------
 
 

@@ -90,7 +90,9 @@ class Engine:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the optimizer, about its own fits
                 yield
-        except (ValueError, KeyError, TypeError) as error:
+        except (
+            Exception
+        ) as error:  # jsonschema's own among them, which are no ValueError
             raise TrainkitError(
                 f"sweep: W&B's engine refuses it: {type(error).__name__}: {error}"
             ) from error

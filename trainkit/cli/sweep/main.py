@@ -24,8 +24,9 @@ file runs without a server or an account: W&B's own engine proposes, and each tr
 an offline run, which `wandb sync` can upload later.
 """
 _EXIT = """\
-exit status: 0 when at least one trial finished, 1 when none did, 2 for a mistake in the
-file, 130 and 143 when SIGINT or SIGTERM ended it; --resume ID then goes on.
+exit status: 0 when at least one trial finished, 1 when none did or none has logged the
+metric, 2 for a mistake in the file, 130 and 143 when SIGINT or SIGTERM ended it;
+--resume ID then goes on.
 """
 
 
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> int:
     """Run a sweep; returns the exit status."""
     options = _parse(argv)
     from trainkit.cli.sweep.config_keys import check_keys
+    from trainkit.cli.sweep.missing_metric import finished_without
     from trainkit.cli.sweep.sweep_file import SweepFile
 
     sweep = SweepFile.read(options.file)
@@ -44,7 +46,8 @@ def main(argv: list[str]) -> int:
     if status:
         _say(f"to go on: {_again(options, sweep_id)}")
         return status
-    return 0 if any(trial.state == "finished" for trial in trials) else 1
+    has_finished = any(trial.state == "finished" for trial in trials)
+    return 0 if has_finished and not finished_without(sweep, trials) else 1
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

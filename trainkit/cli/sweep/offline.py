@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.cli.run_folder import RunFolder
-from trainkit.cli.sweep import environment
+from trainkit.cli.sweep import environment, missing_metric
 from trainkit.cli.sweep.command import command_line, hydra_text
 from trainkit.cli.sweep.engine import Engine
 from trainkit.cli.sweep.interruption import Interruption
@@ -71,6 +71,7 @@ class OfflineSweep:
             0, or 130 or 143 when a signal ended it.
         """
         self._recover()
+        self._give_up_without_metric()
         with Interruption() as interruption:
             try:
                 while not interruption.count:
@@ -171,6 +172,7 @@ class OfflineSweep:
             self._crash(trial, f"exit {code}: {last_words(self._folder(trial))}")
         else:
             self._end(trial, "finished", "" if trial.metric else self._missing(trial))
+            self._give_up_without_metric()
 
     def _end(self, trial: Trial, state: State, note: str) -> None:
         trial.state, trial.note, trial.pid = state, note, None
@@ -196,6 +198,20 @@ class OfflineSweep:
         if metric is None:
             return ""
         return f"no {metric} in the {trial.num_rows} rows it logged to {trial.folder}"
+
+    def _give_up_without_metric(self) -> None:
+        """No more trials where the metric's name is wrong: they would cost as much."""
+        trials = self._state.trials
+        if self._is_over or not missing_metric.finished_without(self._sweep, trials):
+            return
+        for process in self._running:  # one of them may have it
+            self._read(process.trial)
+        trial = missing_metric.finished_without(self._sweep, trials)
+        if trial is not None:
+            self._is_over = True
+            rows, _ = read_run(run_files(self._folder(trial), trial.name))
+            logged = missing_metric.names_in(rows)
+            self._say(missing_metric.message(self._sweep, trial, logged))
 
     # ---- metrics ---------------------------------------------------------------------
 
@@ -251,7 +267,11 @@ class OfflineSweep:
 
 
 def describe(trial: Trial) -> str:
-    """A trial's arguments in one line."""
+    """A trial's arguments in one line.
+
+    >>> describe(Trial(name="t", arguments={"optimizer": {"lr": 0.1}, "seed": 0}))
+    'optimizer.lr=0.1 seed=0'
+    """
     return " ".join(f"{name}={value}" for name, value in trial.flat.items())
 
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainkit.cli.sweep import environment
+from trainkit.cli.sweep import environment, missing_metric
+from trainkit.cli.sweep.agent_log import last_words_of, was_stopped
 from trainkit.cli.sweep.agents import Agents
 from trainkit.cli.sweep.interruption import Interruption
 from trainkit.cli.sweep.local_runs import local_trials
@@ -59,6 +60,8 @@ class OnlineSweep:
         self._say = say
         self._states: dict[str, str] = {}
         self._answered = self._look_at = time.monotonic()
+        self._without_metric: str | None = None
+        self._has_given_up = False
         self.is_lost = False
 
     def run(self, *, agents: int, count: int | None) -> int:
@@ -80,13 +83,15 @@ class OnlineSweep:
                 if running.are_running():
                     self._say("stopping the agents; running trials may save first")
                     running.stop()
+        if not interruption.count and self._server.is_alive():
+            self._tell_changes(running)
         return interruption.exit_status
 
     def trials(self) -> list[Trial]:
         """What the server knows; what stands on this disk where it does not answer."""
         if self._server.is_alive():
             try:
-                return self._server.trials(self._id)
+                return self._ask()
             except TrainkitError as error:
                 self._say(str(error))
         self._say(
@@ -109,7 +114,7 @@ class OnlineSweep:
             return
         if self._server.is_alive():
             self._answered = time.monotonic()
-            self._tell_changes()
+            self._tell_changes(agents)
         silent = time.monotonic() - self._answered
         if silent > self._lost_after and not self.is_lost:
             self.is_lost = True
@@ -120,13 +125,39 @@ class OnlineSweep:
             agents.start_no_more()
         self._look_at = time.monotonic() + self._look_every
 
-    def _tell_changes(self) -> None:
+    def _ask(self) -> list[Trial]:
+        trials = self._server.trials(self._id)
+        for trial in trials:
+            if trial.state == "crashed":
+                trial.note = last_words_of(self._folder, trial.name)
+        return trials
+
+    def _tell_changes(self, agents: Agents) -> None:
         try:
-            trials = self._server.trials(self._id)
+            trials = self._ask()
+            for trial in trials:
+                if self._states.get(trial.name) != trial.state:
+                    self._states[trial.name] = trial.state
+                    self._say(self._news(trial))
+            self._give_up_without_metric(trials, agents)
         except TrainkitError:
             return  # it went just now; the next look will see
-        for trial in trials:
-            if self._states.get(trial.name) != trial.state:
-                self._states[trial.name] = trial.state
-                value = "" if trial.value is None else f", {trial.value:.6g}"
-                self._say(f"{trial.name} {trial.state}: {describe(trial)}{value}")
+
+    def _news(self, trial: Trial) -> str:
+        parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
+        if trial.value is not None:
+            parts.append(f"{self._sweep.metric} {trial.value:.6g}")
+        return ", ".join([*parts, trial.note] if trial.note else parts)
+
+    def _give_up_without_metric(self, trials: list[Trial], agents: Agents) -> None:
+        stopped = [t.name for t in trials if was_stopped(self._folder, t.name)]
+        trial = missing_metric.finished_without(self._sweep, trials, but=stopped)
+        if trial is None or self._has_given_up:
+            return
+        # A server may have the end before the last values: not at the first look.
+        if self._without_metric == trial.name or not agents.are_running():
+            self._has_given_up = True
+            logged = self._server.logged(trial.name)
+            self._say(missing_metric.message(self._sweep, trial, logged))
+            agents.start_no_more()
+        self._without_metric = trial.name

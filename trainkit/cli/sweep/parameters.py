@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from trainkit.cli.sweep.distributions import check_distribution
 from trainkit.errors import TrainkitError
 
 KEYS = (
@@ -18,11 +19,14 @@ KEYS = (
     "distribution",
     "mu",
     "sigma",
+    "a",
+    "b",
     "q",
     "probabilities",
     "parameters",
 )
-_NUMBERS = ("value", "values", "min", "max", "mu", "sigma", "q", "probabilities")
+_SINGLE = ("min", "max", "mu", "sigma", "a", "b", "q")
+_NUMBERS = ("value", "values", "probabilities", *_SINGLE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _MOST_PLAIN_DIGITS = 18
 
@@ -107,7 +111,7 @@ def check_parameters(parameters: Any, *, method: str, where: str) -> None:
         else:
             _check_numbers(parameter, place)
             _check_range(parameter, place)
-            _check_method(parameter, method, place)
+            check_distribution(parameter, method=method, place=place)
 
 
 def _check_name(name: Any, place: str) -> None:
@@ -149,7 +153,7 @@ def _check_numbers(parameter: Mapping[str, Any], place: str) -> None:
                     f"{place}.{key}: {value} looks like a number, and YAML reads it as "
                     f"the string {value!r}. Write {fixed}."
                 )
-    for key in ("min", "max", "mu", "sigma", "q"):
+    for key in _SINGLE:
         value = parameter.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TrainkitError(f"{place}.{key}: must be a number, received {value!r}.")
@@ -163,7 +167,7 @@ def _check_range(parameter: Mapping[str, Any], place: str) -> None:
     low, high = parameter["min"], parameter["max"]
     if not low < high:
         raise TrainkitError(f"{place}: min must be below max, received {low}, {high}.")
-    distribution = parameter.get("distribution", "")
+    distribution = str(parameter.get("distribution", ""))
     # https://docs.wandb.ai/guides/sweeps: log_uniform's bounds are exponents of e.
     if distribution in ("log_uniform", "q_log_uniform") and 0 < low and high <= 1:
         raise TrainkitError(
@@ -174,15 +178,4 @@ def _check_range(parameter: Mapping[str, Any], place: str) -> None:
     if distribution.endswith("log_uniform_values") and low <= 0:
         raise TrainkitError(
             f"{place}: {distribution} needs min above 0, received {low}."
-        )
-
-
-def _check_method(parameter: Mapping[str, Any], method: str, place: str) -> None:
-    if method != "grid" or "min" not in parameter or "q" in parameter:
-        return
-    bounds = (parameter["min"], parameter["max"])
-    if not all(isinstance(bound, int) for bound in bounds):
-        raise TrainkitError(
-            f"{place}: a grid needs values, received min {bounds[0]} and max "
-            f"{bounds[1]}. List them as values: [...], or take method: random or bayes."
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.cli.sweep import log_axis
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.table import brief
 from trainkit.cli.sweep.trial import Trial, best_of
@@ -29,8 +30,8 @@ _WIDE = 30
 def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
     """Write a PNG.
 
-    Trials stopped early are squares; crashed ones are crosses at the upper edge, at the
-    values that they were given; the best trial has a ring.
+    Trials stopped early are squares; crashed ones are crosses at the edge of the worst
+    metric, at the values that they were given; the best trial has a ring.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -81,6 +82,7 @@ def _draw_parameter(
         _scatter(panel, sweep, trials, values)
         if _is_logarithmic(sweep, name, values):
             panel.set_xscale("log")
+            log_axis.label(panel.xaxis)
         _mark_listed(panel, listed)
     else:
         texts = sorted({brief(value) for value in values})
@@ -119,7 +121,7 @@ def _scatter(
     if lost:
         panel.plot(
             lost,
-            [1.0] * len(lost),
+            [0.0 if sweep.maximizes else 1.0] * len(lost),  # never where the best are
             "x",
             color=_CRASHED,
             transform=panel.get_xaxis_transform(),
@@ -139,6 +141,7 @@ def _finish(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
     most = max(shown, default=0)  # type: ignore[type-var]
     if least > 0 and most / least > _WIDE:  # type: ignore[operator]
         panel.set_yscale("log")
+        log_axis.label(panel.yaxis)
     panel.set_ylabel(sweep.metric or "metric")
     panel.grid(color="0.9", lw=0.6)
     panel.set_axisbelow(True)

@@ -134,8 +134,17 @@ def last_words(folder: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 8192))
         lines = file.read().decode(errors="replace").splitlines()
-    own = [line for line in lines if line.strip() and not line.startswith("wandb:")]
+    own = own_lines(lines)
     return own[-1].strip() if own else ""
+
+
+def own_lines(lines: Sequence[str]) -> list[str]:
+    """Those that a trial has written, without those of W&B's client.
+
+    >>> own_lines(["wandb: Syncing run", "", "RuntimeError: no"])
+    ['RuntimeError: no']
+    """
+    return [line for line in lines if line.strip() and not line.startswith("wandb:")]
 
 
 def _take_lock(folder: Path) -> IO[Any] | None:

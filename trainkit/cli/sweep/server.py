@@ -16,6 +16,8 @@ from trainkit.errors import TrainkitError
 
 _SECONDS = 20
 _PROJECT = "trainkit"
+UNKNOWN = object()
+"""The value of an argument that no configuration has; None may be a value."""
 
 
 class Server:
@@ -78,18 +80,27 @@ class Server:
     def trials(self, sweep_id: str) -> list[Trial]:
         """The sweep's runs, as the server knows them now."""
         with _as_our_error():
-            filters = {"sweep": sweep_id}
+            filters = {"$and": [{"sweep": sweep_id}]}  # as the client's own Sweep asks
             project = f"{self.entity}/{self.project}"
             self._api.flush()
             runs = list(self._api.runs(project, filters=filters, order="+created_at"))
             return [self._trial(run) for run in runs]
 
+    def logged(self, name: str) -> list[str]:
+        """What a run has logged as a number, by its summary."""
+        with _as_our_error():
+            run = self._api.run(f"{self.entity}/{self.project}/{name}")
+            summary = dict(run.summary)
+        named = (name for name in summary if not name.startswith("_"))
+        return [name for name in named if _number(summary[name]) is not None]
+
     def _trial(self, run: Any) -> Trial:
         config, summary = dict(run.config), dict(run.summary)
+        values = {name: value_of(config, name) for name in self._sweep.varied}
         value = _number(summary.get(self._sweep.metric or ""))
         return Trial(
             name=run.id,
-            arguments={name: value_of(config, name) for name in self._sweep.varied},
+            arguments={k: v for k, v in values.items() if v is not UNKNOWN},
             state=state_from_wandb(run.state),
             metric=[] if value is None else [value],
             num_rows=int(summary.get("_step", -1)) + 1,
@@ -101,12 +112,14 @@ def value_of(config: Mapping[str, Any], name: str) -> Any:
 
     >>> value_of({"a.b": 1, "a": {"b": 2}}, "a.b"), value_of({"a": {"b": 2}}, "a.b")
     (1, 2)
+    >>> value_of({"a": 1}, "b") is UNKNOWN
+    True
     """
     if name in config:
         return config[name]
     node: Any = config
     for part in name.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
+        node = node.get(part, UNKNOWN) if isinstance(node, Mapping) else UNKNOWN
     return node
 
 

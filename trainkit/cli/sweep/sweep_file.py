@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.sweep.command import check_command, is_trainkit
+from trainkit.cli.sweep.early_terminate import check_early_terminate
 from trainkit.cli.sweep.parameters import check_parameters, leaves
 from trainkit.errors import TrainkitError
 
@@ -28,6 +29,7 @@ _KNOWN = (
     "run_cap",
 )
 _GOALS = ("minimize", "maximize")
+_OF_METRIC = ("name", "goal", "target", "impute", "impute_while_running")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,7 @@ def check(config: Mapping[str, Any], *, where: str) -> None:
         )
     check_parameters(config.get("parameters"), method=str(method), where=where)
     _check_metric(config, where)
-    _check_early_terminate(config, where)
+    check_early_terminate(config.get("early_terminate"), where=where)
     cap = config.get("run_cap", 1)
     if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
         raise TrainkitError(
@@ -184,25 +186,14 @@ def _check_metric(config: Mapping[str, Any], where: str) -> None:
             f"{where} metric: must have a name, received {metric!r}. Write metric: "
             f"{{name: val/loss, goal: minimize}}."
         )
+    for key, value in metric.items():
+        if key not in _OF_METRIC:
+            raise TrainkitError(
+                f"{where} metric.{key}: must be one of the keys "
+                f"{', '.join(_OF_METRIC)}, received {key}: {value!r}."
+            )
     goal = metric.get("goal", "minimize")
     if goal not in _GOALS:
         raise TrainkitError(
             f"{where} metric.goal: must be minimize or maximize, received {goal!r}."
-        )
-
-
-def _check_early_terminate(config: Mapping[str, Any], where: str) -> None:
-    rule = config.get("early_terminate")
-    if rule is None:
-        return
-    if not isinstance(rule, Mapping) or rule.get("type") != "hyperband":
-        raise TrainkitError(
-            f"{where} early_terminate: W&B knows one type, hyperband, received "
-            f"{rule!r}. Write early_terminate: {{type: hyperband, min_iter: 3}}."
-        )
-    counts = [rule.get(key) for key in ("min_iter", "max_iter")]
-    if counts == [None, None]:
-        raise TrainkitError(
-            f"{where} early_terminate: needs min_iter or max_iter, counted in values "
-            f"of the metric, received {dict(rule)!r}."
         )

@@ -71,7 +71,7 @@ def _rows(sweep: SweepFile, trials: list[Trial]) -> Iterable[list[str]]:
             trial.name,
             trial.state,
             "" if trial.value is None else f"{trial.value:.6g}",
-            *(brief(values.get(name)) for name in sweep.varied),
+            *(brief(values.get(name, "")) for name in sweep.varied),
             trial.note if trial.state != "finished" or not trial.metric else "",
         ]
 

@@ -35,6 +35,13 @@ class Policy:
     def save(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is being written."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it must know to go on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Training goes on from a checkpoint."""
+
     def end(self) -> None:
         """Training is over: leave the layers as they were, where that is meant."""
 

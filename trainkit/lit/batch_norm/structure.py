@@ -52,8 +52,10 @@ class Renorm(Policy):
         self._limits = {"r_max": r_max, "d_max": d_max}
         self._ramp_steps = ramp_steps
         self._made: list[BatchRenorm] = []
+        self._ramp: int | None = None
 
     def convert(self, module: Any, trainer: Any) -> None:
+        self._ramp = None  # that of an earlier training
         theirs = [m for m in module.modules() if isinstance(m, BatchRenorm)]
         others = [x for x in layers_to_train(module).values() if x not in theirs]
         refuse_earlier_copy(others, trainer, "renorm")
@@ -66,10 +68,19 @@ class Renorm(Policy):
 
     def start(self, trainer: Any, module: Any, layers: Any) -> None:
         # Not before: an AccumulationSchedule may set it up later than this.
+        if self._ramp is None:
+            self._ramp = self._ramp_steps * int(trainer.accumulate_grad_batches)
         for layer in self._made:
-            layer.ramp = self._ramp_steps * int(trainer.accumulate_grad_batches)
+            layer.ramp = self._ramp
         left = [n for n, layer in layers.items() if not isinstance(layer, BatchRenorm)]
         refuse_left_over(module, left, "renorm")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._ramp is None else {"ramp": self._ramp}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # By now a schedule may have windows of another size than at the beginning.
+        self._ramp = state.get("ramp")
 
     def summary(self, num_layers: int) -> str:
         r, d = self._limits["r_max"], self._limits["d_max"]

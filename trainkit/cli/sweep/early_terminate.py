@@ -1,0 +1,64 @@
+"""A sweep file's `early_terminate`: W&B's hyperband, and what it takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainkit.errors import TrainkitError
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_eta(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 1
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "min_iter": (_is_count, "a whole number from 1"),
+    "max_iter": (_is_count, "a whole number from 1"),
+    "s": (_is_count, "a whole number from 1"),
+    "eta": (_is_eta, "a number above 1"),
+    "strict": (lambda value: isinstance(value, bool), "true or false"),
+}
+_KEYS = ("type", *_RULES)
+
+
+def check_early_terminate(rule: Any, *, where: str) -> None:
+    """Refuse what W&B would ignore: it drops keys that it does not know.
+
+    Args:
+        rule: the file's entry, or None.
+        where: the file.
+
+    Raises:
+        TrainkitError: names the key, the rule, the value and the choices.
+    """
+    if rule is None:
+        return
+    place = f"{where} early_terminate"
+    if not isinstance(rule, Mapping) or rule.get("type") != "hyperband":
+        raise TrainkitError(
+            f"{place}: W&B knows one type, hyperband, received {rule!r}. Write "
+            f"early_terminate: {{type: hyperband, min_iter: 3}}."
+        )
+    for key, value in rule.items():
+        if key not in _KEYS:
+            close = difflib.get_close_matches(str(key), _KEYS, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise TrainkitError(
+                f"{place}.{key}: must be one of the keys {', '.join(_KEYS)}, received "
+                f"{key}: {value!r}.{hint}"
+            )
+        fits, text = _RULES.get(key, (lambda _: True, ""))
+        if not fits(value):
+            raise TrainkitError(f"{place}.{key}: must be {text}, received {value!r}.")
+    if "min_iter" not in rule and not {"max_iter", "s"} <= set(rule):
+        raise TrainkitError(
+            f"{place}: needs min_iter, or max_iter and s, counted in values of the "
+            f"metric, received {dict(rule)!r}."
+        )

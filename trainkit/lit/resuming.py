@@ -1,0 +1,68 @@
+"""A run that goes on within an epoch, and what Lightning leaves out there."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from trainkit.lit._compat import (
+    end_restart,
+    go_on_exactly,
+    is_within_epoch,
+    reads_ahead,
+)
+from trainkit.lit.base import has_callback
+from trainkit.lit.refusals import why_data_differ
+
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+
+
+def go_on(trainer: Any, pl_module: Any) -> None:
+    """To be called in `on_train_start`; does nothing where a run begins."""
+    go_on_exactly(trainer)
+    if is_within_epoch(trainer) and trainer.is_global_zero:
+        _announce_missed_hooks(trainer, pl_module)
+        _announce_other_data(trainer)
+
+
+def begin_batch(trainer: Any, pl_module: Any) -> None:
+    """To be called in `on_train_batch_start`; does something in a resumed run's first,
+    when every callback's `on_train_start` is over."""
+    if not trainer.fit_loop.restarting:
+        return
+    if is_within_epoch(trainer):
+        for callback in trainer.callbacks:
+            # Otherwise the rest of the epoch would have windows of one micro-batch.
+            if has_callback([callback], "GradientAccumulationScheduler"):
+                callback.on_train_epoch_start(trainer, pl_module)
+    end_restart(trainer)
+
+
+def _announce_missed_hooks(trainer: Any, pl_module: Any) -> None:
+    missed = [
+        callback
+        for callback in trainer.callbacks
+        if has_callback([callback], "StochasticWeightAveraging")
+    ]
+    hook = type(pl_module).on_train_epoch_start
+    if not hook.__module__.startswith(_LIGHTNING):
+        missed.append(pl_module)
+    if missed:
+        names = " and ".join(type(each).__name__ for each in missed)
+        warnings.warn(
+            f"checkpoint: it was taken within epoch {trainer.current_epoch}, and "
+            f"Lightning does not call on_train_epoch_start again when an epoch is gone "
+            f"on with: what {names} sets there is missing until the next epoch. Save "
+            f"it with the checkpoint, or set it in on_train_start as well.",
+            stacklevel=2,
+        )
+
+
+def _announce_other_data(trainer: Any) -> None:
+    """Of streams; of loaders with a length Lightning itself says it."""
+    why = why_data_differ(trainer)
+    if why and reads_ahead(trainer):
+        warnings.warn(
+            f"checkpoint: it was taken within an epoch, and {why}.",
+            stacklevel=2,
+        )
