@@ -19,9 +19,9 @@ class EpochSums(Callback):
 
     Lightning's checkpoints leave that out: after a resume within an epoch, its mean is
     that of the rest. Here it goes on, each rank's own, and on fewer ranks also those of
-    ranks that are no more. `trainer.callback_metrics` comes
-    back too, by which schedulers and early stopping go. What a `torchmetrics` object
-    has seen is not saved, and this is said.
+    ranks that are no more. `trainer.callback_metrics` comes back too, by which
+    schedulers and early stopping go. What a `torchmetrics` object has seen is not
+    saved, and this is said.
     """
 
     def __init__(self) -> None:

@@ -90,9 +90,7 @@ class Engine:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the optimizer, about its own fits
                 yield
-        except (
-            Exception
-        ) as error:  # jsonschema's own among them, which are no ValueError
+        except Exception as error:  # of any kind: jsonschema's own are no ValueError
             raise TrainkitError(
                 f"sweep: W&B's engine refuses it: {type(error).__name__}: {error}"
             ) from error
