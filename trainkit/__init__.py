@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainkit.core.curves import warmup_cosine
     from trainkit.core.effective import EffectiveBatch
     from trainkit.core.epoch_plan import EpochPlan
+    from trainkit.core.split.micro_batching import MicroBatching
     from trainkit.core.strategies import (
         AccumulationStrategy,
         PerSample,
@@ -62,6 +63,7 @@ __all__ = [
     "LearningRates",
     "MetricRows",
     "MetricsCSVLogger",
+    "MicroBatching",
     "PerSample",
     "PerToken",
     "PlainComparison",
@@ -97,6 +99,7 @@ __getattr__, __dir__ = lazy_exports(
         "LRScaling": ".lit.lr_scaling",
         "MetricRows": ".lit.metric_rows",
         "MetricsCSVLogger": ".lit.metrics_csv",
+        "MicroBatching": ".core.split.micro_batching",
         "PerSample": ".core.strategies",
         "PerToken": ".core.strategies",
         "PlainComparison": ".lit.plain_comparison",

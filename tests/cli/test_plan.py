@@ -86,7 +86,8 @@ def test_json_has_the_keys_that_the_help_lists(
     everything = report(capsys, *PLAN, *EPOCH, *RATE)
     bare = report(capsys, *PLAN)
     assert list(bare) == list(everything)
-    assert [key for key in bare if bare[key] is None] == ["nearby", "epoch", "scaling"]
+    nothing = [key for key in bare if bare[key] is None]
+    assert nothing == ["nearby", "epoch", "scaling", "trials"]
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0

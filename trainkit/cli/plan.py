@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.plan_report import describe, make_report
 from trainkit.cli.plan_scaling import BETAS, EPS, Reference, scaled_by_rules
+from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.scaling import RULES
 from trainkit.errors import TrainkitError
 from trainkit.lit.plan import show
 
+if TYPE_CHECKING:
+    from trainkit.lit.find_micro_batch import FoundMicroBatch
+
+PLACES = {"-cd": CONFIG_DIR, "-cn": CONFIG_NAME, "-cp": CONFIG_PATH}
+"""Where configurations are looked for: options of Hydra that --probe passes on."""
+
 EXAMPLE = """\
 example:
   trainkit plan --target 512 --world-size 4 --max-micro-batch 24 \\
       --dataset-size 50000 --lr 0.1 --reference 256 --rule linear
+  trainkit plan --probe --target 512 model=mine trainer=gpu
 
 keys of --json, each always there:
   target world_size max_micro_batch    as asked for
@@ -30,6 +40,8 @@ keys of --json, each always there:
                 null where they stay as they are, lr is null where there is a problem;
                 null without --lr
   overrides     train (Hydra) and fit (Lightning CLI), lists of arguments
+  trials        a list of size fits samples_per_second peak_bytes problem, of one rank;
+                null without --probe
 """
 
 
@@ -46,11 +58,11 @@ def main(argv: list[str]) -> int:
         TrainkitError: an argument is wrong or missing.
     """
     args = _parse(argv)
-    plan = BatchPlan.make(
-        target=args.target,
-        world_size=args.world_size,
-        max_micro_batch=args.max_micro_batch,
-    )
+    probes = "probe" in args
+    found = _probed(args) if probes else None
+    if probes and found is None:
+        return 0  # the first rank has the word
+    plan = _planned(args) if found is None else found.plan
     epoch = scaling = None
     if args.dataset_size is not None:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
@@ -63,14 +75,36 @@ def main(argv: list[str]) -> int:
         )
         scaling = scaled_by_rules(plan, reference, rule=args.rule)
     report = make_report(plan, epoch, scaling, rule=args.rule, reference=args.reference)
+    report["trials"] = None if found is None else [asdict(t) for t in found.trials]
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        show(describe(report))
+        show([*([] if found is None else found.tried()), *describe(report)])
     return 0
 
 
+def _planned(args: argparse.Namespace) -> BatchPlan:
+    return BatchPlan.make(
+        target=args.target,
+        world_size=args.world_size or 1,
+        max_micro_batch=args.max_micro_batch,
+    )
+
+
+def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
+    from trainkit.cli.plan_probe import probe  # loads torch and lightning
+
+    words = [f"{name}={value}" for name, value in _places(args).items() if value]
+    return probe(
+        [*words, *args.overrides],
+        target=args.target,
+        max_micro_batch=args.max_micro_batch,
+    )
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
+    # Without --probe an override is a mistake, to be told as one.
+    probes = not {"--probe", "--help", "-h"}.isdisjoint(argv)
     parser = Arguments(
         prog="trainkit plan",
         description="Micro-batch and accumulation for the effective batch you mean.",
@@ -83,18 +117,37 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     batch.add_argument(
         "--max-micro-batch",
         type=int,
-        required=True,
-        help="the most samples that fit into one rank's forward pass",
+        required=not probes,
+        help="the most samples that fit into one rank's forward pass; with --probe the "
+        "most that are tried",
     )
-    batch.add_argument(
-        "--world-size", type=int, default=1, help="data-parallel ranks (default 1)"
-    )
+    batch.add_argument("--world-size", type=int, help="data-parallel ranks (default 1)")
+    if probes:
+        _add_probe(parser)
     _add_epoch(parser)
     _add_scaling(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, keys below")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     _refuse_lonely(args)
+    _refuse_beside_probe(args)
     return args
+
+
+def _add_probe(parser: Arguments) -> None:
+    probe = parser.add_argument_group("trying sizes out")
+    probe.add_argument(
+        "--probe",
+        action="store_true",
+        help="build what `trainkit train OVERRIDES` trains and try sizes on its data: "
+        "by memory and by speed, on all of its ranks",
+    )
+    probe.add_argument("overrides", nargs="*", help="as for trainkit train")
+    for short, long in PLACES.items():
+        probe.add_argument(short, long, help="as for trainkit train")
+
+
+def _places(args: argparse.Namespace) -> dict[str, str | None]:
+    return {name: getattr(args, name[2:].replace("-", "_")) for name in PLACES.values()}
 
 
 def _add_epoch(parser: Arguments) -> None:
@@ -123,6 +176,14 @@ def _add_scaling(parser: Arguments) -> None:
         help=f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})",
     )
     scaling.add_argument("--eps", type=float, help=f"Adam's (default {EPS:g})")
+
+
+def _refuse_beside_probe(args: argparse.Namespace) -> None:
+    if "probe" in args and args.world_size is not None:
+        raise TrainkitError(
+            "trainkit plan --world-size: --probe takes the ranks of the Trainer it "
+            "builds. Say trainer.devices=... and trainer.num_nodes=... instead."
+        )
 
 
 def _refuse_lonely(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainkit.core.curves import warmup_cosine
     from trainkit.core.effective import EffectiveBatch
     from trainkit.core.epoch_plan import EpochPlan
+    from trainkit.core.split.micro_batching import MicroBatching
     from trainkit.core.strategies import (
         AccumulationStrategy,
         PerSample,
@@ -24,6 +25,7 @@ __all__ = [
     "BatchPlan",
     "EffectiveBatch",
     "EpochPlan",
+    "MicroBatching",
     "PerSample",
     "PerToken",
     "Uniform",
@@ -39,6 +41,7 @@ __getattr__, __dir__ = lazy_exports(
         "BatchPlan": ".batch_plan",
         "EffectiveBatch": ".effective",
         "EpochPlan": ".epoch_plan",
+        "MicroBatching": ".split.micro_batching",
         "PerSample": ".strategies",
         "PerToken": ".strategies",
         "Uniform": ".strategies",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.core import refusals
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.gradients import (
-    HALF,
     are_finite,
     gradients_of,
-    have_gradients,
     parameters_of,
     scale_,
     sum_over_ranks_,
@@ -26,35 +23,22 @@ from trainkit.core.ranks import (
     find_ranks,
     num_running,
 )
-from trainkit.core.reference import Reference
-from trainkit.core.scaler import ScalerFactor
 from trainkit.core.state import load_weights, load_window, save_weights, save_window
-from trainkit.core.strategies import (
-    AccumulationStrategy,
-    Weight,
-    check_strategy,
-    checked_weight,
-    kind_of,
-)
-from trainkit.core.window import (
-    COUNT,
-    DIVISOR,
-    WEIGHT,
-    Window,
-    WindowStats,
-    default_device,
-)
+from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
+from trainkit.core.weighing import Weighing
+from trainkit.core.window import DIVISOR, WEIGHT, WindowStats
 from trainkit.errors import TrainkitError
 
 
-class Accumulator:
+class Accumulator(Weighing):
     r"""Makes the gradient of a window that of one big batch.
 
         gradient = sum_i w_i * grad(mean loss of micro-batch i) / sum_i w_i
 
     over the whole window, all ranks. While the window is open, the gradient of
     micro-batch i is added as w_i / r, where r is one number that all ranks share; when
-    it closes, the sum is multiplied once by r / sum_i w_i.
+    it closes, the sum is multiplied once by r / sum_i w_i. A window that `expect` has
+    told beforehand has each gradient added as w_i / sum_i w_i at once.
 
     >>> import torch
     >>> from trainkit import PerSample
@@ -69,7 +53,8 @@ class Accumulator:
     >>> optimizer.step()
 
     Args:
-        strategy: says what a micro-batch weighs.
+        strategy: says what a micro-batch weighs; a mapping of several, by name, for a
+            loss of several terms, whose windows `expect` must tell beforehand.
         module: what trains, wrapped and sharded as it will be. Shows what the backend
             does to gradients across ranks, and which gradients `state_dict` holds.
         aggregation: what the backend does to gradients across ranks: leaves their
@@ -84,6 +69,8 @@ class Accumulator:
             the device at each loss).
         scaler: the gradient scaler of the loop, if it has one. Needed where it serves
             several accumulators, whose windows its factor may change in.
+        wide_gradients: keep the window's gradient in float32 beside parameters of half
+            precision, and round it once when the window closes; needs `module`.
 
     Gradients that are there when a window opens are divided with it: zero them first.
 
@@ -96,7 +83,7 @@ class Accumulator:
 
     def __init__(
         self,
-        strategy: AccumulationStrategy,
+        strategy: AccumulationStrategy | Mapping[str, AccumulationStrategy],
         *,
         module: Any = None,
         aggregation: Aggregation = "auto",
@@ -104,43 +91,31 @@ class Accumulator:
         checks: Checks = "late",
         nonfinite: Nonfinite | None = None,
         scaler: Any = None,
+        wide_gradients: bool = False,
     ) -> None:
-        check_strategy(strategy)
-        self.strategy = strategy
-        self.ranks = find_ranks(module, aggregation, process_group)
-        self._num_running = num_running()
         nonfinite = nonfinite or ("raise" if scaler is None else "allow")
+        super().__init__(
+            strategy,
+            module=module,
+            ranks=find_ranks(module, aggregation, process_group),
+            nonfinite=nonfinite,
+            scaler=scaler,
+        )
+        self._num_running = num_running()
         self.watch = Watch(checks, nonfinite, self._has_lost_gradients)
         self.num_windows = 0
-        self._module = module
-        self._window = Window()
-        self._reference = Reference(self.ranks, has_scaler=nonfinite == "allow")
-        self._factor = ScalerFactor(scaler)
         self._reads_hooks = aggregation == "auto"
         self._averaged = averaged_by_ddp(module)
         self._is_looked_at = False
-        self.parameters: list[Tensor] = []
+        if wide_gradients:
+            refusals.refuse_wide_without_module(module)
+            self.keep_wide(p for p in module.parameters() if p.requires_grad)
         if nonfinite == "skip":
             refusals.refuse_skips_between_ranks(self.ranks)
 
-    def _has_lost_gradients(self) -> bool:
-        return not are_finite(self.parameters)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """How many micro-batches the open window holds, a checkpoint's included."""
-        carried = self._window.carried
-        before = 0 if carried is None else int(carried[COUNT])
-        return before + len(self._window.losses)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients are waiting to be divided."""
-        return self._window.is_open
-
     def backward(
         self,
-        loss: Tensor,
+        loss: Tensor | Mapping[str, Tensor],
         batch: Any = None,
         *,
         weight: Weight | None = None,
@@ -150,8 +125,9 @@ class Accumulator:
         """Run a micro-batch's backward pass, weighted.
 
         Args:
-            loss: what the strategy's `loss_reduction` says, undivided.
-            batch: what the strategy weighs.
+            loss: what the strategy's `loss_reduction` says, undivided; with several
+                strategies, the terms by name.
+            batch: what the strategy weighs. Not needed after `expect`.
             weight: the weight itself, in place of `batch`.
             backward: runs the backward pass, such as `fabric.backward` or
                 `lambda loss: scaler.scale(loss).backward()`.
@@ -159,7 +135,12 @@ class Accumulator:
                 ranks during the backward pass. Optional; all ranks say it alike.
         """
         refusals.refuse_dividing_backward(backward)
-        weight = self.strategy.weight(batch) if weight is None else weight
+        if self._window.expected is not None or len(self.strategies) > 1:
+            loss, weight = self.take(loss)
+        else:
+            weight = self.strategy.weight(batch) if weight is None else weight
+        refusals.refuse_loss(loss, self.strategy.loss_reduction)
+        assert isinstance(loss, Tensor)
         if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
             self._window.skip(loss)
             return
@@ -174,86 +155,18 @@ class Accumulator:
         finally:
             handle.remove()
 
-    def weigh(
-        self,
-        loss: Tensor,
-        weight: Weight,
-        *,
-        divided_by: int = 1,
-        value: Tensor | None = None,
-        expected: int = 1,
-    ) -> Any:
-        """Weight the backward pass that is about to run on `loss`, and count it.
-
-        For a loop that runs backward passes by itself; `backward` is this and the pass.
-
-        Args:
-            loss: what the pass starts from.
-            weight: what the micro-batch weighs.
-            divided_by: what the loop has divided the loss by.
-            value: the loss to report, divided alike, where that is not `loss` (a
-                scaler's factor); nobody may write over it.
-            expected: how many micro-batches the window will have on this rank; only
-                for the size of the sums while it is open.
-
-        Returns:
-            A handle whose `remove()` takes the weighting off again.
-        """
-        self._refuse_before_backward(loss)
-        if not self._window.num_weighted and self._window.carried is None:
-            self._factor.open(loss.device)
-        weight = checked_weight(weight)
-        by_mean = self.strategy.loss_reduction == "mean"
-        if self._reference.value is None:
-            self._reference.agree(weight, expected, loss.device)
-        inverse = self._reference.inverse(divided_by)
-        factor = inverse * weight if by_mean else inverse
-        applied: Weight = weight
-        if by_mean and loss.dtype in HALF:
-            applied = factor.to(loss.dtype) / inverse
-        to_opening = self._factor.to_opening(loss.device)
-        if to_opening is not None:
-            factor = factor * to_opening
-        factor = factor.to(loss.dtype)
-        if value is None:
-            # clone: the next step of a CUDA graph writes over this one's loss
-            value = loss.detach().clone()
-        window = self._window
-        window.add(weight, applied, value, divided_by)
-        if isinstance(self._module, nn.Module):  # Lightning sees to it itself
-            window.is_apart = self.ranks.holds_back_gradients
-
-        def weighted(gradient: Tensor) -> Tensor:
-            window.num_passes += 1
-            return factor * gradient
-
-        return loss.register_hook(weighted)
-
-    def passed(self) -> None:
-        """A backward pass that `weigh` has prepared is over."""
-        if not self._window.has_gradients:
-            self._window.has_gradients = have_gradients(self.parameters)
-
-    def count(
-        self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
-    ) -> None:
-        """Count what `WindowStats` shows: tokens, those that only pad, samples."""
-        self._window.padding.append(padding)
-        self._window.tokens.append(tokens)
-        self._window.samples.append(samples)
-
     def announce(self, *, slots: int = 0) -> None:
         """Send this rank's totals to the others: the window is complete.
 
         Args:
             slots: also send up to so many single weights, the same number on all ranks.
         """
-        row = self._window.row(
-            self._device(), self.strategy.loss_reduction, slots=slots
-        )
+        row = self._window.row(self._device(), self._reduction, slots=slots)
         self._window.announced = self.ranks.share(row)
 
-    def finish(self, optimizer_or_parameters: Any, *, slots: int = 0) -> WindowStats:
+    def finish(
+        self, optimizer_or_parameters: Any, *, slots: int = 0, is_apart: bool = False
+    ) -> WindowStats:
         """Close the window: its gradients become those of the big batch.
 
         To be called by every rank, before clipping and before `optimizer.step()`.
@@ -261,13 +174,15 @@ class Accumulator:
         Args:
             optimizer_or_parameters: whose gradients. Others are left as they are.
             slots: as for `announce`, if that was not called.
+            is_apart: True where no backward pass of the window has communicated, so
+                that the ranks' gradients are brought together here.
 
         Raises:
             TrainkitError: the window is empty; or, with `checks="late"`, an earlier
                 window must stop the run.
         """
         parameters = self.parameters = parameters_of(optimizer_or_parameters)
-        self._refuse_before_division(parameters)
+        self._refuse_before_division(parameters, is_apart)
         if self._window.announced is None:
             self.announce(slots=slots)
         assert self._window.announced is not None
@@ -276,20 +191,24 @@ class Accumulator:
         stats = WindowStats(table, totals)
         step, self.num_windows = self.num_windows, self.num_windows + 1
         from_opening = self._factor.to_opening(totals.device)
-        self.drop()
+        is_divided = self._window.is_divided
+        self._close()
         self.watch.submit(step, table)
-        self._divide(step, parameters, totals, from_opening)
+        scale = None if is_divided else self._scale(totals, from_opening)
+        if self.wide is not None:
+            self.wide.hand_over(scale)
+        else:
+            if scale is not None:
+                scale_(gradients_of(parameters), scale)
+            if self.ranks.size > 1 and (is_apart or not self.ranks.backend_sums):
+                times = 1 / self.ranks.multiplier
+                sum_over_ranks_(parameters, self.ranks, times=times)
+        if not is_divided:
+            self._reference.follow(step, totals[WEIGHT])
         return stats
 
-    def drop(self) -> int:
-        """Forget the open window; say how many micro-batches it held.
-
-        Its gradients stay in the parameters: zero them.
-        """
-        held = self.num_micro_batches
-        self._window = Window()
-        self._factor.opening = None
-        return held
+    def _has_lost_gradients(self) -> bool:
+        return not are_finite(self.parameters)
 
     def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
         """The open window, for a checkpoint inside it.
@@ -301,7 +220,7 @@ class Accumulator:
                 adds up the parts of all ranks, for one checkpoint that any number of
                 ranks can load; every rank must then call it.
         """
-        row = self._window.row(self._device(), self.strategy.loss_reduction)
+        row = self._window.row(self._device(), self._reduction)
         ranks = self.ranks if over_ranks else Ranks()
         return {
             "rank": None if over_ranks else self.ranks.index,
@@ -309,7 +228,12 @@ class Accumulator:
             "strategy": kind_of(self.strategy),
             "weights": save_weights(self._window.single(row.device), ranks),
             **save_window(
-                row, self._reference.value, self._factor.opening, self._module, ranks
+                row,
+                self._reference.value,
+                self._factor.opening,
+                self._module,
+                ranks,
+                wide=self.wide,
             ),
         }
 
@@ -335,7 +259,7 @@ class Accumulator:
         self._factor.opening = state["factor"]
         is_whole = state["rank"] is None
         ranks = self.ranks if is_whole else Ranks()
-        self._window.carried = load_window(state, self._module, ranks)
+        self._window.carried = load_window(state, self._module, ranks, wide=self.wide)
         self._window.carried_weights = load_weights(state.get("weights"), ranks)
 
     def check(self) -> None:
@@ -346,48 +270,21 @@ class Accumulator:
         """
         self.watch.read_all()
 
-    def _divide(
-        self,
-        step: int,
-        parameters: list[Tensor],
-        totals: Tensor,
-        to_opening: Tensor | None,
-    ) -> None:
+    def _scale(self, totals: Tensor, to_opening: Tensor | None) -> Tensor | None:
+        """What the sums of an open window are divided by, as a factor."""
         reference = self._reference.value
-        if reference is not None:
-            scale = reference.to(totals.device) / totals[DIVISOR]
-            if self.ranks.multiplier != 1:
-                scale = scale * self.ranks.multiplier
-            if to_opening is not None:
-                scale = scale / to_opening  # into the scaler's factor of now
-            # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
-            scale_(gradients_of(parameters), scale.nan_to_num_(0.0, 0.0, 0.0))
-        if self.ranks.size > 1 and not self.ranks.backend_sums:
-            sum_over_ranks_(parameters, self.ranks)
-        self._reference.follow(step, totals[WEIGHT])
+        if reference is None:
+            return None
+        scale = reference.to(totals.device) / totals[DIVISOR]
+        if self.ranks.multiplier != 1:
+            scale = scale * self.ranks.multiplier
+        if to_opening is not None:
+            scale = scale / to_opening  # into the scaler's factor of now
+        # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
+        return scale.nan_to_num_(0.0, 0.0, 0.0)
 
-    def _device(self) -> torch.device:
-        """Where the ranks meet: with the losses, or with what the group can carry."""
-        if self._window.losses:
-            return self._window.losses[-1].device
-        if isinstance(self._module, nn.Module):
-            return next((p.device for p in self._module.parameters()), default_device())
-        if self._reference.value is not None:
-            return self._reference.value.device
-        return default_device()
-
-    def _refuse_before_backward(self, loss: Tensor) -> None:
-        refusals.refuse_announced(self._window)
-        refusals.refuse_torn(self._window)
-        refusals.refuse_loss(loss, self.strategy.loss_reduction)
-        refusals.refuse_zeroed(self._window, self.parameters)
-        refusals.refuse_static_graph(self.ranks.ddp, self.num_micro_batches)
-        refusals.refuse_join(self.ranks.ddp)
-
-    def _refuse_before_division(self, parameters: list[Tensor]) -> None:
-        refusals.refuse_torn(self._window)
-        refusals.refuse_apart(self._window)
-        refusals.refuse_unweighted(self._window)
+    def _refuse_before_division(self, parameters: list[Tensor], is_apart: bool) -> None:
+        refusals.refuse_division(self._window, is_apart)
         refusals.refuse_late_start(self._num_running, num_running())
         if self.ranks.size == 1 or self.ranks.backend_sums:
             refusals.refuse_empty(self._window)

@@ -77,13 +77,18 @@ def leading_dimension(batch: Any) -> int:
 
 
 def _holds_samples(batch: Any) -> bool:
-    """Whether a list in the batch is one of samples, not of fields.
+    """Whether a list in the batch is one of samples, not of fields."""
+    if not isinstance(batch, list):
+        return any(map(_holds_samples, _children(batch)))
+    return are_samples(batch) or any(map(_holds_samples, batch))
+
+
+def are_samples(batch: Sequence[Any]) -> bool:
+    """Whether these are samples, not fields.
 
     Collating makes lists of fields, of tensors or of lists; only samples come as a list
     of mappings or tuples, or of images each with its few channels first.
     """
-    if not isinstance(batch, list):
-        return any(map(_holds_samples, _children(batch)))
     nested = [each for each in batch if any(True for _ in tensors(each))]
     are_records = bool(nested) and all(
         not isinstance(each, Tensor | list) for each in nested
@@ -95,7 +100,7 @@ def _holds_samples(batch: Any) -> bool:
         and each.shape[0] in (1, 3, 4)
         for each in batch
     )
-    return are_records or are_images or any(map(_holds_samples, batch))
+    return are_records or are_images
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
+def clear_gradients(optimizer_or_parameters: Any) -> None:
+    """Set them to None, as the optimizers' `zero_grad` does."""
+    for parameter in parameters_of(optimizer_or_parameters):
+        parameter.grad = None
+
+
 @torch.no_grad()
 def scale_(gradients: Iterable[Tensor], scale: Tensor) -> None:
     """Multiply gradients by a 0-d tensor, never rounding it to half precision."""
@@ -68,35 +74,66 @@ def scale_(gradients: Iterable[Tensor], scale: Tensor) -> None:
             torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+BUCKET = 2**24
+"""How many gradients are added up in one message: each needs a copy of its part."""
+
+
 @torch.no_grad()
-def sum_over_ranks_(parameters: Iterable[Tensor], ranks: Ranks) -> None:
+def sum_over_ranks_(
+    parameters: Iterable[Tensor], ranks: Ranks, *, times: float = 1.0
+) -> None:
     """Add up the gradients of ranks that no backend brings together.
 
     A parameter that has a gradient on one rank gets it on all; one that has none
     anywhere keeps none, so that its optimizer state does not move.
+
+    Args:
+        parameters: whose gradients.
+        ranks: over which.
+        times: what to multiply the sums by.
     """
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.requires_grad:
             alike[parameter.device, parameter.dtype].append(parameter)
     for members in alike.values():
-        present = [p.grad is not None for p in members]
-        flat = [
-            torch.zeros_like(p).flatten() if p.grad is None else _dense(p.grad)
-            for p in members
-        ]
-        marks = flat[0].new_tensor(present)
-        total = ranks.sum_(torch.cat([*flat, marks]))
-        values, counts = total[: -len(members)], total[-len(members) :]
-        # Only a rank that lacks a gradient must ask whether another has it.
-        used = [True] * len(members) if all(present) else (counts > 0).tolist()
-        offset = 0
-        for parameter, is_used in zip(members, used, strict=True):
-            size = parameter.numel()
-            if is_used:
-                whole = values[offset : offset + size].view_as(parameter)
-                _assign(parameter, whole)
-            offset += size
+        for bucket in _buckets(members):
+            _sum_bucket_(bucket, ranks, times)
+
+
+def _sum_bucket_(members: list[Tensor], ranks: Ranks, times: float) -> None:
+    present = [p.grad is not None for p in members]
+    flat = [
+        torch.zeros_like(p).flatten() if p.grad is None else _dense(p.grad)
+        for p in members
+    ]
+    marks = flat[0].new_tensor(present)
+    total = ranks.sum_(torch.cat([*flat, marks]))
+    values, counts = total[: -len(members)], total[-len(members) :]
+    # Only a rank that lacks a gradient must ask whether another has it.
+    used = [True] * len(members) if all(present) else (counts > 0).tolist()
+    if times != 1:
+        values.mul_(times)
+    offset = 0
+    for parameter, is_used in zip(members, used, strict=True):
+        size = parameter.numel()
+        if is_used:
+            whole = values[offset : offset + size].view_as(parameter)
+            _assign(parameter, whole)
+        offset += size
+
+
+def _buckets(members: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in members:
+        bucket.append(parameter)
+        size += parameter.numel()
+        if size >= BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
 
 
 @torch.no_grad()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, is_joining
@@ -29,6 +29,57 @@ def refuse_loss(loss: Any, reduction: str) -> None:
             "loss: must depend on parameters that require a gradient, and does not. Is "
             "it computed under torch.no_grad(), detached, or is the whole model frozen?"
         )
+
+
+def refuse_backward(window: Window, ranks: Ranks, reduction: str, loss: Any) -> None:
+    """All that a backward pass must not begin with."""
+    refuse_announced(window)
+    refuse_torn(window)
+    refuse_loss(loss, reduction)
+    held = len(window.losses) + (window.carried is not None)
+    refuse_static_graph(ranks.ddp, held)
+    refuse_join(ranks.ddp)
+
+
+def refuse_division(window: Window, is_apart: bool) -> None:
+    """All that a window must not close with."""
+    refuse_torn(window)
+    if not is_apart:
+        refuse_apart(window)
+    refuse_unweighted(window)
+    if window.expected is not None:
+        window.expected.refuse_unfinished()
+
+
+def refuse_late_telling(window: Window, nonfinite: str) -> None:
+    if window.is_open or window.expected is not None:
+        raise TrainkitError(
+            f"expect(): it tells a window beforehand, and the open one already has "
+            f"{len(window.losses)} micro-batches or was told. Call it once, before the "
+            f"window's first backward(); drop() forgets a window."
+        )
+    if nonfinite == "skip":
+        raise TrainkitError(
+            "expect(): nonfinite='skip' leaves micro-batches out of the total, which "
+            "is then not known beforehand. Use nonfinite='raise', or do not call it."
+        )
+
+
+def untold_terms(strategies: Mapping[str, Any]) -> TrainkitError:
+    return TrainkitError(
+        f"loss: its terms {sorted(strategies)} have denominators of their own, so that "
+        f"each must be divided by the total of its own over the window, which has to "
+        f"be known before the first backward pass. Call expect() with all "
+        f"micro-batches of the window before it; with Lightning set "
+        f"self.micro_batching, and accumulate_grad_batches=1."
+    )
+
+
+def missing_terms(loss: Any, strategies: Mapping[str, Any]) -> TrainkitError:
+    return TrainkitError(
+        f"loss: there are strategies for the terms {sorted(strategies)}, received "
+        f"{type(loss).__name__}. Pass a dict of these terms, or one strategy."
+    )
 
 
 def refuse_zeroed(window: Window, parameters: Sequence[Tensor]) -> None:
@@ -159,6 +210,15 @@ def refuse_dividing_backward(backward: Any) -> None:
             f"backward=accelerator.backward: it divides the loss by its own "
             f"gradient_accumulation_steps={steps}, and the window is divided already. "
             f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
+        )
+
+
+def refuse_wide_without_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TrainkitError(
+            f"wide_gradients=True: the sums are kept for the parameters of `module`, "
+            f"received module={type(module).__name__}. Pass the module that trains, "
+            f"wrapped as it will be."
         )
 
 

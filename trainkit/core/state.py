@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from trainkit.core._compat import inside_wrappers
 from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import Weight
+from trainkit.core.wide_gradients import WideGradients
 from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged
 from trainkit.errors import TrainkitError
 
@@ -21,6 +23,8 @@ def save_window(
     factor: Tensor | None,
     module: Any,
     ranks: Ranks,
+    *,
+    wide: WideGradients | None = None,
 ) -> dict[str, Any]:
     """The totals of the given ranks' open windows, and their gradients added up.
 
@@ -32,6 +36,7 @@ def save_window(
         factor: the scaler's factor that this rank's gradients carry, if any.
         module: the module that trains, or anything else to leave gradients out.
         ranks: whose parts to add up; `Ranks()` is this one alone.
+        wide: holds the gradients, where they are not the parameters' own.
     """
     # A rank without a micro-batch has neither, and takes part with zeros.
     own, carried = (
@@ -47,7 +52,7 @@ def save_window(
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):
         # With aggregation="none", ranks have different r in their first window.
-        named = inside_wrappers(module).named_parameters()
+        named = holders(inside_wrappers(module).named_parameters(), wide)
         gradients = save_partial(named, ranks, scale=own / common)
         if totals[WEIGHT] > 0 and not gradients:
             raise TrainkitError(
@@ -81,19 +86,39 @@ def load_weights(table: Tensor | None, ranks: Ranks) -> list[Weight]:
     return own[~own.isnan()].tolist()
 
 
-def load_window(state: dict[str, Any], module: Any, ranks: Ranks) -> Tensor | None:
+def load_window(
+    state: dict[str, Any],
+    module: Any,
+    ranks: Ranks,
+    *,
+    wide: WideGradients | None = None,
+) -> Tensor | None:
     """Put a saved window's gradients back; return this rank's share of its totals.
 
     Args:
         state: what `save_window` returned.
         module: the module that trains.
         ranks: over which to share it; `Ranks()` if it is this rank's own part.
+        wide: holds the gradients, where they are not the parameters' own.
     """
     if state["gradients"] and isinstance(module, nn.Module):
-        named = inside_wrappers(module).named_parameters()
+        named = holders(inside_wrappers(module).named_parameters(), wide)
         load_partial(named, state["gradients"], ranks)
     if state["totals"] is None:
         return None
     # Open on every rank, with zeros on all but one: they must act alike.
     totals = torch.stack([state["totals"][name] for name in COLUMNS])
     return totals * (ranks.index == 0)
+
+
+def holders(
+    named_parameters: Iterable[tuple[str, Tensor]], wide: WideGradients | None
+) -> list[tuple[str, Tensor]]:
+    """By name, the tensors whose `grad` is the window's gradient so far."""
+    if wide is None:
+        return list(named_parameters)
+    own = {id(p) for p in wide.parameters}
+    return [
+        (name, wide.stand_in_of(p) if id(p) in own else p)
+        for name, p in named_parameters
+    ]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from trainkit.core.ranks import Shared
 from trainkit.core.strategies import LossReduction, Weight
+
+if TYPE_CHECKING:
+    from trainkit.core.expected import Expected
+    from trainkit.core.terms import Joined
 
 # The columns of a rank's row. What follows them are the single weights, if asked for.
 COLUMNS = (
@@ -55,6 +59,9 @@ class Window:
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last one left DDP's ranks apart.
         announced: all ranks' rows, once the window is complete.
+        expected: its totals, where it was told beforehand.
+        joined: the terms of the micro-batch whose backward pass is to run.
+        divides_late: whether it is divided at its end although it was told.
     """
 
     weights: list[Weight] = field(default_factory=list)
@@ -72,6 +79,14 @@ class Window:
     is_torn: bool = False
     is_apart: bool = False
     announced: Shared | None = None
+    expected: Expected | None = None
+    joined: Joined | None = None
+    divides_late: bool = False
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each gradient was divided by the window's total as it came."""
+        return self.expected is not None and not self.divides_late
 
     @property
     def num_weighted(self) -> int:
@@ -89,6 +104,14 @@ class Window:
         self.applied.append(applied)
         self.losses.append(loss.reshape(()) if loss.ndim else loss)
         self.divisors.append(divided_by)
+
+    def copy(self) -> Window:
+        """The same window, whose lists can grow apart."""
+        other = replace(self)
+        for name, value in vars(other).items():
+            if isinstance(value, list):
+                setattr(other, name, list(value))
+        return other
 
     def skip(self, loss: Tensor) -> None:
         self.add(0, 0, loss.new_zeros(()), 1)

@@ -6,6 +6,10 @@ fails there, by name.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 
@@ -249,3 +253,89 @@ def steps_by_metric(trainer: Any) -> bool:
         for config in trainer.lr_scheduler_configs
     )
     return by_step and not trainer.fit_loop._should_accumulate()
+
+
+def leaves_fit(trainer: Any) -> BaseException:
+    """What a callback raises to leave `trainer.fit` before training, as Lightning's own
+    finders do: loops, loaders and signals are torn down, and `fit` returns."""
+    package = type(trainer.fit_loop).__module__.partition(".loops.")[0]
+    module = importlib.import_module(f"{package}.utilities.exceptions")
+    return module._TunerExitException()
+
+
+def parts_of(trainer: Any) -> list[Any]:
+    """The Trainer and what it counts, logs and is doing, each with attributes of its
+    own: loops with their progress, results, states."""
+    names = (".loops.", ".logger_connector.", ".trainer.states")
+    found, waiting = [trainer], [trainer]
+    while waiting:
+        for value in list(vars(waiting.pop()).values()):
+            concerned = any(name in type(value).__module__ for name in names)
+            known = any(value is each for each in found)
+            if not concerned or known or isinstance(value, Enum):
+                continue
+            if hasattr(value, "__dict__"):
+                found.append(value)
+                waiting.append(value)
+    return found
+
+
+def starts_processes_for_fit(strategy: Any) -> bool:
+    """Whether `fit` runs in processes that end with it, as under `ddp_spawn`."""
+    return getattr(strategy, "_start_method", "popen") not in (None, "popen")
+
+
+def write_batch_size(loader: Any, size: int) -> None:
+    """Give a `DataLoader` another batch size: it refuses that once it is made, though
+    Lightning makes it anew from its attributes, and a `BatchSampler` takes it."""
+    if loader.batch_size is not None:
+        object.__setattr__(loader, "batch_size", size)
+    loader.batch_sampler.batch_size = size
+
+
+def current_hook(pl_module: Any) -> str:
+    """The hook in which the module is logging."""
+    return pl_module._current_fx_name or ""
+
+
+@contextmanager
+def as_hook(pl_module: Any, hook: str) -> Iterator[None]:
+    """Let the module log as from a hook that has ended by now."""
+    before = pl_module._current_fx_name
+    pl_module._current_fx_name = hook
+    try:
+        yield
+    finally:
+        pl_module._current_fx_name = before
+
+
+def set_batch_value(metric: Any, value: Any) -> None:
+    """What a metric object shows for the step, as after its `forward`."""
+    metric._forward_cache = value
+
+
+METRIC_FIELDS = ("_update_count", "_computed", "_forward_cache")
+"""What a metric object holds beside its states."""
+
+
+def metric_fields(metric: Any) -> dict[str, Any]:
+    """What a metric object holds beside its states."""
+    return {name: getattr(metric, name, None) for name in METRIC_FIELDS}
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Whether the epoch runs forward only, as that of `StochasticWeightAveraging` for
+    BatchNorm's statistics does."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+
+
+@contextmanager
+def replaced(strategy: Any, **methods: Any) -> Iterator[None]:
+    """Let Lightning's strategy object have other methods for a while."""
+    for name, method in methods.items():
+        setattr(strategy, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(strategy, name)

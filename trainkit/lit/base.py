@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,7 +51,6 @@ class WindowOwner(OrderedCallback):
     """The callback that weighs and divides windows, as the others know it.
 
     Attributes:
-        strategy: says what a micro-batch weighs.
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
         first_windows: those from which a size can be measured.
@@ -58,11 +58,15 @@ class WindowOwner(OrderedCallback):
             batch; none where Lightning ends them.
     """
 
-    strategy: AccumulationStrategy
     accumulators: dict[int, Accumulator]
     windows: dict[int, WindowStats]
     first_windows: FirstWindows
     own_sizes: frozenset[int] = frozenset()
+
+    @property
+    @abstractmethod
+    def strategy(self) -> AccumulationStrategy:
+        """Says what a micro-batch weighs."""
 
 
 def has_callback(callbacks: Iterable[Any], *names: str) -> bool:

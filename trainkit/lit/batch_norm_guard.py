@@ -27,9 +27,9 @@ from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
 from trainkit.lit.batch_norm.structure import GroupNormInstead, Renorm, Sync
 from trainkit.lit.batch_norm.watch import ShapeWatch
-from trainkit.lit.callback import window_ends
 from trainkit.lit.effective import longest_window, micro_batch_of, window_size
 from trainkit.lit.plan import Row
+from trainkit.lit.window_end import window_ends
 
 KEY = "trainkit_batch_norm"
 """The entry in a checkpoint."""

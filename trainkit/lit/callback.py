@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,11 @@ from torch import Tensor
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import leading_dimension
 from trainkit.core.checks import Checks
-from trainkit.core.gradients import parameters_of
+from trainkit.core.expected import Strategies
+from trainkit.core.gradients import clear_gradients, parameters_of
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.terms import leading, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit import checkpoint as checkpoints
@@ -26,6 +27,7 @@ from trainkit.lit.first_windows import FirstWindows
 from trainkit.lit.plan import Row
 from trainkit.lit.resuming import begin_batch, go_on
 from trainkit.lit.steps import StepWatch
+from trainkit.lit.window_end import say_dropped, window_ends
 
 
 class WindowCallback(WindowOwner):
@@ -45,18 +47,20 @@ class WindowCallback(WindowOwner):
 
     def __init__(
         self,
-        strategy: AccumulationStrategy,
+        strategy: AccumulationStrategy | Strategies,
         *,
         aggregation: Aggregation = "auto",
         checks: Checks = "late",
+        wide_gradients: bool = False,
     ) -> None:
         super().__init__()
         # Made here for its checks alone: the ranks are not known before training.
         Accumulator(strategy, aggregation="none", checks=checks)
         check_aggregation(aggregation)
-        self.strategy = strategy
+        self.strategies = named_strategies(strategy)
         self.aggregation: Aggregation = aggregation
         self.checks: Checks = checks
+        self.wide_gradients = wide_gradients
         self._forget()
 
     def _forget(self) -> None:
@@ -80,6 +84,11 @@ class WindowCallback(WindowOwner):
         self._warned_short_epoch = False
 
     # ---- what others ask -------------------------------------------------------------
+
+    @property
+    def strategy(self) -> AccumulationStrategy:
+        """Says what a micro-batch weighs; with several terms, in the first of them."""
+        return leading(self.strategies)
 
     @property
     def last_window(self) -> WindowStats | None:
@@ -121,7 +130,7 @@ class WindowCallback(WindowOwner):
         refusals.refuse_no_optimizer(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             accumulator = Accumulator(
-                self.strategy,
+                self.strategies if len(self.strategies) > 1 else self.strategy,
                 module=trainer.strategy,
                 aggregation=self.aggregation,
                 checks=self.checks,
@@ -129,6 +138,9 @@ class WindowCallback(WindowOwner):
             )
             refusals.refuse_static_graph(accumulator.ranks, num_expected)
             accumulator.parameters = parameters_of(optimizer)
+            if self.wide_gradients:
+                refusals.refuse_wide_under_scaler(scaler)
+                accumulator.keep_wide(accumulator.parameters)
             self.accumulators[index] = accumulator
             self._steps.append(StepWatch(optimizer, accumulator, scaler))
             if scaler is not None and unscales_itself(optimizer):
@@ -139,9 +151,9 @@ class WindowCallback(WindowOwner):
             ranks = self.accumulators[0].ranks
             self._meeting_point = refusals.make_meeting_point(ranks)
         self.first_windows.loader_size = loader_size(trainer)
-        if self._restored is not None:
-            self.first_windows.load_state_dict(self._restored.get("measured", {}))
-            checkpoints.restore(self._restored, self.accumulators, pl_module)
+        if (restored := self._restored) is not None:
+            self.first_windows.load_state_dict(restored.get("measured", {}))
+            checkpoints.restore(restored, self.accumulators, pl_module)
             refusals.announce_loader_that_starts_again(trainer, self.accumulators)
             self._restored = None
         self.show_plan(trainer, pl_module)
@@ -171,7 +183,10 @@ class WindowCallback(WindowOwner):
             refusals.refuse_closures_that_repeat(trainer, num_expected)
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
-        # Before training_step, which may take the batch apart.
+        self.weigh_batch(pl_module, batch)
+
+    def weigh_batch(self, pl_module: Any, batch: Any) -> None:
+        """Before `training_step`, which may take the batch apart."""
         if pl_module.automatic_optimization:
             self._weight = self.strategy.weight(batch)
         if self.counts_samples or not self.first_windows.is_complete:
@@ -186,7 +201,7 @@ class WindowCallback(WindowOwner):
         if not accumulator.is_open and not self._gradients_are_fresh:
             # Lightning zeroes by the batch's index and steps by their number: where
             # accumulate_grad_batches changes or the loader yields None, it does not.
-            _clear_gradients(trainer.optimizers[0])
+            clear_gradients(trainer.optimizers[0])
         num_expected = trainer.accumulate_grad_batches  # Lightning has divided by it
         value = loss.detach()
         if self._scaler is not None:
@@ -214,12 +229,7 @@ class WindowCallback(WindowOwner):
         index = self.index_of(trainer, optimizer)
         accumulator = self.accumulators[index]
         if not pl_module.automatic_optimization:
-            if accumulator.is_open:
-                raise TrainkitError(
-                    f"optimizer {index}: step() was called while its window is open "
-                    f"({accumulator.num_micro_batches} micro-batches, not divided "
-                    f"yet). Call self.finish_window(optimizer) before it."
-                )
+            refusals.refuse_open_window(index, accumulator)
             if index not in self._divided and index not in self._undivided:
                 self._undivided.add(index)
                 refusals.announce_undivided_step(index)
@@ -228,7 +238,7 @@ class WindowCallback(WindowOwner):
         if not accumulator.is_open:
             # Nothing ran backward: gradients left from an earlier step (the BatchNorm
             # epoch of StochasticWeightAveraging) must not be stepped with again.
-            _clear_gradients(optimizer)
+            clear_gradients(optimizer)
             return
         if not self._batch_is_unfinished and self._scaler is not None:
             refusals.refuse_none_on_last_micro_batch()
@@ -249,13 +259,19 @@ class WindowCallback(WindowOwner):
             self._divided.add(each)
         self._gradients_are_fresh = False
         self._num_closed = accumulator.num_micro_batches
-        size = max(trainer.accumulate_grad_batches, self.longest_window)
         parameters = [
             p for i in (index, *others) for p in parameters_of(trainer.optimizers[i])
         ]
-        stats = accumulator.finish(parameters, slots=self._slots(accumulator, size))
+        stats = self._finish(trainer, accumulator, parameters)
         self.windows.update(dict.fromkeys((index, *others), stats))
-        if index == 0:
+        return stats
+
+    def _finish(
+        self, trainer: Any, accumulator: Accumulator, parameters: list[Tensor]
+    ) -> WindowStats:
+        size = max(trainer.accumulate_grad_batches, self.longest_window)
+        stats = accumulator.finish(parameters, slots=self._slots(accumulator, size))
+        if accumulator is self.accumulators[0]:
             self.first_windows.add(stats)
         return stats
 
@@ -298,7 +314,7 @@ class WindowCallback(WindowOwner):
         if held and not isinstance(exception, Stopped):
             # Only said: a checkpoint that is written because of the exception may
             # still save the window. The next fit forgets it.
-            _say_dropped(sum(held), f"{type(exception).__name__} ended training")
+            say_dropped(sum(held), f"{type(exception).__name__} ended training")
         for steps in self._steps:
             steps.close()
 
@@ -308,7 +324,7 @@ class WindowCallback(WindowOwner):
                 self._gradients_are_fresh = False
                 held = accumulator.drop()
                 if accumulator.ranks.index == 0:
-                    _say_dropped(held, why)
+                    say_dropped(held, why)
 
     # ---- checkpoints -----------------------------------------------------------------
 
@@ -364,6 +380,8 @@ class AccumulationCallback(WindowCallback):
             Trainer's strategy does not show it: `"mean"`, `"sum"` or `"none"`.
         checks: `"late"` costs nothing and complains one window late; `"now"` waits for
             the device once a window and refuses before the step is taken.
+        wide_gradients: keep the window's gradient in float32 beside parameters of half
+            precision (`precision="bf16-true"`), and round it once.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -371,30 +389,8 @@ class AccumulationCallback(WindowCallback):
         super().on_train_start(trainer, pl_module)
 
 
-def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
-    """Whether the window closes with this batch: it is full, or the epoch is over."""
-    return (
-        (batch_idx + 1) % num_expected == 0
-        or trainer.is_last_batch
-        or batch_idx + 1 == trainer.num_training_batches
-    )
-
-
 def _num_samples(batch: Any) -> float:
     try:
         return leading_dimension(batch)
     except TrainkitError:
         return math.nan  # said where somebody asks for the effective batch
-
-
-def _clear_gradients(optimizer: Any) -> None:
-    for parameter in parameters_of(optimizer):
-        parameter.grad = None
-
-
-def _say_dropped(held: int, why: str) -> None:
-    warnings.warn(
-        f"accumulation: an open window of {held} micro-batch{'es' * (held != 1)} was "
-        f"dropped, since {why}; no optimizer step was taken with it.",
-        stacklevel=3,
-    )

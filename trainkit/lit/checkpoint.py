@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import load_partial, save_partial
+from trainkit.core.state import holders
 from trainkit.lit._compat import batches_into_epoch
 
 KEY = "trainkit"
@@ -56,8 +58,9 @@ def save(
     state["windows"] = {
         i: a.state_dict(over_ranks=True) for i, a in accumulators.items()
     }
-    ranks = next(iter(accumulators.values())).ranks
-    state["gradients"] = save_partial(pl_module.named_parameters(), ranks)
+    first = next(iter(accumulators.values()))
+    named = _holders(pl_module, accumulators)
+    state["gradients"] = save_partial(named, first.ranks)
     return state
 
 
@@ -109,5 +112,14 @@ def restore(
     for index, window in state["windows"].items():
         accumulators[index].load_state_dict(window)
     first = next(iter(accumulators.values()))
-    named = pl_module.named_parameters()
+    named = _holders(pl_module, accumulators)
     load_partial(named, state["gradients"], first.ranks)
+
+
+def _holders(
+    pl_module: Any, accumulators: Mapping[int, Accumulator]
+) -> list[tuple[str, Tensor]]:
+    named = list(pl_module.named_parameters())
+    for accumulator in accumulators.values():
+        named = holders(named, accumulator.wide)
+    return named

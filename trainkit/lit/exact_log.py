@@ -45,6 +45,11 @@ class ExactMeans:
         run runs again."""
         self._before_batch = dict(self._totals.get(stage, {}))
 
+    def begin_again(self, stage: str) -> None:
+        """The batch under way is run again, from its beginning."""
+        if self._before_batch is not None:
+            self._totals[stage] = dict(self._before_batch)
+
     @property
     def is_in_batch(self) -> bool:
         """Whether a batch is under way."""

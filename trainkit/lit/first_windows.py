@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from torch import Tensor
+
 from trainkit.core.window import WindowStats
 
 NUM_MEASURED = 8
@@ -22,6 +24,7 @@ class FirstWindows:
     def __init__(self) -> None:
         self.loader_size: int | None = None
         self._seen: list[WindowStats] = []
+        self._num_batches: list[Tensor | int] = []
         self._carried: Mapping[str, Any] = {}
 
     def __len__(self) -> int:
@@ -31,12 +34,20 @@ class FirstWindows:
     def is_complete(self) -> bool:
         return len(self) >= NUM_MEASURED
 
-    def add(self, stats: WindowStats) -> None:
+    def add(self, stats: WindowStats, *, num_batches: int | None = None) -> None:
+        """A window has closed.
+
+        Args:
+            stats: what it was.
+            num_batches: how many loader batches it had, on all ranks. Default: as many
+                as micro-batches.
+        """
         if not self.is_complete:
             self._seen.append(stats)
+            self._num_batches.append(num_batches or stats.num_micro_batches)
 
     def micro_batch(self, what: Literal["samples", "weight"]) -> float | None:
-        """The mean `samples` or `weight` of a micro-batch; waits for the device.
+        """The mean `samples` or `weight` of a loader batch; waits for the device.
 
         None where no window has closed, or samples could not be counted in all.
         """
@@ -49,7 +60,10 @@ class FirstWindows:
         return sum(bool(stats.weight > 0) for stats in self._seen)
 
     def _total(self, what: str) -> float:
-        seen = sum(float(getattr(stats, what)) for stats in self._seen)
+        if what == "num_micro_batches":
+            seen = sum(map(float, self._num_batches))
+        else:
+            seen = sum(float(getattr(stats, what)) for stats in self._seen)
         return seen + self._carried.get(what, 0.0)
 
     def state_dict(self) -> dict[str, Any]:

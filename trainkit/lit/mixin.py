@@ -11,21 +11,26 @@ from torch import Tensor
 
 from trainkit.core.checks import Checks
 from trainkit.core.effective import EffectiveBatch
+from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Aggregation
+from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import (
     AccumulationStrategy,
     Uniform,
     Weight,
     checked_weight,
 )
+from trainkit.core.terms import leading, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm_guard import BatchNormGuard
-from trainkit.lit.callback import WindowCallback, window_ends
+from trainkit.lit.callback import WindowCallback
 from trainkit.lit.effective import find_effective_batch, read_effective_batch
 from trainkit.lit.exact_log import one_number, stage_of
 from trainkit.lit.mixin_callback import MixinCallback
+from trainkit.lit.split.held_logs import HELD, HeldLogs, by_name
+from trainkit.lit.window_end import window_ends
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule as _Base
@@ -48,18 +53,24 @@ class AccumulationMixin(_Base):
     work; no hook of the module divides anything.
 
     Attributes:
-        accumulation: says what a micro-batch weighs.
+        accumulation: says what a micro-batch weighs; for a loss of several terms, a
+            dict of strategies by the terms' names.
+        micro_batching: cuts each loader batch, which is then one optimizer step.
         accumulation_checks: `"late"`, or `"now"` to refuse before a bad step is taken.
         accumulation_aggregation: what the backend does to gradients across ranks,
             where the Trainer's strategy does not show it.
+        accumulation_wide_gradients: True keeps the window's gradient in float32 beside
+            parameters of half precision (`precision="bf16-true"`), and rounds it once.
         hold_schedulers: True keeps a learning-rate scheduler with `interval="step"`
             where it is when a gradient scaler has skipped the optimizer's step.
             Lightning moves it, and `global_step`, all the same.
     """
 
-    accumulation: AccumulationStrategy = Uniform()
+    accumulation: AccumulationStrategy | Strategies = Uniform()
+    micro_batching: MicroBatching | None = None
     accumulation_checks: Checks = "late"
     accumulation_aggregation: Aggregation = "auto"
+    accumulation_wide_gradients: bool = False
     hold_schedulers: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -113,6 +124,28 @@ class AccumulationMixin(_Base):
     def _note_call(self, name: str) -> None:
         calls = self.__dict__.setdefault("_trainkit_calls", {})
         calls[name] = calls.get(name, 0) + 1
+
+    # ---- logging ---------------------------------------------------------------------
+
+    def log(
+        self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
+    ) -> None:
+        """As Lightning's, once a window: what the micro-batches of a loader batch log
+        is put together into what the whole batch would have logged.
+
+        Args:
+            name: of the value.
+            value: a number, a 0-d tensor or a metric object.
+            *args: as Lightning's.
+            weight: by what a mean over a micro-batch is weighed, where that is not
+                what weighs the loss: a number, a strategy, or the name of a term.
+            **kwargs: as Lightning's.
+        """
+        held: HeldLogs | None = vars(self).get(HELD)
+        if held is None:
+            super().log(name, value, *args, **kwargs)
+        else:
+            held.hold(self, name, value, weight, by_name(args) | kwargs)
 
     # ---- manual optimization ---------------------------------------------------------
 
@@ -256,7 +289,7 @@ class AccumulationMixin(_Base):
             prog_bar: also show it in the progress bar.
             logger: send it to the loggers; default: if there are any.
         """
-        strategy = self.accumulation
+        strategy = leading(named_strategies(self.accumulation))
         stage = stage_of(self.trainer)
         windows = self._find_windows()
         if windows is None:

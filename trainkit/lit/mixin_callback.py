@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.core.ranks import find_ranks
+from trainkit.core.terms import named_strategies
 from trainkit.lit._compat import batches_into_epoch
-from trainkit.lit.callback import WindowCallback
 from trainkit.lit.clean_moments import ends_epoch
 from trainkit.lit.exact_log import KEY, ExactMeans, shared_out
 from trainkit.lit.per_rank import gather
+from trainkit.lit.split.callback import SplitCallback
 
 
-class MixinCallback(WindowCallback):
+class MixinCallback(SplitCallback):
     """The callback that a mixin module brings."""
 
     def __init__(self, module: Any, mixin: type) -> None:
@@ -20,6 +21,7 @@ class MixinCallback(WindowCallback):
             module.accumulation,
             aggregation=module.accumulation_aggregation,
             checks=module.accumulation_checks,
+            wide_gradients=module.accumulation_wide_gradients,
         )
         self._mixin = mixin
         self._taken: int | None = None
@@ -44,7 +46,8 @@ class MixinCallback(WindowCallback):
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.strategy = pl_module.accumulation  # perhaps chosen in its setup()
+        # perhaps chosen in its setup()
+        self.strategies = named_strategies(pl_module.accumulation)
         super().on_train_start(trainer, pl_module)
         # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
         self.means.go_on("train", pl_module.device)
@@ -109,6 +112,9 @@ class MixinCallback(WindowCallback):
             shared_out(states, trainer.global_rank, trainer.world_size),
             is_whole=None not in states or not batches_into_epoch(checkpoint),
         )
+
+    def forget_means(self) -> None:
+        self.means.begin_again("train")
 
     def _give_back_window_size(self, trainer: Any) -> None:
         if self._taken is not None:

@@ -122,6 +122,16 @@ def refuse_unseen_batches(
         )
 
 
+def refuse_wide_under_scaler(scaler: Any) -> None:
+    if scaler is not None:
+        raise TrainkitError(
+            "wide_gradients=True: under a gradient scaler (precision='16-mixed') the "
+            "parameters are float32, and so are their gradients, which the scaler "
+            "wants to see before the window closes. Leave it out: it is for "
+            "precision='bf16-true'."
+        )
+
+
 def refuse_no_optimizer(trainer: Any) -> None:
     groups = [group for o in trainer.optimizers for group in o.param_groups]
     if not any(group["params"] for group in groups):
@@ -129,6 +139,15 @@ def refuse_no_optimizer(trainer: Any) -> None:
             "configure_optimizers: it returned no optimizer, so there is nothing to "
             "accumulate for. Return one, or leave out AccumulationCallback or "
             "AccumulationMixin."
+        )
+
+
+def refuse_open_window(index: int, accumulator: Accumulator) -> None:
+    if accumulator.is_open:
+        raise TrainkitError(
+            f"optimizer {index}: step() was called while its window is open "
+            f"({accumulator.num_micro_batches} micro-batches, not divided yet). Call "
+            f"self.finish_window(optimizer) before it."
         )
 
 

@@ -1,0 +1,193 @@
+"""Any nesting is cut row by row, and put together in the same types."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trainkit import PerSample, TrainkitError, Uniform
+from trainkit.core.batches import describe, tensors
+from trainkit.core.split.cutting import Cutter
+from trainkit.core.split.micro_batching import MicroBatching
+
+X = torch.arange(12.0).view(6, 2)
+Y = torch.arange(6)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+    note: str = "n"
+
+
+@dataclasses.dataclass
+class Checked:
+    x: Tensor
+    total: int = dataclasses.field(init=False, default=6)
+
+
+class Encoding(UserDict):  # as BatchEncoding of transformers is
+    """A mapping that holds its data in an attribute, and more beside it."""
+
+    def __init__(self, data: Any = None, *, note: str = "") -> None:
+        super().__init__(data)
+        self.note = note
+
+
+OldPair = namedtuple("OldPair", ["x", "y"])
+
+BATCHES: dict[str, Any] = {
+    "tensor": X,
+    "dict": {"x": X, "y": Y},
+    "ordered dict": OrderedDict(y=Y, x=X),
+    "default dict": defaultdict(list, x=X, y=Y),
+    "user dict": Encoding({"x": X, "y": Y}, note="kept"),
+    "read-only mapping": MappingProxyType({"x": X, "y": Y}),
+    "tuple": (X, Y),
+    "list": [X, Y],
+    "named tuple": Pair(X, Y),
+    "old named tuple": OldPair(X, Y),
+    "frozen dataclass": Frozen(X, Y),
+    "dataclass with its own fields": Checked(X),
+    "int keys": {0: X, 1: Y},
+    "nested": {"a": [Pair(X, Y), {"b": (Frozen(X, Y), X)}], "c": {"n": 3}, "y": Y},
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_micro_batches_together_equal_the_batch(name: str) -> None:
+    batch = BATCHES[name]
+    shown = describe(batch, depth=9)
+    micros = Cutter(MicroBatching(size=4), Uniform()).cut(batch)
+    assert [micro.rows for micro in micros] == [[0, 1, 2], [3, 4, 5]]
+    assert all(type(micro.batch) is type(batch) for micro in micros)
+    parts = [list(tensors(micro.batch)) for micro in micros]
+    for whole, first, second in zip(tensors(batch), *parts, strict=True):
+        assert torch.equal(torch.cat([first, second]), whole)
+    assert describe(batch, depth=9) == shown  # itself not changed
+    assert describe(micros[0].batch, depth=9) == shown.replace("[6", "[3")
+
+
+def test_micro_batches_of_user_dict_keep_what_is_beside_the_data() -> None:
+    batch = Encoding({"x": X}, note="kept")
+    first, second = Cutter(MicroBatching(size=3), Uniform()).cut(batch)
+    assert first.batch.note == "kept"
+    first.batch["x"] = None
+    assert batch["x"] is X
+    assert torch.equal(second.batch["x"], X[3:])
+
+
+def test_micro_batch_of_frozen_dataclass_keeps_its_other_fields() -> None:
+    first, _ = Cutter(MicroBatching(size=3), Uniform()).cut(Frozen(X, Y, "kept"))
+    assert first.batch.note == "kept"
+
+
+def test_rows_are_views_where_no_length_sorts_them() -> None:
+    for micro in Cutter(MicroBatching(size=4), Uniform()).cut((X, Y)):
+        assert micro.batch[0].untyped_storage().data_ptr() == (
+            X.untyped_storage().data_ptr()
+        )
+
+
+def test_lists_of_as_many_entries_as_rows_are_cut_and_others_shared() -> None:
+    batch = {
+        "x": X,
+        "names": list("abcdef"),
+        "infos": tuple({"id": i} for i in range(6)),
+        "array": np.arange(12).reshape(6, 2),
+        "labels": ["cat", "dog"],
+        "scale": torch.tensor(2.0),
+        "none": None,
+        "number": np.float64(3.0),
+        "empty": [],
+        "text": "abcdef",
+    }
+    first, second = Cutter(MicroBatching(size=4), Uniform()).cut(batch)
+    assert first.batch["names"] == ["a", "b", "c"]
+    assert second.batch["infos"] == ({"id": 3}, {"id": 4}, {"id": 5})
+    assert second.batch["array"].tolist() == [[6, 7], [8, 9], [10, 11]]
+    for micro in (first, second):
+        for name in ("labels", "scale", "none", "number", "empty", "text"):
+            assert micro.batch[name] == batch[name]
+
+
+def test_targets_of_detection_are_cut_row_by_row() -> None:
+    boxes = [torch.randn(i + 1, 4) for i in range(4)]
+    batch = (torch.randn(4, 3, 8, 8), [{"boxes": each} for each in boxes])
+    first, second = Cutter(MicroBatching(size=2), PerSample(size=0)).cut(batch)
+    assert [t["boxes"] for t in first.batch[1] + second.batch[1]] == boxes
+    # Images of different sizes come as a tuple of tensors.
+    batch = (tuple(torch.randn(3, 8, 8 + i) for i in range(4)), batch[1])
+    first, second = Cutter(MicroBatching(size=2), PerSample(size=1)).cut(batch)
+    assert [image.shape[2] for image in second.batch[0]] == [10, 11]
+    assert [t["boxes"] for t in first.batch[1] + second.batch[1]] == boxes
+
+
+def test_two_tensors_in_a_list_stay_fields_in_a_batch_of_two_rows() -> None:
+    cutter = Cutter(MicroBatching(size=1), PerSample(size="x"))
+    cutter.cut({"x": X, "states": [X, X]})
+    batch = {"x": X[:2], "states": [X[:2], X[:2]]}
+    first, _ = cutter.cut(batch)
+    assert [state.shape for state in first.batch["states"]] == [(1, 2), (1, 2)]
+
+
+def test_shared_fields_are_handed_whole() -> None:
+    table = torch.randn(9, 3)
+    square = torch.randn(6, 6)
+    batch = {"x": X, "table": {"deep": table}, "square": square}
+    options = MicroBatching(size=4, shared=("table", "square"))
+    for micro in Cutter(options, Uniform()).cut(batch):
+        assert micro.batch["table"]["deep"] is table
+        assert micro.batch["square"] is square
+
+
+class Box:
+    def __init__(self) -> None:
+        self.x = X
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"x": X, "t": X[:5]}, r"cannot tell the rows.*\[5, 6\].*t: float32\[5, 2\]"),
+        ({"a": 1, "b": "text"}, r"no tensor with rows.*dict\(a: int, b: str\)"),
+        ((X, Box()), r"field '1' is a Box, which holds tensors.*tuple\(float32"),
+        (torch.tensor(1.0), r"no tensor with rows.*float32\[\]"),
+        (None, r"no tensor with rows.*NoneType"),
+        ([{"x": X}, {"x": X}], r"list of samples.*collate=your_collate_fn"),
+        ([torch.randn(3, 8, 8) for _ in range(4)], r"list of samples.*collate="),
+        ([{"ids": [1, 2]}, {"ids": [3]}], r"list of samples.*collate="),
+        ([torch.zeros(3), torch.zeros(5)], r"cannot tell the rows.*\[3, 5\].*collate="),
+        ((X, X.to_sparse()), r"field '1' is a torch.sparse_coo tensor.*shared="),
+    ],
+)
+def test_batch_that_cannot_be_cut_is_refused(batch: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        Cutter(MicroBatching(size=4), Uniform()).cut(batch)
+
+
+def test_nested_tensor_is_refused() -> None:
+    jagged = torch.nested.nested_tensor(
+        [torch.zeros(2), torch.zeros(3)], layout=torch.jagged
+    )
+    with pytest.raises(TrainkitError, match=r"field '0' is a nested tensor"):
+        Cutter(MicroBatching(size=1), Uniform()).cut((jagged, X[:2]))
+
+
+def test_tensor_of_other_rows_is_refused_by_name() -> None:
+    batch = {"x": X, "table": torch.zeros(9, 3)}
+    with pytest.raises(TrainkitError, match=r"field 'table' has 9 rows.*has 6: dict"):
+        Cutter(MicroBatching(size=4), PerSample(size="x")).cut(batch)

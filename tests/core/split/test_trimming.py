@@ -1,0 +1,168 @@
+"""No column is trimmed that holds information."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.core.split.common import mask_of, ragged
+from trainkit import PerToken, TrainkitError, Uniform
+from trainkit.core.split.cutting import Cutter
+from trainkit.core.split.micro_batching import MicroBatching
+
+LENGTHS = [5, 2, 7, 1]
+
+
+def cut(batch: Any, cutter: Cutter | None = None, **options: Any) -> list[Any]:
+    """The batches of one row each, in the order of the rows."""
+    cutter = cutter or Cutter(MicroBatching(**{"size": 1, **options}), PerToken())
+    return [m.batch for m in sorted(cutter.cut(batch), key=lambda micro: micro.rows)]
+
+
+def columns(batches: list[Any], field: str) -> list[int]:
+    return [batch[field].shape[1] for batch in batches]
+
+
+def test_constant_padding_and_equal_rows_are_trimmed() -> None:
+    batch = ragged(LENGTHS)
+    batch["positions"] = torch.arange(7).expand(4, 7)
+    batch["clipped"] = (batch["attention_mask"].cumsum(1) - 1).clone()
+    batch["nan"] = torch.randn(4, 7).masked_fill(batch["ids"] == 0, float("nan"))
+    batch["deep"] = torch.randn(4, 7, 3) * batch["attention_mask"].unsqueeze(2)
+    batch["array"] = batch["ids"].numpy()
+    trimmed = cut(batch)
+    for field in batch:
+        assert columns(trimmed, field) == LENGTHS
+    assert isinstance(trimmed[0]["array"], np.ndarray)
+    assert trimmed[1]["positions"].tolist() == [[0, 1]]
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(trimmed[row]["deep"], batch["deep"][row : row + 1, :length])
+
+
+def test_tensors_of_other_widths_and_of_no_width_are_not_trimmed() -> None:
+    batch = ragged(LENGTHS)
+    batch["features"] = torch.randn(4, 6)
+    batch["weight"] = torch.randn(4)
+    trimmed = cut(batch)
+    assert columns(trimmed, "features") == [6] * 4
+    assert all(each["weight"].shape == (1,) for each in trimmed)
+
+
+def test_values_in_the_padding_are_refused_by_name() -> None:
+    batch = {**ragged(LENGTHS), "features": torch.randn(4, 7)}
+    with pytest.raises(
+        TrainkitError,
+        match=r"field 'features' holds values where.*features: float32\[4, 7\].*"
+        r"lengths=.*ragged=\{'features': \(\)\}.*trim=False",
+    ):
+        cut(batch)
+    trimmed = cut(batch, ragged={"features": ()})
+    assert columns(trimmed, "features") == [7] * 4
+    assert columns(trimmed, "ids") == LENGTHS
+    assert columns(cut(batch, trim=False), "ids") == [7] * 4
+
+
+def test_field_that_was_never_ragged_is_not_so_by_chance() -> None:
+    cutter = Cutter(MicroBatching(size=1), PerToken())
+    cut({**ragged(LENGTHS), "features": torch.randn(4, 6)}, cutter)
+    chance = {**ragged([6, 2, 3, 1]), "features": torch.randn(4, 6)}
+    assert columns(cut(chance, cutter), "features") == [6] * 4
+    # Negative control: seen first in that batch, it looks ragged and is refused.
+    with pytest.raises(TrainkitError, match="field 'features' holds values"):
+        cut(chance)
+
+
+def test_field_that_was_ragged_by_chance_is_refused_later() -> None:
+    cutter = Cutter(MicroBatching(size=1), PerToken())
+    cut({**ragged(LENGTHS), "features": torch.zeros(4, 7)}, cutter)
+    with pytest.raises(
+        TrainkitError, match=r"dimension 1 of field 'features' is ragged.*\[9\].*is 7"
+    ):
+        cut({**ragged([9, 2, 3, 1]), "features": torch.zeros(4, 7)}, cutter)
+
+
+def test_batch_without_padding_decides_nothing() -> None:
+    cutter = Cutter(MicroBatching(size=1), PerToken())
+    cut({**ragged([7] * 4), "features": torch.randn(4, 7)}, cutter)
+    trimmed = cut({**ragged([9, 2, 3, 1]), "features": torch.randn(4, 7)}, cutter)
+    assert columns(trimmed, "features") == [7] * 4
+
+
+def test_one_row_is_not_taken_for_rows_that_are_all_alike() -> None:
+    mask = mask_of([3], padded_length=7)
+    batch = {"attention_mask": mask, "features": torch.arange(7.0).unsqueeze(0)}
+    with pytest.raises(TrainkitError, match="field 'features' holds values"):
+        cut(batch)
+
+
+def test_further_dimensions_are_trimmed_where_named() -> None:
+    batch = ragged(LENGTHS)
+    mask = batch["attention_mask"].bool()
+    batch["mask4d"] = (mask[:, None, :] & mask[:, :, None]).unsqueeze(1)
+    batch["pairs"] = torch.randn(4, 7, 7)
+    with pytest.raises(
+        TrainkitError, match=r"field 'mask4d' has a further dimension.*\[4, 1, 7, 7\]"
+    ):
+        cut(batch)
+    trimmed = cut(batch, ragged={"mask4d": (2, 3), "pairs": -1})
+    for row, length in enumerate(LENGTHS):
+        assert trimmed[row]["mask4d"].shape == (1, 1, length, length)
+        assert trimmed[row]["pairs"].shape == (1, length, length)
+        assert trimmed[row]["mask4d"].is_contiguous()
+    only_first = cut(batch, ragged={"mask4d": (2, 3), "pairs": 1})
+    assert only_first[0]["pairs"].shape == (1, 5, 7)
+
+
+def test_named_dimension_of_another_length_is_refused() -> None:
+    batch = {**ragged(LENGTHS), "mask4d": torch.zeros(4, 1, 1, 7)}
+    with pytest.raises(TrainkitError, match=r"dimension 2 of field 'mask4d'.*is 1"):
+        cut(batch, ragged={"mask4d": (2, 3)})
+    with pytest.raises(TrainkitError, match=r"path 'nothing': the batch has nothing"):
+        cut(batch, ragged={"nothing": 2})
+
+
+def test_shared_field_of_as_many_rows_is_not_trimmed() -> None:
+    batch = {**ragged(LENGTHS), "table": torch.randn(4, 7)}
+    for each in cut(batch, shared=["table"]):
+        assert each["table"] is batch["table"]
+
+
+def test_targets_that_count_in_the_padding_are_refused() -> None:
+    batch = ragged(LENGTHS)
+    batch["labels"] = batch["ids"].clone()  # 0 in the padding, where -100 was meant
+    with pytest.raises(TrainkitError, match=r"targets 'labels' count where.*-100"):
+        cut(batch)
+    # Negative control: for a strategy that does not count them they are padding.
+    cutter = Cutter(MicroBatching(size=1), PerToken(ignore_index=0))
+    assert columns(cut(batch, cutter), "labels") == LENGTHS
+    cutter = Cutter(MicroBatching(size=1), Uniform())
+    assert columns(cut(batch, cutter), "labels") == LENGTHS
+
+
+def test_first_target_predicted_from_padding_is_refused() -> None:
+    cutter = Cutter(MicroBatching(size=1), PerToken(shift=True))
+    batch = ragged(LENGTHS, side="left")
+    with pytest.raises(TrainkitError, match="shift=True the first target.*'labels'"):
+        cut(batch, cutter)
+    firsts = batch["attention_mask"].argmax(1)
+    batch["labels"][torch.arange(4), firsts] = -100
+    assert columns(cut(batch, cutter), "labels") == LENGTHS
+    right = Cutter(MicroBatching(size=1), PerToken(shift=True))
+    assert columns(cut(ragged(LENGTHS), right), "labels") == LENGTHS
+
+
+def test_left_padding_goes_from_the_left() -> None:
+    batch = ragged([4, 1, 2], side="left")
+    micros = Cutter(MicroBatching(size=2), PerToken()).cut(batch)
+    assert [micro.rows for micro in micros] == [[0], [1, 2]]
+    assert torch.equal(micros[1].batch["ids"], batch["ids"][1:, 2:])
+
+
+def test_untrimmed_rows_count_as_full_in_the_budget() -> None:
+    batch = ragged(LENGTHS)
+    micros = Cutter(MicroBatching(tokens=14, trim=False), PerToken()).cut(batch)
+    assert [(micro.padded, micro.real) for micro in micros] == [(14, 7), (14, 8)]
+    assert all(micro.batch["ids"].shape == (2, 7) for micro in micros)

@@ -1,0 +1,188 @@
+"""What the tests of `find_micro_batch` share: modules, data, and memory that ends."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from tests.helpers import trainer
+from trainkit import AccumulationCallback, PerSample, ResumableLoader
+from trainkit.lit.find_micro_batch import FoundMicroBatch, find_micro_batch
+from trainkit.lit.probe.attempt import Attempts
+
+ROWS = 96
+TARGET = 32
+
+
+class Net(pl.LightningModule):
+    """All that a step may move: weights, BatchNorm, dropout, a metric, counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(
+                nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+            ).double()
+        self.mean = MeanMetric()
+        self.num_rows = 0
+        self.sizes: list[int] = []
+        self.hooks: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.num_rows += len(x)
+        self.sizes.append(len(x))
+        loss = (self.net(x).squeeze(1) - y).square().mean()
+        self.mean.update(loss)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Limited(Net):
+    """Runs out of memory above so many rows; the sizes that it saw are in `seen`, which
+    no snapshot knows: it is the class's."""
+
+    limit = 8
+    where = "forward"
+    seen: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()  # BatchNorm does not train with one row
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        type(self).seen.append(len(batch[0]))
+        loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) > self.limit:
+            if self.where == "forward":
+                run_out()
+            loss.register_hook(lambda gradient: run_out())
+        return loss
+
+
+def limited(*, rows: int, where: str = "forward") -> Limited:
+    """One of a class of its own."""
+    kind = type("Limited", (Limited,), {"limit": rows, "where": where, "seen": []})
+    return kind()
+
+
+def run_out() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def rows(number: int = ROWS) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    draw = torch.randn(number, 5, generator=generator, dtype=torch.float64)
+    return [(row[:4], row[4]) for row in draw]
+
+
+class Data(pl.LightningDataModule):
+    """With the size as an attribute, and an order drawn from torch's generator."""
+
+    def __init__(self, batch_size: int = 4, *, number: int = ROWS) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.number = number
+        self.num_setups = 0
+
+    def setup(self, stage: str) -> None:
+        self.num_setups += 1
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(self.number), self.batch_size, shuffle=True)  # type: ignore[arg-type]
+
+
+class HparamsData(pl.LightningDataModule):
+    """With the size in `hparams` alone, and an order from a generator of its own."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(
+            rows(),  # type: ignore[arg-type]
+            self.hparams["batch_size"],
+            shuffle=True,
+            generator=self.generator,
+        )
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from rows()
+
+
+def shuffled_loader(batch_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(rows(), batch_size, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+
+def stream_loader(batch_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size)
+
+
+def resumable_loader(batch_size: int) -> DataLoader[Any]:
+    return ResumableLoader(rows(), batch_size, shuffle=True, seed=2)
+
+
+def worker_loader(batch_size: int) -> DataLoader[Any]:
+    return DataLoader(
+        rows(),  # type: ignore[arg-type]
+        batch_size,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+
+
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "attribute": Data,
+    "hparams": HparamsData,
+    "loader": shuffled_loader,
+    "stream": stream_loader,
+    "resumable": resumable_loader,
+    "workers": worker_loader,
+}
+
+
+def larger_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every measure takes one second, so that memory alone decides."""
+    seconds = itertools.count()
+    attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
+    monkeypatch.setattr("trainkit.lit.find_micro_batch.Attempts", attempts)
+
+
+def quick(accumulate: int = 1, **options: Any) -> pl.Trainer:
+    return trainer(accumulate, **options)
+
+
+def exact() -> pl.Callback:
+    return AccumulationCallback(PerSample())
+
+
+def found(
+    module: Any, data: Any, fit: pl.Trainer | None = None, **options: Any
+) -> FoundMicroBatch:
+    options.setdefault("target", TARGET)
+    return find_micro_batch(fit or quick(), module, data, verbose=False, **options)
+
+
+def fit_data(data: Any) -> dict[str, Any]:
+    if isinstance(data, DataLoader):
+        return {"train_dataloaders": data}
+    return {"datamodule": data}

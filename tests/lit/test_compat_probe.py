@@ -1,0 +1,76 @@
+"""What `find_micro_batch` needs of Lightning and torch that they do not document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+
+from tests.lit.probe.finding import Data, Net, quick, rows
+from trainkit.lit._compat import (
+    leaves_fit,
+    parts_of,
+    starts_processes_for_fit,
+    write_batch_size,
+)
+
+
+class Leaving(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        raise leaves_fit(trainer)
+
+
+def test_leaving_a_fit_tears_down_and_is_no_error() -> None:
+    called: list[str] = []
+
+    class Torn(Net):
+        def teardown(self, stage: str) -> None:
+            called.append(stage)
+
+        def on_exception(self, exception: BaseException) -> None:
+            called.append("exception")
+
+    fit, module = quick(callbacks=[Leaving()]), Torn()
+    fit.fit(module, Data())
+    assert called == ["fit"]
+    assert module.sizes == []
+    assert fit.state.finished
+
+
+def test_parts_are_all_that_counts_in_a_trainer() -> None:
+    fit = quick()
+    parts = parts_of(fit)
+    for part in (
+        fit,
+        fit.state,
+        fit.fit_loop,
+        fit.fit_loop.epoch_progress.total,
+        fit.fit_loop.epoch_loop,
+        fit.fit_loop.epoch_loop.batch_progress.current,
+        fit.fit_loop.epoch_loop.val_loop,
+        fit.fit_loop.epoch_loop.automatic_optimization.optim_progress,
+    ):
+        assert any(each is part for each in parts), type(part)
+    assert not any(each is fit.strategy for each in parts)
+    assert all(hasattr(each, "__dict__") for each in parts)
+    assert not any(each is fit.state.status for each in parts), "an enum is shared"
+
+
+@pytest.mark.parametrize(
+    ("method", "starts"), [("popen", False), ("fork", True), ("spawn", True)]
+)
+def test_which_strategies_start_processes(method: Any, starts: bool) -> None:
+    assert starts_processes_for_fit(DDPStrategy(start_method=method)) is starts
+    assert not starts_processes_for_fit(quick().strategy)
+
+
+def test_a_loader_takes_another_size() -> None:
+    loader = DataLoader(rows(10), 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="should not be set after"):
+        loader.batch_size = 5  # type: ignore[misc]  # why the function is there
+    write_batch_size(loader, 5)
+    assert (loader.batch_size, len(loader)) == (5, 2)
+    assert [len(x) for x, _ in loader] == [5, 5]

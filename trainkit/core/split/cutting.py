@@ -1,0 +1,176 @@
+"""A loader batch, cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.core.batches import describe
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.partition import even_runs, partition
+from trainkit.core.split.reading import Reader, Reading
+from trainkit.core.split.rows import Rows
+from trainkit.core.split.samples import collated, rows_of_samples
+from trainkit.core.split.slicing import slices_of
+from trainkit.core.strategies import AccumulationStrategy
+from trainkit.errors import TrainkitError
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a micro-batch may hold: so many rows, so many padded tokens, or both."""
+
+    size: int | None = None
+    tokens: int | None = None
+
+
+@dataclass
+class MicroBatch:
+    """A part of a loader batch.
+
+    Attributes:
+        batch: what `training_step` gets, on the host.
+        rows: its rows of the loader batch, ascending.
+        padded: the tokens that its forward pass computes, over all groups of ragged
+            tensors; its rows, where they have no lengths.
+        real: of these, those that are no padding.
+    """
+
+    batch: Any
+    rows: list[int]
+    padded: int
+    real: int
+
+
+class Cutter:
+    """Cuts loader batches, each row into exactly one micro-batch.
+
+    >>> import torch
+    >>> from trainkit.core.strategies import PerSample
+    >>> cutter = Cutter(MicroBatching(size=4), PerSample())
+    >>> [micro.rows for micro in cutter.cut(torch.zeros(6, 2))]
+    [[0, 1, 2], [3, 4, 5]]
+
+    Args:
+        options: how to cut.
+        strategy: its labels tell the rows' lengths where nothing else does.
+
+    Attributes:
+        longest_over_budget: the length of the longest row that exceeded the token
+            budget of the last cut by itself, and so has a micro-batch of its own; None
+            where every row fitted.
+    """
+
+    def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
+        self._options = options
+        self._reader = Reader(options, strategy)
+        self.longest_over_budget: int | None = None
+
+    def measure(self, batch: Any) -> Rows:
+        """How many rows a batch has, and how long they are."""
+        if self._options.collate is not None:
+            return rows_of_samples(batch, self._options)
+        return self._reader.read(batch).rows
+
+    def cut(
+        self, batch: Any, limit: Limit | None = None, *, at_least: int = 1
+    ) -> list[MicroBatch]:
+        """Cut a loader batch, the largest micro-batch first.
+
+        If the first fits in memory, so do the rest.
+
+        Args:
+            batch: the loader batch; it is not changed.
+            limit: what a micro-batch may hold. Default: what the options say.
+            at_least: make so many micro-batches, by halving the largest; fewer only
+                where there are not so many rows.
+
+        Raises:
+            TrainkitError: the batch cannot be cut; the text shows its structure.
+        """
+        if limit is None:
+            limit = Limit(self._options.size, self._options.tokens)
+        if self._options.collate is not None:
+            rows = rows_of_samples(batch, self._options)
+            parts = self._parts(batch, rows, limit, at_least)
+            batches = collated(batch, parts, self._options.collate)
+            return _micro_batches(batches, parts, rows)
+        reading = self._reader.read(batch)
+        parts = self._parts(batch, reading.rows, limit, at_least)
+        return _micro_batches(self._batches(batch, reading, parts), parts, reading.rows)
+
+    def _batches(
+        self, batch: Any, reading: Reading, parts: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        trims = self._reader.trims(batch, reading)
+        pieces = slices_of(reading, trims, parts)
+        return [reading.build(iter(values)) for values in zip(*pieces, strict=True)]
+
+    def _parts(
+        self, batch: Any, rows: Rows, limit: Limit, at_least: int
+    ) -> list[list[int]]:
+        self.longest_over_budget = None
+        if limit.tokens is not None and rows.num_rows:
+            if not rows.has_lengths:
+                raise TrainkitError(_no_lengths(batch, limit.tokens))
+            self.longest_over_budget = rows.longest_over(limit.tokens)
+        if not rows.has_lengths or rows.are_alike:
+            return _even_parts(rows.num_rows, _most_rows(rows, limit), at_least)
+        parts = partition(
+            rows.spans,
+            size=limit.size,
+            tokens=limit.tokens,
+            overhead=self._options.overhead,
+            attention=self._options.attention,
+        )
+        parts = _halved(parts, rows, at_least)
+        parts.sort(key=rows.padded_of, reverse=True)
+        return [sorted(part) for part in parts]
+
+
+def _most_rows(rows: Rows, limit: Limit) -> int | None:
+    """How many rows a micro-batch may have, if they are all alike."""
+    if limit.tokens is None or not rows.has_lengths:
+        return limit.size
+    fitting = max(1, limit.tokens // rows.padded_of([0]))
+    return fitting if limit.size is None else min(fitting, limit.size)
+
+
+def _even_parts(num_rows: int, size: int | None, at_least: int) -> list[list[int]]:
+    """Rows in their order: slices, which copy nothing."""
+    fewest = -(-num_rows // size) if size else 1
+    num_parts = max(1, min(num_rows, max(fewest, at_least)))
+    return [list(range(a, b)) for a, b in even_runs(num_rows, num_parts)]
+
+
+def _halved(parts: list[list[int]], rows: Rows, at_least: int) -> list[list[int]]:
+    """Halve the largest micro-batch until there are enough."""
+    parts = list(parts)
+    for _ in range(min(at_least, rows.num_rows) - len(parts)):
+        largest = max(
+            (i for i, part in enumerate(parts) if len(part) > 1),
+            key=lambda i: rows.padded_of(parts[i]),
+        )
+        part = parts[largest]
+        middle = (len(part) + 1) // 2
+        parts[largest : largest + 1] = [part[:middle], part[middle:]]
+    return parts
+
+
+def _micro_batches(
+    batches: Sequence[Any], parts: Sequence[list[int]], rows: Rows
+) -> list[MicroBatch]:
+    return [
+        MicroBatch(batch, part, rows.padded_of(part), rows.real_of(part))
+        for batch, part in zip(batches, parts, strict=True)
+    ]
+
+
+def _no_lengths(batch: Any, tokens: int) -> str:
+    return (
+        f"MicroBatching tokens={tokens}: a budget of tokens needs the rows' lengths, "
+        f"and nothing in the batch tells them: {describe(batch)}. Name a mask or "
+        f"lengths: MicroBatching(tokens={tokens}, lengths='path.to.mask'); or cut by "
+        f"rows: MicroBatching(size=...)."
+    )

@@ -1,0 +1,185 @@
+"""How a loader batch is to be cut: the options, checked where they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+from trainkit.core.batches import Path
+from trainkit.core.whole import check_whole
+from trainkit.errors import TrainkitError
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """Split windows: each loader batch is one optimizer step, cut on the host.
+
+    The gradient of the step does not depend on the cut, so rows of like length share a
+    micro-batch, and columns that are padding in all of it are left out. With a budget
+    of `tokens`, the rows, sorted by length, are cut where this is least:
+
+        sum over micro-batches of  rows * (longest + attention * longest**2) + overhead
+
+    >>> MicroBatching(tokens=4096).is_auto, MicroBatching().is_auto
+    (False, True)
+
+    Args:
+        how: `"auto"`: the largest cut that fits in memory, then the fastest. Giving
+            `size` or `tokens` says the cut instead.
+        size: at most so many rows in a micro-batch. Alone: as few micro-batches as
+            that allows, with the least padding that so many can have.
+        tokens: at most so many tokens in a micro-batch, with its padding: rows times
+            the longest. Given with `size`, both bind.
+        lengths: path of what tells the rows' lengths: a mask (0 is padding), integer
+            lengths, or the strategy's labels; several paths where several groups of
+            tensors are ragged, as in an encoder with a decoder. Default:
+            `"attention_mask"` where there is one, otherwise the strategy's labels. In
+            a list of samples, the path is followed in each sample.
+        ragged: further dimensions to trim, besides dimension 1:
+            `{"mask4d": (2, 3)}`. An empty tuple: nothing of this field is trimmed.
+        shared: paths of what is handed whole to every micro-batch, though it has as
+            many entries as there are rows, or any other number. Numbers, strings and
+            0-d tensors always are.
+        trim: whether columns that are padding in a whole micro-batch are left out.
+        collate: what makes a batch of a list of samples, for a loader that yields
+            lists (`collate_fn=list`).
+        overhead: what a micro-batch costs by itself, in padded tokens. Default: a
+            quarter of the budget, or its half or whole where the cut would otherwise
+            have over one micro-batch more than its tokens fill.
+        attention: what a row costs beyond its length, times its length squared.
+        start: `"auto"`: the first size tried, in tokens; in rows, where batches have
+            no lengths.
+        grow_after: `"auto"`: after so many windows without a memory error, a larger
+            size is tried again. Default: never.
+    """
+
+    how: Literal["auto"] = "auto"
+    _: KW_ONLY
+    size: int | None = None
+    tokens: int | None = None
+    lengths: Path | Sequence[Path] | None = None
+    ragged: Mapping[Path, int | Sequence[int]] = field(default_factory=dict)
+    shared: Sequence[Path] = ()
+    trim: bool = True
+    collate: Callable[[list[Any]], Any] | None = None
+    overhead: float | None = None
+    attention: float = 0.0
+    start: int | None = None
+    grow_after: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.how != "auto":
+            raise TrainkitError(
+                f"MicroBatching how: must be 'auto', received {self.how!r}. For a cut "
+                f"of your own write MicroBatching(size=4) or (tokens=4096)."
+            )
+        for name in ("size", "tokens", "start", "grow_after"):
+            if getattr(self, name) is not None:
+                check_whole(f"MicroBatching {name}", getattr(self, name))
+        self._check_auto()
+        self._check_costs()
+        self._check_fields()
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the size is to be found."""
+        return self.size is None and self.tokens is None
+
+    @property
+    def length_paths(self) -> tuple[Path, ...]:
+        """The paths of what tells the lengths, none where they are to be found."""
+        if self.lengths is None:
+            return ()
+        is_one = isinstance(self.lengths, str | int)
+        return (self.lengths,) if is_one else tuple(self.lengths)  # type: ignore[return-value,arg-type]
+
+    def _check_auto(self) -> None:
+        for name in ("start", "grow_after"):
+            if getattr(self, name) is not None and not self.is_auto:
+                raise TrainkitError(
+                    f"MicroBatching {name}: is for 'auto', which finds the size, "
+                    f"received {name}={getattr(self, name)} with size={self.size}, "
+                    f"tokens={self.tokens}. Leave out one or the other."
+                )
+        if self.overhead is not None and self.size is not None and self.tokens is None:
+            raise TrainkitError(
+                f"MicroBatching overhead: weighs padding against the number of "
+                f"micro-batches, which size={self.size} alone already says, received "
+                f"overhead={self.overhead}. Give tokens too, or leave it out."
+            )
+
+    def _check_costs(self) -> None:
+        if self.overhead is not None:
+            _check_cost("overhead", self.overhead, above_zero=True)
+        _check_cost("attention", self.attention, above_zero=False)
+        if not isinstance(self.trim, bool):
+            raise TrainkitError(
+                f"MicroBatching trim: must be True or False, received {self.trim!r}."
+            )
+        if self.collate is not None and not callable(self.collate):
+            raise TrainkitError(
+                f"MicroBatching collate: must be the function that makes a batch of a "
+                f"list of samples, received {self.collate!r}."
+            )
+
+    def _check_fields(self) -> None:
+        """Paths become plain tuples: configurations bring lists of their own kind."""
+        if not isinstance(self.ragged, Mapping):
+            raise TrainkitError(
+                f"MicroBatching ragged: must map a path to the dimensions to trim, "
+                f"received {self.ragged!r}. Write {{'mask4d': (2, 3)}}."
+            )
+        ragged = {path: _dims(path, dims) for path, dims in self.ragged.items()}
+        object.__setattr__(self, "ragged", ragged)
+        object.__setattr__(self, "shared", _paths("shared", self.shared))
+        if self.lengths is not None:
+            paths = _paths("lengths", self.lengths)
+            is_one = isinstance(self.lengths, str | int)
+            object.__setattr__(self, "lengths", paths[0] if is_one else paths)
+        _paths("ragged", list(ragged))
+        if self.collate is not None and (self.ragged or self.shared or not self.trim):
+            raise TrainkitError(
+                f"MicroBatching collate: samples are cut before there is a batch to "
+                f"trim, received ragged={self.ragged}, shared={self.shared}, "
+                f"trim={self.trim} with it. Leave these out."
+            )
+
+
+def _check_cost(name: str, value: Any, *, above_zero: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = is_number and math.isfinite(value) and value >= 0
+    if not fits or (above_zero and value == 0):
+        rule = "above 0" if above_zero else "of at least 0"
+        raise TrainkitError(
+            f"MicroBatching {name}: must be a finite number {rule}, received "
+            f"{value!r}. It is counted in padded tokens."
+        )
+
+
+def _paths(name: str, value: Any) -> tuple[Path, ...]:
+    paths = (value,) if isinstance(value, str | int) else value
+    fits = isinstance(paths, Sequence) and all(
+        isinstance(path, str | int) and not isinstance(path, bool) and path != ""
+        for path in paths
+    )
+    if not fits or (name == "lengths" and not paths):
+        raise TrainkitError(
+            f"MicroBatching {name}: must be dotted paths or indices of the batch, "
+            f"received {value!r}. Write 'attention_mask', or ['mask', 'targets.mask']."
+        )
+    return tuple(paths)
+
+
+def _dims(path: Path, value: Any) -> tuple[int, ...]:
+    dims = (value,) if isinstance(value, int) else value
+    fits = isinstance(dims, Sequence) and all(
+        isinstance(dim, int) and not isinstance(dim, bool) and dim != 0 for dim in dims
+    )
+    if not fits or isinstance(value, str | bool):
+        raise TrainkitError(
+            f"MicroBatching ragged {path!r}: must be a dimension or several, none of "
+            f"them 0, which holds the rows, received {value!r}. Write (2, 3)."
+        )
+    return tuple(dims)

@@ -1,0 +1,179 @@
+"""A loader batch, read before it is cut: its fields, its rows, its lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.core.batches import are_samples, describe, lookup
+from trainkit.core.split.fields import (
+    Build,
+    Field,
+    check_divisible,
+    common_rows,
+    holds_arrays,
+    is_array,
+    is_list,
+    take_apart,
+)
+from trainkit.core.split.lengths import (
+    as_tensor,
+    attention_mask,
+    group_of_path,
+    group_of_targets,
+    spans_of,
+    targets_of,
+)
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.rows import Group, Rows, merged
+from trainkit.core.split.samples import check_no_samples
+from trainkit.core.split.trimming import Trimming, Trims, is_table
+from trainkit.core.strategies import AccumulationStrategy, PerSample
+from trainkit.errors import TrainkitError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a batch was found to be.
+
+    Attributes:
+        fields: its parts, in order.
+        build: makes a batch like it of as many other values.
+        cut: those fields that are cut, by their number; the others are handed whole.
+        rows: the batch's rows.
+    """
+
+    fields: Sequence[Field]
+    build: Build
+    cut: Mapping[int, Field]
+    rows: Rows
+
+
+class Reader:
+    """Reads batches, and remembers what their fields are.
+
+    Args:
+        options: where lengths are, what is shared, what else is ragged.
+        strategy: says how many rows there are, and which labels count.
+    """
+
+    def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
+        self._options = options
+        self._strategy = strategy
+        self._trimming = Trimming(options.ragged, strategy)  # type: ignore[arg-type]
+        self._are_rows: dict[str, bool] = {}  # lists, by path
+
+    def read(self, batch: Any) -> Reading:
+        """Take a batch apart.
+
+        Raises:
+            TrainkitError: its rows cannot be told; the text shows its structure.
+        """
+        shared = {id(lookup(batch, path)) for path in self._options.shared}
+        num_rows = self._num_rows(batch, shared)
+        fields, build = take_apart(
+            batch, lambda path, value: self._is_whole(path, value, num_rows, shared)
+        )
+        has_rows = [self._has_rows(f, batch, num_rows, shared) for f in fields]
+        cut = {i: field for i, field in enumerate(fields) if has_rows[i]}
+        rows = self._rows(batch, list(cut.values()), num_rows)
+        return Reading(fields, build, cut, rows)
+
+    def trims(self, batch: Any, reading: Reading) -> dict[int, Trims]:
+        """What to trim of which field, by the field's number."""
+        if not self._options.trim or not reading.rows.has_lengths:
+            return {}
+        return self._trimming.of(batch, reading.cut, reading.rows.groups)
+
+    def _num_rows(self, batch: Any, shared: set[int]) -> int:
+        if self._options.length_paths:
+            return as_tensor(batch, self._options.length_paths[0]).shape[0]
+        mask = attention_mask(batch)
+        if mask is not None:
+            return mask.shape[0]
+        if isinstance(self._strategy, PerSample) and self._strategy.size is not None:
+            return int(self._strategy.weight(batch))
+        targets = targets_of(batch, self._strategy)
+        if targets is not None:
+            return targets[0].shape[0]
+        check_no_samples(batch)
+        found = common_rows(batch, shared)
+        if len(found) != 1:
+            has = f"has {sorted(found)}" if found else "has no tensor with rows"
+            raise TrainkitError(
+                f"MicroBatching: cannot tell the rows of the batch: its tensors must "
+                f"share one leading dimension, but the batch {has}. The batch is "
+                f"{describe(batch)}. Name what every micro-batch gets whole in "
+                f"shared=, what tells the rows' lengths in lengths=, or for a list of "
+                f"samples the function that collates: collate=."
+            )
+        return found.pop()
+
+    def _is_whole(self, path: str, value: Any, num_rows: int, shared: set[int]) -> bool:
+        """Whether a container is handed whole, or is a list of one entry for each row.
+
+        Two tensors in a list may be two fields, or two rows that hold a tensor each: a
+        list that was once of another length than the batch is one of fields.
+        """
+        if id(value) in shared:
+            return True
+        if not path or not is_list(value):
+            return False
+        if len(value) != num_rows:
+            self._are_rows[path] = False
+        elif path not in self._are_rows and holds_arrays(value):
+            leading = {each.shape[0] if is_array(each) else None for each in value}
+            if not are_samples(value) and leading == {num_rows}:
+                return False  # as fields mostly are; perhaps a later batch tells
+            self._are_rows[path] = True
+        return self._are_rows.get(path, True)
+
+    def _has_rows(
+        self, field: Field, batch: Any, num_rows: int, shared: set[int]
+    ) -> bool:
+        value = field.value
+        if id(value) in shared:
+            return False
+        check_divisible(field, batch)
+        if is_list(value):
+            return True
+        if not is_array(value):
+            return False
+        if value.shape[0] != num_rows:
+            raise TrainkitError(
+                f"MicroBatching: field {field.path!r} has {value.shape[0]} rows, but "
+                f"the batch has {num_rows}: {describe(batch)}. Name it in shared= if "
+                f"every micro-batch is to have all of it."
+            )
+        return True
+
+    def _rows(self, batch: Any, cut: Sequence[Field], num_rows: int) -> Rows:
+        groups = self._groups(batch, cut, num_rows) if num_rows else []
+        groups = [group for group in groups if group.padded_length]
+        if len(groups) > 1:
+            groups = merged(groups)
+        if not self._options.trim:
+            groups = [group.untrimmed() for group in groups]
+        return Rows(num_rows, groups)
+
+    def _groups(self, batch: Any, cut: Sequence[Field], num_rows: int) -> list[Group]:
+        if self._options.length_paths:
+            columns = self._trimming.columns(batch, cut, num_rows)
+            return [
+                group_of_path(batch, path, self._strategy, columns, num_rows)
+                for path in self._options.length_paths
+            ]
+        mask = attention_mask(batch)
+        # Alone it may be of a part that the model adds, such as a prefix.
+        if mask is not None and any(
+            is_table(field.value, num_rows)
+            and field.value.shape[1] == mask.shape[1]
+            and field.value is not mask
+            for field in cut
+        ):
+            return [Group.make(mask.shape[1], spans_of(mask))]
+        targets = targets_of(batch, self._strategy)
+        if targets is None or targets[0].ndim > 2:  # a map of labels is no sequence
+            return []
+        return [group_of_targets(*targets, cut)]

@@ -1,0 +1,83 @@
+"""Rows and columns of the fields of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.split.partition import Span, columns_of
+from trainkit.core.split.reading import Reading
+from trainkit.core.split.trimming import Trims
+
+
+def slices_of(
+    reading: Reading, trims: Mapping[int, Trims], parts: Sequence[Sequence[int]]
+) -> list[list[Any]]:
+    """For each field, its piece for each micro-batch.
+
+    Args:
+        reading: the batch's fields and rows.
+        trims: which dimensions to trim, by the field's number.
+        parts: the rows of each micro-batch, ascending.
+    """
+    spans = reading.rows.spans
+    columns = [columns_of(spans, rows) if trims else [] for rows in parts]
+    indices: dict[tuple[int, torch.device], Tensor] = {}
+    pieces = []
+    for number, field in enumerate(reading.fields):
+        if number not in reading.cut:
+            pieces.append([field.value] * len(parts))
+            continue
+        each = trims.get(number, ())
+        pieces.append(
+            [
+                _piece(field.value, rows, part, each, columns[part], indices)
+                for part, rows in enumerate(parts)
+            ]
+        )
+    return pieces
+
+
+def _piece(
+    value: Any,
+    rows: Sequence[int],
+    part: int,
+    trims: Sequence[tuple[int, int]],
+    columns: Sequence[Span],
+    indices: dict[tuple[int, torch.device], Tensor],
+) -> Any:
+    """A field's rows, without the columns that are padding in all of them."""
+    if not isinstance(value, Tensor):
+        return _piece_of_other(value, rows, trims, columns)
+    trimmed = value
+    for dim, group in trims:
+        first, stop = columns[group]
+        if stop - first < value.shape[dim]:
+            trimmed = trimmed.narrow(dim, first, stop - first)
+    num_rows = len(rows)
+    if not num_rows or rows[-1] - rows[0] + 1 == num_rows:
+        if num_rows < value.shape[0]:
+            trimmed = trimmed.narrow(0, rows[0], num_rows)
+        # Models take view() of what they get; rows alone leave that possible.
+        return trimmed if not trims else trimmed.contiguous()
+    key = (part, value.device)
+    if key not in indices:
+        indices[key] = torch.tensor(rows, device=value.device)
+    return trimmed.index_select(0, indices[key])
+
+
+def _piece_of_other(
+    value: Any,
+    rows: Sequence[int],
+    trims: Sequence[tuple[int, int]],
+    columns: Sequence[Span],
+) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([value[row] for row in rows])
+    found = value[list(rows)]  # an array
+    for dim, group in trims:
+        found = found[(slice(None),) * dim + (slice(*columns[group]),)]
+    return found

@@ -1,0 +1,201 @@
+"""One size of a micro-batch, tried on all ranks at once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.batches import describe
+from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import before_batch_transfer, scaler_of
+from trainkit.lit.batch_norm.aside import muted
+from trainkit.lit.probe.refusals import refuse_loss
+from trainkit.lit.probe.rows import Rows
+from trainkit.lit.probe.search import Trial
+from trainkit.lit.probe.snapshot import Snapshot
+
+FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
+
+ROUNDS = 3
+"""Each batch is timed so often and its fastest time counts, as in `timeit`: what else
+runs on the machine only ever adds."""
+
+MOST_SKIPPED = 30
+"""A gradient scaler halves its scale from 65,536 until a step is taken."""
+
+
+@dataclass(kw_only=True)
+class Attempts:
+    """Tries sizes in a Trainer that is about to run its first batch.
+
+    Each size is proven by the longest rows, with a margin, once until the optimizer has
+    stepped and so allocated its state, and once more beside that state and beside
+    gradients, as within a window. Then batches in the loader's order are timed. Nothing
+    communicates but the ranks' agreement after each half, as one rank alone may fail.
+
+    Args:
+        trainer: in `fit`, on every rank.
+        rows: of this rank's loader.
+        num_batches: how many batches are timed.
+        margin: by how much more rows a size is proven, as a share of it.
+        clock: in seconds.
+    """
+
+    trainer: Any
+    rows: Rows
+    num_batches: int
+    margin: float
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._module = self.trainer.lightning_module
+        self._snapshot = Snapshot(self._module)
+        self._last_batch: str = "none was made"
+        self._failure: BaseException | None = None
+
+    def try_size(self, size: int) -> Trial:
+        """Say whether a size fits on every rank, and how fast it is."""
+        device = self.trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            with muted(self._module):
+                fits, seconds, peak = self._on_every_rank(lambda: self._prove(size))
+                if fits:
+                    fits, seconds, peak = self._on_every_rank(
+                        lambda: self._measure(size)
+                    )
+        finally:
+            self._snapshot.restore()
+        if not fits:
+            return Trial(size=size, fits=False)
+        rate = size * self.num_batches / seconds if seconds else math.inf
+        peak_bytes = int(peak) if device.type == "cuda" else None
+        return Trial(
+            size=size, fits=True, samples_per_second=rate, peak_bytes=peak_bytes
+        )
+
+    def does_not_fit(self) -> TrainkitError:
+        """What to raise when one row alone did not fit."""
+        said = "" if self._failure is None else f" {self._failure}"
+        return TrainkitError(
+            f"find_micro_batch: a micro-batch of one row does not fit: "
+            f"{self._last_batch}. Shorten or crop the longest rows, checkpoint "
+            f"activations, lower the precision, or take a smaller model.{said}"
+        )
+
+    # ---- the two halves of an attempt ------------------------------------------------
+
+    def _prove(self, size: int) -> float:
+        self._forward_backward(self._longest(size))
+        return 0.0
+
+    def _measure(self, size: int) -> float:
+        self._step_until_taken(size)
+        self._forward_backward(self._longest(size))
+        batches = [self.rows.in_order(size, i) for i in range(self.num_batches)]
+        return sum(min(self._seconds_for(b) for _ in range(ROUNDS)) for b in batches)
+
+    def _seconds_for(self, batch: Any) -> float:
+        started = self._now()
+        self._forward_backward(batch)
+        return self._now() - started
+
+    def _longest(self, size: int) -> Any:
+        extra = math.ceil(size * self.margin) if size > 1 else 0
+        return self.rows.longest(size + extra)
+
+    def _step_until_taken(self, size: int) -> None:
+        """Steps that a gradient scaler skips leave the optimizer without its state."""
+        self._step()
+        if scaler_of(self.trainer) is None:
+            return
+        for _ in range(MOST_SKIPPED):
+            if all(optimizer.state for optimizer in self.trainer.optimizers):
+                return
+            self._module.zero_grad()
+            self._forward_backward(self._longest(size))
+            self._step()
+
+    # ---- what a loop does ------------------------------------------------------------
+
+    def _forward_backward(self, batch: Any) -> None:
+        strategy = self.trainer.strategy
+        self._last_batch = describe(batch)
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = before_batch_transfer(self._module, batch)
+        batch = strategy.batch_to_device(batch, dataloader_idx=0)
+        with self._apart():
+            output = strategy.training_step(batch, *self._index())
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            refuse_loss(loss)
+            if isinstance(loss, Tensor):
+                strategy.backward(loss, self._optimizer())
+
+    def _index(self) -> tuple[int, ...]:
+        signature = inspect.signature(self._module.training_step)
+        parameters = signature.parameters.values()
+        takes_all = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+        return (0,) if takes_all or len(parameters) > 1 else ()
+
+    def _optimizer(self) -> Any:
+        return self.trainer.optimizers[0] if self.trainer.optimizers else None
+
+    def _step(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            self.trainer.strategy.optimizer_step(optimizer, lambda: torch.zeros(()))
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        return block()
+
+    def _now(self) -> float:
+        device = self.trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return self.clock()
+
+    # ---- agreement -------------------------------------------------------------------
+
+    def _on_every_rank(self, half: Callable[[], float]) -> tuple[bool, float, float]:
+        """Run it; whether it fits, the seconds of the slowest, the highest peak."""
+        error: Exception | None = None
+        outcome, seconds = FITS, 0.0
+        try:
+            seconds = half()
+        except Exception as raised:
+            error = raised
+            outcome = OUT_OF_MEMORY if is_out_of_memory(raised) else FAILED
+        if error is not None and outcome == OUT_OF_MEMORY:
+            self._module.zero_grad(set_to_none=True)
+            self._failure = error
+            release(error)
+        worst, seconds, peak = self._greatest(outcome, seconds)
+        if outcome == FAILED:
+            assert error is not None
+            raise error
+        if worst == FAILED:
+            raise TrainkitError(
+                "find_micro_batch: another rank failed, and not for want of memory. "
+                "Its own error says why."
+            )
+        return worst == FITS, seconds, peak
+
+    def _greatest(self, outcome: float, seconds: float) -> tuple[float, float, float]:
+        device = self.trainer.strategy.root_device
+        peak = 0.0
+        if device.type == "cuda":
+            peak = float(torch.cuda.max_memory_allocated(device))
+        row = torch.tensor([outcome, seconds, peak], device=device)
+        shared = self.trainer.strategy.reduce(row, reduce_op="max")
+        outcome, seconds, peak = shared.tolist()
+        return outcome, seconds, peak

@@ -1,0 +1,124 @@
+"""Where a user keeps the batch size: read there, and written there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from trainkit.data.row_sampler import RowSampler
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import write_batch_size
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attribute of a module or a data module, or a loader's own size.
+
+    Attributes:
+        owner: whose it is.
+        name: the attribute, or None for a loader's own.
+    """
+
+    owner: Any
+    name: str | None
+
+    @property
+    def text(self) -> str:
+        if self.name is None:
+            return type(self.owner).__name__
+        return f"{type(self.owner).__name__}.{self.name}"
+
+    def read(self) -> int:
+        if self.name is None:
+            size = loader_batch_size(self.owner)
+        elif hasattr(self.owner, self.name):
+            size = getattr(self.owner, self.name)
+        else:
+            size = self.owner.hparams[self.name]
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise TrainkitError(
+                f"find_micro_batch: {self.text} must be a whole number of at least 1, "
+                f"received {size!r}. It is where the search begins."
+            )
+        return size
+
+    def write(self, size: int) -> None:
+        if self.name is None:
+            write_loader(self.owner, size)
+            return
+        if self.name in getattr(self.owner, "hparams", {}):
+            self.owner.hparams[self.name] = size
+        if getattr(self.owner, self.name, size) == size:
+            return  # it may be a property that reads hparams
+        try:
+            setattr(self.owner, self.name, size)
+        except AttributeError as error:
+            raise TrainkitError(
+                f"find_micro_batch: {self.text} cannot be set: {error}. Make it a "
+                f"plain attribute that train_dataloader() reads."
+            ) from error
+
+
+def find_place(module: Any, data: Any, name: str) -> Place:
+    """Where the batch size of the training loader is kept.
+
+    Args:
+        module: the LightningModule, which has `train_dataloader` if `data` is None.
+        data: a LightningDataModule, a DataLoader, or None.
+        name: what the attribute is called.
+
+    Raises:
+        TrainkitError: there is no such place.
+    """
+    if isinstance(data, DataLoader):
+        refuse_own_batches(data)
+        return Place(data, None)
+    owner = module if data is None else data
+    if not hasattr(owner, "train_dataloader"):
+        raise TrainkitError(
+            f"find_micro_batch: needs a LightningDataModule or one DataLoader, "
+            f"received {type(data).__name__}. With several loaders choose their sizes "
+            f"by hand: trainkit plan --target ... --max-micro-batch ..."
+        )
+    if hasattr(owner, name) or name in getattr(owner, "hparams", {}):
+        return Place(owner, name)
+    raise TrainkitError(
+        f"find_micro_batch: {type(owner).__name__} has neither {name} nor "
+        f"hparams.{name}, so there is no place for the size. Write self.{name} = ... "
+        f"in its __init__ and DataLoader(..., batch_size=self.{name}) in "
+        f"train_dataloader(), or say what it is called: attribute='...'."
+    )
+
+
+def loader_batch_size(loader: Any) -> int | None:
+    """What a DataLoader cuts by, or None where it is not a number of rows."""
+    if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:
+        return loader.batch_sampler.batch_size
+    return loader.batch_size
+
+
+def write_loader(loader: Any, size: int) -> None:
+    """Let a DataLoader cut batches of another size from now on."""
+    write_batch_size(loader, size)
+    if isinstance(loader.sampler, RowSampler):
+        loader.sampler.batch_size = size  # it deals the rows by batches
+
+
+def refuse_own_batches(loader: Any) -> None:
+    """Refuse a loader whose batches are cut by something else than a size."""
+    if not isinstance(loader, DataLoader):
+        raise TrainkitError(
+            f"find_micro_batch: the training loader must be one DataLoader, received "
+            f"{type(loader).__name__}. Choose the size of others by hand: trainkit "
+            f"plan --target ... --max-micro-batch ..."
+        )
+    if loader_batch_size(loader) is None:
+        cut_by = type(loader.batch_sampler).__name__
+        how = "batch_size=None" if loader.batch_sampler is None else cut_by
+        raise TrainkitError(
+            f"find_micro_batch: the batches of {type(loader).__name__} are cut by "
+            f"{how}, so it has no batch size to find. Give it batch_size=, or choose "
+            f"its batches by hand: trainkit plan --target ... --max-micro-batch ..."
+        )

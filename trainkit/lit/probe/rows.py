@@ -1,0 +1,97 @@
+"""Rows of the training loader, the longest first, as batches of any size."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+LEAST = 64
+"""Rows that are read at once, so that the longest of them mean something."""
+
+
+class Rows:
+    """What a loader would yield, read in this process and kept on the host.
+
+    Rows come in the loader's own order and are put together by its own collate
+    function, as its workers would do it; no worker is started. Where a batch has more
+    rows than there are, they come round again.
+
+    Args:
+        loader: a `DataLoader` with a batch size, as the Trainer uses it.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._source = _rows_of(loader)
+        self._rows: list[Any] = []
+
+    def __len__(self) -> int:
+        """How many there are; as far as anyone knows, where the data is a stream."""
+        is_stream = isinstance(self._loader.dataset, IterableDataset)
+        source = self._loader.dataset if is_stream else _sampler(self._loader)
+        try:
+            return len(source)
+        except TypeError:
+            return sys.maxsize
+
+    def longest(self, size: int) -> Any:
+        """A batch of the longest rows of at least twice as many."""
+        self._read(2 * size)
+        ordered = sorted(self._rows, key=num_elements, reverse=True)
+        return self._batch(ordered, 0, size)
+
+    def in_order(self, size: int, index: int) -> Any:
+        """The batch that stands at this index in the loader's order."""
+        self._read((index + 1) * size)
+        return self._batch(self._rows, index * size, size)
+
+    def _read(self, number: int) -> None:
+        """Have so many rows at hand, or all."""
+        wanted = max(number, LEAST) - len(self._rows)
+        self._rows += itertools.islice(self._source, max(wanted, 0))
+
+    def _batch(self, rows: Sequence[Any], start: int, size: int) -> Any:
+        return self._loader.collate_fn(
+            [rows[i % len(rows)] for i in range(start, start + size)]
+        )
+
+
+def num_elements(row: Any) -> int:
+    """How much a row holds: what it costs goes by that, whatever pads it.
+
+    >>> import torch
+    >>> num_elements({"ids": torch.zeros(3, 4), "tags": [1, 2], "text": "abc"})
+    17
+    """
+    if isinstance(row, Tensor):
+        return row.numel()
+    if isinstance(row, str | bytes):
+        return len(row)
+    if isinstance(row, Mapping):
+        return sum(map(num_elements, row.values()))
+    if isinstance(row, Sequence):
+        return sum(map(num_elements, row))
+    size = getattr(row, "size", 1)  # an array of NumPy
+    return size if isinstance(size, int) else 1
+
+
+def _rows_of(loader: Any) -> Iterator[Any]:
+    if isinstance(loader.dataset, IterableDataset):
+        yield from loader.dataset
+    else:
+        yield from _by_index(loader.dataset, _sampler(loader))
+
+
+def _by_index(dataset: Any, indices: Iterable[Any]) -> Iterator[Any]:
+    fetch = getattr(dataset, "__getitems__", None)
+    for index in indices:
+        yield dataset[index] if fetch is None else fetch([index])[0]
+
+
+def _sampler(loader: Any) -> Any:
+    return loader.sampler if loader.batch_size else loader.batch_sampler.sampler

@@ -1,0 +1,158 @@
+"""Which sizes are tried, in which order, and which one is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainkit.core.batch_plan import BatchPlan
+
+NOISE = 0.05
+"""A larger size is taken only where it is faster by more than this."""
+
+PATIENCE = 2
+"""So many larger sizes in a row that are not faster end the search."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """How one size of a micro-batch went.
+
+    Attributes:
+        size: rows of one rank's micro-batch.
+        fits: whether it did, with the margin, on every rank.
+        samples_per_second: of one rank, at the pace of the slowest; None where it does
+            not fit.
+        peak_bytes: the most that a rank's device had allocated, where that is known.
+        problem: why it cannot be taken, where that is not memory.
+    """
+
+    size: int
+    fits: bool
+    samples_per_second: float | None = None
+    peak_bytes: int | None = None
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        """
+        >>> str(Trial(size=8, fits=True, samples_per_second=1234.5, peak_bytes=2**30))
+        'fits, 1,234 samples/s on each rank, 1.0 GiB at most'
+        """
+        if self.problem is not None:
+            return f"cannot be trained: {self.problem}"
+        if not self.fits:
+            return "does not fit"
+        text = f"fits, {self.samples_per_second:,.0f} samples/s on each rank"
+        if self.peak_bytes is None:
+            return text
+        return f"{text}, {self.peak_bytes / 2**30:,.1f} GiB at most"
+
+
+class DoesNotFit(Exception):
+    """Not even the smallest size does."""
+
+
+def sizes_for(*, target: int, world_size: int, largest: int) -> list[int]:
+    """All micro-batches that a `BatchPlan` for this target could have, smallest first.
+
+    >>> sizes_for(target=96, world_size=4, largest=12)
+    [1, 2, 3, 4, 6, 8, 12]
+    """
+    parts: set[int] = set()
+    for share in {max(target // world_size, 1), -(-target // world_size)}:
+        for divisor in range(1, math.isqrt(share) + 1):
+            if share % divisor == 0:
+                parts |= {divisor, share // divisor}
+    plans = (
+        BatchPlan.make(target=target, world_size=world_size, max_micro_batch=part)
+        for part in parts
+        if part <= largest
+    )
+    return sorted({plan.micro_batch for plan in plans})
+
+
+def search(
+    sizes: Sequence[int], start: int, attempt: Callable[[int], Trial]
+) -> list[Trial]:
+    """Try sizes until the largest worth having is known.
+
+    From `start` down by halves until one fits; then up by doubling, and between what
+    fits and what does not by bisection, as long as larger sizes are faster; then down
+    as long as smaller ones are as fast. Every size that is reported to fit was tried.
+
+    Args:
+        sizes: those that may be taken, smallest first.
+        start: the first is the largest of them that is not above it.
+        attempt: tries one.
+
+    Raises:
+        DoesNotFit: the smallest size does not.
+    """
+    known: list[Trial] = []
+    low = max((i for i, size in enumerate(sizes) if size <= start), default=0)
+    high = len(sizes)
+    while not _try(sizes[low], attempt, known).fits:
+        if low == 0:
+            raise DoesNotFit
+        high, low = low, _at_most(sizes, sizes[low] // 2)
+    not_faster = 0
+    while low + 1 < high and not_faster < PATIENCE:
+        best = max(trial.samples_per_second or 0 for trial in known)
+        middle = _next_up(sizes, low, high)
+        trial = _try(sizes[middle], attempt, known)
+        if not trial.fits:
+            high = middle
+            continue
+        low = middle
+        is_faster = (trial.samples_per_second or 0) > best * (1 + NOISE)
+        not_faster = 0 if is_faster else not_faster + 1
+    _try_smaller(sizes, attempt, known)
+    return sorted(known, key=lambda trial: trial.size)
+
+
+def choose(trials: Sequence[Trial]) -> Trial:
+    """The smallest of those that are as fast as the fastest, but for noise.
+
+    >>> rates = {4: 50.0, 8: 98.0, 16: 100.0}
+    >>> choose([Trial(size=n, fits=True, samples_per_second=r)
+    ...         for n, r in rates.items()]).size
+    8
+    """
+    fitting = [trial for trial in trials if trial.fits]
+    best = max(trial.samples_per_second or 0 for trial in fitting)
+    fast = [t for t in fitting if (t.samples_per_second or 0) * (1 + NOISE) >= best]
+    return min(fast, key=lambda trial: trial.size)
+
+
+def _try_smaller(
+    sizes: Sequence[int], attempt: Callable[[int], Trial], known: list[Trial]
+) -> None:
+    """Go down while the smallest size tried is the one to take."""
+    while (smallest := choose(known).size) == min(trial.size for trial in known):
+        if smallest == sizes[0]:
+            return
+        size = sizes[_at_most(sizes, max(smallest // 2, sizes[0]))]
+        try:
+            _try(size, attempt, known)
+        except Exception as error:  # BatchNorm does not train with one row, say
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            known.append(Trial(size=size, fits=False, problem=problem))
+            return
+
+
+def _try(size: int, attempt: Callable[[int], Trial], known: list[Trial]) -> Trial:
+    known.append(attempt(size))
+    return known[-1]
+
+
+def _at_most(sizes: Sequence[int], size: int) -> int:
+    return max((i for i, each in enumerate(sizes) if each <= size), default=0)
+
+
+def _next_up(sizes: Sequence[int], low: int, high: int) -> int:
+    """Twice as large where nothing has failed yet, else the middle."""
+    if high < len(sizes):
+        return (low + high) // 2
+    twice = (i for i, size in enumerate(sizes) if size >= 2 * sizes[low])
+    return next(twice, high - 1)

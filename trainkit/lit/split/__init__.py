@@ -1,0 +1,1 @@
+"""Split windows: each loader batch is cut into micro-batches inside one step."""

@@ -1,0 +1,159 @@
+"""The window callback of a module whose loader batches may be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.search import SizeSearch
+from trainkit.core.window import WindowStats
+from trainkit.lit.callback import WindowCallback
+from trainkit.lit.plan import Row
+from trainkit.lit.split import refusals
+from trainkit.lit.split.sizes import AutoSizes, FixedSizes
+from trainkit.lit.split.windows import SplitWindows
+
+KEY = "trainkit_micro_batching"
+"""The size that was found, in a checkpoint."""
+
+
+class SplitCallback(WindowCallback):
+    """Cuts loader batches where the module says `micro_batching`; else as its parent.
+
+    Attributes:
+        split: cuts the loader batches of this `fit`, if they are to be cut.
+    """
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.split: SplitWindows | None = None
+        self._found: Any = None
+        self._host_group: Any = None
+
+    # ---- before and after training ---------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        options = pl_module.micro_batching
+        if options is None:
+            refusals.refuse_untold_terms(pl_module, self.strategies)
+            return
+        refusals.refuse_before_training(trainer, pl_module, options, self.strategies)
+        accumulator = self.accumulators[0]
+        sizes = self._sizes(trainer, pl_module, options, accumulator)
+        self.split = SplitWindows(trainer, pl_module, options, self, sizes)
+        self.split.start()
+
+    def _sizes(
+        self, trainer: Any, pl_module: Any, options: MicroBatching, accumulator: Any
+    ) -> FixedSizes | AutoSizes:
+        if not options.is_auto:
+            return FixedSizes()
+        ranks = accumulator.ranks
+        communicates = refusals.communicates_in_forward(pl_module, ranks)
+        refusals.refuse_auto_between_ranks(trainer, communicates)
+        if ranks.size > 1:
+            self._host_group = dist.new_group(backend="gloo")
+        search = SizeSearch(start=options.start, grow_after=options.grow_after)
+        if self._found is not None:
+            search.load_state_dict(self._found)
+        return AutoSizes(search, ranks, self._host_group, pl_module.device)
+
+    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+        rows = super().plan(trainer, pl_module)
+        if pl_module.micro_batching is not None:
+            rows.append(("split", describe(pl_module.micro_batching)))
+        return rows
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._stop()
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        self._stop()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self.split is not None:
+            self.split.stop()
+
+    # ---- a loader batch --------------------------------------------------------------
+
+    def weigh_batch(self, pl_module: Any, batch: Any) -> None:
+        if self.split is None:  # else each of its parts is weighed
+            super().weigh_batch(pl_module, batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        if self.split is None:
+            super().on_before_backward(trainer, pl_module, loss)
+        else:
+            self._batch_is_unfinished = True
+            self.split.weigh(loss)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.split is not None and self.accumulators[0].is_open:
+            self.split.set_aside(optimizer)
+        else:
+            super().on_before_zero_grad(trainer, pl_module, optimizer)
+
+    def _finish(
+        self, trainer: Any, accumulator: Accumulator, parameters: list[Tensor]
+    ) -> WindowStats:
+        if self.split is None:
+            return super()._finish(trainer, accumulator, parameters)
+        self._num_closed = 1  # a closure that runs again runs all of them again
+        num_batches = self.split.num_loader_batches * accumulator.ranks.size
+        stats = accumulator.finish(
+            parameters, slots=self.slots(), is_apart=self.split.is_apart
+        )
+        self.first_windows.add(stats, num_batches=num_batches)
+        return stats
+
+    def slots(self) -> int:
+        """For how many single weights a window that closes has room, on each rank."""
+        accumulator = self.accumulators[0]
+        most = accumulator.most_micro_batches
+        return 0 if most is None else self._slots(accumulator, most)
+
+    def forget_means(self) -> None:
+        """What `log_exact` has added up in the batch under way, which is run again."""
+
+    def _num_torn(self) -> int:
+        if self.split is None or not self._batch_is_unfinished:
+            return super()._num_torn()
+        return self.split.num_loader_batches
+
+    # ---- checkpoints -----------------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self.split is not None and isinstance(self.split.sizes, AutoSizes):
+            checkpoint[KEY] = self.split.sizes.search.state_dict()
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        self._found = checkpoint.get(KEY)
+
+
+def describe(options: MicroBatching) -> str:
+    """How loader batches are cut, for the table before training."""
+    if options.is_auto:
+        how = "into micro-batches as large as fit, then as are fastest"
+    else:
+        limits = {"rows": options.size, "tokens": options.tokens}
+        said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
+        how = f"into micro-batches of at most {' and '.join(said)}"
+    return f"each loader batch is one step, cut {how}; logged means weighed as the loss"

@@ -1,0 +1,149 @@
+"""What `training_step` logs, held until the window is complete and then logged once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.window import vector
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import as_hook, current_hook
+
+HELD = "_trainkit_held_logs"
+"""Where a module has those of the window that runs, while one does."""
+
+OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+"""What follows the name and the value in Lightning's `log`."""
+
+LogWeight = Weight | str | AccumulationStrategy
+
+
+@dataclass
+class _Held:
+    """One name, as it was logged in the micro-batches so far."""
+
+    values: list[Any] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class HeldLogs:
+    """Combines the values of a window's micro-batches into what one batch would give.
+
+    Means are weighed as the loss is, by the strategy, unless `weight=` says otherwise;
+    sums are added up, of extremes the extreme is taken, a metric object is logged once.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], _Held] = {}
+        self._weights: Mapping[str, Weight] = {}
+        self._batch: Any = None
+        self._is_muted = False
+
+    def begin(
+        self, batch: Any, weights: Mapping[str, Weight], *, is_muted: bool
+    ) -> None:
+        """A micro-batch begins; what a muted one logs is forgotten."""
+        self._batch, self._weights, self._is_muted = batch, weights, is_muted
+
+    def hold(
+        self,
+        pl_module: Any,
+        name: str,
+        value: Any,
+        weight: LogWeight | None,
+        options: dict[str, Any],
+    ) -> None:
+        if self._is_muted:
+            return
+        held = self._held.setdefault((current_hook(pl_module), name), _Held())
+        held.values.append(value.detach() if isinstance(value, Tensor) else value)
+        held.weights.append(self._weight(name, weight))
+        size = options.pop("batch_size", None)
+        if size is not None:
+            held.batch_sizes.append(size)
+        held.options = options
+
+    def know_terms(self, terms: Mapping[str, Tensor]) -> None:
+        """What was logged of a term itself is weighed as that term is."""
+        for held in self._held.values():
+            for term, tensor in terms.items():
+                if held.values and _is_same(held.values[-1], tensor):
+                    held.weights[-1] = self._weights[term]
+
+    def log(self, pl_module: Any, *, num_rows: int) -> None:
+        """Log each name once, as from the hook in which it was logged.
+
+        Args:
+            pl_module: whose logs.
+            num_rows: of the loader batch, by which Lightning weighs a mean over the
+                epoch where `batch_size` was not given.
+        """
+        for (hook, name), held in self._held.items():
+            size = sum(held.batch_sizes) if held.batch_sizes else num_rows
+            with as_hook(pl_module, hook):
+                value = _combined(held)
+                pl_module.log(name, value, batch_size=size, **held.options)
+
+    def _weight(self, name: str, weight: LogWeight | None) -> Weight:
+        if weight is None:
+            return next(iter(self._weights.values()))
+        if isinstance(weight, AccumulationStrategy):
+            return weight.weight(self._batch)
+        if not isinstance(weight, str):
+            return weight
+        if weight not in self._weights:
+            raise TrainkitError(
+                f"self.log({name!r}, weight={weight!r}): there is no such term; the "
+                f"terms of self.accumulation are {sorted(self._weights)}. Name one of "
+                f"them, or pass a number or a strategy, such as PerSample()."
+            )
+        return self._weights[weight]
+
+
+def by_name(args: Sequence[Any]) -> dict[str, Any]:
+    """Lightning's options where they were given by their order."""
+    return dict(zip(OPTIONS, args, strict=False))
+
+
+def _combined(held: _Held) -> Any:
+    values = held.values
+    if len(values) == 1 or isinstance(values[0], Metric):
+        return values[-1]
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    numbers = vector(values, device or torch.device("cpu"))
+    total = _reduced(numbers, held)
+    dtype = next((v.dtype for v in values if isinstance(v, Tensor)), None)
+    if dtype is None or not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    return total.to(dtype)
+
+
+def _reduced(numbers: Tensor, held: _Held) -> Tensor:
+    reduce_fx = held.options.get("reduce_fx", "mean")
+    kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    if kind in ("max", "min", "sum"):
+        return {"max": numbers.amax, "min": numbers.amin, "sum": numbers.sum}[kind]()
+    weights = vector(held.weights, numbers.device)
+    total = weights.sum()
+    # A mean over nothing is NaN, and NaN * 0 is NaN.
+    weighed = numbers.where(weights != 0, 0.0).dot(weights) / total
+    return torch.where(total == 0, numbers.mean(), weighed)
+
+
+def _is_same(held: Any, tensor: Tensor) -> bool:
+    """Whether a value is a term, or the term detached: they share their storage."""
+    return (
+        isinstance(held, Tensor)
+        and held.data_ptr() == tensor.data_ptr()
+        and held.dtype == tensor.dtype
+    )

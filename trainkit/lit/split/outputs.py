@@ -1,0 +1,164 @@
+"""What `training_step` returns beside the loss, put together from its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.expected import Strategies
+from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.terms import ONE
+from trainkit.core.window import vector
+from trainkit.errors import TrainkitError
+from trainkit.lit.split.parts import Part
+
+
+class Returned:
+    """What the micro-batches of a loader batch have returned so far."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, list[Tensor]] = {}
+        self._extras: list[dict[str, Any]] = []
+        self._num_nothing = 0
+        self._is_dict = False
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether all of them returned None."""
+        return not self._extras
+
+    def add_nothing(self) -> None:
+        self._num_nothing += 1
+
+    def add(self, output: Any, loss: Any, extras: dict[str, Any]) -> None:
+        self._is_dict = self._is_dict or isinstance(output, Mapping)
+        self._extras.append(extras)
+        terms = loss if isinstance(loss, Mapping) else {ONE: loss}
+        for name, term in terms.items():
+            self._losses.setdefault(name, []).append(term.detach().reshape(()))
+
+    def refuse_some_nothing(self) -> None:
+        if self._extras and self._num_nothing:
+            raise TrainkitError(
+                f"training_step: it returned None for {self._num_nothing} "
+                f"micro-batches of a loader batch and a loss for "
+                f"{len(self._extras)}. Return a loss for all, one that weighs nothing "
+                f"where nothing counts, such as 0.0 * output.sum(), or None for all."
+            )
+
+    def as_one(self, strategies: Strategies, parts: Sequence[Part]) -> Any:
+        """What `training_step` would have returned for the whole loader batch."""
+        counting = [part for part in parts if part.counts]
+        first = next(iter(strategies))
+        weights = {t: [part.weights[t] for part in counting] for t in strategies}
+        loss = torch.stack(
+            [
+                _whole_loss(losses, weights.get(name, weights[first]), strategies[name])
+                for name, losses in self._losses.items()
+            ]
+        ).sum()
+        if not self._is_dict:
+            return loss
+        rows = [part.micro_batch.rows for part in counting]
+        return {"loss": loss, **put_together(self._extras, rows, weights[first])}
+
+
+def _whole_loss(
+    losses: Sequence[Tensor],
+    weights: Sequence[Weight],
+    strategy: AccumulationStrategy,
+) -> Tensor:
+    if strategy.loss_reduction == "sum":
+        return torch.stack(list(losses)).sum()
+    return losses[0] if len(losses) == 1 else weighted_mean(losses, weights)
+
+
+def taken_apart(output: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss (or its terms) of a micro-batch, and the rest, without graphs."""
+    if not isinstance(output, Mapping):
+        return output, {}
+    if output.get("loss") is None:
+        raise TrainkitError(
+            f"training_step: a dict must hold the loss under 'loss', received the "
+            f"keys {sorted(map(str, output))}. Return {{'loss': loss, ...}}; a loss of "
+            f"several terms is {{'loss': {{'ce': ce, 'kl': kl}}}}."
+        )
+    extras = {k: _detached(v) for k, v in output.items() if k != "loss"}
+    return output["loss"], extras
+
+
+def put_together(
+    extras: Sequence[Mapping[str, Any]],
+    rows: Sequence[Sequence[int]],
+    weights: Sequence[Weight],
+) -> dict[str, Any]:
+    """The extras of a window's micro-batches as those of one batch.
+
+    What has one entry for each row comes in the loader batch's order; a single floating
+    number is the mean, weighed as the loss is; anything else is a list with what each
+    micro-batch returned, in the order in which they ran.
+    """
+    if len(extras) == 1:
+        return dict(extras[0])
+    names = dict.fromkeys(name for each in extras for name in each)
+    return {
+        name: _joined([each.get(name) for each in extras], rows, weights)
+        for name in names
+    }
+
+
+def _joined(
+    values: list[Any], rows: Sequence[Sequence[int]], weights: Sequence[Weight]
+) -> Any:
+    order = [row for each in rows for row in each]
+    if _are_rows(values, rows):
+        whole = torch.cat(values)
+        back = torch.empty(len(order), dtype=torch.long)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        return whole[back.to(whole.device)]
+    if all(
+        isinstance(value, list) and len(value) == len(own)
+        for value, own in zip(values, rows, strict=True)
+    ):
+        flat = [entry for value in values for entry in value]
+        return [entry for _, entry in sorted(zip(order, flat, strict=True), key=_first)]
+    if all(isinstance(v, Tensor) and v.ndim == 0 for v in values):
+        if all(v.is_floating_point() for v in values):
+            return weighted_mean(values, weights)
+    return values
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
+    """The mean of 0-d tensors; what weighs nothing may be NaN."""
+    numbers = vector(values, values[0].device)
+    by = vector(weights, values[0].device)
+    total = by.sum()
+    mean = numbers.where(by != 0, 0.0).dot(by) / total
+    return torch.where(total == 0, numbers.mean(), mean).to(values[0].dtype)
+
+
+def _are_rows(values: list[Any], rows: Sequence[Sequence[int]]) -> bool:
+    return all(
+        isinstance(value, Tensor)
+        and value.ndim > 0
+        and value.shape[0] == len(own)
+        and value.shape[1:] == values[0].shape[1:]
+        for value, own in zip(values, rows, strict=True)
+    )
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) is dict:
+        return {k: _detached(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_detached(v) for v in value)
+    return value

@@ -1,0 +1,110 @@
+"""A loader batch as the micro-batches that this rank will run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.expected import Strategies, weights_by_term
+from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import AccumulationStrategy, PerToken, Weight
+from trainkit.core.terms import leading
+from trainkit.lit.split import refusals
+from trainkit.lit.split.sizes import AutoSizes, FixedSizes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch and what it weighs, by term.
+
+    Attributes:
+        counts: False for one that is there only because all ranks must run as many.
+    """
+
+    micro_batch: MicroBatch
+    weights: Mapping[str, Weight]
+    counts: bool = True
+
+
+class Parts:
+    """Cuts loader batches and weighs what comes out.
+
+    Where forward passes communicate, all ranks make as many micro-batches as the one
+    that needs most: by cutting finer, and where rows run out, by repeating one with
+    weight 0.
+
+    Args:
+        options: how to cut.
+        pl_module: what trains.
+        accumulator: whose windows they make.
+        sizes: say how large a micro-batch may be.
+    """
+
+    def __init__(
+        self,
+        options: MicroBatching,
+        pl_module: Any,
+        accumulator: Accumulator,
+        sizes: FixedSizes | AutoSizes,
+    ) -> None:
+        self._strategies = accumulator.strategies
+        self._accumulator = accumulator
+        self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
+        self._sizes = sizes
+        self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
+        self._device = pl_module.device
+        self._is_list = options.collate is not None
+        self._has_verified = False
+        self._has_said_too_long = False
+
+    def of(self, batch: Any) -> list[Part]:
+        """The micro-batches of a loader batch, the largest first."""
+        limit = None
+        if self._sizes.catches:
+            limit = self._sizes.begin(self._cutter.measure(batch))
+        cut = self._cutter.cut(batch, limit)
+        if self._run_alike:
+            most = self._most(len(cut))
+            if len(cut) < most:
+                cut = self._cutter.cut(batch, limit, at_least=most)
+        else:
+            most = len(cut)
+        self._say_too_long(limit)
+        self._sizes.look_at(cut)
+        batches = [micro_batch.batch for micro_batch in cut]
+        weights = weights_by_term(self._strategies, batches)
+        parts = [
+            Part(micro_batch, dict(zip(weights, each, strict=True)))
+            for micro_batch, *each in zip(cut, *weights.values(), strict=True)
+        ]
+        if not self._has_verified:
+            self._has_verified = True
+            whole = None if self._is_list else batch
+            refusals.verify_cut(whole, parts, self._strategies)
+        nothing = dict.fromkeys(weights, 0)
+        filler = replace(parts[-1], weights=nothing, counts=False)
+        return parts + [filler] * (most - len(parts))
+
+    def _most(self, number: int) -> int:
+        """The largest number of micro-batches on a rank; waits for all."""
+        ranks = self._accumulator.ranks
+        row = torch.tensor([float(number)], device=self._device)
+        return int(ranks.share(row).wait().amax())
+
+    def _say_too_long(self, limit: Limit | None) -> None:
+        longest = self._cutter.longest_over_budget
+        if longest is not None and limit is None and not self._has_said_too_long:
+            self._has_said_too_long = True
+            refusals.announce_too_long(longest)
+
+
+def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:
+    for strategy in strategies.values():
+        if isinstance(strategy, PerToken):
+            return strategy
+    return leading(strategies)
