@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from trainkit.core.window import WindowStats
     from trainkit.data.resumable import ResumableLoader
     from trainkit.errors import TrainkitError
+    from trainkit.lit.accumulation_callback import AccumulationCallback
     from trainkit.lit.batch_norm_guard import BatchNormGuard
-    from trainkit.lit.callback import AccumulationCallback
     from trainkit.lit.effective import read_effective_batch
     from trainkit.lit.epoch_sums import EpochSums
+    from trainkit.lit.find_micro_batch import FoundMicroBatch, find_micro_batch
     from trainkit.lit.graceful_stop import GracefulStop
     from trainkit.lit.learning_rates import LearningRates
     from trainkit.lit.lr_scaling import LRScaling
@@ -58,6 +59,7 @@ __all__ = [
     "EffectiveBatch",
     "EpochPlan",
     "EpochSums",
+    "FoundMicroBatch",
     "GracefulStop",
     "LRScaling",
     "LearningRates",
@@ -77,6 +79,7 @@ __all__ = [
     "WandbRunLogger",
     "WindowMonitor",
     "WindowStats",
+    "find_micro_batch",
     "read_effective_batch",
     "warmup_cosine",
 ]
@@ -84,7 +87,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "AccumulationCallback": ".lit.callback",
+        "AccumulationCallback": ".lit.accumulation_callback",
         "AccumulationMixin": ".lit.mixin",
         "AccumulationSchedule": ".lit.schedule",
         "AccumulationStrategy": ".core.strategies",
@@ -94,6 +97,7 @@ __getattr__, __dir__ = lazy_exports(
         "EffectiveBatch": ".core.effective",
         "EpochPlan": ".core.epoch_plan",
         "EpochSums": ".lit.epoch_sums",
+        "FoundMicroBatch": ".lit.find_micro_batch",
         "GracefulStop": ".lit.graceful_stop",
         "LearningRates": ".lit.learning_rates",
         "LRScaling": ".lit.lr_scaling",
@@ -113,6 +117,7 @@ __getattr__, __dir__ = lazy_exports(
         "WandbRunLogger": ".cli.wandb_logger",
         "WindowMonitor": ".lit.monitor",
         "WindowStats": ".core.window",
+        "find_micro_batch": ".lit.find_micro_batch",
         "read_effective_batch": ".lit.effective",
         "warmup_cosine": ".core.curves",
     },

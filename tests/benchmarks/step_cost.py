@@ -36,6 +36,7 @@ from trainkit import (
     AccumulationSchedule,
     BatchNormGuard,
     LRScaling,
+    MicroBatching,
     PerToken,
     WindowMonitor,
 )
@@ -70,6 +71,30 @@ class Mixed(AccumulationMixin, Plain):
     accumulation = PerToken()
 
 
+class Split(Mixed):
+    """The window's micro-batches come as one loader batch, and are cut again."""
+
+    def __init__(self, net: nn.Module, micro_batching: MicroBatching) -> None:
+        super().__init__(net)
+        self.micro_batching = micro_batching
+
+
+def run_split(
+    net: nn.Module, batches: Loader, callbacks: Iterable[pl.Callback] = (), **how: Any
+) -> float:
+    listed = list(batches)
+    whole = loader(
+        {
+            key: torch.cat([batch[key] for batch in listed[i : i + ACCUMULATE]])
+            for key in listed[0]
+        }
+        for i in range(0, len(listed), ACCUMULATE)
+    )
+    size = len(listed[0]["x"])
+    how = how or {"size": size}
+    return run_lightning(Split(net, MicroBatching(**how)), whole, callbacks, 1)
+
+
 def loss_of(net: nn.Module, batch: Batch) -> Tensor:
     logits = net(batch["x"]).flatten(0, -2)
     return F.cross_entropy(logits, batch["labels"].flatten())
@@ -93,12 +118,15 @@ def run_bare(net: nn.Module, batches: Loader) -> float:
 
 
 def run_lightning(
-    module: Plain, batches: Loader, callbacks: Iterable[pl.Callback] = ()
+    module: Plain,
+    batches: Loader,
+    callbacks: Iterable[pl.Callback] = (),
+    accumulate: int = ACCUMULATE,
 ) -> float:
     monitored = any(isinstance(c, WindowMonitor) for c in callbacks)
     scheduled = any(isinstance(c, AccumulationSchedule) for c in callbacks)
     fit = trainer(
-        1 if scheduled else ACCUMULATE,
+        1 if scheduled else accumulate,
         max_epochs=1,
         callbacks=list(callbacks),
         logger=DummyLogger() if monitored else False,
@@ -118,6 +146,19 @@ CONTESTANTS: dict[str, Callable[[nn.Module, Loader], float]] = {
     "trainkit mixin": lambda net, data: run_lightning(Mixed(net), data),
     "mixin, monitor": lambda net, data: run_lightning(
         Mixed(net), data, [WindowMonitor(50)]
+    ),
+    "mixin, split": run_split,
+    "mixin, split, monitor": lambda net, data: run_split(
+        net, data, [WindowMonitor(50)]
+    ),
+    "mixin, split, rates, BN": lambda net, data: run_split(
+        net,
+        data,
+        [
+            WindowMonitor(50),
+            LRScaling("linear", reference_batch=1, micro_batch=4, warmup_steps=100),
+            BatchNormGuard("momentum"),
+        ],
     ),
     "mixin, rates, schedule, BN": lambda net, data: run_lightning(
         Mixed(net),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainkit.recipes.code_lm import CodeLM
+from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
 
 from tests.cli.training import SMALL, the_run, train
 from trainkit.cli.plan import main

@@ -19,7 +19,9 @@ from trainkit.lit._compat import (
 
 
 class Leaving(pl.Callback):
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         raise leaves_fit(trainer)
 
 

@@ -115,7 +115,7 @@ def test_it_can_be_asked_between_two_fits() -> None:
 # ---- what is put back ----------------------------------------------------------------
 
 
-def kept(fit: pl.Trainer, module: Net) -> dict[str, Any]:
+def kept(fit: Any, module: Net) -> dict[str, Any]:
     """All that a fit could change, by value."""
     loop = fit.fit_loop
     return {
@@ -135,7 +135,7 @@ def kept(fit: pl.Trainer, module: Net) -> dict[str, Any]:
         "training": module.training,
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": np.random.get_state()[1].tolist(),
+        "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),
     }  # fmt: skip
 
 
@@ -146,7 +146,8 @@ def test_everything_else_is_as_it_was(how: str, tmp_path: Path) -> None:
             raise AssertionError("validation has no part in it")
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            random.random(), np.random.rand()
+            random.random()
+            np.random.rand()
             if how == "fails" and len(batch[0]) > 8:
                 raise KeyError("a mistake of the user's")
             return super().training_step(batch, batch_idx)
@@ -156,7 +157,8 @@ def test_everything_else_is_as_it_was(how: str, tmp_path: Path) -> None:
             return self.train_dataloader()
 
     module, data = Validated(), Both()
-    module.net[0].weight.grad = torch.ones_like(module.net[0].weight)
+    first = next(module.parameters())
+    first.grad = torch.ones_like(first)
     fit = quick(
         callbacks=[ModelCheckpoint(tmp_path), pl.Callback()],
         logger=CSVLogger(tmp_path),
@@ -265,7 +267,10 @@ def test_no_worker_is_left() -> None:
 
 
 def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    find_micro_batch(quick(), limited(rows=9), Data(), target=32)
+    data, fit = Data(), quick()
+    result = find_micro_batch(fit, limited(rows=9), data, target=32)
+    sizes = data.batch_size, fit.accumulate_grad_batches
+    assert (result.micro_batch, result.accumulate) == sizes
     out = capsys.readouterr().out
     assert "trainkit | micro-batch 16: does not fit" in out
     assert "samples/s on each rank" in out

@@ -105,9 +105,17 @@ def sharded(rank: int, world: int) -> Any:
     found(Net(), Data(4), quick(strategy=ModelParallelStrategy(), devices=WORLD))
 
 
+def static(rank: int, world: int) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    strategy = DDPStrategy(static_graph=True)
+    found(Net(), Data(4), quick(strategy=strategy, devices=WORLD))
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (static, "DDP with static_graph=True runs no window"),
         (synchronised, "SyncBatchNorm communicates within a pass"),
         (sharded, "ModelParallelStrategy may communicate within a pass"),
     ],

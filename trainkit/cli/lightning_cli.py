@@ -9,11 +9,13 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from trainkit.cli import shared_yaml
 from trainkit.cli.lightning_parser import TrainkitParser
+from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.attach import attach_accumulation
@@ -21,7 +23,12 @@ from trainkit.lit.batch_norm_guard import BatchNormGuard
 from trainkit.lit.lr_scaling import LRScaling
 from trainkit.lit.schedule import AccumulationSchedule
 
+# A dataclass takes its class and arguments on the command line only if it is named.
+set_parsing_settings(subclasses_enabled=[MicroBatching])
+
 ACCUMULATION = "accumulation"
+MICRO_BATCHING = "micro_batching"
+WIDE_GRADIENTS = "wide_gradients"
 CALLBACKS: dict[str, type[Callback]] = {
     "lr_scaling": LRScaling,
     "batchnorm": BatchNormGuard,
@@ -40,8 +47,9 @@ class TrainkitCLI(LightningCLI):
         python train.py fit --accumulation=PerToken --accumulation.ignore_index=-1
             --lr_scaling.rule=linear --lr_scaling.reference_batch=256
             --batchnorm.policy=momentum --schedule.sizes='{0: 8, 10: 4}'
+            --micro_batching.tokens=4096
 
-    All four are off by default. `--accumulation` takes the short name of a strategy of
+    All of them are off by default. `--accumulation` takes the short name of a strategy of
     trainkit's, or of an imported subclass of your own, or a dotted path, or a YAML
     file. It works for any module: one with `AccumulationMixin` gets the strategy, any
     other is left alone and gets the callback.
@@ -81,6 +89,13 @@ class TrainkitCLI(LightningCLI):
         parser.add_subclass_arguments(
             AccumulationStrategy, ACCUMULATION, required=False
         )
+        parser.add_subclass_arguments(MicroBatching, MICRO_BATCHING, required=False)
+        parser.add_argument(
+            f"--{WIDE_GRADIENTS}",
+            type=bool,
+            default=False,
+            help="sum gradients in float32 beside bfloat16 parameters",
+        )
         for key, callback in CALLBACKS.items():
             parser.add_subclass_arguments(callback, key, required=False)
 
@@ -90,7 +105,7 @@ class TrainkitCLI(LightningCLI):
             ACCUMULATION: f"--{ACCUMULATION} takes one of {names}; the dotted path of "
             f"a strategy of your own; or a YAML file that holds one."
         }
-        for key, callback in CALLBACKS.items():
+        for key, callback in [(MICRO_BATCHING, MicroBatching), *CALLBACKS.items()]:
             choices[key] = (
                 f"--{key} takes a YAML file, or its arguments one by one: --{key}."
                 f"{next(iter(inspect.signature(callback).parameters))}=...; "
@@ -117,7 +132,12 @@ class TrainkitCLI(LightningCLI):
             config = config[self.subcommand]
         made = [config.get(key) for key in CALLBACKS]
         ours = [
-            *attach_accumulation(self.model, config.get(ACCUMULATION)),
+            *attach_accumulation(
+                self.model,
+                config.get(ACCUMULATION),
+                micro_batching=config.get(MICRO_BATCHING),
+                wide_gradients=config.get(WIDE_GRADIENTS, False),
+            ),
             *(callback for callback in made if callback is not None),
         ]
         if ours:

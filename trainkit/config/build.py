@@ -142,7 +142,12 @@ def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]
             f"accumulation=none keeps it.",
             stacklevel=2,
         )
-    return attach_accumulation(module, strategy)
+    return attach_accumulation(
+        module,
+        strategy,
+        micro_batching=_make(config, "micro_batching"),
+        wide_gradients=config.wide_gradients,
+    )
 
 
 # ---- optimizer -----------------------------------------------------------------------

@@ -34,6 +34,7 @@ def check_all(config: DictConfig) -> None:
         "model",
         "data",
         "accumulation",
+        "micro_batching",
         *CALLBACK_GROUPS,
         "optimizer",
         "trainer",

@@ -84,6 +84,7 @@ class TrainSchema:
     """The root: one entry for each group, and what belongs to none of them."""
 
     accumulation: Any = None
+    micro_batching: Any = None
     lr_scaling: Any = None
     batchnorm: Any = None
     schedule: Any = None
@@ -98,6 +99,7 @@ class TrainSchema:
     scheduling: SchedulingSchema = field(default_factory=SchedulingSchema)
     name: str = MISSING
     seed: Optional[int] = None
+    wide_gradients: bool = False
     ckpt_path: Optional[str] = None
     metric: Optional[str] = None
     mode: str = "min"

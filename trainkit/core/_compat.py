@@ -27,6 +27,33 @@ def is_apart(module: DistributedDataParallel) -> bool:
     return not module.require_forward_param_sync
 
 
+def send_forward_messages(module: DistributedDataParallel) -> None:
+    """Send now what DDP's next forward pass would send before the module's own: the
+    first rank's buffers, and once the order of its buckets. All ranks must call it."""
+    if module.reducer._rebuild_buckets():
+        module._has_rebuilt_buckets = True
+    module.require_forward_param_sync = True
+    if module._check_sync_bufs_pre_fwd():
+        module._sync_buffers()
+    module.require_forward_param_sync = False
+
+
+def owe_forward_messages(module: DistributedDataParallel) -> None:
+    """Let DDP's next forward pass send the first rank's buffers, as after a backward
+    pass that has communicated."""
+    module.require_forward_param_sync = True
+
+
+def has_reduced(module: DistributedDataParallel) -> bool:
+    """Whether DDP's last backward pass that communicates has brought all together; it
+    has not where a parameter took no part in it that DDP was waiting for."""
+    try:
+        module._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
 def communication_hooks(module: DistributedDataParallel) -> list[Any]:
     """The hooks that have been registered in place of DDP's all-reduce."""
     return [hook for hook, _ in module._comm_hooks]

@@ -102,7 +102,12 @@ class Accumulator(Weighing):
             scaler=scaler,
         )
         self._num_running = num_running()
-        self.watch = Watch(checks, nonfinite, self._has_lost_gradients)
+        self.watch = Watch(
+            checks,
+            nonfinite,
+            self._has_lost_gradients,
+            term=self._first if len(self.strategies) > 1 else None,
+        )
         self.num_windows = 0
         self._reads_hooks = aggregation == "auto"
         self._averaged = averaged_by_ddp(module)
@@ -291,6 +296,8 @@ class Accumulator(Weighing):
         ddp = self.ranks.ddp
         if ddp is None or not self.ranks.backend_sums:
             return
+        if not is_apart:
+            refusals.refuse_unfinished_reduction(ddp)
         refusals.refuse_unreduced(self._averaged, parameters)
         if self._reads_hooks and not self._is_looked_at:
             self._is_looked_at = True

@@ -38,10 +38,16 @@ class Watch:
         is_poisoned: whether a gradient or a weight is NaN or infinite. Asked once, when
             a micro-batch that weighs nothing had such a loss: most losses' gradient is
             zero there, some are NaN, and the loss itself does not tell.
+        term: of a loss of several terms, the one by which windows are measured.
     """
 
     def __init__(
-        self, checks: Checks, nonfinite: Nonfinite, is_poisoned: Callable[[], bool]
+        self,
+        checks: Checks,
+        nonfinite: Nonfinite,
+        is_poisoned: Callable[[], bool],
+        *,
+        term: str | None = None,
     ) -> None:
         for name, value, choices in (
             ("checks", checks, get_args(Checks)),
@@ -55,6 +61,7 @@ class Watch:
         self.checks = checks
         self.nonfinite = nonfinite
         self._is_poisoned = is_poisoned
+        self._term = term
         self._waiting: deque[tuple[int, LateReading]] = deque()
         self._lost_mean_at: int | None = None
         self._warned_weightless = False
@@ -113,13 +120,21 @@ class Watch:
             )
         if sum(row[WEIGHT] for row in rows) == 0 and not self._warned_weightless:
             self._warned_weightless = True
-            warnings.warn(
-                f"{where}: none of the window's {micro_batches} micro-batches weighs "
-                f"anything (all labels ignored?). Its gradient is zero and the step "
-                f"was taken: momentum and weight decay still move the weights. Said "
-                f"once.",
-                stacklevel=2,
+            warnings.warn(self._weightless(where, micro_batches), stacklevel=2)
+
+    def _weightless(self, where: str, micro_batches: int) -> str:
+        none = f"{where}: none of the window's {micro_batches} micro-batches weighs"
+        if self._term is not None:
+            return (
+                f"{none} anything in the term {self._term!r} (all labels ignored?), by "
+                f"which windows are measured. That term's gradient is zero, and the "
+                f"window's loss is shown as 0; the other terms are stepped with. Said "
+                f"once."
             )
+        return (
+            f"{none} anything (all labels ignored?). Its gradient is zero and the step "
+            f"was taken: momentum and weight decay still move the weights. Said once."
+        )
 
     def _hint(self) -> str:
         if self._lost_mean_at is not None:

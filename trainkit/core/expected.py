@@ -73,11 +73,11 @@ class Expected:
         """By what the gradient of a micro-batch's loss is multiplied."""
         total = self.totals[term]
         numerator = weight if reduction == "mean" else 1
-        return _quotient(numerator, total) * self._multiplier
+        return quotient(numerator, total) * self._multiplier
 
     def share(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
         """The same without the multiplier: how much of the term's mean it is."""
-        return _quotient(weight if reduction == "mean" else 1, self.totals[term])
+        return quotient(weight if reduction == "mean" else 1, self.totals[term])
 
     @property
     def totals(self) -> dict[str, Weight]:
@@ -114,16 +114,16 @@ def weights_by_term(
             "Pass all that this rank will run; one of weight 0 if it has none."
         )
     return {
-        term: [checked_weight(strategy.weight(batch)) for batch in listed]
+        term: [_on_host(strategy.weight(batch)) for batch in listed]
         for term, strategy in strategies.items()
     }
 
 
 def _on_host(weight: Weight) -> Weight:
-    """Numbers are the fastest; one that is on a GPU stays there."""
-    if isinstance(weight, Tensor) and weight.device.type == "cpu":
-        return checked_weight(weight.item())
-    return weight
+    """A number where it can be one without waiting; on a GPU it stays there."""
+    if isinstance(weight, Tensor) and weight.is_cpu and weight.numel() == 1:
+        weight = weight.item()
+    return checked_weight(weight)
 
 
 def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
@@ -132,7 +132,7 @@ def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
     return math.fsum(cast(Sequence[float], weights))
 
 
-def _quotient(part: Weight, total: Weight) -> Weight:
+def quotient(part: Weight, total: Weight) -> Weight:
     """part / total; 0 where nothing weighs anything."""
     if isinstance(total, Tensor):
         return torch.where(total == 0, 0, part / total)

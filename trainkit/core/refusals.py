@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.core._compat import communication_hooks, is_joining
+from trainkit.core._compat import communication_hooks, has_reduced, is_joining
 from trainkit.core.gradients import have_gradients
 from trainkit.core.ranks import Ranks
 from trainkit.core.window import Window
@@ -163,6 +163,17 @@ def refuse_join(ddp: DistributedDataParallel | None) -> None:
             "batches, and cannot answer for their windows; torch leaves it on after "
             "the block. Make a new wrapper, and give such ranks micro-batches of "
             "weight 0 instead."
+        )
+
+
+def refuse_unfinished_reduction(ddp: DistributedDataParallel) -> None:
+    """torch says so one forward pass late, when the step has been taken."""
+    if not has_reduced(ddp):
+        raise TrainkitError(
+            "DistributedDataParallel: the window's last backward pass has not reached "
+            "all parameters, so that DDP did not bring the ranks' gradients together. "
+            "Parameters that only some micro-batches use need "
+            "find_unused_parameters=True: DDPStrategy(find_unused_parameters=True)."
         )
 
 

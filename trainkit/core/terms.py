@@ -76,7 +76,7 @@ def join(
     expected: Expected,
 ) -> Joined:
     """Put a micro-batch's terms together; every rank does so in its first backward."""
-    _refuse_other_terms(terms, strategies)
+    refuse_other_terms(terms, strategies)
     parts: list[Tensor] = []
     shares: list[Tensor] = []
     for name, term in terms.items():
@@ -119,12 +119,16 @@ def _share_of(
     return value * scalar(share, value.device)
 
 
-def _refuse_other_terms(terms: Mapping[str, Any], strategies: Strategies) -> None:
+def refuse_other_terms(terms: Mapping[str, Any], strategies: Strategies) -> None:
     if terms.keys() != strategies.keys():
+        names, only = sorted(map(str, terms)), type(leading(strategies)).__name__
+        have = f"there are strategies for {sorted(map(str, strategies))}"
+        if ONE in strategies:
+            have = f"there is one strategy, {only}, for one term"
         raise TrainkitError(
-            f"loss: its terms are {sorted(map(str, terms))}, and there are strategies "
-            f"for {sorted(map(str, strategies))}. Each term needs the one that says "
-            f"its denominator, and each strategy its term."
+            f"loss: its terms are {names}, and {have}. Each term needs the one that "
+            f'says its denominator, and each strategy its term: {{"ce": PerToken(), '
+            f'"kl": PerSample()}}, say.'
         )
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.numel() != 1:

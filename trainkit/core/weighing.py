@@ -20,7 +20,7 @@ from trainkit.core.strategies import (
     Weight,
     checked_weight,
 )
-from trainkit.core.terms import ONE, join, leading, named_strategies
+from trainkit.core.terms import join, leading, named_strategies
 from trainkit.core.wide_gradients import WideGradients
 from trainkit.core.window import COUNT, Window, default_device
 
@@ -122,7 +122,8 @@ class Weighing:
             window.joined = None
         elif self._is_told(loss.dtype):
             assert window.expected is not None
-            factor = window.expected.factor(ONE, weight, self._reduction) * divided_by
+            factor = window.expected.factor(self._first, weight, self._reduction)
+            factor = factor * divided_by
         else:
             factor, applied = self._streamed(loss, weight, divided_by, expected)
         if isinstance(factor, Tensor):
@@ -136,6 +137,46 @@ class Weighing:
             return gradient if factor is None else factor * gradient
 
         return loss.register_hook(weighted)
+
+    def weigh_in_turn(
+        self, loss: Tensor, weight: Weight, value: Tensor, *, as_seed: bool = False
+    ) -> Tensor | None:
+        """`weigh`, for the loop that `take` has given this loss: nothing is looked at
+        that such a loop cannot do wrong.
+
+        Args:
+            loss: what the pass starts from.
+            weight: what the micro-batch weighs.
+            value: the loss to report.
+            as_seed: the loop can start the pass from another gradient than 1.
+
+        Returns:
+            That gradient, if so; else the loss has a hook that multiplies it.
+        """
+        window = self._window
+        if window.joined is not None or not self._is_told(loss.dtype):
+            self.weigh(loss, weight, value=value)
+            return None
+        if not loss.requires_grad:
+            refusals.refuse_loss(loss, self._reduction)
+        assert window.expected is not None
+        factor = window.expected.factor(self._first, weight, self._reduction)
+        window.add(weight, weight, value, 1)
+        if as_seed:
+            window.num_passes += 1
+            if isinstance(factor, Tensor):
+                return factor.to(loss.device, loss.dtype).view_as(loss)
+            return torch.full_like(loss.detach(), factor)
+        by: Weight = factor
+        if isinstance(factor, Tensor):
+            by = factor.to(loss.device, loss.dtype)
+
+        def weighted(gradient: Tensor) -> Tensor:
+            window.num_passes += 1
+            return gradient * by
+
+        loss.register_hook(weighted)
+        return None
 
     def _is_told(self, dtype: torch.dtype) -> bool:
         """Whether the window's total is known and the loss can carry w / total, which
@@ -178,7 +219,11 @@ class Weighing:
         refusals.refuse_late_telling(self._window, self._nonfinite)
         if weights is None:
             weights = weights_by_term(self.strategies, batches)
-        self._window.expected = Expected(weights, self.ranks, self._device())
+        expected = Expected(weights, self.ranks, self._device())
+        if (ddp := self.ranks.ddp) is not None:
+            refusals.refuse_static_graph(ddp, expected.num_micro_batches - 1)
+            refusals.refuse_join(ddp)
+        self._window.expected = expected
 
     def take(self, loss: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Weight]:
         """The loss that the backward pass of the next expected micro-batch is to start
@@ -188,7 +233,7 @@ class Weighing:
             raise refusals.untold_terms(self.strategies)
         weights = expected.next_weights()
         if len(self.strategies) == 1 and isinstance(loss, Tensor):
-            return loss, weights[next(iter(weights))]
+            return loss, weights[self._first]
         if not isinstance(loss, Mapping):
             raise refusals.missing_terms(loss, self.strategies)
         joined = join(loss, weights, self.strategies, expected)
@@ -215,11 +260,6 @@ class Weighing:
         """
         if self._reference.value is None:
             self._reference.agree(weight, expected, device)
-
-    def put_away(self) -> None:
-        """The caller has put the open window's gradients away; those to come start from
-        none."""
-        self._window.has_gradients = False
 
     def mark(self) -> Window:
         """What the open window holds, for `rewind`."""
@@ -261,6 +301,11 @@ class Weighing:
         if self._reference.value is not None:
             return self._reference.value.device
         return default_device()
+
+    @property
+    def _first(self) -> str:
+        """The term by which the window is measured; its only one, mostly."""
+        return next(iter(self.strategies))
 
     @property
     def _reduction(self) -> LossReduction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -145,18 +146,35 @@ class Window:
         return vector([*self.carried_weights, *self.weights], device)
 
     def _own_columns(self, weights: Tensor, reduction: LossReduction) -> Tensor:
+        if self.is_divided and weights.is_cpu and are_numbers(self.weights):
+            return self._columns_on_host(reduction)
         losses = self._undivided_losses(weights.device)
+        total = bare = losses.sum()
+        if reduction == "mean":
+            total = weighted_sum(losses, self.weights, weights)
+        looked_at = (self.padding, self.tokens, self.samples)
+        counts = [len(self.losses), *map(sum, looked_at)]
         weight = divisor = weights.sum()
         if not all(map(operator.is_, self.applied, self.weights)):
             divisor = vector(self.applied, weights.device).sum()
-        total = bare = losses.sum()
-        if reduction == "mean":
-            # A mean over nothing is NaN, and NaN * 0 is NaN: take the weight, 0, there.
-            total = losses.where(weights != 0, weights).dot(weights)
         sums = torch.stack([weight, divisor, total, bare, *weights.aminmax()])
-        looked_at = (self.padding, self.tokens, self.samples)
-        counts = [len(self.losses), *map(sum, looked_at)]
         return torch.cat([sums, vector(counts, weights.device)])
+
+    def _columns_on_host(self, reduction: LossReduction) -> Tensor:
+        """The same in plain numbers: each tensor operation costs more than all this."""
+        weights = cast(list[float], self.weights)
+        losses = [
+            x.item() * by for x, by in zip(self.losses, self.divisors, strict=True)
+        ]
+        bare = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
+        total = bare
+        if reduction == "mean":
+            total = sum(w * x for w, x in zip(weights, losses, strict=True) if w)
+        weight = math.fsum(weights)
+        looked_at = (self.padding, self.tokens, self.samples)
+        counts = [len(losses), *map(sum, looked_at)]
+        row = [weight, weight, total, bare, min(weights), max(weights), *counts]
+        return torch.tensor(row, dtype=torch.float64)
 
     def _undivided_losses(self, device: torch.device) -> Tensor:
         losses = vector(self.losses, device)
@@ -164,6 +182,21 @@ class Window:
         if all(divided_by == first for divided_by in self.divisors):
             return losses if first == 1 else losses * first
         return losses * vector(self.divisors, device)
+
+
+def are_numbers(weights: Sequence[Weight]) -> bool:
+    """Whether all are known on the host."""
+    return not any(isinstance(weight, Tensor) for weight in weights)
+
+
+def weighted_sum(
+    values: Tensor, weights: Sequence[Weight], vector_of_weights: Tensor
+) -> Tensor:
+    """sum_i w_i * value_i. A mean over nothing is NaN, and NaN * 0 is NaN: what weighs
+    nothing is left out."""
+    if not (are_numbers(weights) and all(weights)):
+        values = values.where(vector_of_weights != 0, vector_of_weights)
+    return values.dot(vector_of_weights)
 
 
 def merged(rows: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from trainkit.lit.accumulation_callback import AccumulationCallback
     from trainkit.lit.batch_norm_guard import BatchNormGuard
-    from trainkit.lit.callback import AccumulationCallback
     from trainkit.lit.effective import read_effective_batch
     from trainkit.lit.epoch_sums import EpochSums
+    from trainkit.lit.find_micro_batch import FoundMicroBatch, find_micro_batch
     from trainkit.lit.graceful_stop import GracefulStop
     from trainkit.lit.learning_rates import LearningRates
     from trainkit.lit.lr_scaling import LRScaling
@@ -28,6 +29,7 @@ __all__ = [
     "AccumulationSchedule",
     "BatchNormGuard",
     "EpochSums",
+    "FoundMicroBatch",
     "GracefulStop",
     "LRScaling",
     "LearningRates",
@@ -38,17 +40,19 @@ __all__ = [
     "RunCheckpoint",
     "StepProgress",
     "WindowMonitor",
+    "find_micro_batch",
     "read_effective_batch",
 ]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "AccumulationCallback": ".callback",
+        "AccumulationCallback": ".accumulation_callback",
         "AccumulationMixin": ".mixin",
         "AccumulationSchedule": ".schedule",
         "BatchNormGuard": ".batch_norm_guard",
         "EpochSums": ".epoch_sums",
+        "FoundMicroBatch": ".find_micro_batch",
         "GracefulStop": ".graceful_stop",
         "LearningRates": ".learning_rates",
         "LRScaling": ".lr_scaling",
@@ -59,6 +63,7 @@ __getattr__, __dir__ = lazy_exports(
         "RunCheckpoint": ".run_checkpoint",
         "StepProgress": ".step_progress",
         "WindowMonitor": ".monitor",
+        "find_micro_batch": ".find_micro_batch",
         "read_effective_batch": ".effective",
     },
 )

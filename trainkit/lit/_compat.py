@@ -7,10 +7,14 @@ fails there, by name.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
+
+import torch
+
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def scaler_of(trainer: Any) -> Any:
@@ -329,13 +333,59 @@ def skips_backward(trainer: Any) -> bool:
     return trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
 
 
+def uncompiled(pl_module: Any, function: Any) -> Any:
+    """A function that a compiled `training_step` calls as it is, without tracing it."""
+    if getattr(pl_module, "_compiler_ctx", None) is None:
+        return function
+    return torch.compiler.disable(function)
+
+
 @contextmanager
-def replaced(strategy: Any, **methods: Any) -> Iterator[None]:
-    """Let Lightning's strategy object have other methods for a while."""
-    for name, method in methods.items():
-        setattr(strategy, name, method)
+def replaced(owner: Any, **methods: Any) -> Iterator[None]:
+    """Let an object have other methods for a while."""
+    own = vars(owner)
+    before = {name: own[name] for name in methods if name in own}
+    own.update(methods)
     try:
         yield
     finally:
         for name in methods:
-            delattr(strategy, name)
+            own.pop(name, None)
+        own.update(before)
+
+
+def has_plain_backward(trainer: Any) -> bool:
+    """Whether Lightning's strategy object and precision plugin do nothing around a
+    backward pass but call hooks, a gradient scaler left aside."""
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    own = ("pre_backward", "post_backward", "backward")
+    kinds = [getattr(type(each), name) for each in (strategy, plugin) for name in own]
+    plain = ("Strategy.", "DDPStrategy.", "Precision.", "MixedPrecision.")
+    return all(
+        kind.__qualname__.startswith(plain) and kind.__module__.startswith(_LIGHTNING)
+        for kind in kinds
+    )
+
+
+def is_listened_to(
+    hooks: Sequence[str], trainer: Any, pl_module: Any, *, apart_from: Any
+) -> bool:
+    """Whether the module or a callback has one of these hooks."""
+    owners = [each for each in trainer.callbacks if each is not apart_from]
+    return any(has_own(owner, hook) for owner in (pl_module, *owners) for hook in hooks)
+
+
+def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
+    """Whether batches reach the device without a hook of the user's."""
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    owners = [pl_module, *filter(None, [trainer.datamodule])]
+    is_own = type(trainer.strategy).batch_to_device.__module__.startswith(_LIGHTNING)
+    return is_own and not any(has_own(o, hook) for o in owners for hook in hooks)
+
+
+def has_own(owner: Any, hook: str) -> bool:
+    """Whether a module, data module or callback has a hook that Lightning did not
+    write."""
+    if hook in vars(owner):
+        return True
+    return not getattr(type(owner), hook).__module__.startswith(_LIGHTNING)

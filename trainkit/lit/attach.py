@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback
 
+from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, check_strategy
 from trainkit.errors import TrainkitError
-from trainkit.lit.callback import AccumulationCallback
+from trainkit.lit.accumulation_callback import AccumulationCallback
 from trainkit.lit.mixin import AccumulationMixin
 
 Interval = Literal["epoch", "step"]
@@ -21,7 +22,11 @@ _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def attach_accumulation(
-    module: Any, strategy: AccumulationStrategy | None
+    module: Any,
+    strategy: AccumulationStrategy | None,
+    *,
+    micro_batching: MicroBatching | None = None,
+    wide_gradients: bool = False,
 ) -> list[Callback]:
     """Let a module of either kind accumulate by a strategy.
 
@@ -30,18 +35,37 @@ def attach_accumulation(
 
     Args:
         module: a `LightningModule`, of either of Lightning's namespaces.
-        strategy: says what a micro-batch weighs; None changes nothing.
+        strategy: says what a micro-batch weighs; None keeps what the module says.
+        micro_batching: how to cut loader batches; None keeps what the module says.
+        wide_gradients: keep the window's gradient in float32.
 
     Returns:
         what must be added to the Trainer's callbacks.
+
+    Raises:
+        TrainkitError: nothing says what a micro-batch weighs, and it must be known.
     """
-    if strategy is None:
-        return []
-    check_strategy(strategy)
+    if strategy is not None:
+        check_strategy(strategy)
     if isinstance(module, AccumulationMixin):
-        module.accumulation = strategy
+        if strategy is not None:
+            module.accumulation = strategy
+        if micro_batching is not None:
+            module.micro_batching = micro_batching
+        if wide_gradients:
+            module.accumulation_wide_gradients = True
         return []
-    return [AccumulationCallback(strategy)]
+    if strategy is not None:
+        options = {"micro_batching": micro_batching, "wide_gradients": wide_gradients}
+        return [AccumulationCallback(strategy, **options)]
+    if micro_batching is not None or wide_gradients:
+        asked = "wide_gradients" if micro_batching is None else "micro_batching"
+        raise TrainkitError(
+            f"{asked}: what a micro-batch weighs must be known, and "
+            f"{type(module).__name__} is no AccumulationMixin, which says it, and no "
+            f"accumulation was chosen. Choose accumulation=per_sample or per_token."
+        )
+    return []
 
 
 def attach_optimizer(

@@ -68,6 +68,11 @@ class WindowOwner(OrderedCallback):
     def strategy(self) -> AccumulationStrategy:
         """Says what a micro-batch weighs."""
 
+    @property
+    def is_split(self) -> bool:
+        """Whether it cuts loader batches, and so looks at the micro-batches itself."""
+        return False
+
 
 def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     """Whether one of Lightning's callbacks is there, of either of its namespaces."""

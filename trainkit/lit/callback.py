@@ -15,7 +15,7 @@ from trainkit.core.expected import Strategies
 from trainkit.core.gradients import clear_gradients, parameters_of
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.strategies import AccumulationStrategy, Weight
-from trainkit.core.terms import leading, named_strategies
+from trainkit.core.terms import ONE, leading, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit import checkpoint as checkpoints
@@ -104,6 +104,11 @@ class WindowCallback(WindowOwner):
         """Whether the last step of an optimizer was skipped by the gradient scaler."""
         return self._steps[index].skipped_last
 
+    @property
+    def micro_batch_size(self) -> int | None:
+        """What a micro-batch is limited to, where that is found while training runs."""
+        return None
+
     def keep_weights(self, wanted: Callable[[int], bool]) -> None:
         """Keep single weights in the windows (by index) for which `wanted` is true;
         every rank must say the same."""
@@ -130,7 +135,7 @@ class WindowCallback(WindowOwner):
         refusals.refuse_no_optimizer(trainer)
         for index, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
             accumulator = Accumulator(
-                self.strategies if len(self.strategies) > 1 else self.strategy,
+                self.strategy if ONE in self.strategies else self.strategies,
                 module=trainer.strategy,
                 aggregation=self.aggregation,
                 checks=self.checks,
@@ -367,26 +372,6 @@ class WindowCallback(WindowOwner):
             f"optimizer: must be one that configure_optimizers returned, received "
             f"{type(wanted).__name__}. Take it from self.optimizers()."
         )
-
-
-class AccumulationCallback(WindowCallback):
-    """Exact gradient accumulation for a `LightningModule` you did not write.
-
-        Trainer(accumulate_grad_batches=8, callbacks=[AccumulationCallback(PerToken())])
-
-    Args:
-        strategy: says what a micro-batch weighs.
-        aggregation: what the backend does to gradients across ranks, where the
-            Trainer's strategy does not show it: `"mean"`, `"sum"` or `"none"`.
-        checks: `"late"` costs nothing and complains one window late; `"now"` waits for
-            the device once a window and refuses before the step is taken.
-        wide_gradients: keep the window's gradient in float32 beside parameters of half
-            precision (`precision="bf16-true"`), and round it once.
-    """
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        refusals.refuse_manual_optimization(pl_module)
-        super().on_train_start(trainer, pl_module)
 
 
 def _num_samples(batch: Any) -> float:

@@ -47,6 +47,16 @@ class FoundMicroBatch:
     plan: BatchPlan
     trials: tuple[Trial, ...]
 
+    @property
+    def micro_batch(self) -> int:
+        """What the loader's batch size now is."""
+        return self.plan.micro_batch
+
+    @property
+    def accumulate(self) -> int:
+        """What `trainer.accumulate_grad_batches` now is."""
+        return self.plan.accumulate
+
     def tried(self) -> list[Row]:
         """The sizes tried, as rows of a table."""
         return [(f"micro-batch {each.size}", str(each)) for each in self.trials]

@@ -29,7 +29,6 @@ from trainkit.lit.callback import WindowCallback
 from trainkit.lit.effective import find_effective_batch, read_effective_batch
 from trainkit.lit.exact_log import one_number, stage_of
 from trainkit.lit.mixin_callback import MixinCallback
-from trainkit.lit.split.held_logs import HELD, HeldLogs, by_name
 from trainkit.lit.window_end import window_ends
 
 if TYPE_CHECKING:
@@ -130,22 +129,18 @@ class AccumulationMixin(_Base):
     def log(
         self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
     ) -> None:
-        """As Lightning's, once a window: what the micro-batches of a loader batch log
-        is put together into what the whole batch would have logged.
+        """As Lightning's. In split windows, what the micro-batches of a loader batch
+        log is put together into what the whole batch would have logged, once.
 
         Args:
             name: of the value.
             value: a number, a 0-d tensor or a metric object.
             *args: as Lightning's.
-            weight: by what a mean over a micro-batch is weighed, where that is not
-                what weighs the loss: a number, a strategy, or the name of a term.
+            weight: by what a mean over a micro-batch is weighed there, where that is
+                not what weighs the loss: a number, a strategy, or the name of a term.
             **kwargs: as Lightning's.
         """
-        held: HeldLogs | None = vars(self).get(HELD)
-        if held is None:
-            super().log(name, value, *args, **kwargs)
-        else:
-            held.hold(self, name, value, weight, by_name(args) | kwargs)
+        super().log(name, value, *args, **kwargs)
 
     # ---- manual optimization ---------------------------------------------------------
 
@@ -294,6 +289,8 @@ class AccumulationMixin(_Base):
         windows = self._find_windows()
         if windows is None:
             return  # lr_find and scale_batch_size run without callbacks
+        if windows.fills_up:
+            return
         windows.means.add(
             stage,
             name,

@@ -48,6 +48,7 @@ class MixinCallback(SplitCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # perhaps chosen in its setup()
         self.strategies = named_strategies(pl_module.accumulation)
+        self.micro_batching = pl_module.micro_batching
         super().on_train_start(trainer, pl_module)
         # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
         self.means.go_on("train", pl_module.device)

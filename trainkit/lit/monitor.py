@@ -32,10 +32,13 @@ class WindowMonitor(Callback):
     - `window/loss`: its mean loss over all ranks;
     - `window/weight`: its effective batch, in the strategy's unit;
     - `window/micro_batches`: how many made it;
+    - `window/micro_batch_size`: what each was limited to, where that is found while the
+      training runs, in tokens, or in rows where batches have no lengths;
     - `window/imbalance`: the largest share of a micro-batch times their number;
     - `window/uniform_gap`: how far uniform averaging would have been from the true
       weights, as a share of the gradient (total variation);
-    - `window/padding`: the share of tokens that only pad;
+    - `window/padding`: the share of tokens that only pad; in split windows after the
+      cut, by the lengths that it goes by;
     - `window/grad_norm`: the exact gradient's 2-norm, before clipping;
     - `window/seen`: the weights of all windows so far, in the strategy's unit;
     - `window/samples_seen`: the samples of all windows so far, where every batch tells
@@ -88,6 +91,8 @@ class WindowMonitor(Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._windows is not None
+        if self._windows.is_split:
+            return
         for accumulator in self._windows.accumulators.values():
             if self._is_due(accumulator.num_windows):
                 counted = self._padding(batch)
@@ -108,6 +113,9 @@ class WindowMonitor(Callback):
             several = len(self._windows.accumulators) > 1
             prefix = f"window/{index}/" if several else "window/"
             numbers = _numbers(stats) | self._seen.numbers(index)
+            size = self._windows.micro_batch_size
+            if size is not None:
+                numbers["micro_batch_size"] = torch.tensor(size)
             ranks = self._windows.accumulators[index].ranks
             norm = _grad_norm(trainer, optimizer, ranks)
             if norm is not None:

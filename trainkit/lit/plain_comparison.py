@@ -27,7 +27,8 @@ class PlainComparison(Callback):
     not stepped with: the windows are those of the exact training.
 
     Two more copies of the gradient are held meanwhile, so models with more parameters
-    than `max_parameters` are left out. So are several ranks and manual optimization.
+    than `max_parameters` are left out. So are several ranks, manual optimization, and
+    split windows, whose cut plain Lightning does not have.
 
     Args:
         max_parameters: up to which it measures.
@@ -68,8 +69,10 @@ class PlainComparison(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trained = [p for p in pl_module.parameters() if p.requires_grad]
+        windows = windows_of(trainer)
         self.is_measuring = (
-            windows_of(trainer) is not None
+            windows is not None
+            and not windows.is_split
             and pl_module.automatic_optimization
             and trainer.world_size == 1
             and len({p.device for p in trained}) == 1

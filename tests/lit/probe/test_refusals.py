@@ -16,8 +16,6 @@ from trainkit.errors import TrainkitError
 
 
 class Manual(Net):
-    automatic_optimization = False  # type: ignore[assignment]
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

@@ -57,7 +57,7 @@ def change(holder: Holder) -> None:
     holder.nested["seen"].add(3)  # type: ignore[union-attr]
     holder.nested["last"].append(5)  # type: ignore[union-attr]
     holder.nested["t"][0].mul_(3)  # type: ignore[index]
-    holder.new = 1
+    holder.new = 1  # type: ignore[assignment]
     holder.extra = nn.Linear(1, 1)
     del holder.hidden
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from tests.helpers import NAIVE, TOLERANCE, deviation
@@ -25,7 +26,7 @@ from tests.lit.fronts import (
     windows_of,
 )
 from tests.lit.split.common import CUTS, SEQUENCES, SIZES, START, Split, fit
-from trainkit import PerSample, PerToken
+from trainkit import AccumulationCallback, PerSample, PerToken
 from trainkit.core.split.micro_batching import MicroBatching
 
 STRATEGIES = ["PerSample", "PerToken"]
@@ -79,8 +80,10 @@ class Counting(Recorder):
 
     most = 0
 
-    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
-        super().on_before_optimizer_step(trainer, *args)
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         window = windows_of(trainer).last_window
         assert window is not None
         self.most = max(self.most, int(window.num_micro_batches))
@@ -157,6 +160,23 @@ def test_any_size_takes_one_step_for_each_loader_batch(size: int) -> None:
     assert counters == {2.0 * len(SIZES)}
     expected = reference("PerToken", "adamw")
     assert deviation(module, expected.end, START) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("cut", ["size", "auto"])
+def test_module_of_somebody_else_equals_big_batch(cut: str) -> None:
+    """With the callback, no line of it changes."""
+    module = Plain(optimizer="adamw")
+    fit(module, AccumulationCallback(PerToken(), micro_batching=CUTS[cut]))
+    expected = reference("PerToken", "adamw")
+    assert deviation(module, expected.end, START) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("schedule", [{0: 1, 1: 2}, {0: 2, 1: 1}], ids=str)
+def test_lightnings_schedule_equals_that_of_whole_batches(schedule: Any) -> None:
+    made = Split(optimizer="momentum"), Split(optimizer="momentum", cut=None)
+    for each in made:
+        fit(each, GradientAccumulationScheduler(schedule), sizes=MANY)
+    assert deviation(*made, START) <= TOLERANCE[torch.float64]
 
 
 class MeanOfMeans(Plain):

@@ -14,8 +14,8 @@ from tests.lit.split.common import (
     CUTS,
     Split,
     assert_same_logs,
-    logged,
     loader_batches,
+    logged,
 )
 from trainkit import PerSample, PerToken
 from trainkit.core.split.micro_batching import MicroBatching
@@ -241,7 +241,7 @@ def test_what_lightning_does_not_log_is_refused_alike(value: Any) -> None:
     for cut in (MicroBatching(size=4), None):
         module = Odd(cut=cut)
         module.value = value
-        with pytest.raises(Exception, match="odd") as error:  # noqa: PT011
+        with pytest.raises(Exception, match="odd") as error:
             logged(module)
         texts.append((type(error.value), str(error.value)))
     assert texts[0] == texts[1]
@@ -253,4 +253,70 @@ def test_a_tensor_of_one_element_is_logged() -> None:
         module = Odd(cut=cut)
         module.value = torch.ones(1, 1)
         found.append(logged(module))
+    assert_same_logs(*found)
+
+
+class Twice(Split):
+    """Logs under one name twice, as in a loop over layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for factor in (1.0, 3.0):
+            self.log("loss", factor * loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_a_name_that_is_logged_twice_shows_the_last_and_averages_both() -> None:
+    assert_same_logs(logged(Twice()), logged(uncut(Twice)))
+
+
+class Renaming(Split):
+    """Has a `log` of its own, which goes on to Lightning's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().log(f"mine/{name}", *args, **kwargs)
+
+
+def test_a_log_of_the_modules_own_is_called_once_a_window() -> None:
+    whole = logged(uncut(Renaming))
+    assert_same_logs(logged(Renaming()), whole)
+    assert "mine/loss_step" in whole[1]
+
+
+class Changing(Split):
+    """Writes over what it has logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        shown = loss.detach().clone()
+        self.log("shown", shown)
+        shown *= 0
+        return loss
+
+
+def test_what_is_written_over_after_it_was_logged_stays() -> None:
+    assert_same_logs(logged(Changing()), logged(uncut(Changing)))
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_logged_loss_that_is_a_sum_equals_that_of_the_whole_batch(
+    detached: bool,
+) -> None:
+    class Summing(Split):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss.detach() if detached else loss, on_epoch=True)
+            return {"loss": loss}
+
+    found = [
+        logged(
+            Summing(cut=cut, reduction="sum", strategy=PerToken(loss_reduction="sum"))
+        )
+        for cut in (MicroBatching(size=4), None)
+    ]
     assert_same_logs(*found)

@@ -48,18 +48,21 @@ def take_apart(
         The fields in order, and a function of an iterator over as many values.
     """
     fields: list[Field] = []
+    return fields, _walk(batch, "", is_whole, fields)
 
-    def walk(value: Any, path: str) -> Build:
-        parts = None if isinstance(value, Tensor) else parts_of(value)
-        if parts is None or is_whole(path, value):
-            fields.append(Field(path, value))
-            return next
-        prefix = f"{path}." if path else ""
-        builds = [walk(part, f"{prefix}{key}") for key, part in parts]
-        keys = [key for key, _ in parts]
-        return lambda values: _remake(value, keys, [build(values) for build in builds])
 
-    return fields, walk(batch, "")
+def _walk(
+    value: Any, path: str, is_whole: Callable[[str, Any], bool], fields: list[Field]
+) -> Build:
+    # No closure that calls itself: such a cycle would keep batches from being freed.
+    parts = None if isinstance(value, Tensor) else parts_of(value)
+    if parts is None or is_whole(path, value):
+        fields.append(Field(path, value))
+        return next
+    prefix = f"{path}." if path else ""
+    builds = [_walk(part, f"{prefix}{key}", is_whole, fields) for key, part in parts]
+    keys = [key for key, _ in parts]
+    return lambda values: _remake(value, keys, [build(values) for build in builds])
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:

@@ -150,13 +150,15 @@ def group_of_targets(targets: Tensor, counts: Tensor, fields: Sequence[Field]) -
     """
     num_rows, padded_length = targets.shape
     full = Group.make(padded_length, [(0, padded_length)] * num_rows)
+    if bool(counts.all()):
+        return full
     others = [
         field.value
         for field in fields
         if _has_columns(field.value, num_rows, padded_length)
         and field.value is not targets
     ]
-    if not others or not counts.numel() or not bool(counts[:, -1].any()):
+    if not others or not bool(counts[:, -1].any()):
         return full
     begins = (counts[:, 1:] & ~counts[:, :-1]).sum(1) + counts[:, 0]
     if bool((begins > 1).any()):

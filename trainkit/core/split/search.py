@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -10,28 +10,42 @@ WARM = 1
 """Windows at a new size that are not timed: kernels are chosen, memory is mapped."""
 
 TIMED = 2
-"""Windows that are, before the next size is tried."""
+"""Windows that are. The faster one counts: what disturbs a machine slows it down."""
 
-ROUNDS = 3
-"""Windows that each of the best sizes gets once more, in turn, so that a machine which
-slows down slows them alike."""
+COARSE = 4
+"""The steps in which the sizes are gone through from the largest down."""
 
-FINALISTS = 3
+FINE = (2, 2**0.5)
+"""Then those beside the best one, in these steps."""
 
-SLOWER = 1.15
-"""By how much slower a size must be to count as past the best one."""
+TOO_SLOW = 2.0
+"""By how much slower a size must be for still smaller ones to be left out."""
+
+CLOSE = 1.3
+"""The sizes that are at most so much slower than the best run in turn once more, so
+that a machine which slows down slows them alike."""
+
+FINALISTS = 4
+ROUNDS = 5
+
+MOST = 40
+"""After so many windows the search ends."""
+
+Point = tuple[int, int]
+"""A micro-batch: its size, and that of its longest row."""
 
 
 class SizeSearch:
     """Which size the next window is cut with; every rank tells it the same.
 
-    From the whole batch (or `start`) it goes down by halves. Each size runs a few
-    windows, and the search ends where smaller ones only get slower; the best then run
-    in turn once more, and the fastest stays. A size at which memory ran out, and all
-    above it, are left.
+    From the whole batch (or `start`) it goes down in large steps, and then tries the
+    sizes beside the best one. Each runs a few windows; those that are close run in turn
+    once more, and the fastest stays. A size at which memory ran out, and all above it,
+    are left.
 
     Args:
-        start: the first size tried, in the unit of the batches; None is all of one.
+        start: the first size tried, in the unit of the batches, and the largest; None
+            is all of one.
         grow_after: after so many windows since memory last ran out, twice the size is
             tried again; None is never.
 
@@ -47,109 +61,176 @@ class SizeSearch:
         self._grow_after = grow_after
         self.limit: int | None = None
         self.is_searching = True
-        self._ran = 0
-        self._quiet = 0
+        self._most: int | None = None  # the largest size to be tried
+        self._failed_at: int | None = None
+        self._whole = self._longest = 1
+        self._quiet = self._num_spent = self._num_here = 0
         self._times: dict[int, list[float]] = {}
-        self._turns: list[int] = []
-        self._longest = 1
-        self._proven = (0, 0)
+        self._turns: list[int] | None = None
+        self._proven: list[Point] = []
 
-    def begin(self, whole: int, longest: int) -> None:
+    def begin(self, whole: int) -> None:
         """A window is to be cut.
 
         Args:
-            whole: its size as one micro-batch.
-            longest: the size of its longest row.
+            whole: its size as one micro-batch, on the rank where that is the largest.
         """
-        self._longest = max(self._longest, longest)
+        if self._most is None:
+            self._most = max(self._start or whole, 1)
         if self.limit is None:
-            self.limit = max(self._start or whole, 1)
+            self.limit = self._below_failed(self._most)
 
-    def has_proven(self, size: int, longest: int) -> bool:
-        """Whether a micro-batch at least as large, with rows as long, has run."""
-        return size <= self._proven[0] and longest <= self._proven[1]
+    def has_proven(self, points: Sequence[Point]) -> bool:
+        """Whether micro-batches at least as large, with rows as long, have run."""
+        return all(
+            any(size <= s and longest <= n for s, n in self._proven)
+            for size, longest in points
+        )
 
     def failed(self, size: int) -> None:
         """Memory ran out in a micro-batch of this size."""
         assert self.limit is not None
-        while self.limit >= size and self.limit > 1:
-            self.limit = max(self.limit // 2, 1)
-        self._proven = (min(self._proven[0], size - 1), self._proven[1])
+        self._failed_at = min(size, self._failed_at or size)
+        self._proven = [point for point in self._proven if point[0] < size]
         self._times = {s: t for s, t in self._times.items() if s < size}
-        self._turns = [s for s in self._turns if s < size]
-        self._ran = self._quiet = 0
-        if self._turns:
-            self._take_turn()
+        self._num_here = self._quiet = 0
+        if self._turns is not None:
+            self._turns = [s for s in self._turns if s < size]
+        if not self._times:
+            self.limit = self._below_failed(self.limit)
+        elif self.is_searching:
+            self._choose()
+        else:
+            self.limit = min(self._times, key=self._score)
 
-    def passed(self, *, size: int, longest: int, seconds: float, real: float) -> None:
+    def passed(
+        self,
+        points: Sequence[Point],
+        *,
+        whole: int,
+        seconds: float,
+        real: float,
+    ) -> None:
         """A window has run.
 
         Args:
-            size: that of its largest micro-batch.
-            longest: of its longest row.
+            points: its micro-batches, or the `frontier` of them.
+            whole: its size as one micro-batch, on the rank where that is the largest.
             seconds: how long it took.
             real: how much it held without padding.
         """
-        self._proven = (max(self._proven[0], size), max(self._proven[1], longest))
-        self._quiet += 1
+        self._proven = frontier([*self._proven, *points])
+        self._whole = max(self._whole, whole)
+        self._longest = max([self._longest, *(longest for _, longest in points)])
+        self.rest()
         if self.is_searching:
             self._time(seconds / max(real, 1))
-        elif self._grow_after is not None and self._quiet >= self._grow_after:
-            assert self.limit is not None
-            self.limit, self._quiet = self.limit * 2, 0
+
+    def rest(self) -> None:
+        """A window has run, and there is nothing to tell of it."""
+        self._quiet += 1
+        due = self._grow_after is not None and self._quiet >= self._grow_after
+        if due and not self.is_searching:
+            self._grow()
+
+    def _grow(self) -> None:
+        assert self.limit is not None
+        assert self._most is not None
+        self._quiet, self._failed_at = 0, None
+        larger = min(2 * self.limit, self._whole)
+        self._most = max(self._most, larger)
+        if self._untried(larger):
+            self.limit, self.is_searching, self._num_spent = larger, True, 0
+
+    # ---- what to time ----------------------------------------------------------------
 
     def _time(self, seconds: float) -> None:
         assert self.limit is not None
-        self._ran += 1
-        if self._turns:
+        self._num_spent += 1
+        self._num_here += 1
+        if self._turns is not None:
             self._times[self._turns.pop(0)].append(seconds)
-            self._take_turn()
+            self._choose()
             return
-        if self._ran > WARM:
+        if self._num_here > WARM:
             self._times.setdefault(self.limit, []).append(seconds)
-        if self._ran == WARM + TIMED:
-            self._ran = 0
-            self._next_size()
+        if self._num_here >= WARM + TIMED:
+            self._choose()
 
-    def _next_size(self) -> None:
-        assert self.limit is not None
-        smaller = self.limit // 2
-        if smaller < self._longest or self._is_past_best():
-            best = sorted(self._times, key=self._score)[:FINALISTS]
-            close = [s for s in best if self._score(s) <= SLOWER * self._score(best[0])]
-            self._turns = close * ROUNDS if len(close) > 1 else []
-            self._take_turn()
-        else:
-            self.limit = smaller
-
-    def _is_past_best(self) -> bool:
-        """Whether the last two sizes were both slower than one above them."""
-        sizes = sorted(self._times)
-        if len(sizes) < 3:
-            return False
-        best = min(map(self._score, sizes))
-        return all(self._score(size) > SLOWER * best for size in sizes[:2])
-
-    def _take_turn(self) -> None:
-        if self._turns:
+    def _choose(self) -> None:
+        """The size of the next window."""
+        self._num_here = 0
+        if self._turns is None:
+            size = self._next_size()
+            if size is not None and self._num_spent < MOST:
+                self.limit = size
+                return
+            self._turns = self._last_turns()
+        if self._turns and self._num_spent < MOST:
             self.limit = self._turns[0]
-        else:
-            self.limit = min(self._times, key=self._score)
-            self.is_searching = False
+            return
+        self._turns, self.is_searching = None, False
+        self.limit = min(self._close(), key=self._score)
+
+    def _next_size(self) -> int | None:
+        """A size that is yet to be tried; None where all that may be best have been."""
+        best, smallest = min(self._times, key=self._fastest), min(self._times)
+        too_slow = self._fastest(smallest) > TOO_SLOW * self._fastest(best)
+        beside = [] if too_slow else [smallest // COARSE]
+        for step in FINE:
+            beside += [max(round(best / step), self._longest), round(best * step)]
+        return next((size for size in beside if self._untried(size)), None)
+
+    def _untried(self, size: int) -> bool:
+        assert self._most is not None
+        known = any(abs(size - timed) <= 0.1 * timed for timed in self._times)
+        below = self._failed_at is None or size < self._failed_at
+        return self._longest <= size <= self._most and below and not known
+
+    def _last_turns(self) -> list[int]:
+        close = self._close()
+        return close * ROUNDS if len(close) > 1 else []
+
+    def _close(self) -> list[int]:
+        sizes = sorted(self._times, key=self._fastest)[:FINALISTS]
+        limit = CLOSE * self._fastest(sizes[0])
+        return [size for size in sizes if self._fastest(size) <= limit]
+
+    def _fastest(self, size: int) -> float:
+        return min(self._times[size])
 
     def _score(self, size: int) -> float:
         return median(self._times[size])
 
+    def _below_failed(self, size: int) -> int:
+        while self._failed_at is not None and size >= self._failed_at and size > 1:
+            size //= 2
+        return size
+
+    # ---- checkpoints -----------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with; what was timed is timed again."""
+        """What a resumed run goes on with. It may stand on another machine: what was
+        timed is timed again, and what had run there has to run once more."""
         return {
-            "limit": self.limit,
-            "is_searching": self.is_searching,
-            "proven": list(self._proven),
+            "limit": None if self.is_searching else self.limit,
+            "failed_at": self._failed_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.limit = state["limit"]
-        self.is_searching = state["is_searching"]
-        size, longest = state["proven"]
-        self._proven = (size, longest)
+        self.is_searching = self.limit is None
+        self._failed_at = state["failed_at"]
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one exceeds in both numbers, the largest first.
+
+    >>> frontier([(8, 2), (6, 2), (4, 4), (8, 1)])
+    [(8, 2), (4, 4)]
+    """
+    kept: list[Point] = []
+    for size, longest in sorted(set(points), reverse=True):
+        if not kept or longest > kept[-1][1]:
+            kept.append((size, longest))
+    return kept

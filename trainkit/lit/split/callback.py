@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.search import SizeSearch
 from trainkit.core.window import WindowStats
@@ -22,11 +23,14 @@ KEY = "trainkit_micro_batching"
 
 
 class SplitCallback(WindowCallback):
-    """Cuts loader batches where the module says `micro_batching`; else as its parent.
+    """Cuts loader batches where it is told to; otherwise as its parent.
 
     Attributes:
+        micro_batching: how to cut them, if they are to be cut.
         split: cuts the loader batches of this `fit`, if they are to be cut.
     """
+
+    micro_batching: MicroBatching | None = None
 
     def _forget(self) -> None:
         super()._forget()
@@ -34,16 +38,34 @@ class SplitCallback(WindowCallback):
         self._found: Any = None
         self._host_group: Any = None
 
+    @property
+    def is_split(self) -> bool:
+        return self.split is not None
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        return None if self.split is None else self.split.sizes.shown
+
+    @property
+    def fills_up(self) -> bool:
+        """Whether the micro-batch that runs is there only because all ranks must run
+        as many."""
+        running = None if self.split is None else self.split.running
+        part = None if running is None else running.part
+        return part is not None and not part.counts
+
     # ---- before and after training ---------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        options = self.micro_batching
+        refusals.refuse_wrong_type(options)
         super().on_train_start(trainer, pl_module)
-        options = pl_module.micro_batching
         if options is None:
-            refusals.refuse_untold_terms(pl_module, self.strategies)
+            refusals.refuse_untold_terms(self.strategies)
             return
-        refusals.refuse_before_training(trainer, pl_module, options, self.strategies)
+        refusals.refuse_before_training(trainer, pl_module, self.strategies)
         accumulator = self.accumulators[0]
+        refuse_static_graph(accumulator.ranks.ddp, 1)
         sizes = self._sizes(trainer, pl_module, options, accumulator)
         self.split = SplitWindows(trainer, pl_module, options, self, sizes)
         self.split.start()
@@ -65,8 +87,8 @@ class SplitCallback(WindowCallback):
 
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = super().plan(trainer, pl_module)
-        if pl_module.micro_batching is not None:
-            rows.append(("split", describe(pl_module.micro_batching)))
+        if self.micro_batching is not None:
+            rows.append(("split", describe(self.micro_batching)))
         return rows
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -96,8 +118,13 @@ class SplitCallback(WindowCallback):
         if self.split is None:
             super().on_before_backward(trainer, pl_module, loss)
         else:
-            self._batch_is_unfinished = True
-            self.split.weigh(loss)
+            self.weigh(loss)
+
+    def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
+        """What `on_before_backward` does in a split window, also without that hook."""
+        assert self.split is not None
+        self._batch_is_unfinished = True
+        return self.split.weigh(loss, as_seed=as_seed)
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.split is not None and self.accumulators[0].is_open:

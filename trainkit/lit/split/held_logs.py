@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -12,13 +14,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainkit.core.expected import Strategies
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.window import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, current_hook
-
-HELD = "_trainkit_held_logs"
-"""Where a module has those of the window that runs, while one does."""
+from trainkit.lit.split.window_metrics import Source, WindowMetrics
 
 OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 """What follows the name and the value in Lightning's `log`."""
@@ -34,6 +35,10 @@ class _Held:
     weights: list[Weight] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    source: Source | None = None
+    """The call of a metric object that returned it."""
+    is_sum: bool = False
+    """Whether it is a loss that is a sum over rows."""
 
 
 class HeldLogs:
@@ -41,19 +46,32 @@ class HeldLogs:
 
     Means are weighed as the loss is, by the strategy, unless `weight=` says otherwise;
     sums are added up, of extremes the extreme is taken, a metric object is logged once.
+    What a metric object has returned for a micro-batch becomes the window's value.
+
+    Args:
+        metrics: the metric objects, which the window closes before its logs.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, str], _Held] = {}
+    def __init__(self, metrics: WindowMetrics) -> None:
+        self._metrics = metrics
+        self._held: dict[tuple[str, str, int], _Held] = {}
+        self._num_calls: Counter[tuple[str, str]] = Counter()
         self._weights: Mapping[str, Weight] = {}
         self._batch: Any = None
         self._is_muted = False
+        self._recent: list[tuple[_Held, Tensor]] = []
 
     def begin(
         self, batch: Any, weights: Mapping[str, Weight], *, is_muted: bool
     ) -> None:
         """A micro-batch begins; what a muted one logs is forgotten."""
         self._batch, self._weights, self._is_muted = batch, weights, is_muted
+        self._recent, self._num_calls = [], Counter()
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether the window has logged something."""
+        return bool(self._held)
 
     def hold(
         self,
@@ -65,20 +83,30 @@ class HeldLogs:
     ) -> None:
         if self._is_muted:
             return
-        held = self._held.setdefault((current_hook(pl_module), name), _Held())
-        held.values.append(value.detach() if isinstance(value, Tensor) else value)
+        called = (current_hook(pl_module), name)
+        self._num_calls[called] += 1  # whatever is logged twice is logged twice again
+        held = self._held.setdefault((*called, self._num_calls[called]), _Held())
+        held.source = None
+        if isinstance(value, Tensor):
+            if weight is None:
+                self._recent.append((held, value.detach()))
+            held.source = self._metrics.source_of(value)
+            value = value.detach().reshape(()).clone()  # it may be written over
+        held.values.append(value)
         held.weights.append(self._weight(name, weight))
         size = options.pop("batch_size", None)
         if size is not None:
             held.batch_sizes.append(size)
         held.options = options
 
-    def know_terms(self, terms: Mapping[str, Tensor]) -> None:
-        """What was logged of a term itself is weighed as that term is."""
-        for held in self._held.values():
+    def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
+        """What was logged of a term itself is weighed as that term is; of one that is
+        a sum over rows, micro-batches are added up."""
+        for held, value in self._recent:
             for term, tensor in terms.items():
-                if held.values and _is_same(held.values[-1], tensor):
+                if _is_same(value, tensor):
                     held.weights[-1] = self._weights[term]
+                    held.is_sum = strategies[term].loss_reduction == "sum"
 
     def log(self, pl_module: Any, *, num_rows: int) -> None:
         """Log each name once, as from the hook in which it was logged.
@@ -88,11 +116,25 @@ class HeldLogs:
             num_rows: of the loader batch, by which Lightning weighs a mean over the
                 epoch where `batch_size` was not given.
         """
-        for (hook, name), held in self._held.items():
+        for (hook, name, _), held in self._held.items():
             size = sum(held.batch_sizes) if held.batch_sizes else num_rows
             with as_hook(pl_module, hook):
-                value = _combined(held)
+                value = self._combined(held)
                 pl_module.log(name, value, batch_size=size, **held.options)
+
+    def _combined(self, held: _Held) -> Any:
+        values = held.values
+        if held.source is not None and len(values) > 1:
+            return self._metrics.value_of(held.source)
+        if len(values) == 1 or isinstance(values[0], Metric):
+            return values[-1]
+        device = next((v.device for v in values if isinstance(v, Tensor)), None)
+        numbers = vector(values, device or torch.device("cpu"))
+        total = _reduced(numbers, held)
+        dtype = next((v.dtype for v in values if isinstance(v, Tensor)), None)
+        if dtype is None or not dtype.is_floating_point:
+            dtype = torch.get_default_dtype()
+        return total.to(dtype)
 
     def _weight(self, name: str, weight: LogWeight | None) -> Weight:
         if weight is None:
@@ -110,27 +152,22 @@ class HeldLogs:
         return self._weights[weight]
 
 
+def is_loggable(value: Any) -> bool:
+    """Whether it is what Lightning logs; it says itself what it refuses."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Number | Metric)
+
+
 def by_name(args: Sequence[Any]) -> dict[str, Any]:
     """Lightning's options where they were given by their order."""
     return dict(zip(OPTIONS, args, strict=False))
 
 
-def _combined(held: _Held) -> Any:
-    values = held.values
-    if len(values) == 1 or isinstance(values[0], Metric):
-        return values[-1]
-    device = next((v.device for v in values if isinstance(v, Tensor)), None)
-    numbers = vector(values, device or torch.device("cpu"))
-    total = _reduced(numbers, held)
-    dtype = next((v.dtype for v in values if isinstance(v, Tensor)), None)
-    if dtype is None or not dtype.is_floating_point:
-        dtype = torch.get_default_dtype()
-    return total.to(dtype)
-
-
 def _reduced(numbers: Tensor, held: _Held) -> Tensor:
     reduce_fx = held.options.get("reduce_fx", "mean")
     kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    kind = "sum" if held.is_sum else kind
     if kind in ("max", "min", "sum"):
         return {"max": numbers.amax, "min": numbers.amin, "sum": numbers.sum}[kind]()
     weights = vector(held.weights, numbers.device)
@@ -140,10 +177,6 @@ def _reduced(numbers: Tensor, held: _Held) -> Tensor:
     return torch.where(total == 0, numbers.mean(), weighed)
 
 
-def _is_same(held: Any, tensor: Tensor) -> bool:
+def _is_same(value: Tensor, term: Tensor) -> bool:
     """Whether a value is a term, or the term detached: they share their storage."""
-    return (
-        isinstance(held, Tensor)
-        and held.data_ptr() == tensor.data_ptr()
-        and held.dtype == tensor.dtype
-    )
+    return value.data_ptr() == term.data_ptr() and value.dtype == term.dtype

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from trainkit.core.expected import Strategies
+from trainkit.core.refusals import missing_terms
 from trainkit.core.strategies import AccumulationStrategy, Weight
-from trainkit.core.terms import ONE
-from trainkit.core.window import vector
+from trainkit.core.terms import refuse_other_terms
+from trainkit.core.window import are_numbers, vector, weighted_sum
 from trainkit.errors import TrainkitError
 from trainkit.lit.split.parts import Part
 
@@ -33,12 +34,16 @@ class Returned:
     def add_nothing(self) -> None:
         self._num_nothing += 1
 
-    def add(self, output: Any, loss: Any, extras: dict[str, Any]) -> None:
+    def add(
+        self, output: Any, terms: Mapping[str, Tensor], extras: dict[str, Any]
+    ) -> None:
         self._is_dict = self._is_dict or isinstance(output, Mapping)
         self._extras.append(extras)
-        terms = loss if isinstance(loss, Mapping) else {ONE: loss}
         for name, term in terms.items():
-            self._losses.setdefault(name, []).append(term.detach().reshape(()))
+            value = term.detach()
+            self._losses.setdefault(name, []).append(
+                value.reshape(()) if value.ndim else value
+            )
 
     def refuse_some_nothing(self) -> None:
         if self._extras and self._num_nothing:
@@ -56,7 +61,7 @@ class Returned:
         weights = {t: [part.weights[t] for part in counting] for t in strategies}
         loss = torch.stack(
             [
-                _whole_loss(losses, weights.get(name, weights[first]), strategies[name])
+                _whole_loss(losses, weights[name], strategies[name])
                 for name, losses in self._losses.items()
             ]
         ).sum()
@@ -88,6 +93,22 @@ def taken_apart(output: Any) -> tuple[Any, dict[str, Any]]:
         )
     extras = {k: _detached(v) for k, v in output.items() if k != "loss"}
     return output["loss"], extras
+
+
+def terms_of(loss: Any, strategies: Strategies) -> Mapping[str, Tensor]:
+    """A micro-batch's loss by its terms; a plain one is the only term."""
+    if isinstance(loss, Mapping):
+        refuse_other_terms(loss, strategies)
+        return loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = list(loss.shape) if isinstance(loss, Tensor) else repr(loss)
+        raise TrainkitError(
+            f"training_step: the loss must be a tensor with one element, received "
+            f"{shown}. Reduce it to what the strategy says."
+        )
+    if len(strategies) > 1:
+        raise missing_terms(loss, strategies)
+    return {next(iter(strategies)): loss}
 
 
 def put_together(
@@ -133,11 +154,21 @@ def _joined(
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
     """The mean of 0-d tensors; what weighs nothing may be NaN."""
+    if values[0].is_cpu and are_numbers(weights):
+        return values[0].new_tensor(_mean_of_numbers(values, weights))
     numbers = vector(values, values[0].device)
     by = vector(weights, values[0].device)
-    total = by.sum()
-    mean = numbers.where(by != 0, 0.0).dot(by) / total
-    return torch.where(total == 0, numbers.mean(), mean).to(values[0].dtype)
+    mean = weighted_sum(numbers, weights, by) / by.sum()
+    return torch.where(by.sum() == 0, numbers.mean(), mean).to(values[0].dtype)
+
+
+def _mean_of_numbers(values: Sequence[Tensor], weights: Sequence[Any]) -> float:
+    """In plain numbers: each tensor operation costs more than all of it."""
+    pairs = [(w, value.item()) for w, value in zip(weights, values, strict=True)]
+    total = sum(weights)
+    if not total:
+        return sum(value for _, value in pairs) / len(pairs)
+    return sum(w * value for w, value in pairs if w) / total
 
 
 def _are_rows(values: list[Any], rows: Sequence[Sequence[int]]) -> bool:

@@ -59,7 +59,7 @@ class Parts:
         self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
         self._device = pl_module.device
         self._is_list = options.collate is not None
-        self._has_verified = False
+        self._num_cut = 0
         self._has_said_too_long = False
 
     def of(self, batch: Any) -> list[Part]:
@@ -82,13 +82,21 @@ class Parts:
             Part(micro_batch, dict(zip(weights, each, strict=True)))
             for micro_batch, *each in zip(cut, *weights.values(), strict=True)
         ]
-        if not self._has_verified:
-            self._has_verified = True
+        self._num_cut += 1
+        if self._num_cut == 1:
             whole = None if self._is_list else batch
             refusals.verify_cut(whole, parts, self._strategies)
         nothing = dict.fromkeys(weights, 0)
-        filler = replace(parts[-1], weights=nothing, counts=False)
-        return parts + [filler] * (most - len(parts))
+        return parts + [
+            replace(parts[-1], weights=nothing, counts=False)
+            for _ in range(most - len(parts))
+        ]
+
+    def look_at_moved(self, part: Part, on_device: Any) -> None:
+        """In the first window: does a micro-batch weigh on the device what it weighed
+        on the host? Waits for the device."""
+        if self._num_cut == 1 and part.counts:
+            refusals.refuse_other_weights(part.weights, on_device, self._strategies)
 
     def _most(self, number: int) -> int:
         """The largest number of micro-batches on a rank; waits for all."""

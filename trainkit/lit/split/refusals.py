@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -16,30 +16,33 @@ from trainkit.core.batches import describe
 from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Uniform
+from trainkit.core.strategies import Uniform, Weight
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
     from trainkit.lit.split.parts import Part
 
 
-def refuse_before_training(
-    trainer: Any, pl_module: Any, options: Any, strategies: Strategies
-) -> None:
-    """What can be known before the first batch."""
-    name = type(pl_module).__name__
-    if not isinstance(options, MicroBatching):
+def refuse_wrong_type(options: Any) -> None:
+    if options is not None and not isinstance(options, MicroBatching):
         raise TrainkitError(
-            f"{name}.micro_batching: must be a MicroBatching, received {options!r}. "
+            f"micro_batching: must be a MicroBatching, received {options!r}. "
             f"Write MicroBatching(size=4), MicroBatching(tokens=4096) or "
             f'MicroBatching("auto").'
         )
+
+
+def refuse_before_training(
+    trainer: Any, pl_module: Any, strategies: Strategies
+) -> None:
+    """What can be known before the first batch."""
+    name = type(pl_module).__name__
     if not pl_module.automatic_optimization:
         raise TrainkitError(
-            f"{name}.micro_batching: with automatic_optimization=False the module runs "
-            f"its own backward passes, inside training_step, where no batch can be "
-            f"cut. Leave micro_batching out and call self.accumulate() for each "
-            f"micro-batch, or leave the optimization to Lightning."
+            f"micro_batching: with automatic_optimization=False {name} runs its own "
+            f"backward passes, inside training_step, where no batch can be cut. Leave "
+            f"micro_batching out and call self.accumulate() for each micro-batch, or "
+            f"leave the optimization to Lightning."
         )
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         raise TrainkitError(
@@ -49,29 +52,33 @@ def refuse_before_training(
     uniform = [term for term, each in strategies.items() if isinstance(each, Uniform)]
     if uniform:
         raise TrainkitError(
-            f"{name}.accumulation: Uniform() counts micro-batches, and with "
-            f"micro_batching their number is a matter of speed, not of the gradient. "
-            f"Say what training_step's mean is over: PerSample() or PerToken()."
+            "micro_batching: Uniform() counts micro-batches, and with "
+            "micro_batching their number is a matter of speed, not of the gradient. "
+            "Say what training_step's mean is over: PerSample() or PerToken()."
         )
+    refuse_terms_of_several_batches(trainer, strategies)
+
+
+def refuse_terms_of_several_batches(trainer: Any, strategies: Strategies) -> None:
+    """Before training, and in it: Lightning's schedule may change the number."""
     if len(strategies) > 1 and trainer.accumulate_grad_batches != 1:
         raise TrainkitError(
-            f"{name}.accumulation: the terms {sorted(strategies)} have denominators of "
-            f"their own, whose totals must be known before the first backward pass, "
-            f"and with accumulate_grad_batches={trainer.accumulate_grad_batches} the "
-            f"window's next batches are not there yet. Set it to 1 and let the loader "
-            f"yield the whole batch: micro_batching cuts it."
+            f"accumulation: the terms {sorted(strategies)} have denominators of their "
+            f"own, whose totals must be known before the first backward pass, and with "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} the window's "
+            f"next batches are not there yet. Set it to 1 and let the loader yield the "
+            f"whole batch: micro_batching cuts it."
         )
 
 
-def refuse_untold_terms(pl_module: Any, strategies: Strategies) -> None:
+def refuse_untold_terms(strategies: Strategies) -> None:
     """Several terms in a streamed window."""
     if len(strategies) > 1:
         raise TrainkitError(
-            f"{type(pl_module).__name__}.accumulation: the terms {sorted(strategies)} "
-            f"have denominators of their own, each of which must be known before the "
-            f"first backward pass, and a window of several loader batches tells them "
-            f"only at its end. Let one loader batch be the window: "
-            f"self.micro_batching = MicroBatching(size=4), say."
+            f"accumulation: the terms {sorted(strategies)} have denominators of their "
+            f"own, each of which must be known before the first backward pass, and a "
+            f"window of several loader batches tells them only at its end. Let one "
+            f"loader batch be the window: micro_batching = MicroBatching(size=4), say."
         )
 
 
@@ -117,14 +124,25 @@ def verify_cut(whole: Any, parts: Sequence[Part], strategies: Strategies) -> Non
             )
 
 
-def refuse_output(loss: Any) -> None:
-    terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
-    for term in terms:
-        if not isinstance(term, Tensor) or term.numel() != 1:
-            shown = list(term.shape) if isinstance(term, Tensor) else repr(term)
+def refuse_other_weights(
+    weights: Mapping[str, Weight], on_device: Any, strategies: Strategies
+) -> None:
+    """Labels that are made or masked on the device are too late for a known total."""
+    for term, strategy in strategies.items():
+        before = float(weights[term])
+        try:
+            after = float(strategy.weight(on_device))
+        except (TrainkitError, LookupError, TypeError, AttributeError):
+            continue  # it has become something else, and nothing is known to be wrong
+        # What is cast to a narrow dtype on the way is rounded.
+        if not math.isclose(before, after, rel_tol=1e-2, abs_tol=1e-9):
             raise TrainkitError(
-                f"training_step: the loss, or each of its terms, must be a tensor with "
-                f"one element, received {shown}. Reduce it to what the strategy says."
+                f"{type(strategy).__name__}: a micro-batch weighed {before:g} before "
+                f"it went to the device, and weighs {after:g} after "
+                f"transfer_batch_to_device and on_after_batch_transfer, so the window "
+                f"would be divided by a wrong total. Make the labels in the dataset, "
+                f"in the collate function or in on_before_batch_transfer, which run "
+                f"before the cut."
             )
 
 

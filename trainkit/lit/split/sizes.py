@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.cutting import Limit, MicroBatch
 from trainkit.core.split.rows import Rows
-from trainkit.core.split.search import SizeSearch
+from trainkit.core.split.search import Point, SizeSearch, frontier
 from trainkit.errors import TrainkitError
+
+FAILED_SIZE, FAILED_ROWS, SECONDS, REAL, WHOLE, NUM_COLUMNS = range(6)
+"""What each rank tells of a window; points of its micro-batches follow."""
+
+NUM_POINTS = 8
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,9 @@ class AutoSizes:
         ranks: those that share the window.
         group: of the same ranks, on the hosts; None where there is one rank.
         device: on which windows run.
+
+    Attributes:
+        shown: the size with which the window of now is cut.
     """
 
     catches = True
@@ -66,36 +75,41 @@ class AutoSizes:
         self, search: SizeSearch, ranks: Ranks, group: Any, device: torch.device
     ) -> None:
         self.search = search
+        self.shown: int | None = None
         self._ranks = ranks
         self._group = group
         self._device = device
+        # DDP remembers which parameters any pass has used until one communicates, so
+        # after a window without one it would take unused ones for used: their
+        # gradients would be zeros, not None, and their optimizer states move.
+        self._never_overlaps = (
+            ranks.ddp is not None and ranks.ddp.find_unused_parameters
+        )
         self._in_tokens = False
-        self._largest = self._longest = self._real = 0
+        self._points: list[Point] = []
+        self._whole = self._real = 0
         self._asked: Any = None
         self._unproven = False
         self._since = 0.0
 
-    @property
-    def shown(self) -> int | None:
-        return self.search.limit
-
     def begin(self, rows: Rows) -> Limit:
         """A loader batch is to be cut; every rank comes here."""
-        whole, longest = rows.padded, _longest_row(rows)
-        if self._ranks.size > 1 and self.search.limit is None:
-            whole, longest = self._most(whole, longest)
-        self.search.begin(int(whole), int(longest))
-        self._in_tokens = rows.has_lengths
-        size = self.search.limit
+        self._whole, self._in_tokens = rows.padded, rows.has_lengths
+        whole = rows.padded
+        if self.search.limit is None:
+            whole = int(self._shared([float(whole)]).amax())
+        self.search.begin(whole)
+        size = self.shown = self.search.limit
         return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
 
     def look_at(self, micro_batches: Sequence[MicroBatch]) -> None:
         """It is cut: ask the other ranks whether they have run such before."""
-        self._largest = max(m.padded for m in micro_batches)
-        self._longest = max(_longest(m) for m in micro_batches)
+        self._points = frontier([(m.padded, _longest(m)) for m in micro_batches])
         self._real = sum(m.real for m in micro_batches)
-        has_proven = self.search.has_proven(self._largest, self._longest)
-        self._unproven = self.search.is_searching or not has_proven
+        has_proven = self.search.has_proven(self._points)
+        self._unproven = (
+            self._never_overlaps or self.search.is_searching or not has_proven
+        )
         if self._ranks.size > 1:
             self._flag = torch.tensor([float(self._unproven)])
             self._asked = dist.all_reduce(
@@ -118,34 +132,53 @@ class AutoSizes:
             TrainkitError: a single sample does not fit on some rank.
         """
         if self.is_proven() and self._ranks.size > 1:
+            self.search.rest()
             return False  # it communicated, so every rank has come through it
-        seconds = self._now() - self._since
-        size, num_rows = (failure.size, failure.num_rows) if failure else (0, 0)
-        mine = [size, num_rows, self._largest, self._longest, seconds, self._real]
-        table = self._shared(mine)
-        failed = table[table[:, 0] > 0]
+        table = self._shared(self._told(failure))
+        failed = table[table[:, FAILED_SIZE] > 0]
         if len(failed):
             _refuse_single_rows(failed, failure, self._in_tokens)
-            self.search.failed(int(failed[:, 0].min()))
+            self._fail(int(failed[:, FAILED_SIZE].min()))
             return True
-        most = table.amax(0)
-        self.search.passed(
-            size=int(most[2]),
-            longest=int(most[3]),
-            seconds=float(most[4]),
-            real=float(table[:, 5].sum()),
-        )
+        self._pass(table)
         return False
 
+    def _told(self, failure: Failure | None) -> list[float]:
+        row = [0.0] * (NUM_COLUMNS + 2 * NUM_POINTS)
+        if failure is not None:
+            row[FAILED_SIZE], row[FAILED_ROWS] = failure.size, failure.num_rows
+        row[SECONDS], row[REAL] = self._now() - self._since, self._real
+        row[WHOLE] = self._whole
+        for place, (size, longest) in enumerate(self._points[:NUM_POINTS]):
+            row[NUM_COLUMNS + 2 * place] = size
+            row[NUM_COLUMNS + 2 * place + 1] = longest
+        return row
+
+    def _fail(self, size: int) -> None:
+        before = self.search.limit
+        self.search.failed(size)
+        unit = "tokens" if self._in_tokens else "rows"
+        rank_zero_info(
+            f"MicroBatching: memory ran out in a micro-batch of {size} {unit}, under a "
+            f"limit of {before}; the window is run again under {self.search.limit}."
+        )
+
+    def _pass(self, table: Tensor) -> None:
+        points = table[:, NUM_COLUMNS:].reshape(-1, 2).int().tolist()
+        self.search.passed(
+            [(size, longest) for size, longest in points if size],
+            whole=int(table[:, WHOLE].max()),
+            seconds=float(table[:, SECONDS].max()),
+            real=float(table[:, REAL].sum()),
+        )
+
     def _shared(self, mine: list[float]) -> Tensor:
+        """What every rank says, a row for each."""
         table = torch.zeros(self._ranks.size, len(mine), dtype=torch.float64)
         table[self._ranks.index] = torch.tensor(mine, dtype=torch.float64)
         if self._ranks.size > 1:
             dist.all_reduce(table, group=self._group)
         return table
-
-    def _most(self, *mine: float) -> list[float]:
-        return self._shared([float(number) for number in mine]).amax(0).tolist()
 
     def _now(self) -> float:
         if self._device.type == "cuda" and self.search.is_searching:
@@ -153,21 +186,15 @@ class AutoSizes:
         return time.perf_counter()
 
 
-def _longest_row(rows: Rows) -> int:
-    if not rows.has_lengths:
-        return 1
-    return max(map(sum, zip(*(group.lengths for group in rows.groups), strict=True)))
-
-
 def _longest(micro_batch: MicroBatch) -> int:
     return -(-micro_batch.padded // max(len(micro_batch.rows), 1))
 
 
 def _refuse_single_rows(failed: Tensor, own: Failure | None, in_tokens: bool) -> None:
-    single = failed[failed[:, 1] <= 1]
+    single = failed[failed[:, FAILED_ROWS] <= 1]
     if not len(single):
         return
-    size = f" of {int(single[0, 0])} tokens" if in_tokens else ""
+    size = f" of {int(single[0, FAILED_SIZE])} tokens" if in_tokens else ""
     said = f" ({own.text})" if own is not None else ""
     raise TrainkitError(
         f"MicroBatching: memory ran out with a single sample{size}{said}, and a sample "

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchmetrics import Metric
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
-from trainkit.lit._compat import metric_fields
 from trainkit.lit.random_state import read_states, write_states
+
+FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
+"""What torch, Lightning and torchmetrics keep in a module; no step changes it, except
+for the buffers, of which there is a public list."""
+
+PutBack = Callable[[], None]
 
 
 class Snapshot:
-    """A module's buffers, metric objects and counters, and all random generators.
+    """A module's buffers and attributes, those of its metrics, and random generators.
 
-    Parameters are not among it, since nothing but the step changes them, nor gradients.
+    Of attributes it keeps what they refer to, tensors by value, and the entries of
+    lists, sets and dicts; tensors in a list by reference, since such a list grows with
+    each batch. Parameters are not among it: nothing but the step changes them.
 
     Args:
         pl_module: what trains.
@@ -25,43 +33,86 @@ class Snapshot:
 
     def __init__(self, pl_module: Any, *, random: bool = True) -> None:
         self._device = pl_module.device
-        self._buffers = [(b, b.detach().clone()) for b in pl_module.buffers()]
-        self._metrics: list[tuple[Metric, dict[str, Any]]] = []
-        self._counters: list[tuple[Any, dict[str, Any]]] = []
+        self._put_back: list[PutBack] = []
         for module in pl_module.modules():
-            if isinstance(module, Metric):
-                self._metrics.append((module, _metric_state(module)))
-            else:
-                self._counters.append((module, _counters(module)))
+            self._keep_buffers(module)
+            self._keep_attributes(module)
         self._random = read_states(self._device) if random else None
 
     def restore(self) -> None:
         with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        for metric, state in self._metrics:
-            for name, value in state.items():
-                setattr(metric, name, _copied(value))
-        for module, counters in self._counters:
-            vars(module).update(counters)
+            for put_back in self._put_back:
+                put_back()
         if self._random is not None:
             write_states(self._random, self._device)
 
+    def _keep_buffers(self, module: nn.Module) -> None:
+        for name, buffer in module.named_buffers(recurse=False):
+            self._keep_tensor(buffer)
+            # `self.mean = 0.9 * self.mean` puts another tensor in its place.
+            self._put_back.append(lambda n=name, b=buffer: setattr(module, n, b))
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    states = {name: _copied(value) for name, value in metric.metric_state.items()}
-    return states | metric_fields(metric)
+    def _keep_attributes(self, module: nn.Module) -> None:
+        held = vars(module)
+        kept = {name: held[name] for name in held.keys() - FRAMEWORK}
+
+        def put_back() -> None:
+            for name in held.keys() - kept.keys() - FRAMEWORK:
+                del held[name]
+            held.update(kept)
+
+        self._put_back.append(put_back)
+        for value in kept.values():
+            self._keep(value)
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._keep_tensor(value)
+        elif type(value) in (list, deque):
+            self._put_back.append(_refilled(value, value.extend))
+        elif isinstance(value, dict | set):
+            self._put_back.append(_refilled(value, value.update))
+            for each in value.values() if isinstance(value, dict) else ():
+                self._keep(each)
+
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            return
+        value = tensor.detach().clone()
+        self._put_back.append(lambda: _write(tensor, value))
 
 
-def _counters(module: Any) -> dict[str, Any]:
-    """Plain numbers that a module counts with, such as the samples it has seen."""
-    return {k: v for k, v in vars(module).items() if type(v) in (int, float)}
+def _refilled(container: Any, fill: Callable[[Any], None]) -> PutBack:
+    kept = container.copy()
+
+    def put_back() -> None:
+        container.clear()
+        fill(kept)
+
+    return put_back
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
+def _write(tensor: Tensor, value: Tensor) -> None:
+    tensor.detach().copy_(value)
+
+
+class KeptGradients:
+    """A copy of gradients, to begin again with.
+
+    Args:
+        parameters: whose gradients.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._kept = [
+            (p, None if p.grad is None else p.grad.clone()) for p in parameters
+        ]
+
+    def restore(self) -> None:
+        for parameter, _ in self._kept:
+            parameter.grad = None
+        for parameter, gradient in self._kept:
+            parameter.grad = None if gradient is None else gradient.clone()
 
 
 class SetAside:
@@ -78,14 +129,4 @@ class SetAside:
 
     def put_back(self) -> None:
         for parameter, gradient in self._held:
-            parameter.grad = gradient
-
-    @torch.no_grad()
-    def add_back(self) -> None:
-        """Put them back, with those that have come meanwhile added."""
-        for parameter, gradient in self._held:
-            if gradient is None:
-                continue
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
             parameter.grad = gradient

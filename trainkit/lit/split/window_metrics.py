@@ -3,20 +3,60 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
-from torchmetrics import Metric
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric
 
+from trainkit.core.strategies import Weight
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import set_batch_value
+
+
+@dataclass(eq=False)
+class _Followed:
+    """A metric object, and the copies that see a window alone.
+
+    Attributes:
+        metric: the module's; as a key of a dict it would not do, since its hash changes
+            with its state.
+        fresh: a copy that nothing has been given.
+        copies: one for each of its calls in a micro-batch.
+        num_calls: those of the present one.
+        values: of the window that was closed last, one for each call.
+    """
+
+    metric: Metric
+    fresh: Metric
+    copies: list[Metric] = field(default_factory=list)
+    num_calls: int = 0
+    values: list[Any] = field(default_factory=list)
+
+    def next_copy(self) -> Metric:
+        if self.num_calls == len(self.copies):
+            self.copies.append(copy.deepcopy(self.fresh))
+        self.num_calls += 1
+        return self.copies[self.num_calls - 1]
+
+
+Source: TypeAlias = tuple[_Followed, int, Any]
+"""A metric object, which of its calls, and the key in what that returned, if a dict."""
 
 
 class WindowMetrics:
     """Lets a metric's step value be that of the window, not of its last micro-batch.
 
     A metric object that is called adds the micro-batch to its own state, which is right
-    for the epoch, and keeps the micro-batch's value for the step. So each is followed
-    by a copy that sees the window alone; its value takes the place of the last one.
+    for the epoch, and keeps the micro-batch's value for the step. So each call is
+    followed by a copy that sees the window alone; its value takes the place of the last
+    one, and of what the call had returned, where that is logged.
+
+    A `MeanMetric` that is given one number for a batch, a loss say, counts it once. It
+    counts that of a micro-batch by its share in the loader batch.
 
     Args:
         pl_module: whose metrics, on the device on which they will be.
@@ -24,9 +64,10 @@ class WindowMetrics:
     """
 
     def __init__(self, pl_module: Any, num_ranks: int) -> None:
-        self._copies: dict[Metric, Metric] = {}
-        self._used: dict[Metric, Metric] = {}
+        self._followed: list[_Followed] = []
         self._hooks: list[Any] = []
+        self._means: list[tuple[Metric, Callable[..., Any]]] = []
+        self._returned: list[tuple[Tensor, Source]] = []
         for name, module in pl_module.named_modules():
             if not isinstance(module, Metric):
                 continue
@@ -37,40 +78,108 @@ class WindowMetrics:
                     f"numbers of them. Leave it out: the epoch's value is synchronised "
                     f"all the same."
                 )
-            own = copy.deepcopy(module)
-            own.reset()
-            own.sync_on_compute = False
-            self._copies[module] = own
+            fresh = copy.deepcopy(module)
+            fresh.reset()
+            # Ranks may have different numbers of micro-batches, and so of copies.
+            fresh.distributed_available_fn = _alone
+            self._followed.append(_Followed(module, fresh))
 
     @property
-    def metrics(self) -> list[Metric]:
-        return list(self._copies)
+    def are_any(self) -> bool:
+        """Whether the module has metric objects at all."""
+        return bool(self._followed)
 
     def open(self) -> None:
         """A window of several micro-batches begins."""
-        for metric in self._copies:
-            hook = metric.register_forward_hook(self._follow, with_kwargs=True)
+        for each in self._followed:
+            each.values = []
+            follow = partial(self._follow, each)
+            hook = each.metric.register_forward_hook(follow, with_kwargs=True)
             self._hooks.append(hook)
+            if isinstance(each.metric, MeanMetric):
+                update = each.metric.update
+                self._means.append((each.metric, update))
+                each.metric.update = partial(self._update_mean, update)
+
+    def begin(self, share: Weight, *, is_muted: bool) -> None:
+        """A micro-batch begins.
+
+        Args:
+            share: its part of the loader batch.
+            is_muted: whether it does not count.
+        """
+        self._share, self._is_muted = share, is_muted
+        self._returned = []
+        for each in self._followed:
+            each.num_calls = 0
 
     def close(self) -> None:
         """It is complete: the step values become the window's."""
-        self._remove_hooks()
-        for metric, own in self._used.items():
-            set_batch_value(metric, own.compute())
+        for each in self._followed:
+            used = [own for own in each.copies if own.update_called]
+            if used and self._hooks:
+                each.values = [own.compute() for own in used]
+                set_batch_value(each.metric, each.values[-1])
         self.forget()
 
     def forget(self) -> None:
         """The window is begun again, or ends in an error."""
-        self._remove_hooks()
-        for own in self._used.values():
-            own.reset()
-        self._used = {}
-
-    def _follow(self, metric: Metric, args: Any, kwargs: Any, result: Any) -> None:
-        own = self._used[metric] = self._copies[metric]
-        own.update(*args, **kwargs)
-
-    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        for metric, update in self._means:
+            metric.update = update
+        self._hooks, self._means, self._returned = [], [], []
+        for own in (own for each in self._followed for own in each.copies):
+            own.reset()
+
+    def source_of(self, value: Tensor) -> Source | None:
+        """The call that returned a tensor in this micro-batch, if one did."""
+        found = (source for each, source in self._returned if each is value)
+        return next(found, None)
+
+    def value_of(self, source: Source) -> Any:
+        """What the call would have returned for the whole window, once it is closed."""
+        followed, number, key = source
+        value = followed.values[number]
+        return value if key is None else value[key]
+
+    def _follow(
+        self, followed: _Followed, metric: Metric, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        if self._is_muted:
+            return
+        own = followed.next_copy()
+        if isinstance(metric, MeanMetric):
+            self._update_mean(own.update, *args, **kwargs)
+        else:
+            own.update(*args, **kwargs)
+        number = followed.num_calls - 1
+        items = result.items() if isinstance(result, Mapping) else [(None, result)]
+        self._returned += [
+            (value, (followed, number, key))
+            for key, value in items
+            if isinstance(value, Tensor)
+        ]
+
+    def _update_mean(
+        self, update: Callable[..., Any], value: Any, weight: Any = None
+    ) -> None:
+        if weight is not None:
+            update(value, weight)
+        elif isinstance(value, Tensor) and value.ndim:
+            update(value)  # each entry counts, in whatever micro-batch
+        else:
+            update(_unless_nothing(value, self._share), self._share)
+
+
+def _unless_nothing(value: Any, share: Weight) -> Any:
+    """A mean over nothing is NaN, and is 0 here."""
+    if isinstance(share, Tensor):
+        number = torch.as_tensor(value, device=share.device)
+        return torch.where(share == 0, 0, number)
+    return value if share else 0.0
+
+
+def _alone() -> bool:
+    """There are no other ranks to ask, says this to torchmetrics in `compute`."""
+    return False

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.gradients import clear_gradients, parameters_of
+from trainkit.core.expected import quotient
+from trainkit.core.gradients import parameters_of
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Weight
-from trainkit.lit._compat import replaced, skips_backward
+from trainkit.lit._compat import (
+    as_hook,
+    current_hook,
+    replaced,
+    skips_backward,
+    uncompiled,
+)
 from trainkit.lit.split import refusals
-from trainkit.lit.split.held_logs import HELD, HeldLogs
-from trainkit.lit.split.outputs import Returned, taken_apart
+from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
+from trainkit.lit.split.outputs import Returned, taken_apart, terms_of
 from trainkit.lit.split.parts import Part, Parts
+from trainkit.lit.split.shortcuts import backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
-from trainkit.lit.split.snapshot import SetAside, Snapshot
+from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.window_end import window_ends
+
+NOTHING = nullcontext()
 
 
 @dataclass
@@ -38,6 +50,7 @@ class Running:
         logs: what has been logged in it.
         returned: what its micro-batches have returned.
         part: the micro-batch that runs.
+        at: that which is being brought to the device, or runs: where memory runs out.
         value: its loss, as reported.
         weight: what it weighs.
     """
@@ -45,15 +58,31 @@ class Running:
     parts: list[Part]
     tells: bool
     closes: bool
-    logs: HeldLogs = field(default_factory=HeldLogs)
+    logs: HeldLogs
     returned: Returned = field(default_factory=Returned)
     part: Part | None = None
+    at: Part | None = None
     value: Tensor | None = None
     weight: Weight = 0
 
     @property
     def is_last(self) -> bool:
         return self.part is self.parts[-1]
+
+    @property
+    def share(self) -> Weight:
+        """How much of the loader batch the micro-batch is, as the loss is weighed."""
+        assert self.part is not None
+        return quotient(_leading(self.part), self._weight_of_all)
+
+    @cached_property
+    def _weight_of_all(self) -> Weight:
+        return sum(map(_leading, self.parts))
+
+
+def _leading(part: Part) -> Weight:
+    """What it weighs in the first term."""
+    return next(iter(part.weights.values()))
 
 
 class Windows(Protocol):
@@ -78,8 +107,8 @@ class SplitWindows:
 
     Args:
         trainer: in `fit`.
-        pl_module: a mixin module.
-        options: its `micro_batching`.
+        pl_module: what trains.
+        options: how to cut.
         windows: the callback that divides them.
         sizes: say how the next window is cut.
 
@@ -108,10 +137,13 @@ class SplitWindows:
         self._accumulator = accumulator
         self._parts = Parts(options, pl_module, accumulator, sizes)
         self._metrics = WindowMetrics(pl_module, accumulator.ranks.size)
+        self._several_ranks = accumulator.ranks.backend_sums
         self._strategy = trainer.strategy
         self._training_step = trainer.strategy.training_step
-        self._backward = trainer.strategy.backward
+        self._backward = backward_of(trainer, pl_module, windows)
+        self._transfer = transfer_of(trainer, pl_module)
         self._batch_to_device = trainer.strategy.batch_to_device
+        self._log = uncompiled(pl_module, self._hold)
         self._aside: SetAside | None = None
         self._patch = ExitStack()
 
@@ -155,16 +187,17 @@ class SplitWindows:
         is_forward_only = skips_backward(self._trainer)
         if not self._accumulator.is_open:
             self.num_loader_batches = 0
-            clear_gradients(self._parameters())
+            for parameter in self._parameters():
+                parameter.grad = None
         self.num_loader_batches += not is_forward_only
         try:
-            if is_forward_only or not self.sizes.catches:
-                self._pass(batch, args, kwargs)
-            else:
-                self._pass_until_it_fits(batch, args, kwargs)
+            with replaced(self._module, log=self._log):
+                if is_forward_only or not self.sizes.catches:
+                    self._pass(batch, args, kwargs)
+                else:
+                    self._pass_until_it_fits(batch, args, kwargs)
             return self._end()
         finally:
-            vars(self._module).pop(HELD, None)
             self.running = None
             self._metrics.forget()
 
@@ -172,12 +205,12 @@ class SplitWindows:
         """What the micro-batches logged and returned becomes that of one batch."""
         running = self.running
         assert running is not None
-        vars(self._module).pop(HELD, None)
         self._metrics.close()
         counting = [part.micro_batch for part in running.parts if part.counts]
         running.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
         if running.returned.is_nothing:
-            self._accumulator.drop()
+            if running.tells:  # else the window goes on with its other loader batches
+                self._accumulator.drop()
             return None
         return running.returned.as_one(self._accumulator.strategies, running.parts)
 
@@ -187,28 +220,45 @@ class SplitWindows:
         size = self._trainer.accumulate_grad_batches
         tells = size == 1
         closes = window_ends(self._trainer, self._trainer.fit_loop.batch_idx, size)
-        running = self.running = Running(parts, tells, closes)
+        running = self.running = Running(parts, tells, closes, HeldLogs(self._metrics))
         if skips_backward(self._trainer):
             running.tells = running.closes = False
         else:
             self._begin(running, size)
         if len(parts) > 1:
             self._metrics.open()
-        vars(self._module)[HELD] = running.logs
-        batches = [part.micro_batch.batch for part in parts]
-        move = self._batch_to_device
-        for part, on_device in zip(
-            parts, moved(batches, move, self._strategy.root_device), strict=True
-        ):
-            running.part = part
+        for part, on_device in zip(parts, self._moved(running), strict=True):
+            running.part = running.at = part
             running.logs.begin(on_device, part.weights, is_muted=not part.counts)
+            self._metrics.begin(running.share, is_muted=not part.counts)
             before = None if part.counts else Snapshot(self._module, random=False)
             with self._apart_unless_last(running):
-                output = self._training_step(on_device, *args, **kwargs)
-                self._take(running, output)
+                self._take(running, self._training_step(on_device, *args, **kwargs))
             if before is not None:
                 before.restore()
         running.returned.refuse_some_nothing()
+
+    def _moved(self, running: Running) -> Iterator[Any]:
+        coming = iter(running.parts)
+
+        def move(batch: Any) -> Any:
+            running.at = next(coming)
+            on_device = self._transfer(batch)
+            self._parts.look_at_moved(running.at, on_device)
+            return on_device
+
+        batches = [part.micro_batch.batch for part in running.parts]
+        return moved(batches, move, self._strategy.root_device)
+
+    def _hold(
+        self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
+    ) -> None:
+        """The module's `log` while a window runs."""
+        assert self.running is not None
+        if not is_loggable(value):  # Lightning refuses it by name
+            type(self._module).log(self._module, name, value, *args, **kwargs)
+        logs, options = self.running.logs, by_name(args) | kwargs
+        logs.hold(self._module, name, value, weight, options)
 
     def _begin(self, running: Running, size: int) -> None:
         accumulator, parts = self._accumulator, running.parts
@@ -217,27 +267,29 @@ class SplitWindows:
                 weights={t: [p.weights[t] for p in parts] for t in parts[0].weights}
             )
         else:
+            refusals.refuse_terms_of_several_batches(
+                self._trainer, accumulator.strategies
+            )
             first = next(iter(parts[0].weights.values()))
             accumulator.settle(first, size * len(parts), self._strategy.root_device)
         counting = [part.micro_batch for part in parts if part.counts]
+        has_lengths = any(m.padded != len(m.rows) for m in counting)
         accumulator.count(
             padding=sum(m.padded - m.real for m in counting),
-            tokens=sum(m.padded for m in counting),
+            tokens=sum(m.padded for m in counting) if has_lengths else 0,
             samples=sum(len(m.rows) for m in counting),
         )
 
     def _apart_unless_last(self, running: Running) -> AbstractContextManager[Any]:
         """The ranks' gradients meet in the backward pass of the last micro-batch, if
         nothing in the window can fail on one rank alone."""
+        if not self._several_ranks:
+            return NOTHING
         if running.is_last:
-            self.is_apart = not self.sizes.is_proven() and self._several_ranks
+            self.is_apart = not self.sizes.is_proven()
             if not self.is_apart:
-                return nullcontext()
+                return NOTHING
         return getattr(self._strategy, "block_backward_sync", nullcontext)()
-
-    @property
-    def _several_ranks(self) -> bool:
-        return self._accumulator.ranks.backend_sums
 
     def _take(self, running: Running, output: Any) -> None:
         """The backward pass of the micro-batch whose forward pass has run."""
@@ -246,62 +298,73 @@ class SplitWindows:
             running.returned.add_nothing()
             return
         loss, extras = taken_apart(output)
-        refusals.refuse_output(loss)
+        terms = terms_of(loss, self._accumulator.strategies)
         if running.part.counts:
-            running.returned.add(output, loss, extras)
-        if isinstance(loss, Mapping):
-            running.logs.know_terms(loss)
+            running.returned.add(output, terms, extras)
+        running.logs.know_terms(terms, self._accumulator.strategies)
         if skips_backward(self._trainer):
             return
-        weights = running.part.weights
+        if len(terms) == 1:
+            (loss,) = terms.values()
         if running.tells:
             loss, running.weight = self._accumulator.take(loss)
         else:
-            running.weight = next(iter(weights.values()))
+            (running.weight,) = running.part.weights.values()
         assert isinstance(loss, Tensor)
+        if not running.part.counts:
+            loss = loss * 0  # a sum has no weight that would take it out
         running.value = loss.detach().clone()
         self._backward(loss, self._trainer.optimizers[0])
 
-    def weigh(self, loss: Tensor) -> None:
-        """In `on_before_backward`, with the loss as a gradient scaler has left it."""
+    def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
+        """Before a backward pass, with the loss as a gradient scaler has left it; see
+        `Accumulator.weigh_in_turn`."""
         running, accumulator = self.running, self._accumulator
         assert running is not None
-        expected = self._trainer.accumulate_grad_batches * len(running.parts)
-        accumulator.weigh(loss, running.weight, value=running.value, expected=expected)
+        assert running.value is not None
+        weight, value, seed = running.weight, running.value, None
+        if running.tells:
+            seed = accumulator.weigh_in_turn(loss, weight, value, as_seed=as_seed)
+        else:
+            expected = self._trainer.accumulate_grad_batches * len(running.parts)
+            accumulator.weigh(loss, weight, value=value, expected=expected)
         if running.closes and running.is_last and not self.is_apart:
             accumulator.announce(slots=self._windows.slots())
+        return seed
 
     # ---- where memory runs out -------------------------------------------------------
 
     def _pass_until_it_fits(self, batch: Any, args: Any, kwargs: Any) -> None:
-        before = None
-        if self._accumulator.is_open:
-            before = SetAside(self._parameters())
-            self._accumulator.put_away()
+        ddp = self._accumulator.ranks.ddp
+        if ddp is not None and not self._accumulator.is_open:
+            send_forward_messages(ddp)
+        gradients = KeptGradients(self._parameters())
         snapshot, mark = Snapshot(self._module), self._accumulator.mark()
-        while True:
-            failure = self._attempt(batch, args, kwargs)
-            if not self.sizes.failed_anywhere(failure):
-                break
+        while self.sizes.failed_anywhere(self._attempt(batch, args, kwargs)):
             self._accumulator.rewind(mark)
-            clear_gradients(self._parameters())
+            gradients.restore()
             self._metrics.forget()
             self._windows.forget_means()
             snapshot.restore()
-        if before is not None:
-            before.add_back()
-            self._accumulator.passed()
+        assert self.running is not None
+        if ddp is not None and self.running.closes:
+            owe_forward_messages(ddp)
 
     def _attempt(self, batch: Any, args: Any, kwargs: Any) -> Failure | None:
         """One pass over the loader batch; where memory ran out, if it did."""
+        hook = current_hook(
+            self._module
+        )  # which Lightning leaves as it was at an error
         try:
-            self._pass(batch, args, kwargs)
+            with as_hook(self._module, hook):
+                self._pass(batch, args, kwargs)
         except Exception as error:
-            if not is_out_of_memory(error) or self._cannot_be_repeated():
+            running = self.running
+            if running is None or not is_out_of_memory(error):
+                raise  # not even cut, or no matter of size
+            if self._cannot_be_repeated():
                 raise
-            assert self.running is not None
-            part = self.running.part or self.running.parts[0]
-            micro_batch = part.micro_batch
+            micro_batch = (running.at or running.parts[0]).micro_batch
             failure = Failure(
                 micro_batch.padded, len(micro_batch.rows), type(error).__name__
             )

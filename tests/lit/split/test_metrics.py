@@ -1,0 +1,223 @@
+"""Metric objects in `training_step` show the same with the cut and without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
+
+from tests.helpers import VOCABULARY
+from tests.lit.split.common import CUTS, Split, assert_same_logs, logged
+from trainkit import PerSample
+
+Metrics = dict[str, torchmetrics.Metric | MetricCollection]
+
+
+def accuracy(**how: Any) -> MulticlassAccuracy:
+    return MulticlassAccuracy(VOCABULARY, ignore_index=-100, average="micro", **how)
+
+
+class FullState(torchmetrics.Metric):
+    """Each update needs to see the state: a running maximum and how often it rose."""
+
+    full_state_update = True
+    higher_is_better = None
+    is_differentiable = False
+    best: Tensor
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("best", torch.tensor(0.0), dist_reduce_fx="max")
+        self.add_state("sums", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        self.best = torch.maximum(self.best, predictions.max().float())
+        self.sums = self.sums + (labels != -100).sum()
+
+    def compute(self) -> Tensor:
+        return self.best + self.sums
+
+
+class Measured(Split):
+    """Has one of these metrics, and uses it in one of these ways."""
+
+    def __init__(self, metric: Any, how: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.metric = metric
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        logits = self.net(batch["ids"]).detach().flatten(0, 1)
+        labels = batch["labels"].flatten()
+        keep = labels != -100
+        use = getattr(self, "use_" + self.how)
+        use(logits[keep], labels[keep])
+        return loss
+
+    def use_called(self, *data: Tensor) -> None:
+        self.metric(*data)
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+
+    def use_updated(self, *data: Tensor) -> None:
+        self.metric.update(*data)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+
+    def use_returned(self, *data: Tensor) -> None:
+        self.log("metric", self.metric(*data), on_step=True, on_epoch=False)
+
+    def use_twice(self, *data: Tensor) -> None:
+        is_even = data[1] % 2 == 0
+        self.metric(*(each[is_even] for each in data))
+        self.metric(*(each[~is_even] for each in data))
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+
+    def use_collection(self, *data: Tensor) -> None:
+        self.metric(*data)
+        self.log_dict(self.metric, on_step=True, on_epoch=True)
+
+    def use_returned_dict(self, *data: Tensor) -> None:
+        self.log_dict(self.metric(*data), on_step=True, on_epoch=False)
+
+
+MAKERS: dict[str, Any] = {
+    "accuracy": accuracy,
+    "macro": lambda: MulticlassAccuracy(VOCABULARY, average="macro"),
+    "f1": lambda: MulticlassF1Score(VOCABULARY, average="macro"),
+    "list states": lambda: MulticlassAUROC(VOCABULARY, average="macro"),
+    "full state": FullState,
+}
+QUIET = [
+    pytest.mark.filterwarnings("ignore:No (positive|negative) samples:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Metric `\\w+` will save all:UserWarning"),
+]
+pytestmark = QUIET
+
+
+def assert_alike(make: Any, how: str, cut: str = "size", **options: Any) -> Any:
+    ours = logged(Measured(make(), how, cut=CUTS[cut]), **options)
+    whole = logged(Measured(make(), how, cut=None), **options)
+    assert_same_logs(ours, whole)
+    return whole
+
+
+@pytest.mark.parametrize("how", ["called", "updated", "returned"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_metric_equals_that_of_the_whole_batch(kind: str, how: str) -> None:
+    """Every step's value, every epoch's, and that they begin anew in each epoch."""
+    rows, metrics = assert_alike(MAKERS[kind], how)
+    values = {v for row in rows for k, v in row.items() if k.startswith("metric")}
+    assert len(values) > (1 if how == "updated" else 3)
+    assert any(key.startswith("metric") for key in metrics)
+
+
+def test_wrapped_metric_equals_that_of_the_whole_batch() -> None:
+    """A wrapper holds another metric object, and returns a dict."""
+
+    def make() -> Any:
+        inner = MulticlassAccuracy(VOCABULARY, average="none")
+        return torchmetrics.MetricCollection(
+            {"classes": torchmetrics.ClasswiseWrapper(inner)}
+        )
+
+    assert_alike(make, "returned_dict")
+
+
+def collection(**how: Any) -> MetricCollection:
+    """Accuracy and precision share a compute group."""
+    made = {"a": accuracy(), "p": MulticlassPrecision(VOCABULARY, average="macro")}
+    made["r"] = torchmetrics.Recall("multiclass", num_classes=VOCABULARY)
+    return MetricCollection(made, prefix="train/", **how)
+
+
+@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize("how", ["collection", "returned_dict"])
+def test_metric_collection_equals_that_of_the_whole_batch(
+    how: str, groups: bool
+) -> None:
+    _, metrics = assert_alike(lambda: collection(compute_groups=groups), how)
+    assert len(metrics) >= 3
+
+
+def test_metric_that_is_called_twice_shows_its_last_call() -> None:
+    assert_alike(lambda: accuracy(), "twice")
+
+
+def test_value_of_the_last_micro_batch_differs() -> None:
+    """Negative control: what the metric object itself keeps for the step."""
+    module = Measured(accuracy(), "called")
+    seen: list[float] = []
+    module.metric.register_forward_hook(lambda m, args, out: seen.append(float(out)))
+    rows, _ = logged(module)
+    steps = [row["metric_step"] for row in rows if "metric_step" in row]
+    assert len(seen) > len(steps)
+    assert all(min(abs(s - v) for v in seen) > 1e-9 for s in steps[:1])
+
+
+class Averaged(Split):
+    """Feeds the loss to a `MeanMetric`, as the Lightning-Hydra template does."""
+
+    def __init__(self, how: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean = MeanMetric()
+        self.rows = SumMetric()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.how == "called":
+            self.mean(loss)
+        elif self.how == "updated":
+            self.mean.update(loss)
+        elif self.how == "number":
+            self.mean(loss.item())
+        elif self.how == "weighted":
+            self.mean(loss, weight=(batch["labels"] != -100).sum())
+        else:
+            self.mean((batch["labels"] != -100).sum(1).float())
+        self.rows(len(batch["ids"]))
+        on_step = self.how != "updated"
+        self.log("mean", self.mean, on_step=on_step, on_epoch=True)
+        self.log("rows", self.rows, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("cut", ["size", "rows"])
+@pytest.mark.parametrize("how", ["called", "updated", "number", "weighted", "rows"])
+def test_mean_metric_counts_a_loader_batch_once(how: str, cut: str) -> None:
+    ours = logged(Averaged(how, cut=CUTS[cut]))
+    assert_same_logs(ours, logged(Averaged(how, cut=None)))
+
+
+def test_mean_metric_counts_samples_under_per_sample() -> None:
+    made = [Averaged("called", cut=cut) for cut in (CUTS["size"], None)]
+    for each in made:
+        each.accumulation = PerSample()
+    with pytest.raises(AssertionError):  # a mean over tokens, weighed by samples
+        assert_same_logs(*map(logged, made))
+
+
+def test_metric_objects_are_left_as_they_were() -> None:
+    module = Averaged("called")
+    update = vars(module.mean)["update"]
+    logged(module)
+    assert vars(module.mean)["update"] is update
+    assert not module.mean._forward_hooks
+
+
+@pytest.mark.parametrize("how", ["called", "updated"])
+def test_metric_with_several_loader_batches_in_a_window(how: str) -> None:
+    """The step value is that of the loader batch, as without the cut."""
+    assert_alike(accuracy, how, window=2, sizes=(8, 9, 7))

@@ -1,0 +1,257 @@
+"""A window in which memory ran out is run again, and nothing tells that it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import deviation
+from tests.lit.split.common import START, fit
+from tests.lit.split.short_of_memory import (
+    Memory,
+    Place,
+    Rich,
+    Short,
+    States,
+    out_of_memory,
+    seeded,
+)
+from trainkit.core.split import search
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.search import SizeSearch
+from trainkit.errors import TrainkitError
+
+pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
+
+AUTO = MicroBatching("auto")
+EXACT = 1e-9
+PLACES_AND_WINDOWS = [("forward", 1), ("transfer", 1), ("log", 2), ("backward", 2)]
+"""Where memory runs out, and how many loader batches make a window."""
+
+
+@pytest.fixture
+def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other size is tried, so that two runs cut alike."""
+    monkeypatch.setattr(search, "MOST", 0)
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The window and the size of each failure."""
+    seen: list[tuple[int, int]] = []
+    failed, passed = SizeSearch.failed, SizeSearch.passed
+    count = iter(range(1000))
+    window = [next(count)]
+
+    def noted(self: SizeSearch, size: int) -> None:
+        seen.append((window[0], size))
+        failed(self, size)
+
+    def counted(self: SizeSearch, *args: Any, **kwargs: Any) -> None:
+        window[0] = next(count)
+        passed(self, *args, **kwargs)
+
+    monkeypatch.setattr(SizeSearch, "failed", noted)
+    monkeypatch.setattr(SizeSearch, "passed", counted)
+    return seen
+
+
+def told(failures: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next run know before each window what ran out in it."""
+    begin, failed = SizeSearch.begin, SizeSearch.failed
+    passed, window, left = SizeSearch.passed, [0], list(failures)
+
+    def knowing(self: SizeSearch, whole: int) -> None:
+        begin(self, whole)
+        while left and left[0][0] == window[0]:
+            failed(self, left.pop(0)[1])
+
+    def counted(self: SizeSearch, *args: Any, **kwargs: Any) -> None:
+        window[0] += 1
+        passed(self, *args, **kwargs)
+
+    monkeypatch.setattr(SizeSearch, "begin", knowing)
+    monkeypatch.setattr(SizeSearch, "passed", counted)
+
+
+def reference() -> Short:
+    """Every loader batch as one micro-batch."""
+    module = Short(cut=None)
+    fit(module)
+    return module
+
+
+# ---- the step is the exact one -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("place", "window"), PLACES_AND_WINDOWS)
+@pytest.mark.parametrize(
+    ("fits", "calls"),
+    [
+        ({0: 60}, ()),  # at once, and several times
+        ({0: 400, 1: 120, 2: 40}, ()),  # in mid-training, twice
+        ({0: 60}, (3, 4, 11, 20)),  # in other micro-batches than the largest
+    ],
+)
+def test_windows_that_ran_out_of_memory_equal_the_whole_batch(
+    place: Place, fits: dict[int, int], calls: tuple[int, ...], window: int
+) -> None:
+    memory = Memory(fits=fits, calls=calls, place=place)
+    module, whole = Short(memory, cut=AUTO), Short(cut=None)
+    fit(module, window=window)
+    fit(whole, window=window)
+    assert memory.num_failures >= 2
+    assert deviation(module, whole, START) <= EXACT
+
+
+def test_a_window_that_was_run_again_without_forgetting_would_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control: gradients that are left in place are counted twice."""
+    windows = "trainkit.lit.split.windows"
+    monkeypatch.setattr(f"{windows}.KeptGradients.restore", lambda self: None)
+    module = Short(Memory(calls=(2,)), cut=MicroBatching(start=60))
+    fit(module)
+    assert module.memory.num_failures == 1
+    assert deviation(module, reference(), START) > 1e-2
+
+
+# ---- all else is as if it had not happened -------------------------------------------
+
+SCHEDULES = {
+    "at once": ({0: 90}, ()),
+    "in mid-training": ({0: 400, 1: 90}, ()),
+    "several times": ({0: 300, 1: 150, 3: 40}, ()),
+    "in a last micro-batch": ({0: 150}, (4,)),
+}
+
+
+@pytest.mark.usefixtures("first_that_fits")
+@pytest.mark.parametrize(("place", "window"), PLACES_AND_WINDOWS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_that_a_window_changes_equals_a_run_with_the_final_sizes(
+    schedule: str,
+    place: Place,
+    window: int,
+    failures: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights, buffers, metrics, logs, counters and random numbers, bit by bit."""
+    fits, calls = SCHEDULES[schedule]
+    seeded()
+    memory, states = Memory(fits=fits, calls=calls, place=place), States()
+    fit(Rich(memory, cut=AUTO), states, window=window)
+    assert len(failures) == memory.num_failures > 0
+    told(list(failures), monkeypatch)
+    seeded()
+    expected = States()
+    fit(Rich(cut=AUTO), expected, window=window)
+    for mine, theirs in zip(states.seen, expected.seen, strict=True):
+        assert mine == theirs
+
+
+@pytest.mark.usefixtures("first_that_fits")
+@pytest.mark.parametrize("left_out", ["_keep_buffers", "_keep_attributes"])
+def test_a_snapshot_without_a_part_is_noticed(
+    left_out: str, failures: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control for the test above."""
+    states, expected = States(), States()
+    seeded()
+    with monkeypatch.context() as less:
+        snapshot = "trainkit.lit.split.snapshot.Snapshot"
+        less.setattr(f"{snapshot}.{left_out}", lambda self, module: None)
+        fit(Rich(Memory(fits={0: 90}), cut=AUTO), states)
+    told(list(failures), monkeypatch)
+    seeded()
+    fit(Rich(cut=AUTO), expected)
+    assert states.seen != expected.seen
+
+
+# ---- what cannot be helped -----------------------------------------------------------
+
+
+def test_a_single_sample_that_does_not_fit_is_refused_with_its_size() -> None:
+    module = Short(Memory(fits={1: 12}), cut=AUTO)
+    text = r"memory ran out with a single sample of 1\d tokens \(OutOfMemoryError\)"
+    with pytest.raises(TrainkitError, match=text):
+        fit(module)
+
+
+class Other(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [Other("mine"), RuntimeError("mat1 and mat2"), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_another_error_goes_through_and_nothing_stays_patched(
+    error: BaseException, place: Place
+) -> None:
+    module = Short(Memory(calls=(5,), place=place, make=lambda _: error), cut=AUTO)
+    kind = SystemExit if isinstance(error, KeyboardInterrupt) else type(error)
+    with pytest.raises(kind) as raised:
+        fit(module)
+    if not isinstance(error, KeyboardInterrupt):
+        assert raised.value is error
+    strategy = module.trainer.strategy
+    assert not {"training_step", "backward", "batch_to_device"} & vars(strategy).keys()
+    assert "log" not in vars(module)
+    module.memory = Memory()
+    fit(module)  # and it can be trained
+
+
+def test_memory_of_a_size_that_was_said_is_the_users() -> None:
+    error = out_of_memory()
+    memory = Memory(calls=(3,), make=lambda _: error)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fit(Short(memory))
+    assert raised.value is error
+
+
+# ---- memory comes free before the retry ----------------------------------------------
+
+
+class Watch:
+    """What a failing pass held, and whether it was there in the next one."""
+
+    def __init__(self) -> None:
+        self.alive: list[bool] = []
+        self.num_known = 0
+        self.held: weakref.ref[Any] | None = None
+
+
+class Holding(Short):
+    """Looks at the beginning of a pass whether what a failed one held is gone."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(Memory(fits={0: 60}, place=place), cut=AUTO)
+        self.watch = Watch()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        watch, num_failures = self.watch, self.memory.num_failures
+        if num_failures > watch.num_known:
+            watch.num_known = num_failures
+            assert watch.held is not None
+            watch.alive.append(watch.held() is not None)
+        held = torch.ones(100, 100, requires_grad=True, dtype=torch.float64)
+        watch.held = weakref.ref(held)
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * (held * held).sum()
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_what_the_failed_frames_held_is_free_before_the_retry(place: Place) -> None:
+    module = Holding(place)
+    gc.disable()  # release() must see to it itself
+    try:
+        fit(module)
+    finally:
+        gc.enable()
+    assert module.watch.alive
+    assert not any(module.watch.alive)

@@ -1,0 +1,67 @@
+"""Lightning's calls around a micro-batch, without those to which nobody listens.
+
+Each of its hooks costs as much as a small layer, whether or not anyone has one, and a
+split window would pay for it with every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+
+from trainkit.lit._compat import (
+    has_own,
+    has_plain_backward,
+    is_listened_to,
+    scaler_of,
+    transfers_plainly,
+)
+
+Backward = Callable[..., Any]
+Move = Callable[[Any], Any]
+
+
+def backward_of(trainer: Any, pl_module: Any, windows: Any) -> Backward:
+    """Runs a backward pass as Lightning's strategy object does.
+
+    Args:
+        trainer: in `fit`.
+        pl_module: what trains.
+        windows: the callback that weighs the loss before the pass.
+    """
+    hooks = ("on_before_backward", "on_after_backward")
+    if (
+        scaler_of(trainer) is not None
+        or not has_plain_backward(trainer)
+        or is_listened_to(hooks, trainer, pl_module, apart_from=windows)
+    ):
+        return trainer.strategy.backward
+    run = trainer.precision_plugin.backward
+    takes_seed = not has_own(pl_module, "backward")
+
+    def backward(loss: Tensor, optimizer: Any) -> None:
+        seed = windows.weigh(loss, as_seed=takes_seed)
+        if seed is None:
+            run(loss, pl_module, optimizer)
+        else:
+            run(loss, pl_module, optimizer, gradient=seed)
+        windows.on_after_backward(trainer, pl_module)
+
+    return backward
+
+
+def transfer_of(trainer: Any, pl_module: Any) -> Move:
+    """Brings a micro-batch to the device, through the hooks for it if there are any."""
+    if not transfers_plainly(trainer, pl_module):
+        return trainer.strategy.batch_to_device
+    device = trainer.strategy.root_device
+    if device.type == "cpu":
+        return _as_it_is
+    return lambda batch: move_data_to_device(batch, device)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
