@@ -73,6 +73,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["data.num_workers='2'"], "data.num_workers: must be int, received '2'"),
         (["+callbacks.mine=1"], "callbacks.mine: must say by _target_ what it is"),
         (["+logger.mine={a: 1}"], "logger.mine: must say by _target_ what it is"),
+        (["+micro_batching.size=3"], "size: is an argument of what micro_batching is"),
+        (["+lr_scaling.rule=sqrt"], "no option of lr_scaling is chosen, received 'sqr"),
         (["paths.root_dir=/dev/null"], "the folder of the run cannot be made"),
         (["--config-dir=nowhere"], "nowhere' not found"),
     ],

@@ -91,6 +91,8 @@ def test_terms_over_ranks_equal_one_process(aggregation: str) -> None:
 class Buffered(torch.nn.Module):
     """Two layers, of which a pass may use one, and a buffer."""
 
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -28,6 +28,9 @@ set_parsing_settings(subclasses_enabled=[MicroBatching])
 
 ACCUMULATION = "accumulation"
 MICRO_BATCHING = "micro_batching"
+WAYS = (
+    "--micro_batching.how=auto, --micro_batching.size=..., --micro_batching.tokens=..."
+)
 WIDE_GRADIENTS = "wide_gradients"
 CALLBACKS: dict[str, type[Callback]] = {
     "lr_scaling": LRScaling,
@@ -49,8 +52,8 @@ class TrainkitCLI(LightningCLI):
             --batchnorm.policy=momentum --schedule.sizes='{0: 8, 10: 4}'
             --micro_batching.tokens=4096
 
-    All of them are off by default. `--accumulation` takes the short name of a strategy of
-    trainkit's, or of an imported subclass of your own, or a dotted path, or a YAML
+    All of them are off by default. `--accumulation` takes the short name of a strategy
+    of trainkit's, or of an imported subclass of your own, or a dotted path, or a YAML
     file. It works for any module: one with `AccumulationMixin` gets the strategy, any
     other is left alone and gets the callback.
 
@@ -105,11 +108,12 @@ class TrainkitCLI(LightningCLI):
             ACCUMULATION: f"--{ACCUMULATION} takes one of {names}; the dotted path of "
             f"a strategy of your own; or a YAML file that holds one."
         }
-        for key, callback in [(MICRO_BATCHING, MicroBatching), *CALLBACKS.items()]:
+        for key, made in [(MICRO_BATCHING, MicroBatching), *CALLBACKS.items()]:
+            first = next(iter(inspect.signature(made).parameters))
+            arguments = WAYS if key == MICRO_BATCHING else f"--{key}.{first}=..."
             choices[key] = (
-                f"--{key} takes a YAML file, or its arguments one by one: --{key}."
-                f"{next(iter(inspect.signature(callback).parameters))}=...; "
-                f"--{key}.help={callback.__name__} describes them."
+                f"--{key} takes a YAML file, or its arguments one by one: {arguments}; "
+                f"--{key}.help={made.__name__} describes them."
             )
         if self.subclass_mode_model:
             choices["model"] = _dotted_path("model", LightningModule, "MyModule")

@@ -61,7 +61,8 @@ def probe(
 def _refuse_without_key(config: DictConfig) -> None:
     """What is found must be an override that can be given back."""
     if not config.data or "batch_size" not in config.data:
-        names = ", ".join(map(str, config.data or ())) or "none"
+        keys = map(str, config.data or ())
+        names = ", ".join(key for key in keys if not key.startswith("_")) or "none"
         raise TrainkitError(
             f"trainkit plan --probe: needs data.batch_size, the size of the training "
             f"loader's batches, and the configuration's data has {names}. Let the data "

@@ -41,10 +41,23 @@ def check_all(config: DictConfig) -> None:
     ):
         check(config[name], key=name)
     check(_with_some_steps(config.scheduler), key="scheduler")
+    for group in ("accumulation", "micro_batching", *CALLBACK_GROUPS):
+        _refuse_without_option(config[group], group)
     for group in ("callbacks", "logger"):
         check(config[group], key=group)
         _refuse_without_target(config[group], key=group)
     check_limits(config)
+
+
+def _refuse_without_option(node: DictConfig | None, group: str) -> None:
+    """An argument for something that has not been chosen, as in `+group.size=4`."""
+    if OmegaConf.is_dict(node) and node and TARGET not in node:
+        name = next(iter(node))
+        raise TrainkitError(
+            f"{group}.{name}: is an argument of what {group} is, and no option of "
+            f"{group} is chosen, received {node[name]!r}. Choose one before it: "
+            f"{group}=...; trainkit train --help lists the options."
+        )
 
 
 def _refuse_without_target(group: DictConfig | None, *, key: str) -> None:

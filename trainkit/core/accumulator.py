@@ -72,7 +72,7 @@ class Accumulator(Weighing):
         wide_gradients: keep the window's gradient in float32 beside parameters of half
             precision, and round it once when the window closes; needs `module`.
 
-    Gradients that are there when a window opens are divided with it: zero them first.
+    Gradients that are there when a window opens become part of it: zero them first.
 
     Attributes:
         parameters: whose gradients the windows are; known when one has been finished.

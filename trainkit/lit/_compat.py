@@ -314,17 +314,10 @@ def as_hook(pl_module: Any, hook: str) -> Iterator[None]:
 
 
 def set_batch_value(metric: Any, value: Any) -> None:
-    """What a metric object shows for the step, as after its `forward`."""
-    metric._forward_cache = value
-
-
-METRIC_FIELDS = ("_update_count", "_computed", "_forward_cache")
-"""What a metric object holds beside its states."""
-
-
-def metric_fields(metric: Any) -> dict[str, Any]:
-    """What a metric object holds beside its states."""
-    return {name: getattr(metric, name, None) for name in METRIC_FIELDS}
+    """What a metric object shows for the step, as after its `forward`; nothing where
+    that has left nothing, as the one of some wrappers does."""
+    if metric._forward_cache is not None:
+        metric._forward_cache = value
 
 
 def skips_backward(trainer: Any) -> bool:

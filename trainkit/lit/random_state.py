@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,39 @@ class RandomState(Callback):
             f"there differs from an uninterrupted run.",
             stacklevel=2,
         )
+
+
+def generator_keeper(value: Any) -> Callable[[], None] | None:
+    """What puts a generator back to where it is now; None if it is none.
+
+    >>> own = random.Random(0)
+    >>> put_back = generator_keeper(own)
+    >>> first = own.random()
+    >>> put_back()
+    >>> own.random() == first, generator_keeper("no generator")
+    (True, None)
+
+    Args:
+        value: a `torch.Generator`, a `random.Random`, one of NumPy's, or anything else.
+    """
+    if isinstance(value, torch.Generator):
+        on_torch = value.get_state()
+        return lambda: _nothing(value.set_state(on_torch))
+    if isinstance(value, random.Random):
+        of_python = value.getstate()
+        return lambda: value.setstate(of_python)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, numpy.RandomState):
+        old = value.get_state()
+        return lambda: value.set_state(old)
+    if numpy is not None and isinstance(value, numpy.Generator):
+        bits, state = value.bit_generator, value.bit_generator.state
+        return lambda: setattr(bits, "state", state)
+    return None
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 def read_states(device: torch.device) -> dict[str, Any]:

@@ -66,6 +66,19 @@ def test_numbers_below_the_padded_length_are_lengths() -> None:
     assert shapes(batch, Uniform(), lengths="n") == LENGTHS
 
 
+def test_numbers_are_lengths_of_the_dimension_that_is_named_as_ragged() -> None:
+    """Sound comes as rows by channels by time, and images of it by frequency."""
+    waves = torch.randn(4, 3, 9) * mask_of(LENGTHS, padded_length=9).unsqueeze(1)
+    batch = {"waves": waves, "n": torch.tensor(LENGTHS)}
+    options = MicroBatching(size=1, lengths="n", ragged={"waves": 2})
+    parts = Cutter(options, Uniform()).cut(batch)
+    by_row = {part.rows[0]: part.batch["waves"] for part in parts}
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(by_row[row], waves[row : row + 1, :, :length])
+    with pytest.raises(TrainkitError, match=r"found are \[3\].*ragged=\{'waves': 2\}"):
+        Cutter(MicroBatching(size=1, lengths="n"), Uniform()).cut(batch)
+
+
 def test_labels_tell_lengths() -> None:
     batch = ragged(LENGTHS)
     del batch["attention_mask"]

@@ -107,6 +107,10 @@ def test_further_dimensions_are_trimmed_where_named() -> None:
         TrainkitError, match=r"field 'mask4d' has a further dimension.*\[4, 1, 7, 7\]"
     ):
         cut(batch)
+    with pytest.raises(TrainkitError, match=r"ragged=\{'mask4d': \(2, 3\)\}\) says"):
+        cut(batch)  # what it proposes is what is meant
+    with pytest.raises(TrainkitError, match=r"\{'pairs': \(1, 2\)\}.*\{'pairs': 1\}"):
+        cut(batch, ragged={"mask4d": (2, 3)})
     trimmed = cut(batch, ragged={"mask4d": (2, 3), "pairs": -1})
     for row, length in enumerate(LENGTHS):
         assert trimmed[row]["mask4d"].shape == (1, 1, length, length)

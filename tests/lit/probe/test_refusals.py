@@ -11,7 +11,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.lit.probe.finding import Data, Net, found, quick
-from trainkit import AccumulationSchedule
+from trainkit import (
+    AccumulationCallback,
+    AccumulationSchedule,
+    MicroBatching,
+    PerSample,
+)
 from trainkit.errors import TrainkitError
 
 
@@ -57,6 +62,13 @@ class Terms(Net):
 def test_a_module_that_leaves_no_size_to_find(kind: type[Net], message: str) -> None:
     with pytest.raises(TrainkitError, match=message):
         found(kind(), Data())
+
+
+def test_a_callback_that_cuts_loader_batches() -> None:
+    cutting = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=2))
+    message = "AccumulationCallback.micro_batching cuts loader batches by itself"
+    with pytest.raises(TrainkitError, match=message):
+        found(Net(), Data(), quick(callbacks=[cutting]))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Case:
         memory: for each rank.
         norm: whether there is a BatchNorm.
         only_short: the loader batches whose rows are all short.
-        searches: whether sizes are tried; otherwise the first that fits stays.
+        searches: whether the search never ends; otherwise the first that fits stays.
         metrics: whether a metric object is called.
         naive: plain Lightning, which averages the ranks' means.
         hook: what brings gradients together.
@@ -208,7 +208,7 @@ def train(rank: int, world: int, case: Case) -> Result:
         count.append(bucket.index())
         return case.hook(None, bucket)
 
-    search.MOST = 40 if case.searches else 0
+    search.MOST, search.WARM = (10**6, 10**6) if case.searches else (0, 1)
     fit = trainer(
         case.window,
         callbacks=[Hook(counted)],

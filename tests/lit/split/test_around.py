@@ -87,6 +87,15 @@ def test_images_have_no_padding_to_show() -> None:
     assert all("window/padding" not in row for row in rows)
 
 
+@pytest.mark.parametrize(("window", "said"), [(1, "is one step, cut"), (2, "is cut")])
+def test_the_table_says_what_a_step_is(
+    window: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Split(cut=MicroBatching(size=4, tokens=90)), window=window, max_epochs=1)
+    text = f"split: each loader batch {said} into micro-batches of at most 4 rows and"
+    assert text in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_effective_batch_is_that_of_loader_batches(window: int) -> None:
     """Known from the loader, or measured over the first windows, in both units."""

@@ -27,11 +27,13 @@ class Cuts(pl.Callback):
     def __init__(self) -> None:
         self.sizes: list[list[int]] = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.sizes.append([])
 
-    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.sizes[-1].append(module.ran)
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self.sizes[-1].append(pl_module.ran)
 
 
 class Sized(Short):
@@ -90,7 +92,7 @@ def test_it_grows_again_after_a_quiet_spell(monkeypatch: pytest.MonkeyPatch) -> 
         cut = MicroBatching("auto", grow_after=grow_after)
         cuts, memory = Cuts(), Memory(fits={0: 70, 3: 1000})
         fit(Sized(memory, cut=cut), cuts, max_epochs=10)
-        largest[grow_after] = max(map(max, cuts.sizes[6:]))
+        largest[grow_after] = max(map(max, cuts.sizes[4:]))
     assert largest[None] <= 70 < largest[4]
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
     MulticlassF1Score,
     MulticlassPrecision,
 )
+from torchmetrics.wrappers import BinaryTargetTransformer, MinMaxMetric
 
 from tests.helpers import VOCABULARY
 from tests.lit.split.common import CUTS, Split, assert_same_logs, logged
@@ -87,6 +88,10 @@ class Measured(Split):
         self.metric(*data)
         self.log_dict(self.metric, on_step=True, on_epoch=True)
 
+    def use_first(self, logits: Tensor, labels: Tensor) -> None:
+        self.log("value", self.metric(logits[:, 0], labels), on_epoch=False)
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+
     def use_returned_dict(self, *data: Tensor) -> None:
         self.log_dict(self.metric(*data), on_step=True, on_epoch=False)
 
@@ -133,6 +138,22 @@ def test_wrapped_metric_equals_that_of_the_whole_batch() -> None:
         )
 
     assert_alike(make, "returned_dict")
+
+
+def shifted() -> BinaryTargetTransformer:
+    return BinaryTargetTransformer(MeanSquaredError(), threshold=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (lambda: MinMaxMetric(accuracy()), "returned_dict"),
+        (shifted, "first"),
+    ],
+)
+def test_wrapper_that_counts_no_updates_of_its_own(make: Any, how: str) -> None:
+    """What it is given is an update of the metric that it wraps, not of the wrapper."""
+    assert_alike(make, how)
 
 
 def collection(**how: Any) -> MetricCollection:

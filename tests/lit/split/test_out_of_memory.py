@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.helpers import deviation
+from tests.helpers import VOCABULARY, deviation
 from tests.lit.split.common import START, fit
 from tests.lit.split.short_of_memory import (
     Memory,
@@ -118,6 +119,29 @@ def test_a_window_that_was_run_again_without_forgetting_would_be_wrong(
     fit(module)
     assert module.memory.num_failures == 1
     assert deviation(module, reference(), START) > 1e-2
+
+
+class Overwriting(Short):
+    """Writes into the batch that it gets, a part of which is needed again."""
+
+    def loss_of(self, batch: Any) -> Tensor:
+        batch["ids"].add_(1).remainder_(VOCABULARY)
+        return super().loss_of(batch)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_a_step_writes_into_its_batch_is_not_seen_by_the_next_attempt(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not copies:  # the control
+        shortcuts = "trainkit.lit.split.shortcuts"
+        monkeypatch.setattr(f"{shortcuts}._with_copies", lambda batch, device: batch)
+    module = Overwriting(Memory(fits={0: 400}), cut=AUTO)
+    whole = Overwriting(cut=None)
+    fit(module)
+    fit(whole)
+    assert module.memory.num_failures >= 1
+    assert (deviation(module, whole, START) <= EXACT) is copies
 
 
 # ---- all else is as if it had not happened -------------------------------------------

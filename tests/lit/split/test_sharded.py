@@ -41,7 +41,7 @@ class Sharded(Trained):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, None)
-        self.rows, self.called, self.num_steps = SumMetric(), SumMetric(), 0
+        self.rows, self.counted, self.num_steps = SumMetric(), SumMetric(), 0
         self.cast = nn.BatchNorm1d(1)  # buffers that only a forward pass changes
         for parameter in self.cast.parameters():
             parameter.requires_grad_(False)
@@ -55,9 +55,9 @@ class Sharded(Trained):
         rows = len(batch["ids"])
         self.num_steps += 1
         self.rows.update(rows)
-        self.called(float(rows))
+        self.counted(float(rows))
         self.log("rows", float(rows), reduce_fx="sum", on_step=False, on_epoch=True)
-        self.log("called", self.called, on_step=True, on_epoch=False)
+        self.log("counted", self.counted, on_step=True, on_epoch=False)
         running = windows_of(self.trainer).split.running  # type: ignore[attr-defined]
         fills_up = float(not running.part.counts)
         self.log_exact("filling", torch.tensor(fills_up), batch, weight=rows)
@@ -82,8 +82,10 @@ class Samples(WindowMonitor):
         super().__init__(1)
         self.found: list[float] = []
 
-    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
-        super().on_before_optimizer_step(trainer, *args)
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         stats = windows_of(trainer).last_window
         assert stats is not None
         self.found.append(float(stats.samples))
@@ -153,7 +155,7 @@ def test_what_only_fills_up_counts_nowhere(name: str, two_ranks: Results) -> Non
         assert result.rows == 2 * sum(map(sum, shares))  # a metric adds up ranks
         assert result.num_steps == result.num_batches_tracked
         assert sum(result.samples) == 2 * sum(map(sum, shares))
-        assert result.logged["called"] == shares[rank][-1]
+        assert result.logged["counted"] == shares[rank][-1]
         assert result.logged["filling"] == 0.0
         assert result.logged["rows"] == sum(shares[rank])
 

@@ -50,7 +50,9 @@ def changed(model: Any) -> None:
     model.seen["sums"]["x"] += 1
     model.seen["new"] = 1
     model.layer.made_late = 5
-    random.random(), np.random.rand(), torch.rand(())
+    random.random()
+    np.random.rand()
+    torch.rand(())
 
 
 def shown(model: Any) -> Any:
@@ -114,12 +116,20 @@ def test_an_attribute_that_a_step_makes_and_a_failing_metric_leave_nothing() -> 
     assert not hasattr(model.mean, "made_late")
 
 
-def test_random_numbers_can_be_left_alone() -> None:
-    snapshot = Snapshot(Model(), random=False)
-    state = torch.get_rng_state()
-    torch.rand(())
+@pytest.mark.parametrize("kept", [True, False])
+def test_generators_of_its_own_are_put_back_with_the_others(kept: bool) -> None:
+    model = Model()
+    model.numbers = np.random.default_rng(0)  # type: ignore[assignment]
+    model.seen["generator"] = torch.Generator().manual_seed(0)
+
+    def draw() -> tuple[float, ...]:
+        own = torch.rand((), generator=model.seen["generator"])
+        return float(own), model.numbers.random(), float(torch.rand(()))
+
+    snapshot = Snapshot(model, random=kept)
+    first = draw()
     snapshot.restore()
-    assert not torch.equal(torch.get_rng_state(), state)
+    assert [a == b for a, b in zip(first, draw(), strict=True)] == [kept] * 3
 
 
 @pytest.mark.parametrize("sparse", [False, True])

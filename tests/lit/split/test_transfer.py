@@ -112,9 +112,11 @@ class Hooks(Split):
         self.calls.append(("before", len(batch["ids"])))
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: Any, dataloader_idx: int
+    ) -> Any:
         self.calls.append(("transfer", len(batch["ids"])))
-        return super().transfer_batch_to_device(batch, *args)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.calls.append(("after", len(batch["ids"])))

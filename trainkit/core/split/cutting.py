@@ -161,9 +161,14 @@ def _halved(parts: list[list[int]], rows: Rows, at_least: int) -> list[list[int]
 def _micro_batches(
     batches: Sequence[Any], parts: Sequence[list[int]], rows: Rows
 ) -> list[MicroBatch]:
+    if rows.are_alike and rows.num_rows:
+        each = rows.padded_of([0])
+        sizes = [each * len(part) for part in parts]
+    else:
+        sizes = [rows.padded_of(part) for part in parts]
     return [
-        MicroBatch(batch, part, rows.padded_of(part), rows.real_of(part))
-        for batch, part in zip(batches, parts, strict=True)
+        MicroBatch(batch, part, size, rows.real_of(part))
+        for batch, part, size in zip(batches, parts, sizes, strict=True)
     ]
 
 

@@ -203,7 +203,9 @@ def _group_of_numbers(
             f"MicroBatching lengths {str(path)!r}: the longest row has {longest} "
             f"columns, and the batch must have tensors of one padded length of at "
             f"least that, but those found are {sorted(set(columns))}. The batch is "
-            f"{describe(batch)}. Name a mask of the padded length instead."
+            f"{describe(batch)}. Name a mask of the padded length instead, or say "
+            f"which other dimension is ragged, such as ragged={{'waves': 2}} for rows "
+            f"by channels by time."
         )
     spans = [(0, max(1, int(length))) for length in lengths]
     return Group.make(candidates.pop(), spans)

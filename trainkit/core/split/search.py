@@ -97,6 +97,7 @@ class SizeSearch:
         if self._turns is not None:
             self._turns = [s for s in self._turns if s < size]
         if not self._times:
+            self._turns = None  # nothing is left to take turns
             self.limit = self._below_failed(self.limit)
         elif self.is_searching:
             self._choose()
@@ -122,9 +123,9 @@ class SizeSearch:
         self._proven = frontier([*self._proven, *points])
         self._whole = max(self._whole, whole)
         self._longest = max([self._longest, *(longest for _, longest in points)])
-        self.rest()
         if self.is_searching:
             self._time(seconds / max(real, 1))
+        self.rest()
 
     def rest(self) -> None:
         """A window has run, and there is nothing to tell of it."""

@@ -23,6 +23,7 @@ def slices_of(
         trims: which dimensions to trim, by the field's number.
         parts: the rows of each micro-batch, ascending.
     """
+    sizes = _sizes_in_order(parts)
     spans = reading.rows.spans
     columns = [columns_of(spans, rows) if trims else [] for rows in parts]
     indices: dict[tuple[int, torch.device], Tensor] = {}
@@ -32,6 +33,9 @@ def slices_of(
             pieces.append([field.value] * len(parts))
             continue
         each = trims.get(number, ())
+        if sizes is not None and not each and isinstance(field.value, Tensor):
+            pieces.append(list(field.value.split(sizes)))
+            continue
         pieces.append(
             [
                 _piece(field.value, rows, part, each, columns[part], indices)
@@ -39,6 +43,16 @@ def slices_of(
             ]
         )
     return pieces
+
+
+def _sizes_in_order(parts: Sequence[Sequence[int]]) -> list[int] | None:
+    """How many rows each micro-batch has, if they are the rows in their order."""
+    behind = 0
+    for rows in parts:
+        if not rows or rows[0] != behind or rows[-1] - behind + 1 != len(rows):
+            return None
+        behind += len(rows)
+    return [len(rows) for rows in parts]
 
 
 def _piece(

@@ -51,11 +51,11 @@ class Trimming:
         """The padded lengths that the batch's ragged tensors may have."""
         named = self._named(batch)
         return [
-            field.value.shape[1]
+            field.value.shape[dim % len(field.value.shape)]
             for field in fields
             if is_table(field.value, num_rows)
             and self._known.get(key_of(field), (1,)) != ()
-            and named.get(id(field.value)) != ()
+            for dim in named.get(id(field.value), (1,))
         ]
 
     def of(
@@ -103,7 +103,7 @@ class Trimming:
             dims = {1} if group is not None else set()
             ragged_lengths = {g.padded_length for g in groups if g.padded_length > 1}
             if ragged_lengths.intersection(shape[2:]):
-                raise TrainkitError(_further_dimension(batch, field))
+                raise TrainkitError(_further_dimension(batch, field, ragged_lengths))
             if group is not None and not group.has_padding:
                 return ()  # nothing to see yet, nothing to trim
             if group is not None:
@@ -178,14 +178,16 @@ def _by_group(
     return [(dim, by_length[shape[dim]]) for dim in dims]
 
 
-def _further_dimension(batch: Any, field: Field) -> str:
-    shape = field.value.shape
+def _further_dimension(batch: Any, field: Field, lengths: set[int]) -> str:
+    path, shape = field.path, field.value.shape
+    dims = [dim for dim in range(1, len(shape)) if shape[dim] in lengths]
+    all_of_them = dims[0] if len(dims) == 1 else tuple(dims)
+    only_first = f"{{{path!r}: 1}} that only the first is, " if dims[0] == 1 else ""
     return (
-        f"MicroBatching: field {field.path!r} has a further dimension as long as the "
+        f"MicroBatching: field {path!r} has a further dimension as long as the "
         f"padded rows, {list(shape)}, in the batch {describe(batch)}. Say whether it "
-        f"is to be trimmed too: MicroBatching(ragged={{{field.path!r}: (1, 2)}}) names "
-        f"the dimensions to trim, ragged={{{field.path!r}: 1}} says that no other is, "
-        f"{{{field.path!r}: ()}} that none is."
+        f"is to be trimmed too: MicroBatching(ragged={{{path!r}: {all_of_them}}}) says "
+        f"that it is, {only_first}{{{path!r}: ()}} that none is."
     )
 
 

@@ -23,6 +23,7 @@ def refuse_before_fit(trainer: Any, module: Any) -> None:
     Raises:
         TrainkitError: the module, a callback or the backend leaves no size to find.
     """
+    _refuse_split(trainer, module)
     _refuse_module(module)
     _refuse_schedules(trainer)
     strategy = trainer.strategy
@@ -58,14 +59,19 @@ def refuse_loss(loss: Any) -> None:
         )
 
 
+def _refuse_split(trainer: Any, module: Any) -> None:
+    for owner in (module, *trainer.callbacks):
+        if getattr(owner, "micro_batching", None) is not None:
+            raise TrainkitError(
+                f"find_micro_batch: {type(owner).__name__}.micro_batching cuts loader "
+                f"batches by itself, so there is no loader batch to find. "
+                f"MicroBatching('auto') finds the size of the cut; or leave "
+                f"micro_batching out (micro_batching=none in a configuration)."
+            )
+
+
 def _refuse_module(module: Any) -> None:
     name = type(module).__name__
-    if getattr(module, "micro_batching", None) is not None:
-        raise TrainkitError(
-            f"find_micro_batch: {name}.micro_batching cuts loader batches by itself, "
-            f"so there is no loader batch to find. MicroBatching('auto') finds the "
-            f"size of the cut; or set micro_batching = None."
-        )
     if not module.automatic_optimization:
         raise TrainkitError(
             f"find_micro_batch: {name} optimizes manually, so accumulate_grad_batches "

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainkit.lit.random_state import generator_keeper
 
 
 class Snapshot:
@@ -105,18 +105,9 @@ class Snapshot:
                 self._keep_generator(value)
 
     def _keep_generator(self, value: Any) -> None:
-        if isinstance(value, torch.Generator):
-            state: Any = value.get_state()
-            self._put_back.append(lambda: _call(value.set_state, state))
-        elif isinstance(value, random.Random):
-            state = value.getstate()
-            self._put_back.append(lambda: value.setstate(state))
-        elif isinstance(value, np.random.RandomState):
-            state = value.get_state()
-            self._put_back.append(lambda: value.set_state(state))
-        elif isinstance(value, np.random.Generator):
-            bits, state = value.bit_generator, value.bit_generator.state
-            self._put_back.append(lambda: setattr(bits, "state", state))
+        put_back = generator_keeper(value)
+        if put_back is not None:
+            self._put_back.append(put_back)
 
 
 def _restore_tensor(tensor: Tensor, kept: Tensor, device: torch.device) -> None:
@@ -124,7 +115,3 @@ def _restore_tensor(tensor: Tensor, kept: Tensor, device: torch.device) -> None:
         tensor.detach().copy_(kept)  # in place: others may be views of it
     else:  # cast by a precision plugin, or resized
         tensor.data = kept.to(device, copy=True)
-
-
-def _call(function: Callable[[Any], Any], argument: Any) -> None:
-    function(argument)

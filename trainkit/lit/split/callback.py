@@ -88,7 +88,8 @@ class SplitCallback(WindowCallback):
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = super().plan(trainer, pl_module)
         if self.micro_batching is not None:
-            rows.append(("split", describe(self.micro_batching)))
+            is_step = trainer.accumulate_grad_batches == 1
+            rows.append(("split", describe(self.micro_batching, is_step=is_step)))
         return rows
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -175,12 +176,22 @@ class SplitCallback(WindowCallback):
         self._found = checkpoint.get(KEY)
 
 
-def describe(options: MicroBatching) -> str:
-    """How loader batches are cut, for the table before training."""
+def describe(options: MicroBatching, *, is_step: bool) -> str:
+    """How loader batches are cut, for the table before training.
+
+    >>> describe(MicroBatching(size=4), is_step=False)
+    'each loader batch is cut into micro-batches of at most 4 rows; logged means \
+weighed as the loss'
+
+    Args:
+        options: how they are cut.
+        is_step: whether one loader batch makes an optimizer step; else several do.
+    """
     if options.is_auto:
         how = "into micro-batches as large as fit, then as are fastest"
     else:
         limits = {"rows": options.size, "tokens": options.tokens}
         said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
         how = f"into micro-batches of at most {' and '.join(said)}"
-    return f"each loader batch is one step, cut {how}; logged means weighed as the loss"
+    is_what = "is one step," if is_step else "is"
+    return f"each loader batch {is_what} cut {how}; logged means weighed as the loss"

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from trainkit.core.split.fields import take_apart
 from trainkit.lit._compat import (
     has_own,
     has_plain_backward,
@@ -53,14 +55,38 @@ def backward_of(trainer: Any, pl_module: Any, windows: Any) -> Backward:
     return backward
 
 
-def transfer_of(trainer: Any, pl_module: Any) -> Move:
-    """Brings a micro-batch to the device, through the hooks for it if there are any."""
+def transfer_of(trainer: Any, pl_module: Any, *, may_repeat: bool) -> Move:
+    """Brings a micro-batch to the device, through the hooks for it if there are any.
+
+    Args:
+        trainer: in `fit`.
+        pl_module: what trains.
+        may_repeat: whether the loader batch may be needed again. Then what is on the
+            device already goes as a copy: micro-batches are views of the loader batch,
+            and a training step may write into what it gets.
+    """
+    device = trainer.strategy.root_device
+    move = _move_of(trainer, pl_module, device)
+    if not may_repeat:
+        return move
+    return lambda batch: move(_with_copies(batch, device))
+
+
+def _move_of(trainer: Any, pl_module: Any, device: torch.device) -> Move:
     if not transfers_plainly(trainer, pl_module):
         return trainer.strategy.batch_to_device
-    device = trainer.strategy.root_device
     if device.type == "cpu":
         return _as_it_is
     return lambda batch: move_data_to_device(batch, device)
+
+
+def _with_copies(batch: Any, device: torch.device) -> Any:
+    fields, build = take_apart(batch, lambda path, value: False)
+    values = [field.value for field in fields]
+    return build(
+        value.clone() if isinstance(value, Tensor) and value.device == device else value
+        for value in values
+    )
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from trainkit.lit.random_state import read_states, write_states
+from trainkit.lit.random_state import generator_keeper, read_states, write_states
 
 FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 """What torch, Lightning and torchmetrics keep in a module; no step changes it, except
@@ -28,12 +28,13 @@ class Snapshot:
 
     Args:
         pl_module: what trains.
-        random: whether to keep the random generators as well.
+        random: whether to keep the random generators as well, the module's own too.
     """
 
     def __init__(self, pl_module: Any, *, random: bool = True) -> None:
         self._device = pl_module.device
         self._put_back: list[PutBack] = []
+        self._keeps_random = random
         for module in pl_module.modules():
             self._keep_buffers(module)
             self._keep_attributes(module)
@@ -74,6 +75,8 @@ class Snapshot:
             self._put_back.append(_refilled(value, value.update))
             for each in value.values() if isinstance(value, dict) else ():
                 self._keep(each)
+        elif self._keeps_random and (put_back := generator_keeper(value)) is not None:
+            self._put_back.append(put_back)
 
     def _keep_tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter):

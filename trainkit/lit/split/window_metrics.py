@@ -27,6 +27,8 @@ class _Followed:
         fresh: a copy that nothing has been given.
         copies: one for each of its calls in a micro-batch.
         num_calls: those of the present one.
+        num_used: how many copies this window has given something; what a wrapper of
+            another metric is given does not count as its own update.
         values: of the window that was closed last, one for each call.
     """
 
@@ -34,12 +36,14 @@ class _Followed:
     fresh: Metric
     copies: list[Metric] = field(default_factory=list)
     num_calls: int = 0
+    num_used: int = 0
     values: list[Any] = field(default_factory=list)
 
     def next_copy(self) -> Metric:
         if self.num_calls == len(self.copies):
             self.copies.append(copy.deepcopy(self.fresh))
         self.num_calls += 1
+        self.num_used = max(self.num_used, self.num_calls)
         return self.copies[self.num_calls - 1]
 
 
@@ -116,7 +120,7 @@ class WindowMetrics:
     def close(self) -> None:
         """It is complete: the step values become the window's."""
         for each in self._followed:
-            used = [own for own in each.copies if own.update_called]
+            used = each.copies[: each.num_used]
             if used and self._hooks:
                 each.values = [own.compute() for own in used]
                 set_batch_value(each.metric, each.values[-1])
@@ -129,8 +133,10 @@ class WindowMetrics:
         for metric, update in self._means:
             metric.update = update
         self._hooks, self._means, self._returned = [], [], []
-        for own in (own for each in self._followed for own in each.copies):
-            own.reset()
+        for each in self._followed:
+            each.num_used = 0
+            for own in each.copies:
+                own.reset()
 
     def source_of(self, value: Tensor) -> Source | None:
         """The call that returned a tensor in this micro-batch, if one did."""
@@ -145,21 +151,24 @@ class WindowMetrics:
 
     def _follow(
         self, followed: _Followed, metric: Metric, args: Any, kwargs: Any, result: Any
-    ) -> None:
+    ) -> Any:
         if self._is_muted:
-            return
+            return result
         own = followed.next_copy()
         if isinstance(metric, MeanMetric):
             self._update_mean(own.update, *args, **kwargs)
         else:
             own.update(*args, **kwargs)
         number = followed.num_calls - 1
+        if isinstance(result, Mapping):
+            result = _each_its_own(result)
         items = result.items() if isinstance(result, Mapping) else [(None, result)]
         self._returned += [
             (value, (followed, number, key))
             for key, value in items
             if isinstance(value, Tensor)
         ]
+        return result
 
     def _update_mean(
         self, update: Callable[..., Any], value: Any, weight: Any = None
@@ -170,6 +179,14 @@ class WindowMetrics:
             update(value)  # each entry counts, in whatever micro-batch
         else:
             update(_unless_nothing(value, self._share), self._share)
+
+
+def _each_its_own(results: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The same values, none of them under two names: by the tensor that is logged it is
+    known what was logged."""
+    if len({id(value) for value in results.values()}) == len(results):
+        return results
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in results.items()}
 
 
 def _unless_nothing(value: Any, share: Weight) -> Any:

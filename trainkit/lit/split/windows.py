@@ -141,7 +141,7 @@ class SplitWindows:
         self._strategy = trainer.strategy
         self._training_step = trainer.strategy.training_step
         self._backward = backward_of(trainer, pl_module, windows)
-        self._transfer = transfer_of(trainer, pl_module)
+        self._transfer = transfer_of(trainer, pl_module, may_repeat=sizes.catches)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
         self._aside: SetAside | None = None
@@ -230,7 +230,8 @@ class SplitWindows:
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
             running.logs.begin(on_device, part.weights, is_muted=not part.counts)
-            self._metrics.begin(running.share, is_muted=not part.counts)
+            if self._metrics.are_any:
+                self._metrics.begin(running.share, is_muted=not part.counts)
             before = None if part.counts else Snapshot(self._module, random=False)
             with self._apart_unless_last(running):
                 self._take(running, self._training_step(on_device, *args, **kwargs))

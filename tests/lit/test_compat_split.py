@@ -1,0 +1,210 @@
+"""What split windows need of Lightning, torch and torchmetrics that is undocumented."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torchmetrics import MeanMetric
+
+from tests.helpers import trainer
+from tests.lit.split.common import Split, fit, loader_batches
+from trainkit.lit import _compat
+
+BACKWARD = ("on_before_backward", "on_after_backward")
+
+
+class Late(Split):
+    """Logs the end of an epoch from within a step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.hooks = [_compat.current_hook(self)]
+        with _compat.as_hook(self, "training_step"):
+            self.hooks.append(_compat.current_hook(self))
+            self.log("late", 1.0, on_step=True, on_epoch=True)
+        self.hooks.append(_compat.current_hook(self))
+
+
+def test_a_value_can_be_logged_as_from_another_hook() -> None:
+    module = Late(cut=None)
+    fitted = fit(module)
+    assert module.hooks == ["on_train_batch_end", "training_step", "on_train_batch_end"]
+    results = fitted.fit_loop.epoch_loop._results.result_metrics
+    assert [each.meta.fx for each in results] == ["training_step"]
+    assert _compat.current_hook(pl.LightningModule()) == ""
+
+
+def test_the_hook_is_put_back_after_an_error() -> None:
+    module = pl.LightningModule()
+    with pytest.raises(KeyError), _compat.as_hook(module, "training_step"):
+        raise KeyError
+    assert _compat.current_hook(module) == ""
+
+
+def test_a_metric_shows_another_value_for_the_step() -> None:
+    class Measured(Split):
+        def __init__(self) -> None:
+            super().__init__(cut=None)
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean(torch.tensor(1.0))
+            _compat.set_batch_value(self.mean, torch.tensor(5.0))
+            self.log("mean", self.mean, on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    metrics = fit(Measured()).callback_metrics
+    assert (metrics["mean_step"], metrics["mean_epoch"]) == (5.0, 1.0)
+
+
+def test_only_the_epoch_for_batch_norm_skips_backward() -> None:
+    skipped: dict[int, bool] = {}
+
+    class Noting(Split):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            skipped[self.current_epoch] = _compat.skips_backward(self.trainer)
+
+    class Normed(Noting):
+        def __init__(self) -> None:
+            super().__init__(cut=None)
+            self.norm = nn.BatchNorm1d(2)
+
+    averaging = StochasticWeightAveraging(
+        swa_lrs=0.1, swa_epoch_start=1, annealing_epochs=1
+    )
+    fit(Normed(), averaging, max_epochs=3)
+    assert skipped == {0: False, 1: False, 2: False, 3: True}
+
+
+def test_a_compiled_step_leaves_the_function_as_it_is() -> None:
+    traced: list[bool] = []
+
+    def note() -> None:
+        traced.append(torch.compiler.is_compiling())
+
+    plain, compiled = Split(cut=None), Split(cut=None)
+    compiled._compiler_ctx = {"compiler": "dynamo"}  # type: ignore[assignment]
+    assert _compat.uncompiled(plain, note) is note
+    untraced = _compat.uncompiled(compiled, note)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        untraced()
+        return x + 1
+
+    torch.compile(step, backend="eager")(torch.zeros(2))
+    assert traced == [False]
+
+
+def test_lightning_says_so_where_it_compiles_a_step() -> None:
+    compiled = torch.compile(Split(cut=None), backend="eager")
+    module = pl.utilities.compile.from_compiled(compiled)  # type: ignore[attr-defined]
+    assert _compat.uncompiled(module, print) is not print
+
+
+def test_methods_are_replaced_for_a_while() -> None:
+    class Owner:
+        def one(self) -> int:
+            return 1
+
+        def two(self) -> int:
+            return 2
+
+    owner = Owner()
+    vars(owner)["two"] = lambda: 22  # an instance's own comes back as such
+    with _compat.replaced(owner, one=lambda: 10, two=lambda: 20):
+        assert (owner.one(), owner.two()) == (10, 20)
+    assert (owner.one(), owner.two()) == (1, 22)
+    assert list(vars(owner)) == ["two"]
+
+
+class OwnStrategy(SingleDeviceStrategy):
+    def post_backward(self, closure_loss: Any) -> None:
+        super().post_backward(closure_loss)
+
+
+class OwnPrecision(DoublePrecision):
+    def pre_backward(self, tensor: Any, module: Any) -> Any:
+        return super().pre_backward(tensor, module)
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({}, True),
+        ({"precision": "bf16-mixed"}, True),
+        ({"precision": "64-true"}, True),
+        ({"strategy": OwnStrategy("cpu")}, False),
+        ({"plugins": [OwnPrecision()]}, False),
+    ],
+)
+def test_which_backward_passes_are_plain(options: dict[str, Any], plain: bool) -> None:
+    assert _compat.has_plain_backward(trainer(**options)) is plain
+
+
+def test_a_gradient_scaler_is_left_aside() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    assert _compat.has_plain_backward(trainer(plugins=[plugin]))
+
+
+class Listener(pl.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None: ...
+
+
+class Listening(pl.LightningModule):
+    def on_before_backward(self, loss: Any) -> None: ...
+
+
+def test_who_listens_to_a_hook() -> None:
+    module, listener = pl.LightningModule(), Listener()
+    nobody, somebody = trainer(), trainer(callbacks=[listener])
+
+    def listened(fitted: Any, to: Any = module, apart_from: Any = None) -> bool:
+        return _compat.is_listened_to(BACKWARD, fitted, to, apart_from=apart_from)
+
+    assert not listened(nobody)
+    assert listened(somebody)
+    assert not listened(somebody, apart_from=listener)
+    assert listened(nobody, Listening())
+
+
+def test_a_hook_that_an_object_has_been_given_is_its_own() -> None:
+    module = pl.LightningModule()
+    assert not _compat.has_own(module, "backward")
+    module.backward = lambda loss: loss.backward()  # type: ignore[method-assign]
+    assert _compat.has_own(module, "backward")
+
+
+class Moving(pl.LightningDataModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+def test_which_batches_reach_the_device_without_a_hook() -> None:
+    class Transferred(pl.LightningModule):
+        def transfer_batch_to_device(
+            self, batch: Any, device: Any, dataloader_idx: int
+        ) -> Any:
+            return batch
+
+    fitted = trainer()
+    assert _compat.transfers_plainly(fitted, pl.LightningModule())
+    assert not _compat.transfers_plainly(fitted, Transferred())
+    seen: list[bool] = []
+
+    class Asking(Split):
+        def on_train_start(self) -> None:
+            seen.append(_compat.transfers_plainly(self.trainer, self))
+
+    class Data(Moving):
+        def train_dataloader(self) -> Any:
+            return loader_batches()
+
+    trainer().fit(Asking(cut=None), Data())
+    trainer().fit(Asking(cut=None), loader_batches())
+    assert seen == [False, True]
