@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 
@@ -105,13 +106,16 @@ def test_loading_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["trainkit", "trainkit.core", "trainkit.core.batch_norm"]
+    "package",
+    ["trainkit", "trainkit.core", "trainkit.core.batch_norm", "trainkit.lit"],
 )
 def test_every_public_name_resolves(package: str) -> None:
+    """Once a submodule is imported, a name that it shares would stand for it."""
     module = import_module(package)
     assert sorted(module.__all__) == sorted(dir(module))
     for name in module.__all__:
         assert getattr(module, name).__name__ == name
+        assert find_spec(f"{package}.{name}") is None
 
 
 def test_core_names_are_the_same_at_the_top() -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from trainkit.lit.batch_norm_guard import BatchNormGuard
     from trainkit.lit.effective import read_effective_batch
     from trainkit.lit.epoch_sums import EpochSums
-    from trainkit.lit.find_micro_batch import FoundMicroBatch, find_micro_batch
+    from trainkit.lit.find_micro_batch import FoundMicroBatch
     from trainkit.lit.graceful_stop import GracefulStop
     from trainkit.lit.learning_rates import LearningRates
     from trainkit.lit.lr_scaling import LRScaling
@@ -40,7 +40,6 @@ __all__ = [
     "RunCheckpoint",
     "StepProgress",
     "WindowMonitor",
-    "find_micro_batch",
     "read_effective_batch",
 ]
 
@@ -63,7 +62,6 @@ __getattr__, __dir__ = lazy_exports(
         "RunCheckpoint": ".run_checkpoint",
         "StepProgress": ".step_progress",
         "WindowMonitor": ".monitor",
-        "find_micro_batch": ".find_micro_batch",
         "read_effective_batch": ".effective",
     },
 )

@@ -154,6 +154,17 @@ def test_memory_may_run_out_at_any_time(seed: int) -> None:
     assert machine.num_failures < 150 * 17
 
 
+@pytest.mark.parametrize("after", range(1, 45))
+def test_a_micro_batch_below_all_timed_sizes_may_fail(after: int) -> None:
+    """Of long rows a smaller one may need more; the search goes on below it."""
+    machine, found = Machine(flat(random.Random(0)), 0), SizeSearch(grow_after=5)
+    for _ in range(after):
+        step(machine, found, 4096)
+    found.failed(300)
+    sizes = [step(machine, found, 4096) for _ in range(4)]
+    assert max(sizes) < 300
+
+
 def test_a_failed_size_is_never_tried_again_unless_asked() -> None:
     machine, found = Machine(falling(random.Random(1)), 1, memory=5000), SizeSearch()
     tried = [step(machine, found, 65536) for _ in range(200)]
@@ -171,6 +182,18 @@ def test_after_a_quiet_spell_a_larger_size_is_tried_again() -> None:
         step(machine, found, 16384)
     assert small <= 3000
     assert current(found, 16384) > 0.9 * 16384
+
+
+def test_a_first_batch_of_one_short_row_does_not_hold_the_size_down_for_ever() -> None:
+    """Twice as much as it may still be less than a longer row, which is never tried."""
+    found = SizeSearch(grow_after=5)
+    found.begin(5)
+    found.passed([(5, 5)], whole=5, seconds=1, real=5)
+    for _ in range(200):
+        limit = found.limit or 0
+        seconds = 1 + 1000 / limit
+        found.passed([(max(limit, 20), 20)], whole=400, seconds=seconds, real=400)
+    assert found.limit == 400
 
 
 def test_start_is_the_first_size_and_the_largest() -> None:
@@ -252,3 +275,26 @@ def test_windows_that_a_search_may_take_are_bounded(
 ) -> None:
     monkeypatch.setattr(search, "MOST", 7)
     assert run(Machine(flat(random.Random(0)), 0), SizeSearch(), 65536) <= 9
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_small_first_batch_is_no_ceiling(has_ended: bool) -> None:
+    """Data sorted by length, a curriculum: what the first batch held says little."""
+    search = SizeSearch()
+    search.begin(10)
+    windows = 60 if has_ended else 2
+    for _ in range(windows):
+        search.passed([(10, 1)], whole=10, seconds=1.0, real=10.0)
+    assert search.is_searching is not has_ended
+    search.begin(1000)
+    search.passed([(10, 1)], whole=1000, seconds=1.0, real=1000.0)
+    assert search.is_searching
+    assert search.limit == 1000
+
+
+def test_a_start_that_was_said_stays_the_ceiling() -> None:
+    search = SizeSearch(start=10)
+    search.begin(1000)
+    search.passed([(10, 1)], whole=1000, seconds=1.0, real=1000.0)
+    assert search.limit is not None
+    assert search.limit <= 10

@@ -9,6 +9,7 @@ import torch
 import torchmetrics
 from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
+from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -91,6 +92,9 @@ class Measured(Split):
     def use_first(self, logits: Tensor, labels: Tensor) -> None:
         self.log("value", self.metric(logits[:, 0], labels), on_epoch=False)
         self.log("metric", self.metric, on_step=True, on_epoch=True)
+
+    def use_first_alone(self, logits: Tensor, labels: Tensor) -> None:
+        self.metric.update(logits[:, 0])
 
     def use_returned_dict(self, *data: Tensor) -> None:
         self.log_dict(self.metric(*data), on_step=True, on_epoch=False)
@@ -242,3 +246,10 @@ def test_metric_objects_are_left_as_they_were() -> None:
 def test_metric_with_several_loader_batches_in_a_window(how: str) -> None:
     """The step value is that of the loader batch, as without the cut."""
     assert_alike(accuracy, how, window=2, sizes=(8, 9, 7))
+
+
+def test_metric_that_counts_its_updates_is_announced() -> None:
+    with pytest.warns(
+        UserWarning, match=r"metric metric: RunningMean looks back.* 2 up"
+    ):
+        logged(Measured(RunningMean(window=2), "first_alone", cut=CUTS["size"]))

@@ -136,7 +136,7 @@ def test_what_a_step_writes_into_its_batch_is_not_seen_by_the_next_attempt(
     if not copies:  # the control
         shortcuts = "trainkit.lit.split.shortcuts"
         monkeypatch.setattr(f"{shortcuts}._with_copies", lambda batch, device: batch)
-    module = Overwriting(Memory(fits={0: 400}), cut=AUTO)
+    module = Overwriting(Memory(fits={0: 60}), cut=AUTO)
     whole = Overwriting(cut=None)
     fit(module)
     fit(whole)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +15,12 @@ from tests.lit.split.common import CUTS, SEQUENCES, SIZES, Split, fit
 from trainkit import PerSample
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.outputs import put_together
+from trainkit.lit.split.outputs import put_together, taken_apart
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 class Seeing(pl.Callback):
@@ -172,3 +178,16 @@ def test_wrong_outputs_are_refused(output: Any, text: str) -> None:
 
     with pytest.raises(TrainkitError, match=text):
         fit(Wrong())
+
+
+def test_what_is_returned_beside_the_loss_holds_no_graph_however_it_is_nested() -> None:
+    """Else the graphs of all micro-batches would be alive at the end of a window."""
+    part = torch.ones(2, requires_grad=True) * 2
+    nested = {"a": OrderedDict(b=part), "c": Pair(part, 1), "d": [(part,), "text"]}
+    _, extras = taken_apart({"loss": part.sum(), **nested})
+    assert extras["a"]["b"].tolist() == extras["c"].first.tolist() == [2, 2]
+    assert type(extras["a"]) is OrderedDict
+    assert extras["c"].second == 1
+    assert extras["d"][1] == "text"
+    found = [extras["a"]["b"], extras["c"].first, extras["d"][0][0]]
+    assert not any(each.requires_grad for each in found)

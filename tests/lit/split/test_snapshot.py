@@ -118,8 +118,8 @@ def test_an_attribute_that_a_step_makes_and_a_failing_metric_leave_nothing() -> 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_generators_of_its_own_are_put_back_with_the_others(kept: bool) -> None:
-    model = Model()
-    model.numbers = np.random.default_rng(0)  # type: ignore[assignment]
+    model: Any = Model()
+    model.numbers = np.random.default_rng(0)
     model.seen["generator"] = torch.Generator().manual_seed(0)
 
     def draw() -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.core.batches import describe
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import even_runs, partition
+from trainkit.core.split.partition import columns_of, even_runs, partition
 from trainkit.core.split.reading import Reader, Reading
 from trainkit.core.split.rows import Rows
 from trainkit.core.split.samples import collated, rows_of_samples
@@ -60,12 +60,15 @@ class Cutter:
         longest_over_budget: the length of the longest row that exceeded the token
             budget of the last cut by itself, and so has a micro-batch of its own; None
             where every row fitted.
+        has_trimmed_left: whether columns before a micro-batch's first have been left
+            out so far, so that its columns have other numbers than in the batch.
     """
 
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
         self._options = options
         self._reader = Reader(options, strategy)
         self.longest_over_budget: int | None = None
+        self.has_trimmed_left = False
 
     def measure(self, batch: Any) -> Rows:
         """How many rows a batch has, and how long they are."""
@@ -104,6 +107,10 @@ class Cutter:
         self, batch: Any, reading: Reading, parts: Sequence[Sequence[int]]
     ) -> list[Any]:
         trims = self._reader.trims(batch, reading)
+        if trims and not self.has_trimmed_left:
+            spans = reading.rows.spans
+            firsts = (first for rows in parts for first, _ in columns_of(spans, rows))
+            self.has_trimmed_left = reading.rows.begin_late and any(firsts)
         pieces = slices_of(reading, trims, parts)
         return [reading.build(iter(values)) for values in zip(*pieces, strict=True)]
 

@@ -42,7 +42,10 @@ class MicroBatching:
         shared: paths of what is handed whole to every micro-batch, though it has as
             many entries as there are rows, or any other number. Numbers, strings and
             0-d tensors always are.
-        trim: whether columns that are padding in a whole micro-batch are left out.
+        trim: whether columns that are padding in a whole micro-batch are left out. A
+            model that sees its padding is then not the same: one that numbers columns
+            by itself while rows are padded on the left (give it `position_ids`), or
+            pools over all of them. Say False for it.
         collate: what makes a batch of a list of samples, for a loader that yields
             lists (`collate_fn=list`).
         overhead: what a micro-batch costs by itself, in padded tokens. Default: a

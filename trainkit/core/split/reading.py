@@ -125,7 +125,7 @@ class Reader:
         elif path not in self._are_rows and holds_arrays(value):
             leading = {each.shape[0] if is_array(each) else None for each in value}
             if not are_samples(value) and leading == {num_rows}:
-                return False  # as fields mostly are; perhaps a later batch tells
+                raise TrainkitError(_either(path, value))
             self._are_rows[path] = True
         return self._are_rows.get(path, True)
 
@@ -143,8 +143,10 @@ class Reader:
         if value.shape[0] != num_rows:
             raise TrainkitError(
                 f"MicroBatching: field {field.path!r} has {value.shape[0]} rows, but "
-                f"the batch has {num_rows}: {describe(batch)}. Name it in shared= if "
-                f"every micro-batch is to have all of it."
+                f"the batch has {num_rows}: {describe(batch)}. If every micro-batch is "
+                f"to have all of it, name it in shared=; if it holds the rows in "
+                f"another dimension, or comes from a loader of another batch size, "
+                f"bring them to dimension 0 of {num_rows} rows."
             )
         return True
 
@@ -177,3 +179,13 @@ class Reader:
         if targets is None or targets[0].ndim > 2:  # a map of labels is no sequence
             return []
         return [group_of_targets(*targets, cut)]
+
+
+def _either(path: str, value: Any) -> str:
+    return (
+        f"MicroBatching: field {path!r} is a list of {len(value)} tensors of "
+        f"{len(value)} rows each, and the batch has as many rows, so that it may be "
+        f"one of fields or one of rows: {describe(value)}. Put fields into a dict, or "
+        f"rows into one padded tensor; or begin with a batch of another size, after "
+        f"which it is known."
+    )

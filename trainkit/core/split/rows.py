@@ -62,6 +62,11 @@ class Rows:
         return all(len(set(group.spans)) == 1 for group in self.groups)
 
     @property
+    def begin_late(self) -> bool:
+        """Whether a row has padding before its first column."""
+        return any(start for group in self.groups for start, _ in group.spans)
+
+    @property
     def spans(self) -> list[Sequence[Span]]:
         return [group.spans for group in self.groups]
 

@@ -123,9 +123,19 @@ class SizeSearch:
         self._proven = frontier([*self._proven, *points])
         self._whole = max(self._whole, whole)
         self._longest = max([self._longest, *(longest for _, longest in points)])
-        if self.is_searching:
+        assert self._most is not None
+        if self._start is None and whole > 2 * self._most:
+            self._begin_anew(whole)
+        elif self.is_searching:
             self._time(seconds / max(real, 1))
         self.rest()
+
+    def _begin_anew(self, whole: int) -> None:
+        """The first batch was a small one, and what was timed says little."""
+        self._most = whole
+        self.limit = self._below_failed(whole)
+        self._times, self._turns, self.is_searching = {}, None, True
+        self._num_spent = self._num_here = 0
 
     def rest(self) -> None:
         """A window has run, and there is nothing to tell of it."""
@@ -138,7 +148,8 @@ class SizeSearch:
         assert self.limit is not None
         assert self._most is not None
         self._quiet, self._failed_at = 0, None
-        larger = min(2 * self.limit, self._whole)
+        # Sizes below the longest row are never tried: all of them are single rows.
+        larger = min(max(2 * self.limit, self._longest), self._whole)
         self._most = max(self._most, larger)
         if self._untried(larger):
             self.limit, self.is_searching, self._num_spent = larger, True, 0

@@ -68,11 +68,6 @@ class HeldLogs:
         self._batch, self._weights, self._is_muted = batch, weights, is_muted
         self._recent, self._num_calls = [], Counter()
 
-    @property
-    def holds_any(self) -> bool:
-        """Whether the window has logged something."""
-        return bool(self._held)
-
     def hold(
         self,
         pl_module: Any,
@@ -144,10 +139,11 @@ class HeldLogs:
         if not isinstance(weight, str):
             return weight
         if weight not in self._weights:
+            terms = sorted(filter(None, self._weights)) or "none"
             raise TrainkitError(
                 f"self.log({name!r}, weight={weight!r}): there is no such term; the "
-                f"terms of self.accumulation are {sorted(self._weights)}. Name one of "
-                f"them, or pass a number or a strategy, such as PerSample()."
+                f"terms of self.accumulation are: {terms}. Name one of them, or pass a "
+                f"number or a strategy, such as PerSample()."
             )
         return self._weights[weight]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainkit.core.expected import Strategies
 from trainkit.core.refusals import missing_terms
+from trainkit.core.split.fields import take_apart
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.terms import refuse_other_terms
 from trainkit.core.window import are_numbers, vector, weighted_sum
@@ -188,8 +189,6 @@ def _first(pair: tuple[int, Any]) -> int:
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
-    if type(value) is dict:
-        return {k: _detached(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_detached(v) for v in value)
-    return value
+    fields, build = take_apart(value, lambda path, part: False)
+    values = [field.value for field in fields]
+    return build(each.detach() if isinstance(each, Tensor) else each for each in values)

@@ -15,6 +15,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerToken, Weight
 from trainkit.core.terms import leading
 from trainkit.lit.split import refusals
+from trainkit.lit.split.frozen import FrozenParameters
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 
 
@@ -43,6 +44,9 @@ class Parts:
         pl_module: what trains.
         accumulator: whose windows they make.
         sizes: say how large a micro-batch may be.
+
+    Attributes:
+        frozen: looks whether parameters stay that no step should move.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class Parts:
         self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
         self._sizes = sizes
         self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
+        self.frozen = FrozenParameters(pl_module)
         self._device = pl_module.device
         self._is_list = options.collate is not None
         self._num_cut = 0
-        self._has_said_too_long = False
+        self._has_said_too_long = self._has_said_renumbered = False
 
     def of(self, batch: Any) -> list[Part]:
         """The micro-batches of a loader batch, the largest first."""
@@ -75,6 +80,7 @@ class Parts:
         else:
             most = len(cut)
         self._say_too_long(limit)
+        self._say_renumbered(batch)
         self._sizes.look_at(cut)
         batches = [micro_batch.batch for micro_batch in cut]
         weights = weights_by_term(self._strategies, batches)
@@ -109,6 +115,11 @@ class Parts:
         if longest is not None and limit is None and not self._has_said_too_long:
             self._has_said_too_long = True
             refusals.announce_too_long(longest)
+
+    def _say_renumbered(self, batch: Any) -> None:
+        if self._cutter.has_trimmed_left and not self._has_said_renumbered:
+            self._has_said_renumbered = True
+            refusals.announce_renumbered(batch)
 
 
 def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:

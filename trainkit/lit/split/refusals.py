@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -144,6 +145,26 @@ def refuse_other_weights(
                 f"in the collate function or in on_before_batch_transfer, which run "
                 f"before the cut."
             )
+
+
+def out_of_memory_between_ranks() -> TrainkitError:
+    return TrainkitError(
+        'MicroBatching("auto"): memory ran out on this rank at a size that had fitted '
+        "before. The other ranks are inside this window's backward passes, where they "
+        "communicate, so that it cannot be run again. Go on from the last checkpoint, "
+        "with a smaller MicroBatching(start=...)."
+    )
+
+
+def announce_renumbered(batch: Any) -> None:
+    """Not as a warning: most models number no columns, or are given the numbers."""
+    if not (isinstance(batch, Mapping) and "position_ids" in batch):
+        rank_zero_info(
+            "MicroBatching: rows are padded on the left, and columns that only pad are "
+            "left out there, so that the columns left have other numbers. A model that "
+            "numbers them by itself (GPT-2 without position_ids) computes something "
+            "else then: give it position_ids, or say trim=False."
+        )
 
 
 def announce_too_long(longest: int) -> None:

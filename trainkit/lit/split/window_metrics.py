@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
+from torchmetrics.wrappers import Running
 
 from trainkit.core.strategies import Weight
 from trainkit.errors import TrainkitError
@@ -82,6 +84,8 @@ class WindowMetrics:
                     f"numbers of them. Leave it out: the epoch's value is synchronised "
                     f"all the same."
                 )
+            if isinstance(module, Running):
+                _announce_running(name, module)
             fresh = copy.deepcopy(module)
             fresh.reset()
             # Ranks may have different numbers of micro-batches, and so of copies.
@@ -200,3 +204,13 @@ def _unless_nothing(value: Any, share: Weight) -> Any:
 def _alone() -> bool:
     """There are no other ranks to ask, says this to torchmetrics in `compute`."""
     return False
+
+
+def _announce_running(name: str, metric: Running) -> None:
+    warnings.warn(
+        f"metric {name}: {type(metric).__name__} looks back over its last "
+        f"{metric.window} updates, and in training_step it is updated once for each "
+        f"micro-batch, so it looks back over less than as many loader batches. Update "
+        f"it in on_train_batch_end, which runs once a step.",
+        stacklevel=2,
+    )

@@ -229,6 +229,8 @@ class SplitWindows:
             self._metrics.open()
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
+            if len(parts) > 1:
+                self._parts.frozen.look(is_first=part is parts[0])
             running.logs.begin(on_device, part.weights, is_muted=not part.counts)
             if self._metrics.are_any:
                 self._metrics.begin(running.share, is_muted=not part.counts)
@@ -364,7 +366,7 @@ class SplitWindows:
             if running is None or not is_out_of_memory(error):
                 raise  # not even cut, or no matter of size
             if self._cannot_be_repeated():
-                raise
+                raise refusals.out_of_memory_between_ranks() from error
             micro_batch = (running.at or running.parts[0]).micro_batch
             failure = Failure(
                 micro_batch.padded, len(micro_batch.rows), type(error).__name__
