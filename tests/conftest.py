@@ -1,5 +1,6 @@
 """One thread: the models are tiny, and several processes share the machine."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
@@ -7,3 +8,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests s
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made is there to stay: a full collection, which a window
+    that ran out of memory asks for, then looks at the tests' own objects only."""
+    gc.collect()
+    gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -221,6 +222,7 @@ def raise_rank_errors(results: list[Any]) -> list[Any]:
 def _rank_main(
     function: Any, rank: int, world_size: int, port: int, folder: str, args: Any
 ) -> None:
+    gc.freeze()  # full collections then look at the tests' own objects only
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
