@@ -58,10 +58,10 @@ OPEN["micro_batching", "tokens"] = ["micro_batching.tokens=4096"]
 OPEN["optimizer", "none"] = ["scheduler=none"]
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes_and_fits_its_target(group: str, option: str) -> None:
-    config = composed(f"{group}={option}", *OPEN.get((group, option), []))
-    check_all(config)
+@pytest.mark.parametrize("option", [o for group, o in OPTIONS if group == "trainer"])
+def test_every_trainer_fits_its_target(option: str) -> None:
+    """As it stands; the other groups are checked when they become objects, below."""
+    check_all(composed(f"trainer={option}"))
 
 
 def test_every_group_of_the_list_is_there() -> None:

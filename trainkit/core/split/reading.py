@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from trainkit.core.batches import are_samples, describe, lookup
 from trainkit.core.split.fields import (
     Build,
@@ -63,6 +65,7 @@ class Reader:
         self._strategy = strategy
         self._trimming = Trimming(options.ragged, strategy)  # type: ignore[arg-type]
         self._are_rows: dict[str, bool] = {}  # lists, by path
+        self._targets: tuple[Tensor, Tensor] | None = None  # of the batch being read
 
     def read(self, batch: Any) -> Reading:
         """Take a batch apart.
@@ -71,6 +74,7 @@ class Reader:
             TrainkitError: its rows cannot be told; the text shows its structure.
         """
         shared = {id(lookup(batch, path)) for path in self._options.shared}
+        self._targets = targets_of(batch, self._strategy)
         num_rows = self._num_rows(batch, shared)
         fields, build = take_apart(
             batch, lambda path, value: self._is_whole(path, value, num_rows, shared)
@@ -78,6 +82,7 @@ class Reader:
         has_rows = [self._has_rows(f, batch, num_rows, shared) for f in fields]
         cut = {i: field for i, field in enumerate(fields) if has_rows[i]}
         rows = self._rows(batch, list(cut.values()), num_rows)
+        self._targets = None
         return Reading(fields, build, cut, rows)
 
     def trims(self, batch: Any, reading: Reading) -> dict[int, Trims]:
@@ -94,9 +99,8 @@ class Reader:
             return mask.shape[0]
         if isinstance(self._strategy, PerSample) and self._strategy.size is not None:
             return int(self._strategy.weight(batch))
-        targets = targets_of(batch, self._strategy)
-        if targets is not None:
-            return targets[0].shape[0]
+        if self._targets is not None:
+            return self._targets[0].shape[0]
         check_no_samples(batch)
         found = common_rows(batch, shared)
         if len(found) != 1:
@@ -175,7 +179,7 @@ class Reader:
             for field in cut
         ):
             return [Group.make(mask.shape[1], spans_of(mask))]
-        targets = targets_of(batch, self._strategy)
+        targets = self._targets
         if targets is None or targets[0].ndim > 2:  # a map of labels is no sequence
             return []
         return [group_of_targets(*targets, cut)]

@@ -60,12 +60,11 @@ class Returned:
         counting = [part for part in parts if part.counts]
         first = next(iter(strategies))
         weights = {t: [part.weights[t] for part in counting] for t in strategies}
-        loss = torch.stack(
-            [
-                _whole_loss(losses, weights[name], strategies[name])
-                for name, losses in self._losses.items()
-            ]
-        ).sum()
+        terms = [
+            _whole_loss(losses, weights[name], strategies[name])
+            for name, losses in self._losses.items()
+        ]
+        loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
         if not self._is_dict:
             return loss
         rows = [part.micro_batch.rows for part in counting]

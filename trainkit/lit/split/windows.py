@@ -53,6 +53,7 @@ class Running:
         at: that which is being brought to the device, or runs: where memory runs out.
         value: its loss, as reported.
         weight: what it weighs.
+        is_forward_only: whether nothing runs backward.
     """
 
     parts: list[Part]
@@ -64,6 +65,7 @@ class Running:
     at: Part | None = None
     value: Tensor | None = None
     weight: Weight = 0
+    is_forward_only: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -221,9 +223,8 @@ class SplitWindows:
         tells = size == 1
         closes = window_ends(self._trainer, self._trainer.fit_loop.batch_idx, size)
         running = self.running = Running(parts, tells, closes, HeldLogs(self._metrics))
-        if skips_backward(self._trainer):
-            running.tells = running.closes = False
-        else:
+        running.is_forward_only = skips_backward(self._trainer)
+        if not running.is_forward_only:
             self._begin(running, size)
         if len(parts) > 1:
             self._metrics.open()
@@ -305,7 +306,7 @@ class SplitWindows:
         if running.part.counts:
             running.returned.add(output, terms, extras)
         running.logs.know_terms(terms, self._accumulator.strategies)
-        if skips_backward(self._trainer):
+        if running.is_forward_only:
             return
         if len(terms) == 1:
             (loss,) = terms.values()
@@ -316,7 +317,8 @@ class SplitWindows:
         assert isinstance(loss, Tensor)
         if not running.part.counts:
             loss = loss * 0  # a sum has no weight that would take it out
-        running.value = loss.detach().clone()
+        # On a GPU the next step of a CUDA graph writes over this one's loss.
+        running.value = loss.detach().clone() if loss.is_cuda else loss.detach()
         self._backward(loss, self._trainer.optimizers[0])
 
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
