@@ -22,7 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.probe.place import find_place
 
 
-class OwnLoader(Net):
+class PrivateLoader(Net):
     """Keeps the size in its hyperparameters, and shows it as an attribute."""
 
     def __init__(self, batch_size: int = 4) -> None:
@@ -56,7 +56,7 @@ def test_an_attribute_and_its_hyperparameter_stay_the_same() -> None:
 
 
 def test_a_module_with_its_own_loader() -> None:
-    module, fit = OwnLoader(), quick(max_epochs=1)
+    module, fit = PrivateLoader(), quick(max_epochs=1)
     plan = found(module, None, fit, max_micro_batch=8).plan
     assert module.batch_size == plan.micro_batch
     fit.fit(module)
