@@ -63,6 +63,9 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainkit train trainer=debug trainer.devi", ["trainer.devices="]),
         ("trainkit train accumulation=nothing data.batch_s", []),
         ("trainkit train 'unbalanced", []),
+        ("trainkit plan --probe accumulation=per_t", ["accumulation=per_token"]),
+        ("trainkit plan --probe --ma", ["--max-micro-batch"]),
+        ("trainkit plan --probe --rule s", ["sqrt"]),
     ],
 )
 def test_candidates_of_a_line(line: str, candidates: list[str]) -> None:

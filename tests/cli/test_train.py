@@ -55,6 +55,7 @@ def test_a_run_leaves_its_folder(
     assert summary["steps"] == 4
     assert summary["windows"]["windows"] == 4
     assert summary["effective_batch"]["size"] == 8
+    assert summary["micro_batching"] is None
     assert summary["metrics"]["val/loss"] > 0
     assert summary["plain_accumulation"]["mean"] > 0
     assert summary["versions"]["torch"] == torch.__version__
@@ -82,6 +83,23 @@ def test_with_a_schedule_the_effective_batch_is_that_of_the_last_step(
     assert "run_training_epoch" in (run / "fit-profile.txt").read_text()
     assert train("ckpt_path=last", "trainer.max_steps=4", small=[]) == 0
     assert summary_of(run)["effective_batch"] == batch
+
+
+@pytest.mark.parametrize("cut", ["auto", "size"])
+def test_the_cut_of_loader_batches_is_summed_up(
+    cut: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ["trainer.accumulate_grad_batches=1", "data.batch_size=4"]
+    said = ["micro_batching.size=3"] if cut == "size" else []
+    assert train(*one, f"micro_batching={cut}", *said) == 0
+    limits = summary_of(the_run(tmp_path))["micro_batching"]
+    told = capsys.readouterr().out
+    if cut == "size":
+        assert limits == {"size": 3, "tokens": None, "found": None}
+        assert "cut into some of at most 3 rows" in told
+    else:
+        assert limits["found"] > 0
+        assert f"cut into some of at most {limits['found']:,}, which was" in told
 
 
 def by_hand(module: LightningModule, **options: Any) -> dict[str, torch.Tensor]:

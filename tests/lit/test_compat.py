@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,21 @@ def test_saves_weights_now_equals_when_model_checkpoint_saves(
     assert due == (saved if only else set())
     assert saved == {s for s in range(1, 7) if s % every == 0}
     assert not _compat.saves_weights_now(pl.Callback(), 1)
+
+
+@pytest.mark.parametrize("only", [True, False])
+@pytest.mark.parametrize("by_time", [True, False])
+def test_saves_weights_by_time_equals_what_model_checkpoint_was_asked_for(
+    tmp_path: Path, by_time: bool, only: bool
+) -> None:
+    due = {"train_time_interval": timedelta(0)} if by_time else {"every_n_epochs": 9}
+    saving = ModelCheckpoint(tmp_path, save_weights_only=only, **due)  # type: ignore[arg-type]
+    assert _compat.saves_weights_by_time(saving) is (only and by_time)
+    trainer(callbacks=[saving], enable_checkpointing=True, max_epochs=1).fit(
+        TokenModule(), loader(DATA, BATCH)
+    )
+    assert any(tmp_path.iterdir()) is by_time
+    assert not _compat.saves_weights_by_time(pl.Callback())
 
 
 def test_average_of_finds_the_model_that_lightning_averages() -> None:

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from tests.helpers import TokenModule, loader, ragged_sequences, trainer
+from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
+from trainkit.data.resumable import ResumableLoader
 from trainkit.lit import _compat
 
 DATA = loader(ragged_sequences(24), 4)  # six batches
@@ -180,6 +181,47 @@ def test_is_within_epoch_tells_where_a_run_goes_on(
         warnings.simplefilter("ignore")  # the loader cannot resume
         each.fit(TokenModule(), DATA, ckpt_path=tmp_path / "last.ckpt")
     assert seen == [False, within]
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_restore_loaders_brings_the_batch_that_comes_next(
+    restores: bool, tmp_path: Path
+) -> None:
+    """A module that counts its steps early has Lightning forget where loaders were."""
+    samples = ragged_sequences(24)
+    seen: list[Any] = []
+
+    class CountsEarly(TokenModule):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 6
+            return super().configure_optimizers()
+
+    def run(*callbacks: Any, **how: Any) -> None:
+        batches = ResumableLoader(samples, 4, collate_fn=pad)
+        each = trainer(callbacks=list(callbacks), max_epochs=1)
+        each.fit(CountsEarly(), batches, **how)
+
+    def saves(trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    def begins(trainer: Any, *args: Any) -> None:
+        if restores:
+            _compat.restore_loaders(trainer)
+
+    def sees(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        seen.append((batch_idx, batch["ids"]))
+
+    run(looking(on_train_batch_end=saves, on_train_batch_start=sees))
+    whole, seen = seen[2:], []
+    looks = looking(on_train_start=begins, on_train_batch_start=sees)
+    run(looks, ckpt_path=tmp_path / "last.ckpt")
+    same = [
+        one == other and torch.equal(ids, others)
+        for (one, ids), (other, others) in zip(whole, seen, strict=False)
+        if ids.shape == others.shape
+    ]
+    assert (all(same) and len(same) == len(whole)) is restores
 
 
 @pytest.mark.parametrize(("least", "ending"), [({}, True), ({"min_epochs": 2}, False)])

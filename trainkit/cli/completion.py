@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from trainkit.cli.arguments import Arguments
-from trainkit.cli.completion_options import Option, cached_options, output_of
+from trainkit.cli.completion_options import cached_options, output_of
 from trainkit.cli.completion_scripts import SCRIPTS
 from trainkit.cli.main import COMMANDS
 
@@ -77,17 +77,20 @@ def complete(line: str) -> list[str]:
 def _of_command(command: str, before: list[str], word: str) -> list[str]:
     if command == "completion" and not before:
         return _that_begin(word, SCRIPTS)
-    hydra = command == "train"
-    if hydra and not _is_about_option(before, word):
+    if command == "train" and not _is_about_option(before, word):
         return _of_hydra(before, word)
-    options, takes_words = cached_options(command, "--hydra-help" if hydra else "")
+    asks = "--hydra-help" if command == "train" else ""
+    options, takes_words = cached_options(command, asks)
     last = options.get(before[-1]) if before else None
     name, equals, _ = word.partition("=")
-    if equals:
-        choices = options.get(name, Option()).choices
+    if equals and name in options:
+        choices = options[name].choices
         return _that_begin(word, [f"{name}={choice}" for choice in choices])
     if last is not None and (last.takes_value or last.choices):
         return _that_begin(word, last.choices)
+    if command == "plan" and "--probe" in before and not word.startswith("-"):
+        overrides = [each for each in before if "=" in each and each[0] != "-"]
+        return _of_hydra(overrides, word)
     if takes_words and not word.startswith("-"):
         return []
     return _that_begin(word, options)

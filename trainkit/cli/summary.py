@@ -17,10 +17,11 @@ from trainkit.cli.finished import counted_steps
 from trainkit.cli.run_folder import RunFolder
 from trainkit.config.build import Training
 from trainkit.core.effective import brief
-from trainkit.lit.effective import find_effective_batch
+from trainkit.lit.effective import find_effective_batch, windows_of
 from trainkit.lit.plain_comparison import PlainComparison
 from trainkit.lit.plan import Row
 from trainkit.lit.plan import show as show_rows
+from trainkit.lit.split.callback import SplitCallback
 from trainkit.lit.window_summary import WindowSummary
 
 _PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
@@ -41,6 +42,7 @@ def collect(
         "epochs": trainer.current_epoch,
         "windows": {name: _number(fact) for name, fact in windows.facts().items()},
         "effective_batch": _effective_batch(trainer, windows.sizes),
+        "micro_batching": _micro_batching(trainer),
         "learning_rates": _learning_rates(trainer),
         "plain_accumulation": _plain(trainer),
         "run_dir": str(folder.path),
@@ -67,6 +69,9 @@ def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
     for name, value in facts["metrics"].items():
         if value is not None and not name.startswith("lr-"):
             found.append((name, f"{value:.4g}"))
+    limits = facts["micro_batching"]
+    if limits is not None:
+        found.append(("micro-batches", _limits(**limits)))
     if facts["learning_rates"]:
         rates = ", ".join(_brief(rate, 3) for rate in facts["learning_rates"])
         found.append(("learning rate", f"{rates} at the end"))
@@ -147,6 +152,22 @@ def _effective_batch(
                 "unit": found.unit,
             }
     return None
+
+
+def _micro_batching(trainer: Any) -> dict[str, int | None] | None:
+    """The limits under which loader batches were cut, if they were."""
+    windows = windows_of(trainer)
+    if not isinstance(windows, SplitCallback) or windows.micro_batching is None:
+        return None
+    options, found = windows.micro_batching, windows.micro_batch_size
+    return {"size": options.size, "tokens": options.tokens, "found": found}
+
+
+def _limits(size: int | None, tokens: int | None, found: int | None) -> str:
+    said = [f"{n:,} {unit}" for n, unit in ((size, "rows"), (tokens, "tokens")) if n]
+    if found is not None:
+        said = [f"{found:,}, which was found"]
+    return f"each loader batch was cut into some of at most {' and '.join(said)}"
 
 
 def _learning_rates(trainer: Any) -> list[float | None]:

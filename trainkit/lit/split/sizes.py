@@ -157,20 +157,30 @@ class AutoSizes:
     def _fail(self, size: int) -> None:
         before = self.search.limit
         self.search.failed(size)
-        unit = "tokens" if self._in_tokens else "rows"
         rank_zero_info(
-            f"MicroBatching: memory ran out in a micro-batch of {size} {unit}, under a "
-            f"limit of {before}; the window is run again under {self.search.limit}."
+            f"MicroBatching: memory ran out in a micro-batch of {size} {self._unit}, "
+            f"under a limit of {before}; the window is run again under "
+            f"{self.search.limit}."
         )
 
     def _pass(self, table: Tensor) -> None:
         points = table[:, NUM_COLUMNS:].reshape(-1, 2).int().tolist()
+        searched = self.search.is_searching
         self.search.passed(
             [(size, longest) for size, longest in points if size],
             whole=int(table[:, WHOLE].max()),
             seconds=float(table[:, SECONDS].max()),
             real=float(table[:, REAL].sum()),
         )
+        if searched and not self.search.is_searching:
+            rank_zero_info(
+                f"MicroBatching: windows run fastest in micro-batches of at most "
+                f"{self.search.limit} {self._unit}; the search has ended."
+            )
+
+    @property
+    def _unit(self) -> str:
+        return "tokens" if self._in_tokens else "rows"
 
     def _shared(self, mine: list[float]) -> Tensor:
         """What every rank says, a row for each."""

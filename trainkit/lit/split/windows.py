@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.expected import quotient
 from trainkit.core.gradients import parameters_of
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Weight
 from trainkit.lit._compat import (
     as_hook,
     current_hook,
@@ -26,8 +22,9 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.split import refusals
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
-from trainkit.lit.split.outputs import Returned, taken_apart, terms_of
-from trainkit.lit.split.parts import Part, Parts
+from trainkit.lit.split.outputs import taken_apart, terms_of
+from trainkit.lit.split.parts import Parts
+from trainkit.lit.split.running import Running
 from trainkit.lit.split.shortcuts import backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
@@ -36,55 +33,6 @@ from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.window_end import window_ends
 
 NOTHING = nullcontext()
-
-
-@dataclass
-class Running:
-    """A loader batch that is being run.
-
-    Attributes:
-        parts: its micro-batches.
-        tells: whether the window is this loader batch alone, so that its total is known
-            beforehand.
-        closes: whether the window closes with it.
-        logs: what has been logged in it.
-        returned: what its micro-batches have returned.
-        part: the micro-batch that runs.
-        at: that which is being brought to the device, or runs: where memory runs out.
-        value: its loss, as reported.
-        weight: what it weighs.
-        is_forward_only: whether nothing runs backward.
-    """
-
-    parts: list[Part]
-    tells: bool
-    closes: bool
-    logs: HeldLogs
-    returned: Returned = field(default_factory=Returned)
-    part: Part | None = None
-    at: Part | None = None
-    value: Tensor | None = None
-    weight: Weight = 0
-    is_forward_only: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        return self.part is self.parts[-1]
-
-    @property
-    def share(self) -> Weight:
-        """How much of the loader batch the micro-batch is, as the loss is weighed."""
-        assert self.part is not None
-        return quotient(_leading(self.part), self._weight_of_all)
-
-    @cached_property
-    def _weight_of_all(self) -> Weight:
-        return sum(map(_leading, self.parts))
-
-
-def _leading(part: Part) -> Weight:
-    """What it weighs in the first term."""
-    return next(iter(part.weights.values()))
 
 
 class Windows(Protocol):
@@ -357,11 +305,9 @@ class SplitWindows:
 
     def _attempt(self, batch: Any, args: Any, kwargs: Any) -> Failure | None:
         """One pass over the loader batch; where memory ran out, if it did."""
-        hook = current_hook(
-            self._module
-        )  # which Lightning leaves as it was at an error
         try:
-            with as_hook(self._module, hook):
+            # Lightning leaves the hook's name as it was at an error.
+            with as_hook(self._module, current_hook(self._module)):
                 self._pass(batch, args, kwargs)
         except Exception as error:
             running = self.running
