@@ -18,7 +18,10 @@ REPOSITORY = Path(__file__).parents[2]
 LAUNCHERS = {
     "joblib": ["hydra.launcher.n_jobs=2"],
     "submitit_local": ["hydra.launcher.timeout_min=5"],
-    "ray": ["+hydra.launcher.ray.init.num_cpus=2"],
+    "ray": [
+        "+hydra.launcher.ray.init.num_cpus=2",
+        "+hydra.launcher.ray.init.include_dashboard=false",
+    ],
 }
 MODEL = """
 from trainkit.recipes.code_lm import CodeLM
@@ -59,7 +62,7 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
         env=env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         check=False,
     )
 
