@@ -2,11 +2,9 @@
 
 import gc
 import os
-from collections.abc import Generator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
-import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -17,9 +15,3 @@ def pytest_collection_finish() -> None:
     that ran out of memory asks for, then looks at the tests' own objects only."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True, optionalhook=True)
-def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """One more than there are cores: some tests wait, for a server that hangs."""
-    return (yield) + 1
