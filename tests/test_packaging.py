@@ -197,6 +197,8 @@ def _lend_dependencies(environment: Path, lent: Path) -> None:
 def _link(path: Path, place: Path) -> None:
     if "trainkit" in path.name or path.suffix == ".pth":
         return
+    if path.name.startswith("transformers"):  # not among those of trainkit
+        return
     if path.name == "hydra_plugins":  # ours is among others'
         place.mkdir()
         for inner in path.iterdir():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.startup import CHILD_PATH
 from trainkit.cli import completion_options
 from trainkit.cli.completion import complete, main
 from trainkit.cli.completion_options import cached_options, options_of, output_of
@@ -236,7 +237,7 @@ def environment(commands: Path) -> dict[str, str]:
         "PATH": f"{commands}:{os.environ['PATH']}",
         "HOME": os.environ["HOME"],
         "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": CHILD_PATH,
         "TERM": "xterm",
         "LANG": "C.UTF-8",
     }

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.cli.training import SMALL, run_dirs, summary_of, train
+from tests.startup import CHILD_PATH
 
-REPOSITORY = Path(__file__).parents[2]
 LAUNCHERS = {
     "joblib": ["hydra.launcher.n_jobs=2"],
     "submitit_local": ["hydra.launcher.timeout_min=5"],
@@ -54,7 +54,7 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     env |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    env |= {"PYTHONPATH": str(REPOSITORY), "TRAINKIT_ALLOW": "my_model"}
+    env |= {"PYTHONPATH": CHILD_PATH, "TRAINKIT_ALLOW": "my_model"}
     command = [str(Path(sys.executable).with_name("trainkit")), "train", "-m"]
     return subprocess.run(
         [*command, f"hydra/launcher={launcher}", *LAUNCHERS[launcher], *SMALL, *words],

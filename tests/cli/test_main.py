@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.startup import CHILD_PATH
 from trainkit import __version__
 
 PLAN = ["plan", "--target", "512", "--world-size", "4", "--max-micro-batch", "24"]
@@ -19,7 +20,7 @@ HEAVY = {"torch", "lightning", "pytorch_lightning", "wandb", "torchmetrics"}
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python in another folder, with no setting of the user's."""
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8"}
-    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = CHILD_PATH
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,

@@ -35,6 +35,7 @@ from tests.cli.lightning_user import (
     WithoutOptimizer,
 )
 from tests.helpers import weights
+from tests.startup import CHILD_PATH
 from trainkit import (
     AccumulationSchedule,
     BatchNormGuard,
@@ -181,7 +182,7 @@ def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+        env={**os.environ, "PYTHONPATH": CHILD_PATH},
         capture_output=True,
         text=True,
         timeout=120,

@@ -18,10 +18,10 @@ from tests.cli.training import (
     train,
     weights_of,
 )
+from tests.startup import CHILD_PATH
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 RUN = [
     *[word for word in SMALL if "max_steps" not in word],
     "trainer.max_epochs=2",  # of 7 windows, across saves; the schedule must count them
@@ -38,7 +38,7 @@ def run_apart(where: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environ = {
         **os.environ,
         "TRAINKIT_ALLOW": "tests",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": CHILD_PATH,
         # The bits of a sum depend on how many threads share it.
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }

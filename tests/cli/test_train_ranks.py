@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train, weights_of
+from tests.startup import CHILD_PATH
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[2]
 SCRIPT = [str(Path(sys.executable).with_name("trainkit"))]
 MODULE = [sys.executable, "-m", "trainkit"]
 ONE_RANK = ["trainer.accumulate_grad_batches=4"]
@@ -39,7 +39,7 @@ def run(
     program: list[str], *words: str, cwd: Path, **more: str
 ) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    env |= {"PYTHONPATH": str(REPOSITORY), "HOME": str(cwd), "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": CHILD_PATH, "HOME": str(cwd), "OMP_NUM_THREADS": "1"}
     env |= {"TRAINKIT_ALLOW": "tests", **more}
     return subprocess.run(
         [*program, "train", *SMALL, *TWO_RANKS, *words],

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from recipes.code_lm import CodeLM
-from tests.cli.sweep.helpers import QUICK_AGENT
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from tests.cli.wandb_runs import axes, connect, folders, records, sync, window_losses
+from tests.startup import CHILD_PATH
 from tests.wandb_server import Run, WandbServer
 from trainkit.config import allow_targets
 
@@ -145,7 +145,7 @@ def test_under_an_agent_a_stop_a_mistake_and_a_whole_training(
     }  # fmt: skip
     (private_wandb / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     wandb_server.should_stop = lambda run: len(run.history) >= 5
-    env = wandb_server.env(private_wandb, PYTHONPATH=QUICK_AGENT)
+    env = wandb_server.env(private_wandb, PYTHONPATH=CHILD_PATH)
 
     def wandb(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.startup import CHILD_PATH
 from tests.wandb_server import WandbServer
 
 SECRET, VARIABLE, ARGUMENT, PASSWORD = (
@@ -61,7 +62,7 @@ def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
     (folder / "train.py").write_text(TRAINING)
     env = server.env(
         folder,
-        PYTHONPATH=str(Path(__file__).parents[2]),
+        PYTHONPATH=CHILD_PATH,
         MY_API_KEY=SECRET,
         MY_VARIABLE=VARIABLE,
         SLURM_JOB_ID="1",

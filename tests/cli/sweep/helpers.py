@@ -13,14 +13,13 @@ from typing import Any
 
 import yaml
 
+from tests.startup import CHILD_PATH
 from trainkit.cli.sweep.offline import OfflineSweep
 from trainkit.cli.sweep.state import SweepState
 from trainkit.cli.sweep.sweep_file import SweepFile
 
 TOY = str(Path(__file__).parent / "toy_trial.py")
 REPOSITORY = Path(__file__).parents[3]
-QUICK_AGENT = f"{Path(__file__).parent / 'quick_agent'}{os.pathsep}{REPOSITORY}"
-"""A PYTHONPATH with which agents of W&B's client do not wait five seconds at a time."""
 LR = {"values": [0.1, 0.01, 0.001]}
 
 
@@ -76,7 +75,7 @@ def run(
 def private_env(home: Path) -> dict[str, str]:
     """The environment of a user without an account."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    return {**env, "HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
+    return {**env, "HOME": str(home), "PYTHONPATH": CHILD_PATH}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.sweep.helpers import LR, QUICK_AGENT, command, run, toy
+from tests.cli.sweep.helpers import LR, command, run, toy
+from tests.startup import CHILD_PATH
 from tests.wandb_server import Run, WandbServer
 from trainkit.cli.sweep.agents import shares
 
@@ -34,7 +35,7 @@ print(json.dumps([trial.as_dict() for trial in online.trials()]))
 
 
 def env_of(server: WandbServer, home: Path, **more: str) -> dict[str, str]:
-    return server.env(home, PYTHONPATH=QUICK_AGENT, **more)
+    return server.env(home, PYTHONPATH=CHILD_PATH, **more)
 
 
 def by_lr(server: WandbServer) -> dict[float, Run]:
