@@ -112,6 +112,7 @@ class Trained(Short):
             del self.net
         self.norm = nn.BatchNorm1d(13, dtype=case.dtype) if case.norm else None
         self.called = MeanMetric() if case.metrics else None
+        self.validated: list[Tensor] = []
         self.accumulation = {
             "tokens": PerToken(),
             "samples": PerSample(),
@@ -134,6 +135,11 @@ class Trained(Short):
         ce, kl = self.sums_of(batch)
         count = (batch["labels"] != -100).sum()
         return {"loss": {"ce": ce / count, "kl": 0.5 * kl / len(batch["labels"])}}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.norm is not None:
+            assert self.norm.running_mean is not None
+            self.validated.append(self.norm.running_mean.clone())
 
     def sums_of(self, batch: Any) -> tuple[Tensor, Tensor]:
         return terms_of(self.logits_of(batch), batch["labels"])
@@ -186,6 +192,7 @@ class Result:
         statistics: BatchNorm's.
         num_failures: how often memory ran out.
         limit: the size that was found.
+        validated: BatchNorm's running mean, as validations have seen it.
     """
 
     weights: Tensor
@@ -195,6 +202,7 @@ class Result:
     statistics: list[Tensor]
     num_failures: int
     limit: int | None
+    validated: list[Tensor]
 
 
 def train(rank: int, world: int, case: Case) -> Result:
@@ -216,6 +224,8 @@ def train(rank: int, world: int, case: Case) -> Result:
         devices=world,
         use_distributed_sampler=False,
         max_epochs=case.epochs,
+        num_sanity_val_steps=0,
+        limit_val_batches=1 if case.norm else 0,
     )
     data = data_of(case, world)[rank]
     loader: Any = DataLoader(
@@ -225,7 +235,7 @@ def train(rank: int, world: int, case: Case) -> Result:
     )
     text = ""
     try:
-        fit.fit(module, loader)
+        fit.fit(module, loader, loader if case.norm else None)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     return Result(
@@ -236,6 +246,7 @@ def train(rank: int, world: int, case: Case) -> Result:
         [buffer.double().clone() for buffer in module.buffers()],
         memory.num_failures,
         None if case.naive else windows_of(fit).micro_batch_size,
+        [] if case.naive else module.validated,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.helpers import VOCABULARY, deviation
 from tests.lit.split.common import START, fit
@@ -119,6 +120,39 @@ def test_a_window_that_was_run_again_without_forgetting_would_be_wrong(
     fit(module)
     assert module.memory.num_failures == 1
     assert deviation(module, reference(), START) > 1e-2
+
+
+class Measured(Short):
+    """Logs what a metric object says of the step."""
+
+    def __init__(self, memory: Memory | None = None, **how: Any) -> None:
+        super().__init__(memory, **how)
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
+
+    def loss_of(self, batch: Any) -> Tensor:
+        labels = batch["labels"].flatten()
+        logits = self.net(batch["ids"]).flatten(0, 1)
+        keep = labels != -100
+        accuracy = self.accuracy(logits[keep].detach(), labels[keep])
+        self.log("accuracy", accuracy, on_step=True, on_epoch=False)
+        return super().loss_of(batch)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_metrics_of_a_step_leave_out_the_attempt_that_failed(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, wanted = States(), States()
+    module = Measured(Memory(calls=(2,)), cut=MicroBatching(start=60))
+    fit(Measured(cut=None), wanted)
+    if not forgets:  # the control
+        metrics = "trainkit.lit.split.window_metrics.WindowMetrics"
+        monkeypatch.setattr(f"{metrics}.forget", lambda self: None)
+    fit(module, seen)
+    assert module.memory.num_failures == 1
+    found = [logged["accuracy"] for _, logged in seen.seen[:-1]]
+    right = [logged["accuracy"] for _, logged in wanted.seen[:-1]]
+    assert (found == pytest.approx(right)) is forgets
 
 
 class Overwriting(Short):

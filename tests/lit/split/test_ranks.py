@@ -87,6 +87,7 @@ OTHERS = {
     "fp16 hook": Case(dtype=torch.float32, hook=fp16_compress_hook),
     "norm": Case(cut=AUTO, norm=True, memory=IN_FORWARD),
     "norm, of that size": Case(cut=MicroBatching(start=42), norm=True),
+    "norm, searching": Case(cut=AUTO, norm=True, searches=True),
     "a sample too long": Case(cut=AUTO, memory=[Memory(), Memory(fits={1: 5})]),
     "static graph": Case(ddp={"static_graph": True}),
 }
@@ -185,6 +186,17 @@ def test_memory_that_runs_out_before_buffers_are_sent_is_no_hang(
     for found, wanted in zip(mine.statistics, expected.statistics, strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(mine.weights, other.weights)
+
+
+def test_validation_sees_the_first_ranks_buffers_after_any_window(
+    two_ranks: TwoRanks,
+) -> None:
+    """As after plain ones; no backward pass of a search's windows communicates."""
+    mine, other = two_ranks[0]["norm, searching"], two_ranks[1]["norm, searching"]
+    assert mine.num_reductions == 0
+    assert len(mine.validated) == len(other.validated) == 2
+    for found, wanted in zip(other.validated, mine.validated, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(
