@@ -86,9 +86,7 @@ accumulator.finish(model.parameters())
 
 
 def test_data_loads_torch_alone() -> None:
-    assert loaded_by("from trainkit.data import *; import trainkit.data.resumable") == {
-        "torch"
-    }
+    assert loaded_by("from trainkit.data import *") == {"torch"}
 
 
 def test_lit_knows_no_configuration() -> None:
@@ -107,7 +105,13 @@ def test_loading_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["trainkit", "trainkit.core", "trainkit.core.batch_norm", "trainkit.lit"],
+    [
+        "trainkit",
+        "trainkit.core",
+        "trainkit.core.batch_norm",
+        "trainkit.data",
+        "trainkit.lit",
+    ],
 )
 def test_every_public_name_resolves(package: str) -> None:
     """Once a submodule is imported, a name that it shares would stand for it."""
@@ -118,10 +122,10 @@ def test_every_public_name_resolves(package: str) -> None:
         assert find_spec(f"{package}.{name}") is None
 
 
-def test_core_names_are_the_same_at_the_top() -> None:
-    core = import_module("trainkit.core")
-    for name in core.__all__:
-        assert getattr(core, name) is getattr(trainkit, name)
+def test_names_of_core_and_data_are_the_same_at_the_top() -> None:
+    for floor in map(import_module, ("trainkit.core", "trainkit.data")):
+        for name in floor.__all__:
+            assert getattr(floor, name) is getattr(trainkit, name)
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
         Uniform,
     )
     from trainkit.core.window import WindowStats
+    from trainkit.data.filler import WeighNothing
+    from trainkit.data.length_grouped import LengthGroupedSampler
+    from trainkit.data.padding import PadCollate
     from trainkit.data.resumable import ResumableLoader
+    from trainkit.data.token_budget import TokenBudgetSampler
     from trainkit.errors import TrainkitError
     from trainkit.lit.accumulation_callback import AccumulationCallback
     from trainkit.lit.batch_norm_guard import BatchNormGuard
@@ -63,9 +67,11 @@ __all__ = [
     "GracefulStop",
     "LRScaling",
     "LearningRates",
+    "LengthGroupedSampler",
     "MetricRows",
     "MetricsCSVLogger",
     "MicroBatching",
+    "PadCollate",
     "PerSample",
     "PerToken",
     "PlainComparison",
@@ -73,10 +79,12 @@ __all__ = [
     "ResumableLoader",
     "RunCheckpoint",
     "StepProgress",
+    "TokenBudgetSampler",
     "TrainkitCLI",
     "TrainkitError",
     "Uniform",
     "WandbRunLogger",
+    "WeighNothing",
     "WindowMonitor",
     "WindowStats",
     "find_micro_batch",
@@ -101,9 +109,11 @@ __getattr__, __dir__ = lazy_exports(
         "GracefulStop": ".lit.graceful_stop",
         "LearningRates": ".lit.learning_rates",
         "LRScaling": ".lit.lr_scaling",
+        "LengthGroupedSampler": ".data.length_grouped",
         "MetricRows": ".lit.metric_rows",
         "MetricsCSVLogger": ".lit.metrics_csv",
         "MicroBatching": ".core.split.micro_batching",
+        "PadCollate": ".data.padding",
         "PerSample": ".core.strategies",
         "PerToken": ".core.strategies",
         "PlainComparison": ".lit.plain_comparison",
@@ -111,10 +121,12 @@ __getattr__, __dir__ = lazy_exports(
         "ResumableLoader": ".data.resumable",
         "RunCheckpoint": ".lit.run_checkpoint",
         "StepProgress": ".lit.step_progress",
+        "TokenBudgetSampler": ".data.token_budget",
         "TrainkitCLI": ".cli.lightning_cli",
         "TrainkitError": ".errors",
         "Uniform": ".core.strategies",
         "WandbRunLogger": ".cli.wandb_logger",
+        "WeighNothing": ".data.filler",
         "WindowMonitor": ".lit.monitor",
         "WindowStats": ".core.window",
         "find_micro_batch": ".lit.find_micro_batch",

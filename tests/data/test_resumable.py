@@ -19,7 +19,6 @@ from torch.utils.data import (
 
 from tests.helpers import TokenModule, pad, ragged_sequences, trainer
 from trainkit.data.resumable import ResumableLoader
-from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 
 NUM_ROWS = 23
@@ -62,16 +61,6 @@ def test_workers_draw_by_seed_epoch_and_rank(ranks: Any) -> None:
 def read(each: Any, epoch: int = 0, most: int | None = None) -> list[list[int]]:
     each.sampler.set_epoch(epoch)
     return [batch.tolist() for batch in itertools.islice(each, most)]
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lets loaders believe that they are one rank of several."""
-
-    def become(rank: int, world_size: int) -> None:
-        monkeypatch.setattr(RowSampler, "ranks", property(lambda _: (rank, world_size)))
-
-    return become
 
 
 # ---- the order -----------------------------------------------------------------------
@@ -175,7 +164,7 @@ def test_ranks_share_each_row_once(ranks: Any, number: int, world_size: int) -> 
     for rank in range(world_size):
         ranks(rank, world_size)
         each = loader(number=number)
-        left_out = number - each.sampler.num_rows
+        left_out = number - each.sampler.end
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(each.sampler, "_said", True)
             shares.append(read(each))
@@ -241,7 +230,7 @@ class Stream(IterableDataset[int]):
         ({"batch_size": 0}, "batch_size: must be a whole number of at least 1, .* 0"),
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
-        ({"sampler": RandomSampler(range(3))}, "its own sampler .* RandomSampler"),
+        ({"sampler": RandomSampler(range(3))}, "it has its own .* RandomSampler"),
     ],
 )
 def test_options_are_checked(how: dict[str, Any], text: str) -> None:

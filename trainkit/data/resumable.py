@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from trainkit.data.row_sampler import RowSampler
+from trainkit.data.epoch_order import EpochOrder, check_seed
+from trainkit.data.filler import Filled
+from trainkit.data.length_sampler import LengthSampler
+from trainkit.data.row_sampler import Last, RowSampler, check_last
 from trainkit.errors import TrainkitError
 
 
@@ -22,9 +25,20 @@ class ResumableLoader(DataLoader[Any]):
     alone; several ranks share the rows without a sampler of their own, and no row is
     read twice to make them even. It draws nothing from torch's global generator.
 
+    What becomes of an epoch's last rows, where they do not fill a batch on every rank,
+    is said by `last`. "weight", the default, reads them as they are: the strategy
+    weighs what is there. "drop" leaves them out. "pad" fills the batch up, so that all
+    are of one shape. Fillers are rows that `weigh_nothing` has changed; where there are
+    fewer rows than ranks, the others read one filler each, so that every rank has as
+    many batches. Without `weigh_nothing` such rows, fewer than there are ranks, are
+    left out, which is said.
+
+        ResumableLoader(rows, 32, weigh_nothing=WeighNothing(labels=-100))
+
     What is exact: a resume within an epoch on any number of ranks, as long as
-    batch_size times ranks stays the same (32 on one rank, 16 on two); at an epoch's end
-    whatever you like. Other changes are refused. In a loop of your own, call
+    batch_size times ranks stays the same (32 on one rank, 16 on two); with a
+    `batch_sampler` on the same number of ranks; at an epoch's end whatever you like.
+    Other changes are refused. In a loop of your own, call
     `loader.sampler.set_epoch(epoch)` before each epoch, as Lightning does.
 
     What cannot go on exactly is what worker processes draw at random for each row: they
@@ -35,7 +49,11 @@ class ResumableLoader(DataLoader[Any]):
         batch_size: rows of a batch on one rank.
         shuffle: whether each epoch has an order of its own.
         seed: of the orders, and of the workers.
-        drop_last: leave out the last batch if it is not full on every rank.
+        last: "weight", "pad" or "drop".
+        weigh_nothing: makes of a row one that weighs nothing, for places to be filled.
+        drop_last: the same as `last="drop"`.
+        batch_sampler: a `TokenBudgetSampler` or `LengthGroupedSampler`, in place of all
+            options above but `dataset` and `weigh_nothing`.
         process_group: the ranks that share the rows, where it is not all of them.
         **options: `num_workers`, `collate_fn` and all others of `DataLoader`.
     """
@@ -47,75 +65,84 @@ class ResumableLoader(DataLoader[Any]):
         *,
         shuffle: bool = False,
         seed: int = 0,
+        last: Last = "weight",
+        weigh_nothing: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
+        batch_sampler: LengthSampler | None = None,
         process_group: Any = None,
         **options: Any,
     ) -> None:
         _check(dataset, batch_size, seed)
-        if _takes_no_other_order(options):
-            shuffle = False
-        self._rows = RowSampler(
-            dataset,
-            batch_size=batch_size,
-            shuffle=bool(shuffle),
-            seed=seed,
-            drop_last=drop_last,
-            process_group=process_group,
-        )
+        check_last(last, weigh_nothing)
+        takes_order_as_it_is = _takes_no_other_order(options)
+        if batch_sampler is None:
+            order: EpochOrder = RowSampler(
+                dataset,
+                batch_size=batch_size,
+                shuffle=bool(shuffle) and not takes_order_as_it_is,
+                seed=seed,
+                last="drop" if drop_last else last,
+                process_group=process_group,
+            )
+            # The sampler leaves out what is not full: it knows the other ranks too.
+            how: dict[str, Any] = {"batch_size": batch_size, "sampler": order}
+        else:
+            given = (batch_size, shuffle, seed, last, drop_last)
+            _check_batch_sampler(batch_sampler, dataset, given, process_group)
+            order, how = batch_sampler, {"batch_sampler": batch_sampler}
+        order.fills = weigh_nothing is not None
+        if weigh_nothing is not None and not isinstance(dataset, Filled):
+            dataset = Filled(dataset, weigh_nothing)
         options.setdefault("generator", torch.Generator())
-        # The sampler leaves out what is not full: it knows the other ranks too.
-        super().__init__(dataset, batch_size, sampler=self._rows, **options)
-        self.shuffle = shuffle
-        self.seed = seed
-        self._num_read = 0
+        super().__init__(dataset, **how, **options)
+        # Where Lightning looks for what is told the epoch and deals to the ranks.
+        self.__dict__["sampler"] = self._order = order
+        # Under their own names, as Lightning reads them to make a loader anew.
+        self.shuffle, self.seed = order.shuffle, order.seed
+        self.last, self.weigh_nothing = last, weigh_nothing
+        self.process_group = process_group
+        self._position = 0
         self._resumed: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator, so that nothing begins before the first batch is asked for:
         # Lightning calls iter() before it says which epoch it is.
-        self._num_read = self._rows.first_row = self._take_start()
-        seed = self._rows.seed_for(self._rows.ranks[0])
+        order = self._order
+        self._position = order.start = self._take_start()
         assert self.generator is not None
-        self.generator.manual_seed(seed)  # the workers' seeds come from it
-        stretch, num_rows = self._rows.stretch, self._rows.num_rows
+        # The workers' seeds come from it.
+        self.generator.manual_seed(order.seed_for(order.ranks[0]))
         for batch in super().__iter__():
-            self._num_read = min(self._num_read + stretch, num_rows)
+            self._position = order.after(self._position)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows of which epoch all ranks have been given, and of what order."""
+        """How far all ranks have read in which epoch, and in what order."""
         if self._resumed is not None:
             return dict(self._resumed)
         return {
-            "epoch": self._rows.epoch,
-            "num_read": self._num_read,
-            "num_rows": self._rows.num_rows,
-            **self._described(),
+            "epoch": self._order.epoch,
+            "position": self._position,
+            "end": self._order.end,
+            **self._order.described(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the rows that were read; refuses where they cannot be told."""
-        if 0 < state_dict["num_read"] < state_dict["num_rows"]:
-            for name, value in self._described().items():
-                if state_dict[name] != value:
-                    _refuse_change(name, state_dict[name], value)
-        self._rows.epoch = state_dict["epoch"]
+        """Go on after what was read; refuses where that cannot be told."""
+        if 0 < state_dict["position"] < state_dict["end"]:
+            for name, value in self._order.described().items():
+                saved = state_dict.get(name, "another sampler")
+                if saved != value:
+                    _refuse_change(name, saved, value)
+        self._order.epoch = state_dict["epoch"]
         self._resumed = dict(state_dict)
 
-    def _described(self) -> dict[str, Any]:
-        return {
-            "dataset": len(self.dataset),  # type: ignore[arg-type]
-            "shuffle": self._rows.shuffle,
-            "seed": self._rows.seed,
-            "batch_size x ranks": self._rows.stretch,
-        }
-
     def _take_start(self) -> int:
-        """From which row on the epoch that now begins is read."""
+        """From which position on the epoch that now begins is read."""
         state, self._resumed = self._resumed, None
-        if state is None or state["epoch"] != self._rows.epoch:
+        if state is None or state["epoch"] != self._order.epoch:
             return 0
-        return state["num_read"] if state["num_read"] < state["num_rows"] else 0
+        return state["position"] if state["position"] < state["end"] else 0
 
 
 def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
@@ -125,27 +152,49 @@ def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
             f"{type(dataset).__name__}. For a stream use a loader with a state of its "
             f"own, such as torchdata's StatefulDataLoader."
         )
-    for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, None)):
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or (least is not None and value < least):
-            rule = "a whole number" + (f" of at least {least}" if least else "")
-            raise TrainkitError(
-                f"ResumableLoader {name}: must be {rule}, received {value!r}."
-            )
+    is_whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if not is_whole or batch_size < 1:
+        raise TrainkitError(
+            f"ResumableLoader batch_size: must be a whole number of at least 1, "
+            f"received {batch_size!r}."
+        )
+    check_seed("ResumableLoader", seed)
+
+
+def _check_batch_sampler(
+    batch_sampler: Any, dataset: Any, given: tuple[Any, ...], process_group: Any
+) -> None:
+    """Refuse batches that cannot be resumed, or that something else is to cut too."""
+    if not isinstance(batch_sampler, LengthSampler):
+        raise TrainkitError(
+            f"ResumableLoader batch_sampler: must be a TokenBudgetSampler or a "
+            f"LengthGroupedSampler, received {type(batch_sampler).__name__}. For "
+            f"another use torchdata's StatefulDataLoader."
+        )
+    if given != (1, False, 0, "weight", False) or process_group is not None:
+        raise TrainkitError(
+            f"ResumableLoader batch_sampler: cuts the batches by itself, so that "
+            f"batch_size, shuffle, seed, last, drop_last and process_group cannot be "
+            f"given with it. Give them to {type(batch_sampler).__name__}, which has "
+            f"those that apply."
+        )
+    if len(batch_sampler.lengths) != len(dataset):
+        raise TrainkitError(
+            f"ResumableLoader batch_sampler: needs the length of every row, received "
+            f"{len(batch_sampler.lengths)} lengths for {len(dataset)} rows."
+        )
 
 
 def _takes_no_other_order(options: dict[str, Any]) -> bool:
     """Whether the rows are to be read as they stand: Lightning makes a loader anew
     with a `SequentialSampler` for `overfit_batches`."""
     sampler = options.pop("sampler", None)
-    batches = options.pop("batch_sampler", None)
-    is_plain = sampler is None or isinstance(sampler, SequentialSampler | RowSampler)
-    if batches is not None or not is_plain:
+    if sampler is not None and not isinstance(sampler, SequentialSampler | RowSampler):
         raise TrainkitError(
-            f"ResumableLoader: it has its own sampler and takes no other, received "
-            f"{type(batches or sampler).__name__}. Use a DataLoader for prediction, "
-            f"where Lightning passes one, and torchdata's StatefulDataLoader for a "
-            f"sampler of your own."
+            f"ResumableLoader sampler: it has its own and takes no other, received "
+            f"{type(sampler).__name__}. Use a DataLoader for prediction, where "
+            f"Lightning passes one, and torchdata's StatefulDataLoader for a sampler "
+            f"of your own."
         )
     return isinstance(sampler, SequentialSampler)
 

@@ -3,64 +3,55 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sized
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
 
-import torch
-import torch.distributed as dist
-from torch.utils.data import DistributedSampler
-
+from trainkit.data.epoch_order import EpochOrder
+from trainkit.data.filler import Filler
 from trainkit.errors import TrainkitError
 
+Last = Literal["weight", "pad", "drop"]
 
-class RowSampler(DistributedSampler[Any]):
+
+class RowSampler(EpochOrder):
     """Deals an epoch's rows to the ranks, one batch each at a time.
 
     The epoch's order is cut into stretches of `batch_size` rows times the number of
     ranks, and each stretch is shared out. So after any number of batches the rows that
     all ranks have read are the first ones of the order, with one rank or with several:
     that is what lets a run go on at its very row. In the last stretch ranks may differ
-    by one row. No row is read twice.
+    by one row. No row is read twice. Rows that do not go round are left out, unless it
+    `fills` the places of the other ranks.
 
-    It is a `DistributedSampler` so that Lightning puts no other in its place. The ranks
-    are looked up when rows are read, not when it is made.
+    It gives rows, not batches: Lightning knows how to deal with the `BatchSampler` that
+    torch makes of them.
 
     Args:
         dataset: with a length.
         batch_size: rows of a batch on one rank.
         shuffle: whether each epoch has an order of its own.
         seed: of the orders.
-        drop_last: leave out the last stretch if it is not full.
+        last: what becomes of a last stretch that is not full: "weight" reads it as it
+            is, "pad" fills each rank's batch with fillers, "drop" leaves it out.
         process_group: the ranks that share the rows; default: all.
     """
 
     def __init__(
         self,
-        dataset: Sized,
+        dataset: Any,
         *,
         batch_size: int,
         shuffle: bool,
         seed: int,
-        drop_last: bool,
+        last: Last = "weight",
         process_group: Any = None,
     ) -> None:
         super().__init__(
-            cast(Any, dataset), num_replicas=1, rank=0, shuffle=shuffle, seed=seed
+            dataset, shuffle=shuffle, seed=seed, process_group=process_group
         )
         self.batch_size = batch_size
-        self.leaves_out_last = drop_last
-        self.process_group = process_group
-        self.first_row = 0
+        self.last = last
         self._said = False
-
-    @property
-    def ranks(self) -> tuple[int, int]:
-        """This rank, and how many share the rows."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return 0, 1
-        return dist.get_rank(self.process_group), dist.get_world_size(
-            self.process_group
-        )
 
     @property
     def stretch(self) -> int:
@@ -68,70 +59,95 @@ class RowSampler(DistributedSampler[Any]):
         return self.batch_size * self.ranks[1]
 
     @property
-    def num_rows(self) -> int:
-        """How many rows an epoch has, over all ranks."""
-        all_rows = len(cast(Sized, self.dataset))
-        left = all_rows % self.stretch
-        if self.leaves_out_last or left < self.ranks[1]:
-            return all_rows - left
-        return all_rows
+    def end(self) -> int:
+        """How many rows of the dataset an epoch has, over all ranks."""
+        left = self.num_rows % self.stretch
+        goes_round = self.fills or left >= self.ranks[1]
+        is_kept = goes_round and self.last != "drop"
+        return self.num_rows if is_kept else self.num_rows - left
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order, as Lightning does before each epoch."""
-        self.epoch = epoch
+    def after(self, position: int) -> int:
+        return min(position + self.stretch, self.end)
 
-    def seed_for(self, *parts: int) -> int:
-        """A seed that differs with the epoch and with each of the parts."""
-        seed = self.seed
-        for part in (self.epoch, *parts):
-            seed = seed * 1_000_003 + part
-        return seed % 2**63
+    def described(self) -> dict[str, Any]:
+        return {
+            "dataset": self.num_rows,
+            **super().described(),
+            "batch_size x ranks": self.stretch,
+        }
 
     def __len__(self) -> int:
-        full, left = divmod(self.num_rows, self.stretch)
-        return full * self.batch_size + _share(left, *self.ranks)[1]
+        """How many rows this rank reads in an epoch, fillers included."""
+        full, left = divmod(self.end, self.stretch)
+        rows, fillers = self._shared(left)
+        return full * self.batch_size + len(rows) + fillers
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's rows from `first_row` on, which counts those of all ranks."""
+        """This rank's rows from `start` on, which counts the rows of all ranks."""
         self._check_rows()
-        order = self._order()
-        for start in range(self.first_row, self.num_rows, self.stretch):
-            stretch = order[start : min(start + self.stretch, self.num_rows)]
-            first, length = _share(len(stretch), *self.ranks)
-            yield from stretch[first : first + length]
+        order, begin = self.permuted(self.num_rows), self.start
+        while begin < self.end:
+            stretch = order[begin : self.after(begin)]
+            rows, fillers = self._shared(len(stretch))
+            yield from (stretch[row] for row in rows)
+            yield from [Filler(stretch[0])] * fillers
+            begin += len(stretch)
 
-    def _order(self) -> list[int]:
-        num_rows = len(cast(Sized, self.dataset))
-        if not self.shuffle:
-            return list(range(num_rows))
-        generator = torch.Generator().manual_seed(self.seed_for())
-        return torch.randperm(num_rows, generator=generator).tolist()
+    def _shared(self, num_rows: int) -> tuple[range, int]:
+        """Which rows of a stretch are this rank's, and how many fillers it adds."""
+        if not num_rows:
+            return range(0), 0
+        rows = share(num_rows, *self.ranks)
+        least = self.batch_size if self.last == "pad" else 1
+        return rows, max(least - len(rows), 0) if self.fills else 0
 
     def _check_rows(self) -> None:
-        all_rows, (rank, world_size) = len(cast(Sized, self.dataset)), self.ranks
-        left = all_rows - self.num_rows
-        if all_rows and not self.num_rows:
+        num_rows, (rank, num_ranks) = self.num_rows, self.ranks
+        if num_rows and not self.end:
             raise TrainkitError(
                 f"ResumableLoader: every rank must have a row in every batch, and "
-                f"{all_rows} rows give not one batch of {self.batch_size} on "
-                f"{world_size} ranks with drop_last={self.leaves_out_last}. Lower "
-                f"batch_size, or take fewer ranks."
+                f"{num_rows} rows give not one batch of {self.batch_size} on "
+                f"{num_ranks} ranks with last={self.last!r}. Lower batch_size, take "
+                f"fewer ranks, or give weigh_nothing=."
             )
-        if left and not self.leaves_out_last and rank == 0 and not self._said:
+        left = num_rows - self.end
+        if left and self.last != "drop" and rank == 0 and not self._said:
             self._said = True
             warnings.warn(
-                f"ResumableLoader: the last {left} of {all_rows} rows are too few for "
-                f"{world_size} ranks to have one each, and are left out of the epoch"
-                f"{' (others in the next)' if self.shuffle else ''}.",
+                f"ResumableLoader: the last {left} of {num_rows} rows are too few for "
+                f"{num_ranks} ranks to have one each, and are left out of the epoch"
+                f"{' (others in the next)' if self.shuffle else ''}. Give "
+                f"weigh_nothing=, and the ranks without one read a row that weighs "
+                f"nothing.",
                 stacklevel=2,
             )
 
 
-def _share(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The first row of a rank's share, and how many it has.
+def check_last(last: object, weigh_nothing: object) -> None:
+    """Refuse what is no remedy, and fillers that nobody makes weigh nothing.
 
-    >>> [_share(5, rank, 3) for rank in range(3)]
-    [(0, 2), (2, 2), (4, 1)]
+    Raises:
+        TrainkitError: in both cases.
     """
-    each, more = divmod(num_rows, world_size)
-    return rank * each + min(rank, more), each + (rank < more)
+    if last not in get_args(Last):
+        raise TrainkitError(
+            f"ResumableLoader last: must be one of {', '.join(get_args(Last))}, "
+            f"received {last!r}. weight: the last batch counts as what it is."
+        )
+    if last == "pad" and weigh_nothing is None:
+        raise TrainkitError(
+            "ResumableLoader last='pad': needs weigh_nothing=, which makes of a row "
+            "one that weighs nothing; received none. For instance "
+            "trainkit.WeighNothing(labels=-100) with PerToken()."
+        )
+
+
+def share(num_rows: int, rank: int, num_ranks: int) -> range:
+    """Which of so many rows are a rank's.
+
+    >>> [list(share(5, rank, 3)) for rank in range(3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    each, more = divmod(num_rows, num_ranks)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))

@@ -1,0 +1,101 @@
+"""An order of rows that seed and epoch alone decide, and that the ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from trainkit.errors import TrainkitError
+
+
+class EpochOrder(DistributedSampler[Any]):
+    """What samplers of trainkit have in common.
+
+    It is a `DistributedSampler` so that Lightning puts no other in its place. The ranks
+    are looked up when rows are read, not when it is made. A position counts what all
+    ranks have been given of the epoch, in a unit of the sampler's own.
+
+    Args:
+        dataset: with a length.
+        shuffle: whether each epoch has an order of its own.
+        seed: of the orders.
+        process_group: the ranks that share the rows; default: all.
+
+    Attributes:
+        epoch: which order it is.
+        start: the position from which the next pass begins.
+        fills: whether a rank for which there is no row may be given a filler.
+    """
+
+    def __init__(
+        self, dataset: Any, *, shuffle: bool, seed: int, process_group: Any = None
+    ) -> None:
+        check_seed(type(self).__name__, seed)
+        super().__init__(
+            dataset, num_replicas=1, rank=0, shuffle=bool(shuffle), seed=seed
+        )
+        self.process_group = process_group
+        self.start = 0
+        self.fills = False
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """This rank, and how many share the rows."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 0, 1
+        group = self.process_group
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def num_rows(self) -> int:
+        """How many the dataset has."""
+        return len(cast(Sized, self.dataset))
+
+    @property
+    def end(self) -> int:
+        """The position at which an epoch ends."""
+        raise NotImplementedError
+
+    def after(self, position: int) -> int:
+        """The position once every rank has been given one more batch."""
+        raise NotImplementedError
+
+    def described(self) -> dict[str, Any]:
+        """What must stay as it is for a position to mean the same rows."""
+        return {"shuffle": self.shuffle, "seed": self.seed}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order, as Lightning does before each epoch."""
+        self.epoch = epoch
+
+    def seed_for(self, *parts: int) -> int:
+        """A seed that differs with the epoch and with each of the parts."""
+        seed = self.seed
+        for part in (self.epoch, *parts):
+            seed = seed * 1_000_003 + part
+        return seed % 2**63
+
+    def permuted(self, number: int, *parts: int) -> list[int]:
+        """0, 1, ... in this epoch's order; as they stand, if nothing is shuffled."""
+        if not self.shuffle:
+            return list(range(number))
+        generator = torch.Generator().manual_seed(self.seed_for(*parts))
+        return torch.randperm(number, generator=generator).tolist()
+
+
+def check_seed(name: str, seed: object) -> None:
+    """Refuse what is no whole number.
+
+    Args:
+        name: whose seed it is.
+        seed: what was received.
+
+    Raises:
+        TrainkitError: it is none.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TrainkitError(f"{name} seed: must be a whole number, received {seed!r}.")

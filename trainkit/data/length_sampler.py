@@ -1,0 +1,147 @@
+"""Whole batches of rows of like length, dealt to the ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.data.epoch_order import EpochOrder
+from trainkit.data.filler import Filler
+from trainkit.errors import TrainkitError
+
+Batch = list[int]
+
+
+class LengthSampler(EpochOrder):
+    """A batch sampler that goes by the lengths of rows.
+
+    The epoch's batches are the same for any number of ranks, which are dealt one each,
+    round by round; every rank has as many. Where the last round lacks some, batches of
+    it are parted, so that no row is left out and none is read twice.
+
+    In a loop of your own give it to a `DataLoader` as `batch_sampler`, and call
+    `set_epoch` before each epoch; with Lightning give it to a `ResumableLoader`.
+
+    Args:
+        lengths: of the rows, in order.
+        shuffle: whether each epoch has an order of its own.
+        seed: of the orders.
+        drop_last: leave out what does not make a full round.
+        process_group: the ranks that share the rows; default: all.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int] | Tensor,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        process_group: Any,
+    ) -> None:
+        self.lengths = _checked(type(self).__name__, lengths)
+        super().__init__(
+            self.lengths, shuffle=shuffle, seed=seed, process_group=process_group
+        )
+        self.leaves_out_last = bool(drop_last)
+
+    @property
+    def sampler(self) -> LengthSampler:
+        """Itself: where Lightning looks for what is to be told the epoch."""
+        return self
+
+    @property
+    @abstractmethod
+    def num_batches(self) -> int:
+        """How many there are in every epoch, before they are dealt."""
+
+    @abstractmethod
+    def batches(self) -> list[Batch]:
+        """Those of this epoch, before they are dealt; the same on every rank."""
+
+    @property
+    def end(self) -> int:
+        return len(self) * self.ranks[1]
+
+    def after(self, position: int) -> int:
+        return position + self.ranks[1]
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "dataset": len(self.lengths),
+            "sum of lengths": sum(self.lengths),
+            "drop_last": self.leaves_out_last,
+            "ranks": self.ranks[1],
+            **super().described(),
+        }
+
+    def __len__(self) -> int:
+        """How many batches each rank is given in an epoch."""
+        full, left = divmod(self.num_batches, self.ranks[1])
+        return full + bool(left and not self.leaves_out_last)
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        """This rank's batches from `start` on, which counts those of all ranks."""
+        rank, num_ranks = self.ranks
+        return iter(self._rounds()[self.start + rank :: num_ranks])
+
+    def _rounds(self) -> list[Batch]:
+        """The epoch's batches, as many as are dealt."""
+        batches = self.batches()
+        if self.leaves_out_last or not batches:
+            return batches[: self.end]
+        batches = part(batches, self.end, first=self.end - self.ranks[1])
+        lacking = self.end - len(batches)
+        if lacking and not self.fills:
+            name = type(self).__name__
+            raise TrainkitError(
+                f"{name}: every rank must have a row in every batch, and {name}'s "
+                f"{len(self.lengths)} rows do not make {self.end} batches for "
+                f"{self.ranks[1]} ranks. Take fewer ranks or drop_last=True, or give "
+                f"the ResumableLoader weigh_nothing=."
+            )
+        return [*batches, *([Filler(0)] for _ in range(lacking))]
+
+
+def part(batches: Sequence[Batch], number: int, *, first: int) -> list[Batch]:
+    """Part batches in two, the largest first, until there are so many.
+
+    >>> part([[0, 1], [2, 3, 4, 5]], 4, first=1)
+    [[0, 1], [2], [3], [4, 5]]
+    >>> part([[0, 1], [2]], 3, first=1)  # a single row cannot be parted
+    [[0], [2], [1]]
+
+    Args:
+        batches: of rows.
+        number: how many there shall be; where rows are too few, there are fewer.
+        first: the first that may be parted; those before it only give single rows,
+            where there is nothing else to part.
+    """
+    before, parted = [list(b) for b in batches[:first]], [*map(list, batches[first:])]
+    while len(before) + len(parted) < number:
+        largest = max(parted, key=len)
+        if len(largest) > 1:
+            place, half = parted.index(largest), len(largest) // 2
+            parted[place : place + 1] = [largest[:half], largest[half:]]
+            continue
+        donor = max(before, key=len, default=[])
+        if len(donor) < 2:
+            break
+        parted.append([donor.pop()])
+    return before + parted
+
+
+def _checked(name: str, lengths: Any) -> list[int]:
+    found = list(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
+    for row, length in enumerate(found):
+        is_whole = isinstance(length, Integral) and not isinstance(length, bool)
+        if not is_whole or length < 1:
+            raise TrainkitError(
+                f"{name} lengths: must be whole numbers of at least 1, received "
+                f"{length!r} for row {row}. Leave empty rows out of the data."
+            )
+    return found

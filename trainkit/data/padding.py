@@ -1,0 +1,255 @@
+"""Making a batch of samples whose tensors differ in length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from numbers import Number
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainkit.core.whole import check_whole
+from trainkit.errors import TrainkitError
+
+Columns = dict[Any, list[Any]]
+"""Each field of all samples."""
+
+
+class PadCollate:
+    """A `collate_fn` that fills ragged fields up, and can say where padding is.
+
+        PadCollate({"labels": -100})     # all other fields are filled up with 0
+
+    A sample is a mapping of fields, a tuple or list of them, or a single tensor.
+    Tensors, arrays and lists of numbers are stacked, filled up to the largest in every
+    dimension in which they differ. Numbers become a tensor, anything else a list.
+
+    >>> batch = PadCollate({"y": -1}, mask="m")([{"y": [1, 2]}, {"y": [3]}])
+    >>> batch["y"].tolist(), batch["m"].tolist()
+    ([[1, 2], [3, -1]], [[1, 1], [1, 0]])
+
+    Args:
+        fill: what fields are filled up with, by name, or by number in a tuple.
+            Default: 0.
+        side: where padding stands.
+        of: the field whose first dimension is the length of a sample. Default: the
+            first one that has a dimension.
+        multiple_of: the length of a batch is filled up to a multiple of it, in all
+            fields that are as long as a sample.
+        mask: name of a 0/1 mask to add to the batch: 1 up to a sample's length.
+        lengths: name of the lengths to add.
+    """
+
+    def __init__(
+        self,
+        fill: Mapping[Any, float] | None = None,
+        *,
+        side: Literal["right", "left"] = "right",
+        of: Any = None,
+        multiple_of: int = 1,
+        mask: str | None = None,
+        lengths: str | None = None,
+    ) -> None:
+        if side not in ("right", "left"):
+            raise TrainkitError(
+                f'PadCollate side: must be "right" or "left", received {side!r}.'
+            )
+        check_whole("PadCollate multiple_of", multiple_of)
+        self.fill = dict(fill or {})
+        self.side = side
+        self.of = of
+        self.multiple_of = multiple_of
+        self.mask = mask
+        self.lengths = lengths
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """The batch of these samples."""
+        columns = _columns(samples)
+        self._check_names(columns, is_named=isinstance(samples[0], Mapping))
+        batch = self._batch(columns)
+        if isinstance(samples[0], Mapping):
+            return batch
+        if _is_one_field(samples[0]):
+            return batch[0]
+        return _like(samples[0], batch.values())
+
+    def _batch(self, columns: Columns) -> dict[Any, Any]:
+        fields = {name: _as_tensors(name, column) for name, column in columns.items()}
+        lengths = self._lengths(fields)
+        batch: dict[Any, Any] = {}
+        for name, found in fields.items():
+            if found is None:
+                batch[name] = columns[name]
+                continue
+            is_as_long = lengths == [len(each) if each.ndim else None for each in found]
+            batch[name] = self._stacked(name, found, is_as_long=is_as_long)
+        return batch | self._told(lengths)
+
+    def _lengths(self, fields: dict[Any, list[Tensor] | None]) -> list[int] | None:
+        """Of the samples; None where nothing has a length."""
+        for name in fields if self.of is None else [self.of]:
+            found = fields[name]
+            if found is not None and all(each.ndim for each in found):
+                return [len(each) for each in found]
+        if self.of is None:
+            return None
+        raise TrainkitError(
+            f"PadCollate of: must have a length, received field {self.of!r}, which is "
+            f"none in some sample."
+        )
+
+    def _stacked(self, name: Any, found: list[Tensor], *, is_as_long: bool) -> Tensor:
+        if len({each.ndim for each in found}) > 1:
+            shapes = sorted({str(tuple(each.shape)) for each in found})
+            raise TrainkitError(
+                f"PadCollate: field {name!r} must have as many dimensions in every "
+                f"sample, received the shapes {', '.join(shapes)}."
+            )
+        shape = [max(sizes) for sizes in zip(*(t.shape for t in found), strict=True)]
+        if is_as_long:
+            shape[0] += -shape[0] % self.multiple_of
+        batch = torch.full(
+            (len(found), *shape), self.fill.get(name, 0), dtype=self._dtype(name, found)
+        )
+        for row, each in zip(batch, found, strict=True):
+            row[self._place(each.shape, shape)] = each
+        return batch
+
+    def _dtype(self, name: Any, found: list[Tensor]) -> torch.dtype:
+        # An empty list says nothing of its type: torch takes it for floats.
+        telling = [each for each in found if each.numel()] or found
+        dtype = reduce(torch.promote_types, (each.dtype for each in telling))
+        value = self.fill.get(name, 0)
+        if not _can_hold(dtype, value):
+            raise TrainkitError(
+                f"PadCollate fill {name!r}: {value!r} is no value of {dtype}, of which "
+                f"the field is. Choose another, or give the field another type."
+            )
+        return dtype
+
+    def _place(self, shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
+        if self.side == "right":
+            return tuple(slice(size) for size in shape)
+        pairs = zip(shape, whole, strict=True)
+        return tuple(slice(all_of_it - size, None) for size, all_of_it in pairs)
+
+    def _told(self, lengths: list[int] | None) -> dict[str, Tensor]:
+        """What is added to the batch."""
+        if self.mask is None and self.lengths is None:
+            return {}
+        if lengths is None:
+            raise TrainkitError(
+                "PadCollate mask, lengths: need a field that has a length, received "
+                "samples of numbers alone."
+            )
+        added: dict[str, Tensor] = {}
+        if self.lengths is not None:
+            added[self.lengths] = torch.tensor(lengths)
+        if self.mask is not None:
+            ones = [torch.ones(length, dtype=torch.long) for length in lengths]
+            added[self.mask] = self._stacked(self.mask, ones, is_as_long=True)
+        return added
+
+    def _check_names(self, columns: Columns, *, is_named: bool) -> None:
+        known = ", ".join(map(repr, columns))
+        for option, names in (
+            ("fill: must name fields", self.fill),
+            ("of: must be a field", () if self.of is None else (self.of,)),
+        ):
+            for name in names:
+                if name not in columns:
+                    raise TrainkitError(
+                        f"PadCollate {option} of the samples, received {name!r} where "
+                        f"they have {known}."
+                    )
+        added = [name for name in (self.mask, self.lengths) if name is not None]
+        if added and not is_named:
+            raise TrainkitError(
+                f"PadCollate mask, lengths: samples must be mappings, so that a batch "
+                f"has names; received {added} for samples that are none."
+            )
+        for option, name in (("mask", self.mask), ("lengths", self.lengths)):
+            if name in columns:
+                raise TrainkitError(
+                    f"PadCollate {option}: {name!r} is a field of the samples. Choose "
+                    f"another name."
+                )
+
+
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
+    """
+    >>> [_can_hold(torch.uint8, value) for value in (0, -100, 0.5)]
+    [True, False, False]
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    least, most = (0, 1) if dtype == torch.bool else _ends(dtype)
+    return least <= value <= most and value == int(value)
+
+
+def _ends(dtype: torch.dtype) -> tuple[int, int]:
+    whole = torch.iinfo(dtype)
+    return whole.min, whole.max
+
+
+def _columns(samples: Sequence[Any]) -> Columns:
+    if not samples:
+        raise TrainkitError("PadCollate: needs a sample at least, received no samples.")
+    first = samples[0]
+    if _is_one_field(first):
+        return {0: list(samples)}
+    names: Any = list(first) if isinstance(first, Mapping) else range(len(first))
+    for sample in samples:
+        more = set(sample if isinstance(first, Mapping) else range(len(sample)))
+        if more - set(names):
+            raise TrainkitError(
+                f"PadCollate: every sample must have the fields of the first and no "
+                f"others, received one that has also "
+                f"{', '.join(map(repr, sorted(more - set(names), key=str)))}."
+            )
+    return {name: _column(samples, name) for name in names}
+
+
+def _column(samples: Sequence[Any], name: Any) -> list[Any]:
+    try:
+        return [sample[name] for sample in samples]
+    except (KeyError, IndexError):
+        raise TrainkitError(
+            f"PadCollate: field {name!r} must be in every sample, as in the first."
+        ) from None
+
+
+def _like(sample: Any, fields: Iterable[Any]) -> Any:
+    """A tuple or list of the sample's kind; also a named tuple."""
+    return getattr(type(sample), "_make", type(sample))(fields)
+
+
+def _is_one_field(sample: Any) -> bool:
+    return not isinstance(sample, Mapping | tuple | list) or _are_numbers(sample)
+
+
+def _as_tensors(name: Any, column: list[Any]) -> list[Tensor] | None:
+    """As they are to be stacked; None for what is no number, tensor or array."""
+    found = [_as_tensor(value) for value in column]
+    kept = [each for each in found if each is not None]
+    if kept and len(kept) < len(found):
+        other = next(v for v, t in zip(column, found, strict=True) if t is None)
+        raise TrainkitError(
+            f"PadCollate: field {name!r} must be numbers in every sample or in none, "
+            f"received {type(other).__name__} beside tensors or numbers."
+        )
+    return kept or None
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Number) or _are_numbers(value) or hasattr(value, "__array__"):
+        return torch.tensor(value)  # a copy: arrays may be read-only
+    return None
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, Number) for each in value)

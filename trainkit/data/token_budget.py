@@ -1,0 +1,144 @@
+"""Batches of as many rows as fit into a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.core.whole import check_whole
+from trainkit.data.length_sampler import Batch, LengthSampler
+from trainkit.errors import TrainkitError
+
+SPREAD = 1.1
+"""How many times as long as its shortest row the longest row of a bucket may be."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows of like length.
+
+    Attributes:
+        rows: their numbers, the longest first.
+        num_batches: into how many batches they are cut.
+    """
+
+    rows: list[int]
+    num_batches: int
+
+
+class TokenBudgetSampler(LengthSampler):
+    """Cuts an epoch into batches of at most so many tokens, padding included.
+
+        rows = ResumableLoader(
+            dataset, batch_sampler=TokenBudgetSampler(lengths, tokens=4096, seed=1)
+        )
+
+    Rows of like length make a bucket, and batches are cut out of buckets: which rows
+    meet in a batch is drawn anew in each epoch, but how many batches there are is not,
+    so that a Trainer's count of them stays right.
+
+    Batches then weigh like amounts of tokens, yet not the same: weigh them by
+    `PerToken`, or a row counts less in a batch of many.
+
+    Args:
+        lengths: of the rows, in order.
+        tokens: at most so many in a batch: rows times the longest.
+        size: at most so many rows.
+        shuffle: whether each epoch has an order of its own; otherwise the longest
+            batches come first.
+        seed: of the orders.
+        drop_last: leave out the batches that do not make a round of all ranks.
+        process_group: the ranks that share the rows; default: all.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int] | Tensor,
+        *,
+        tokens: int,
+        size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        check_whole("TokenBudgetSampler tokens", tokens)
+        if size is not None:
+            check_whole("TokenBudgetSampler size", size)
+        super().__init__(
+            lengths,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            process_group=process_group,
+        )
+        self.tokens, self.size = tokens, size
+        self._buckets = buckets(self.lengths, tokens=tokens, size=size)
+
+    @property
+    def num_batches(self) -> int:
+        return sum(bucket.num_batches for bucket in self._buckets)
+
+    def described(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "size": self.size, **super().described()}
+
+    def batches(self) -> list[Batch]:
+        found = []
+        for place, bucket in enumerate(self._buckets):
+            order = self.permuted(len(bucket.rows), place)
+            rows = [bucket.rows[n] for n in order]
+            found += evenly_cut(rows, bucket.num_batches)
+        return [found[n] for n in self.permuted(len(found), len(self._buckets))]
+
+
+def buckets(lengths: Sequence[int], *, tokens: int, size: int | None) -> list[Bucket]:
+    """Rows of like length, from the longest on.
+
+    A bucket ends once it fills a batch and its rows differ by more than a tenth.
+
+    >>> [b.rows for b in buckets([9, 2, 10, 2, 2], tokens=20, size=None)]
+    [[2, 0], [1, 3, 4]]
+
+    Args:
+        lengths: of the rows.
+        tokens: of a batch, at most.
+        size: rows of a batch, at most.
+
+    Raises:
+        TrainkitError: a row has more tokens than the budget.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    found: list[Bucket] = []
+    start = 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        if longest > tokens:
+            raise TrainkitError(
+                f"TokenBudgetSampler tokens: must hold the longest row, received "
+                f"{tokens:,} where row {order[start]} has {longest:,}. Raise it, or "
+                f"shorten the row."
+            )
+        most = min(tokens // longest, size or tokens)
+        end = start + 1
+        while end < len(order) and (
+            end - start < most or lengths[order[end]] * SPREAD >= longest
+        ):
+            end += 1
+        rows = order[start:end]
+        found.append(Bucket(rows, num_batches=-(-len(rows) // most)))
+        start = end
+    return found
+
+
+def evenly_cut(rows: Sequence[int], number: int) -> list[Batch]:
+    """So many batches, whose sizes differ by one row at most.
+
+    >>> evenly_cut([0, 1, 2, 3, 4], 2)
+    [[0, 1, 2], [3, 4]]
+    """
+    each, more = divmod(len(rows), number)
+    ends = [place * each + min(place, more) for place in range(number + 1)]
+    return [list(rows[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
