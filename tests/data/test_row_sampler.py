@@ -147,7 +147,12 @@ def test_no_row_for_all_ranks_is_refused_and_says_the_remedy() -> None:
 )
 def test_remedies_are_checked(last: str, text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
-        check_last(last, None)
+        check_last(last, None, drop_last=False)
+
+
+def test_two_remedies_at_once_are_refused() -> None:
+    with pytest.raises(TrainkitError, match="'pad': cannot go with drop_last=True"):
+        check_last("pad", abs, drop_last=True)
 
 
 def test_rank_is_looked_up_when_rows_are_read() -> None:

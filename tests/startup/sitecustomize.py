@@ -1,24 +1,35 @@
 """Quicker processes: each that a test starts runs this first.
 
-- transformers seems not to be installed, as with most users. torchmetrics imports it
-  wherever it is, for a second of each start.
+- transformers and scipy seem not to be installed, as with many users. torchmetrics
+  imports them wherever they are, for two seconds of each start. They can be imported all
+  the same.
 - `wandb agent` asks its server twice a second, not each five seconds.
 """
 
 import importlib.metadata
+import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, PackageNotFoundError
 
+HIDDEN = ("transformers", "scipy")
+
 _distribution = importlib.metadata.distribution
+_find_spec = importlib.util.find_spec
 
 
-def _without_transformers(distribution_name: str) -> Distribution:
-    if distribution_name == "transformers":
+def _without_hidden(distribution_name: str) -> Distribution:
+    if distribution_name in HIDDEN:
         raise PackageNotFoundError(distribution_name)
     return _distribution(distribution_name)
 
 
-importlib.metadata.distribution = _without_transformers
+def _no_spec_of_hidden(name: str, package: "str | None" = None) -> "ModuleSpec | None":
+    return None if name in HIDDEN else _find_spec(name, package)
+
+
+importlib.metadata.distribution = _without_hidden
+importlib.util.find_spec = _no_spec_of_hidden
 
 if sys.orig_argv[1:4] == ["-m", "wandb", "agent"]:
     from wandb.wandb_agent import Agent

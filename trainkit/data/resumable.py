@@ -73,7 +73,7 @@ class ResumableLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         _check(dataset, batch_size, seed)
-        check_last(last, weigh_nothing)
+        check_last(last, weigh_nothing, drop_last=drop_last)
         takes_order_as_it_is = _takes_no_other_order(options)
         if batch_sampler is None:
             order: EpochOrder = RowSampler(

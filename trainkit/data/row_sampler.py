@@ -123,16 +123,21 @@ class RowSampler(EpochOrder):
             )
 
 
-def check_last(last: object, weigh_nothing: object) -> None:
-    """Refuse what is no remedy, and fillers that nobody makes weigh nothing.
+def check_last(last: object, weigh_nothing: object, *, drop_last: bool) -> None:
+    """Refuse what is no remedy, two at once, and fillers that would weigh something.
 
     Raises:
-        TrainkitError: in both cases.
+        TrainkitError: in all these cases.
     """
     if last not in get_args(Last):
         raise TrainkitError(
             f"ResumableLoader last: must be one of {', '.join(get_args(Last))}, "
             f"received {last!r}. weight: the last batch counts as what it is."
+        )
+    if drop_last and last == "pad":
+        raise TrainkitError(
+            "ResumableLoader last='pad': cannot go with drop_last=True, which is the "
+            "same as last='drop'. Give one of them."
         )
     if last == "pad" and weigh_nothing is None:
         raise TrainkitError(
