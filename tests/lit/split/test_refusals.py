@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.helpers import TOLERANCE, deviation, trainer, weights
+from tests.helpers import NAIVE, TOLERANCE, deviation, trainer, weights
 from tests.lit.fronts import plain_token_loss
 from tests.lit.split.common import (
     FIXED,
@@ -72,13 +72,28 @@ def test_dataloader_iter_is_refused() -> None:
     refused(Fetching(strategy=PerSample()), r"training_step\(dataloader_iter\)")
 
 
-def test_uniform_is_refused() -> None:
+def test_uniform_is_refused_where_the_cut_may_change() -> None:
     """What it counts is what is cut at will."""
-    refused(Split(strategy=Uniform()), r"Uniform\(\) counts micro-batches")
+    auto = MicroBatching("auto")
+    refused(Split(strategy=Uniform(), cut=auto), r"Uniform\(\) counts micro-batches")
     refused(
-        Split(strategy={"ce": PerToken(), "aux": Uniform()}),
+        Split(strategy={"ce": PerToken(), "aux": Uniform()}, cut=auto),
         r"Uniform\(\) counts micro-batches",
     )
+
+
+def test_uniform_is_announced_and_is_the_mean_of_means() -> None:
+    """For comparison with the big batch, which it is not."""
+    off = {}
+    for name, cut in {"fours": FIXED, "rows": MicroBatching(size=1)}.items():
+        module = Split(strategy=Uniform(), cut=cut)
+        with pytest.warns(UserWarning, match="micro_batching: Uniform.. weighs micro-"):
+            fit(module)
+        exact = Split(cut=cut)
+        fit(exact)
+        off[name] = deviation(module, exact, START)
+    assert min(off.values()) > NAIVE
+    assert off["fours"] != off["rows"]
 
 
 # ---- in the first window -------------------------------------------------------------

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -34,7 +34,7 @@ def refuse_wrong_type(options: Any) -> None:
 
 
 def refuse_before_training(
-    trainer: Any, pl_module: Any, strategies: Strategies
+    trainer: Any, pl_module: Any, options: MicroBatching, strategies: Strategies
 ) -> None:
     """What can be known before the first batch."""
     name = type(pl_module).__name__
@@ -50,14 +50,25 @@ def refuse_before_training(
             f"{name}.training_step(dataloader_iter): it fetches its batches itself, so "
             f"none can be cut. Take (batch, batch_idx), or leave micro_batching out."
         )
-    uniform = [term for term, each in strategies.items() if isinstance(each, Uniform)]
-    if uniform:
-        raise TrainkitError(
-            "micro_batching: Uniform() counts micro-batches, and with "
-            "micro_batching their number is a matter of speed, not of the gradient. "
-            "Say what training_step's mean is over: PerSample() or PerToken()."
-        )
+    if any(isinstance(each, Uniform) for each in strategies.values()):
+        _refuse_or_announce_uniform(options)
     refuse_terms_of_several_batches(trainer, strategies)
+
+
+def _refuse_or_announce_uniform(options: MicroBatching) -> None:
+    """It counts what is cut at will: a comparison at best, with a cut that stays."""
+    if options.is_auto:
+        raise TrainkitError(
+            'MicroBatching("auto"): Uniform() counts micro-batches, and their number '
+            "here follows from memory and speed, so no two trainings would be the "
+            "same. Say what training_step's mean is over: PerSample() or PerToken()."
+        )
+    rank_zero_warn(
+        "trainkit | micro_batching: Uniform() weighs micro-batches alike, so the step "
+        "depends on how its batch is cut, and is not the big batch's. This is for "
+        "comparison; to train say what training_step's mean is over: PerSample() or "
+        "PerToken()."
+    )
 
 
 def refuse_terms_of_several_batches(trainer: Any, strategies: Strategies) -> None:
@@ -114,6 +125,8 @@ def verify_cut(whole: Any, parts: Sequence[Part], strategies: Strategies) -> Non
     if whole is None:  # a list of samples, which nobody can weigh before collating
         return
     for term, strategy in strategies.items():
+        if isinstance(strategy, Uniform):
+            continue  # announced before training
         in_parts = sum(float(part.weights[term]) for part in parts)
         in_all = float(strategy.weight(whole))
         if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
