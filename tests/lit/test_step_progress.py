@@ -126,6 +126,24 @@ def test_steps_of_all_optimizers_are_counted_as_max_steps_does(
     ]
 
 
+def test_an_end_that_epochs_set_is_not_known_in_steps_of_several_optimizers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Lightning reckons 8 steps in an epoch of 8 windows, and counts 16."""
+    each = trainer(
+        callbacks=[StepProgress(every_n_steps=8)],
+        max_epochs=1,
+        enable_progress_bar=True,
+        limit_val_batches=0,
+    )
+    with quiet_lightning():
+        data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
+        each.fit(TwoOptimizers(), data, data)
+    assert each.global_step == 16
+    said = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said[-2:] == ["trainkit | step 8", "trainkit | step 16"]
+
+
 def test_a_schedule_says_how_many_steps_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

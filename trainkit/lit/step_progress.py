@@ -166,6 +166,9 @@ class StepProgress(ProgressBar):
 
 def _end_of(trainer: Any) -> int | None:
     """Optimizer steps of the whole training; None where that is not known."""
+    if len(trainer.optimizers) > 1:
+        # Each may step as often as it likes, and all of these are counted.
+        return trainer.max_steps if trainer.max_steps > 0 else None
     try:
         steps = total_steps(trainer)
     except TrainkitError:
