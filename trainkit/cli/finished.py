@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Timer
 
+from trainkit.cli.summary_rows import counted_steps
+
 
 def why_no_more(trainer: Any, ckpt_path: str | None) -> str:
     """What had ended it, and what to change to go on.
@@ -29,14 +31,6 @@ def why_no_more(trainer: Any, ckpt_path: str | None) -> str:
         f"it had {why} already, {done}; for more of them: trainkit train "
         f"{shlex.quote(f'ckpt_path={ckpt_path}')} {change}"
     )
-
-
-def counted_steps(steps: int) -> str:
-    """
-    >>> counted_steps(1), counted_steps(2000)
-    ('1 optimizer step', '2,000 optimizer steps')
-    """
-    return f"{steps:,} optimizer step{'s' * (steps != 1)}"
 
 
 def _is_over(callback: Any) -> bool:

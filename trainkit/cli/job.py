@@ -22,6 +22,8 @@ from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.finished import why_no_more
 from trainkit.cli.only_one import only_one
 from trainkit.cli.ranks import make_repeatable, ranks_of_one_run
+from trainkit.cli.report.rate_plan import RatePlanFile
+from trainkit.cli.report.write import report_of_training
 from trainkit.cli.run_folder import RunFolder
 from trainkit.cli.wandb_facts import WandbFacts
 from trainkit.cli.words import of_this_job
@@ -50,7 +52,7 @@ def run(config: DictConfig) -> float | None:
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
-    trainer.callbacks.append(beginning)
+    trainer.callbacks += [beginning, RatePlanFile(folder)]
     _keep_profile(trainer, folder)
     with _held_by_first_rank(trainer, folder):
         if trainer.is_global_zero:
@@ -109,6 +111,7 @@ def _fit_and_tell(
                 print(f"trainkit | training: {why}", flush=True)
         elif trainer.is_global_zero:
             folder.write_summary(facts)
+            report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
 

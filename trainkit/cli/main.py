@@ -18,6 +18,7 @@ COMMANDS = {
     "predict": ("trainkit.cli.lightning_command", "predict with the Lightning CLI"),
     "plan": ("trainkit.cli.plan", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
+    "report": ("trainkit.cli.report.main", "draw what a run has logged, again"),
     "completion": ("trainkit.cli.completion", "print shell completion"),
 }
 

@@ -15,8 +15,9 @@ class RunFolder:
     """Reads and writes what a run leaves behind.
 
     `config.yaml` is the resolved configuration, `overrides.yaml` what was asked for on
-    the command line, `summary.json` how it ended; `metrics.csv`, `checkpoints/` and
-    `wandb/` are written by those who fill them.
+    the command line, `summary.json` how it ended; `learning_rate_plan.json` is what the
+    rates were to be, and `report.html` with `pictures/` what all of it looks like;
+    `metrics.csv`, `checkpoints/` and `wandb/` are written by those who fill them.
 
     Args:
         path: the folder; it need not be there yet.
@@ -27,6 +28,9 @@ class RunFolder:
     SUMMARY = "summary.json"
     METRICS = "metrics.csv"
     CHECKPOINTS = "checkpoints"
+    RATE_PLAN = "learning_rate_plan.json"
+    REPORT = "report.html"
+    PICTURES = "pictures"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -65,13 +69,28 @@ class RunFolder:
         )
 
     def read_summary(self) -> dict[str, Any] | None:
-        path = self.path / self.SUMMARY
+        return self._read_json(self.SUMMARY)
+
+    def write_rate_plan(self, plan: Mapping[str, Any]) -> None:
+        self._write(self.RATE_PLAN, json.dumps(dict(plan), allow_nan=False) + "\n")
+
+    def read_rate_plan(self) -> Any:
+        try:
+            return self._read_json(self.RATE_PLAN)
+        except ValueError:  # nothing depends on it: a damaged one is as good as none
+            return None
+
+    def write_report(self, page: str) -> None:
+        self._write(self.REPORT, page)
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
         return json.loads(path.read_text()) if path.is_file() else None
 
     def _write(self, name: str, text: str) -> None:
         """All of it or nothing: a run may be killed at any moment."""
         unfinished = self.path / f".{name}.{os.getpid()}"
-        unfinished.write_text(text)
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(self.path / name)
 
 

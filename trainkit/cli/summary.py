@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from trainkit.cli.finished import counted_steps
+from trainkit.cli import summary_rows
 from trainkit.cli.run_folder import RunFolder
 from trainkit.config.build import Training
-from trainkit.core.effective import brief
 from trainkit.lit.effective import find_effective_batch, windows_of
 from trainkit.lit.plain_comparison import PlainComparison
 from trainkit.lit.plan import Row
@@ -62,30 +61,8 @@ def show(facts: dict[str, Any], folder: RunFolder) -> None:
 
 def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
     """The lines of that table."""
-    found = [
-        ("training", f"{facts['status']} after {counted_steps(facts['steps'])}"),
-        *_window_rows(facts["windows"]),
-    ]
-    for name, value in facts["metrics"].items():
-        if value is not None and not name.startswith("lr-"):
-            found.append((name, f"{value:.4g}"))
-    limits = facts["micro_batching"]
-    if limits is not None:
-        found.append(("micro-batches", _limits(**limits)))
-    if facts["learning_rates"]:
-        rates = ", ".join(_brief(rate, 3) for rate in facts["learning_rates"])
-        found.append(("learning rate", f"{rates} at the end"))
-    plain = facts["plain_accumulation"]
-    if plain is not None:
-        found.append(
-            (
-                "plain accumulation",
-                f"its gradients would have been off by {plain['mean']:.1%} of their "
-                f"size in these windows, {plain['largest']:.1%} in the worst",
-            )
-        )
-    found.append(("written to", f"{folder.path}: {', '.join(_contents(folder))}"))
-    return found
+    written = f"{folder.path}: {', '.join(_contents(folder))}"
+    return [*summary_rows.rows(facts), ("written to", written)]
 
 
 def git_commit(where: str | Path = ".") -> str | None:
@@ -104,24 +81,6 @@ def _git(where: str | Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _window_rows(windows: dict[str, Any]) -> list[Row]:
-    if not windows:
-        return []
-    mean = windows["weight"] / windows["windows"]
-    return [
-        ("loss", f"{_brief(windows['first_loss'])} -> {_brief(windows['last_loss'])}"),
-        (
-            "window weight",
-            f"{mean:,.0f} on average, from {brief(windows['smallest'])} to "
-            f"{brief(windows['largest'])}",
-        ),
-    ]
-
-
-def _brief(number: float | None, digits: int = 4) -> str:
-    return "not finite" if number is None else f"{number:.{digits}g}"
 
 
 def _contents(folder: RunFolder) -> list[str]:
@@ -161,13 +120,6 @@ def _micro_batching(trainer: Any) -> dict[str, int | None] | None:
         return None
     options, found = windows.micro_batching, windows.micro_batch_size
     return {"size": options.size, "tokens": options.tokens, "found": found}
-
-
-def _limits(size: int | None, tokens: int | None, found: int | None) -> str:
-    said = [f"{n:,} {unit}" for n, unit in ((size, "rows"), (tokens, "tokens")) if n]
-    if found is not None:
-        said = [f"{found:,}, which was found"]
-    return f"each loader batch was cut into some of at most {' and '.join(said)}"
 
 
 def _learning_rates(trainer: Any) -> list[float | None]:

@@ -103,3 +103,4 @@ class TrainSchema:
     ckpt_path: Optional[str] = None
     metric: Optional[str] = None
     mode: str = "min"
+    pictures: bool = True

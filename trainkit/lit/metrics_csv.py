@@ -13,11 +13,10 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers.logger import Logger
 
+from trainkit.lit.metric_file import Row, read_rows
+
 FIRST = ("step", "epoch")
 """The columns that come first."""
-
-Row = dict[str, str]
-"""What stands in the file, by column; an empty cell is left out."""
 
 
 class MetricsCSVLogger(Logger):
@@ -85,12 +84,7 @@ class MetricsCSVLogger(Logger):
 
     def rows(self) -> list[Row]:
         """All rows of the file, without a last one that was cut off in the writing."""
-        if not self.path.exists():
-            return []
-        text = self.path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        found = csv.DictReader(io.StringIO(whole, newline=""))
-        return [{name: cell for name, cell in row.items() if cell} for row in found]
+        return read_rows(self.path)
 
     def append(self, row: Row) -> None:
         """Write one row."""

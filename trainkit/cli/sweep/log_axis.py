@@ -13,6 +13,17 @@ if TYPE_CHECKING:
 _DECADES = 2
 """From here on a label for each power of ten is enough, which is what there is."""
 _FEWEST = 3
+_WIDE = 30
+"""A value over so many times its least is drawn by its logarithm."""
+
+
+def is_wide(least: float, most: float) -> bool:
+    """Whether an axis from one to the other is better a logarithmic one.
+
+    >>> is_wide(0.01, 1.0), is_wide(1.0, 2.0), is_wide(0.0, 1.0)
+    (True, False, False)
+    """
+    return least > 0 and most / least > _WIDE
 
 
 def label(axis: Axis) -> None:

@@ -23,8 +23,6 @@ _CRASHED = "#d55e00"
 _COLUMNS = 3
 _MOST_PANELS = 12
 _MOST_TICKS = 8
-_WIDE = 30
-"""A metric over so many times its least value is drawn by its logarithm."""
 
 
 def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
@@ -139,7 +137,7 @@ def _finish(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
     shown = [trial.value for trial in trials if _is_drawn(trial)]
     least = min(shown, default=0)  # type: ignore[type-var]
     most = max(shown, default=0)  # type: ignore[type-var]
-    if least > 0 and most / least > _WIDE:  # type: ignore[operator]
+    if log_axis.is_wide(least, most):  # type: ignore[arg-type]
         panel.set_yscale("log")
         log_axis.label(panel.yaxis)
     panel.set_ylabel(sweep.metric or "metric")

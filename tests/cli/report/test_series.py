@@ -1,0 +1,95 @@
+"""Columns become numbers; of too many the extremes are kept."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.cli.report.series import Series, read_series
+
+NAN = math.nan
+values = st.lists(
+    st.one_of(st.floats(-1e6, 1e6), st.just(NAN)), min_size=1, max_size=400
+)
+
+
+def series(numbers: list[float]) -> Series:
+    return Series("loss", tuple(map(float, range(len(numbers)))), tuple(numbers))
+
+
+@given(values, st.integers(1, 40))
+def test_thinning_keeps_the_extremes_the_ends_and_the_gaps(
+    numbers: list[float], most: int
+) -> None:
+    whole = series(numbers)
+    few = whole.thinned(most)
+    pairs = list(zip(few.steps, few.values, strict=True))
+    assert len(pairs) <= 4 * most + 2
+    assert list(few.steps) == sorted(set(few.steps))
+    for step, value in pairs:  # nothing is invented
+        assert value is numbers[int(step)]
+    assert (few.steps[0], few.steps[-1]) == (whole.steps[0], whole.steps[-1])
+    finite = [value for value in numbers if math.isfinite(value)]
+    drawn = [value for _, value in few.shown]
+    assert bool(finite) == bool(drawn)
+    if finite:
+        assert (min(drawn), max(drawn)) == (min(finite), max(finite))
+    assert any(map(math.isnan, few.values)) == any(map(math.isnan, numbers))
+
+
+def test_each_n_th_value_would_lose_a_peak() -> None:
+    """The control: what thinning must not be."""
+    numbers = [1.0] * 1000
+    numbers[501] = 9.0
+    assert max(series(numbers).thinned(50).values) == 9.0
+    assert max(numbers[::20]) == 1.0
+
+
+def test_the_mean_of_a_stretch_leaves_out_its_gaps() -> None:
+    means = series([1.0, 3.0, NAN, 7.0, NAN, NAN]).means(3)
+    assert means.values[:2] == (2.0, 7.0)
+    assert math.isnan(means.values[2])
+    assert series([1e308] * 4).means(1).values == (1e308,)  # no sum overflows
+
+
+def test_what_is_not_finite_is_a_gap() -> None:
+    cells = ["1.5", "nan", "inf", "-inf", "2"]
+    rows = [{"step": str(n), "loss": cell} for n, cell in enumerate(cells)]
+    found = read_series(rows)["loss"]
+    assert found.shown == [(0, 1.5), (4, 2.0)]
+    assert found.stretches() == [[(0, 1.5)], [(4, 2.0)]]
+
+
+def test_a_window_that_logged_no_loss_is_a_gap_and_a_row_of_others_is_none() -> None:
+    rows = [
+        {"step": "0", "window/loss": "3", "window/weight": "8"},
+        {"step": "1", "window/weight": "8"},  # the loss was NaN
+        {"step": "1", "val/loss": "2"},
+        {"step": "2", "window/loss": "1", "window/weight": "8"},
+    ]
+    found = read_series(rows)
+    assert found["window/loss"].stretches() == [[(0, 3.0)], [(2, 1.0)]]
+    assert found["window/weight"].stretches() == [[(0, 8.0), (1, 8.0), (2, 8.0)]]
+
+
+@pytest.mark.parametrize(
+    ("row", "known"),
+    [
+        ({"step": "0", "note": "good", "flag": "True"}, set()),
+        ({"loss": "2"}, set()),  # of no step
+        ({"step": "x", "loss": "2"}, set()),
+        ({"step": "0", "epoch": "1", "loss": "2"}, {"loss"}),
+        ({"step": "0", "loss": "nan"}, set()),  # nothing that could be drawn
+        ({"step": "0", "loss": "2", None: ["7", "8"]}, {"loss"}),  # too many cells
+    ],
+)
+def test_only_numbers_of_a_step_are_drawn(row: dict, known: set[str]) -> None:
+    assert set(read_series([row])) == known
+
+
+def test_steps_rise_whatever_the_order_of_rows() -> None:
+    rows = [{"step": step, "loss": step} for step in ("3", "1", "2")]
+    assert read_series(rows)["loss"].steps == (1.0, 2.0, 3.0)

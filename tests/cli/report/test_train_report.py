@@ -1,0 +1,137 @@
+"""`trainkit train` leaves a report, however it ended, and never fails of one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from tests.cli.report.runs import points, titles
+from tests.cli.training import the_run, train
+from trainkit.cli.main import main
+from trainkit.config import allow_targets
+
+allow_targets("tests")
+
+
+class Stops(Callback):
+    """Breaks down in the third window."""
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("broke down")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training with everything that a chart is of."""
+    where = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(where)
+        patch.setattr(sys, "argv", ["trainkit"])
+        scaling = ["lr_scaling=sqrt", "lr_scaling.reference_batch=2"]
+        schedule = ["schedule=stages", "schedule.sizes={0:1,2:4}", "schedule.unit=step"]
+        assert train(*scaling, *schedule, "pictures=true") == 0
+    return the_run(where)
+
+
+def lines(run: Path, title: str) -> dict[str, list[tuple[float, str]]]:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    found = points(page)[f"chart{titles(page).index(title)}"]
+    return {
+        line["label"]: [(step, text) for _, _, step, text in line["at"]]
+        for line in found
+    }
+
+
+def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert titles(page)[:8] == [
+        "Loss",
+        "Window weight",
+        "Imbalance",
+        "Learning rate",
+        "Accumulation",
+        "Gradient norm",
+        "Padding",
+        "Uniform gap",
+    ]
+    assert set(lines(run, "Loss")) == {"window/loss", "val/loss"}
+    assert [text for _, text in lines(run, "Accumulation")["window/micro_batches"]] == [
+        "1",
+        "1",
+        "4",
+        "4",
+    ]
+    assert "finished after 4 optimizer steps" in page
+    names = {path.stem for path in (run / "pictures").iterdir()}
+    assert names >= {"loss", "weight", "learning_rate", "grad_norm", "padding"}
+
+
+def test_the_plan_is_what_the_optimizer_then_used(run: Path) -> None:
+    rates = lines(run, "Learning rate")
+    assert rates["lr-AdamW, planned"] == rates["lr-AdamW"]
+    assert len({text for _, text in rates["lr-AdamW"]}) == 4  # the control: a curve
+
+
+def test_it_can_be_made_again_to_the_letter(run: Path) -> None:
+    path = run / "report.html"
+    before = path.read_bytes()
+    path.unlink()
+    assert main(["report", "--no-pictures", str(run)]) == 0
+    assert path.read_bytes() == before
+
+
+def test_what_goes_on_keeps_the_plan_of_its_first_part(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    before = lines(run, "Learning rate")["lr-AdamW, planned"]
+    where = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    assert train(where, "trainer.max_steps=6", small=[]) == 0
+    after = lines(run, "Learning rate")
+    assert after["lr-AdamW, planned"][:4] == before
+    assert after["lr-AdamW, planned"] == after["lr-AdamW"]
+    assert [step for step, _ in after["lr-AdamW"]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_training_that_fails_leaves_what_it_has_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    stops = f"+callbacks.stops._target_={__name__}.Stops"
+    assert train(stops) == 1
+    run = the_run(tmp_path)
+    assert "failed after 2 optimizer steps" in (run / "report.html").read_text()
+    assert not (run / "pictures").exists()  # which were not asked for
+
+
+def test_a_report_that_cannot_be_drawn_fails_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    folder = tmp_path / "run"
+    (folder / "report.html").mkdir(parents=True)  # in its place
+    assert train(f"paths.run_dir={folder}") == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "report: " in line]
+    assert len(said) == 1
+    assert "trainkit | report: could not be drawn: IsADirectoryError" in said[0]
+
+
+def test_without_rows_there_is_no_report_and_no_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    assert train("logger=none") == 0
+    assert not list(tmp_path.rglob("report.html"))
+    assert not list(tmp_path.rglob("learning_rate_plan.json"))
+    assert "report" not in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""`report.html` and pictures of a run, drawn from its `metrics.csv`."""

@@ -1,0 +1,244 @@
+"""Which charts a run has, and which it has not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trainkit.cli.report.series import WINDOW, Series
+
+Role = Literal["train", "validation", "plan", "other"]
+
+_VALIDATION = re.compile(r"^(val|valid|validation)[/_](.*[/_])?loss(_epoch)?$")
+_PHASES = ("train/", "val/", "valid/", "validation/", "test/")
+_NOT_CHARTS = ("window/seen", "window/samples_seen")
+_RATE = re.compile(r"^lr-(?!.*-(momentum|weight_decay)$)")
+_SCALING = "lr_scaling/"
+"""Of `LRScaling`, which logs when it changes."""
+_MOST_OTHERS = 12
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        label: its name in the legend.
+        role: how it is drawn.
+    """
+
+    label: str
+    role: Role
+    series: Series
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn, however it is drawn.
+
+    Attributes:
+        key: the name of its picture's file.
+        title: what it is of.
+        says: the same in a sentence.
+        lines: at least one.
+        is_share: whether values are shown as a percentage.
+        from_zero: whether 0 is on the axis.
+        may_be_log: whether values far apart are drawn by their logarithms.
+        as_stairs: whether a value holds until the next one.
+        note: what else is to be said of it.
+    """
+
+    key: str
+    title: str
+    says: str
+    lines: tuple[Line, ...] = ()
+    is_share: bool = False
+    from_zero: bool = False
+    may_be_log: bool = False
+    as_stairs: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Charts:
+    """All of a run.
+
+    Attributes:
+        shown: those that have data.
+        left_out: what those are that have none, and why.
+    """
+
+    shown: tuple[Chart, ...]
+    left_out: tuple[str, ...]
+
+
+_LOSS = Chart(
+    "loss",
+    "Loss",
+    "The mean loss of each window over all ranks, and of each validation.",
+    may_be_log=True,
+)
+_RATES = Chart(
+    "learning_rate",
+    "Learning rate",
+    "What the optimizer used, and what was planned when the training began.",
+    from_zero=True,
+)
+_WINDOWS = (
+    Chart(
+        "weight",
+        "Window weight",
+        "How much each optimizer step counted, in the strategy's unit.",
+        from_zero=True,
+    ),
+    Chart(
+        "imbalance",
+        "Imbalance",
+        "The largest share of a micro-batch times their number; 1 is even.",
+    ),
+    _RATES,
+    Chart(
+        "micro_batches",
+        "Accumulation",
+        "How many micro-batches, of all ranks, made a window.",
+        from_zero=True,
+        as_stairs=True,
+    ),
+    Chart(
+        "grad_norm",
+        "Gradient norm",
+        "The 2-norm of the exact gradient, before clipping.",
+        may_be_log=True,
+    ),
+    Chart(
+        "padding",
+        "Padding",
+        "The share of tokens that only pad.",
+        is_share=True,
+        from_zero=True,
+    ),
+    Chart(
+        "uniform_gap",
+        "Uniform gap",
+        "How far uniform averaging would have been from the true weights.",
+        is_share=True,
+        from_zero=True,
+    ),
+)
+_CUT = Chart(
+    "micro_batch_size",
+    "Micro-batch size",
+    "What each micro-batch was limited to; it is found while the training runs.",
+    from_zero=True,
+    as_stairs=True,
+)
+
+
+def choose(
+    columns: Mapping[str, Series],
+    plan: Mapping[str, Series],
+    *,
+    why_no_plan: str = "",
+) -> Charts:
+    """Sort a run's columns into charts.
+
+    Args:
+        columns: by their names.
+        plan: of the columns of learning rates, what was planned.
+        why_no_plan: why it is empty.
+    """
+    loss = replace(_LOSS, lines=_losses(columns))
+    charts = [loss]
+    for chart in (*_WINDOWS, _CUT):
+        if chart is _RATES:
+            charts.append(_rates(columns, plan, why_no_plan))
+        else:
+            charts.append(replace(chart, lines=_window_lines(columns, chart.key)))
+    used = {line.series.name for chart in charts for line in chart.lines}
+    others, too_many = _others(columns, used)
+    missing = [
+        f"{chart.title.lower()} ({_column_of(chart)} was not logged)"
+        for chart in charts
+        if not chart.lines and chart.key != _CUT.key
+    ]
+    shown = [chart for chart in charts if chart.lines]
+    return Charts((*shown, *others), (*missing, *too_many))
+
+
+def _column_of(chart: Chart) -> str:
+    return "lr-..." if chart.key == _RATES.key else f"{WINDOW}{chart.key}"
+
+
+def _losses(columns: Mapping[str, Series]) -> tuple[Line, ...]:
+    lines = list(_window_lines(columns, "loss", role="train"))
+    if not lines:
+        names = ("train/loss", "train_loss", "train/loss_step", "train_loss_step")
+        lines += [Line(n, "train", columns[n]) for n in names if n in columns][:1]
+    lines += [
+        Line(name, "validation", series)
+        for name, series in columns.items()
+        if _VALIDATION.match(name)
+    ]
+    return tuple(lines)
+
+
+def _window_lines(
+    columns: Mapping[str, Series], key: str, *, role: Role = "train"
+) -> tuple[Line, ...]:
+    """One line, or one for each of several optimizers."""
+    of_key = re.compile(rf"^{WINDOW}(?:\d+/)?{key}$")
+    names = sorted(name for name in columns if of_key.match(name))
+    return tuple(
+        Line(name, role if place == 0 else "other", columns[name])
+        for place, name in enumerate(names)
+    )
+
+
+def _rates(
+    columns: Mapping[str, Series], plan: Mapping[str, Series], why_no_plan: str
+) -> Chart:
+    lines: list[Line] = []
+    for place, name in enumerate(name for name in columns if _RATE.match(name)):
+        if name in plan:
+            lines.append(Line(f"{name}, planned", "plan", plan[name]))
+        lines.append(Line(name, "other" if place else "train", columns[name]))
+    if any(line.role == "plan" for line in lines):
+        return replace(_RATES, lines=tuple(lines))
+    why = why_no_plan or "none was written down"
+    says = "What the optimizer used."
+    return replace(_RATES, lines=tuple(lines), says=says, note=f"No plan: {why}.")
+
+
+def _others(
+    columns: Mapping[str, Series], used: set[str]
+) -> tuple[list[Chart], list[str]]:
+    """What else was logged: that of training and validation by the same name in one."""
+    groups: dict[str, list[str]] = {}
+    for name in columns:
+        is_known = name in used or re.sub(r"/\d+/", "/", name) in _NOT_CHARTS
+        if not is_known:
+            phase = next((p for p in _PHASES if name.startswith(p)), "")
+            groups.setdefault(name.removeprefix(phase), []).append(name)
+    charts = [_other(names, columns) for names in groups.values()]
+    rest = [line.label for chart in charts[_MOST_OTHERS:] for line in chart.lines]
+    too_many = [f"{len(rest)} more columns: {', '.join(rest)}"] if rest else []
+    return charts[:_MOST_OTHERS], too_many
+
+
+def _other(names: list[str], columns: Mapping[str, Series]) -> Chart:
+    role: Role = "validation" if names[0].startswith("val") else "train"
+    lines = [Line(names[0], role, columns[names[0]])]
+    for name in names[1:]:
+        is_second = role == "train" and name.startswith("val")
+        lines.append(Line(name, "validation" if is_second else "other", columns[name]))
+    key = re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])
+    return Chart(
+        key=f"metric_{key}",
+        title=" and ".join(names),
+        says="As it was logged.",
+        lines=tuple(lines),
+        may_be_log=True,
+        as_stairs=names[0].startswith(_SCALING),
+    )

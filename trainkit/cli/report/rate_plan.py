@@ -1,0 +1,34 @@
+"""Writes down what the learning rates are going to be, when a training begins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from trainkit.cli.run_folder import RunFolder
+from trainkit.core.rate_plan import RatePlan
+from trainkit.lit.planned_rates import plan_rates
+
+
+class RatePlanFile(Callback):
+    """Keeps `learning_rate_plan.json`; a run that goes on replaces what is to come.
+
+    It stands after `LRScaling` and `LearningRates` among the callbacks.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.is_global_zero or not trainer.loggers:
+            return
+        plan = plan_rates(trainer, pl_module)
+        if trainer.global_step:
+            before = RatePlan.of_json(self.folder.read_rate_plan())
+            plan = before.from_step(trainer.global_step, plan)
+        self.folder.write_rate_plan(asdict(plan))

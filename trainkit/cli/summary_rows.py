@@ -1,0 +1,69 @@
+"""What is said of a run that has ended, from its `summary.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainkit.core.effective import brief
+
+Row = tuple[str, str]
+
+
+def rows(facts: dict[str, Any]) -> list[Row]:
+    """The lines of the table after training, and of the report."""
+    found = [
+        ("training", f"{facts['status']} after {counted_steps(facts['steps'])}"),
+        *_window_rows(facts["windows"]),
+    ]
+    for name, value in facts["metrics"].items():
+        if value is not None and not name.startswith("lr-"):
+            found.append((name, f"{value:.4g}"))
+    limits = facts["micro_batching"]
+    if limits is not None:
+        found.append(("micro-batches", _limits(**limits)))
+    if facts["learning_rates"]:
+        rates = ", ".join(_brief(rate, 3) for rate in facts["learning_rates"])
+        found.append(("learning rate", f"{rates} at the end"))
+    plain = facts["plain_accumulation"]
+    if plain is not None:
+        found.append(
+            (
+                "plain accumulation",
+                f"its gradients would have been off by {plain['mean']:.1%} of their "
+                f"size in these windows, {plain['largest']:.1%} in the worst",
+            )
+        )
+    return found
+
+
+def counted_steps(steps: int) -> str:
+    """
+    >>> counted_steps(1), counted_steps(2000)
+    ('1 optimizer step', '2,000 optimizer steps')
+    """
+    return f"{steps:,} optimizer step{'s' * (steps != 1)}"
+
+
+def _window_rows(windows: dict[str, Any]) -> list[Row]:
+    if not windows:
+        return []
+    mean = windows["weight"] / windows["windows"]
+    return [
+        ("loss", f"{_brief(windows['first_loss'])} -> {_brief(windows['last_loss'])}"),
+        (
+            "window weight",
+            f"{mean:,.0f} on average, from {brief(windows['smallest'])} to "
+            f"{brief(windows['largest'])}",
+        ),
+    ]
+
+
+def _brief(number: float | None, digits: int = 4) -> str:
+    return "not finite" if number is None else f"{number:.{digits}g}"
+
+
+def _limits(size: int | None, tokens: int | None, found: int | None) -> str:
+    said = [f"{n:,} {unit}" for n, unit in ((size, "rows"), (tokens, "tokens")) if n]
+    if found is not None:
+        said = [f"{found:,}, which was found"]
+    return f"each loader batch was cut into some of at most {' and '.join(said)}"

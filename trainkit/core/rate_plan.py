@@ -1,0 +1,58 @@
+"""Learning rates as they are to be, over optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RatePlan:
+    """What was planned when a training began.
+
+    Attributes:
+        steps: how many optimizer steps come before.
+        rates: by the name under which each is logged, one for each step.
+        why_not: why there are none.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    why_not: str = ""
+
+    @classmethod
+    def of_json(cls, found: Any) -> RatePlan:
+        """What a file says.
+
+        >>> RatePlan.of_json({"steps": [0], "rates": {"lr": [0.1]}}).rates
+        {'lr': [0.1]}
+        >>> RatePlan.of_json(None).why_not
+        'none was written down'
+        """
+        if found is None:
+            return cls(why_not="none was written down")
+        damaged = cls(why_not="what was written down is damaged")
+        try:
+            plan = cls(**found)
+            lengths = {len(plan.steps), *map(len, plan.rates.values())}
+        except (TypeError, AttributeError):
+            return damaged
+        return plan if len(lengths) == 1 else damaged
+
+    def from_step(self, step: float, later: RatePlan) -> RatePlan:
+        """This one up to a step, and from there on another.
+
+        >>> one = RatePlan([0, 1, 2], {"lr": [3.0, 2.0, 1.0]})
+        >>> one.from_step(1, RatePlan([1, 2], {"lr": [9.0, 8.0]})).rates
+        {'lr': [3.0, 9.0, 8.0]}
+        """
+        if later.why_not or self.rates.keys() != later.rates.keys():
+            return later
+        kept = [place for place, at in enumerate(self.steps) if at < step]
+        return RatePlan(
+            [self.steps[place] for place in kept] + later.steps,
+            {
+                name: [self.rates[name][place] for place in kept] + rates
+                for name, rates in later.rates.items()
+            },
+        )
