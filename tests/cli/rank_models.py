@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from recipes.code_lm import CodeLM
@@ -24,3 +25,13 @@ class SecondRankFails(CodeLM):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 1 and self.trainer.global_step == 2:
             raise RuntimeError("the second rank is broken")
+
+
+class KilledOnce(CodeLM):
+    """Its second rank is killed in the third window, if none has been before."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        was = Path("killed")
+        if self.global_rank == 1 and batch_idx == 5 and not was.exists():
+            was.touch()
+            os.kill(os.getpid(), signal.SIGKILL)

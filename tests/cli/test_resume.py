@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainkit import TrainkitError
-from trainkit.cli.resume import expand, key_of, quoted
+from trainkit.cli import wandb_id
+from trainkit.cli.resume import as_trial, expand, key_of, quoted
 from trainkit.cli.run_folder import RunFolder
 from trainkit.config import register
 
@@ -115,11 +116,77 @@ def test_a_folder_that_is_given_is_where_it_looks() -> None:
         (["ckpt_path=last"], "ckpt_path=last: there is no run in"),
         (["ckpt_path=gone.ckpt"], "received 'gone.ckpt', which does not exist"),
         (["ckpt_path=last", "-m"], "continues one run"),
+        (["ckpt_path=auto", "-m"], "continues one run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(words: list[str], text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         expand(words)
+
+
+AUTO = "ckpt_path=auto"
+
+
+def of_torchrun(monkeypatch: pytest.MonkeyPatch, count: int, job: str = "job") -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+
+
+def test_auto_begins_a_run_and_goes_on_with_it_by_the_same_command() -> None:
+    assert expand(["seed=1", AUTO]) == ["seed=1"]
+    folder = made("a", ["seed=1", AUTO], at=1)
+    assert expand(["seed=1", AUTO]) == [
+        "seed=1",
+        f"hydra.run.dir='{folder.path}'",
+        f"ckpt_path='{folder.path}/checkpoints/last.ckpt'",
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_auto_knows_the_folder_of_the_job_on_every_node(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes count restarts for themselves: https://github.com/pytorch/pytorch/issues/108158"""
+    made("of_another_job", ["seed=2"], at=9)
+    of_torchrun(monkeypatch, count)
+    where = Path("outputs/code_lm/torchrun-job").absolute()
+    assert expand(["seed=1", AUTO]) == ["seed=1", f"hydra.run.dir='{where}'"]
+    made("torchrun-job", ["seed=1"], at=1)
+    assert expand(["seed=1", AUTO])[-1] == f"ckpt_path='{where}/checkpoints/last.ckpt'"
+
+
+def test_auto_takes_a_folder_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_torchrun(monkeypatch, 1)
+    folder = made("a", ["seed=1"], at=1)
+    given = f"paths.run_dir={folder.path}"
+    assert expand([given, AUTO])[-1].startswith(f"ckpt_path='{folder.path}")
+    new = Path("new").absolute()
+    words = [f"paths.run_dir={new}"]
+    assert expand([*words, AUTO]) == [*words, f"hydra.run.dir='{new}'"]
+
+
+def test_auto_without_a_checkpoint_begins_again_in_the_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_torchrun(monkeypatch, 1)
+    folder = made("torchrun-job", ["seed=1"], at=1, checkpoints=())
+    assert expand(["seed=1", AUTO]) == ["seed=1", f"hydra.run.dir='{folder.path}'"]
+    assert capsys.readouterr().out == ""  # each rank would say it
+
+
+def test_auto_leaves_the_newest_trial_to_its_own_sweep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made("another_trial", ["seed=1"], at=1)
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert as_trial(["seed=2", AUTO]) == ["seed=2", AUTO]
+    assert expand(["seed=2", AUTO]) == ["seed=2"]
+    own = made("own_trial", ["seed=2"], at=2)
+    wandb_id.remember(str(own.path), "mine")
+    assert as_trial(["seed=2", AUTO])[-1] == (
+        f"ckpt_path='{own.path}/checkpoints/last.ckpt'"
+    )
 
 
 def test_a_secret_has_to_be_given_again() -> None:

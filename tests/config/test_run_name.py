@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trainkit.config.run_name import run_name
+from trainkit.config.run_name import job_name, run_name
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_NTASKS": "4"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -51,3 +51,11 @@ def test_a_job_without_a_name_is_known_by_its_parent() -> None:
     assert name.startswith(f"torchrun-{os.getpid()}")
     assert run_name(TORCHRUN) != name  # of another parent
     assert run_name({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).endswith("-again1")
+
+
+@pytest.mark.parametrize("count", ["0", "1"])
+def test_every_attempt_of_a_job_has_its_name(count: str) -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": count}
+    assert job_name(torchrun) == "torchrun-j"
+    assert job_name({**SLURM, "SLURM_RESTART_COUNT": count}) == "slurm-7-1"
+    assert job_name({}) is None

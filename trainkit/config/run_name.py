@@ -20,18 +20,30 @@ def run_name(environ: Mapping[str, str] = os.environ) -> str:
     >>> run_name({"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "0"})
     'torchrun-mine'
     """
-    return _of_slurm(environ) or _of_torchrun(environ) or _own()
+    job = job_name(environ)
+    if job is None:
+        return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{uuid.uuid4().hex[:4]}"
+    of_slurm = job.startswith("slurm-")
+    count = "SLURM_RESTART_COUNT" if of_slurm else "TORCHELASTIC_RESTART_COUNT"
+    return job + _restart(environ.get(count))
 
 
-def _own() -> str:
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{uuid.uuid4().hex[:4]}"
+def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What all ranks of a job share, and its later attempts with the first.
+
+    Nodes of one job do not agree on the number of the attempt: torchrun counts only the
+    failures that it has seen itself.
+
+    >>> job_name({"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "2"})
+    'torchrun-mine'
+    """
+    return _of_slurm(environ) or _of_torchrun(environ)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> str | None:
     if int(environ.get("SLURM_NTASKS", "1")) < 2 or "SLURM_STEP_ID" not in environ:
         return None  # in a batch script, say, but not started by srun
-    name = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
-    return name + _restart(environ.get("SLURM_RESTART_COUNT"))
+    return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> str | None:
@@ -40,7 +52,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> str | None:
         return None
     if job == "none":  # not given; then all ranks have one parent, or are to be told
         job = _started(os.getppid())
-    return f"torchrun-{job}" + _restart(environ.get("TORCHELASTIC_RESTART_COUNT"))
+    return f"torchrun-{job}"
 
 
 def _restart(count: str | None) -> str:

@@ -1,0 +1,34 @@
+"""What trainkit needs, one requirement a line, read from its pyproject.toml.
+
+    python requirements.py pyproject.toml recipes tensorboard    # and these extras
+
+An image installs these in a layer before the sources, so that a change of the sources
+leaves the layer as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tomllib
+
+
+def requirements(pyproject: str, extras: list[str]) -> list[str]:
+    """The dependencies of a project and of some of its extras.
+
+    Args:
+        pyproject: the text of its pyproject.toml.
+        extras: their names.
+
+    Raises:
+        KeyError: the project has no such extra.
+    """
+    project = tomllib.loads(pyproject)["project"]
+    optional = project["optional-dependencies"]
+    return [*project["dependencies"], *(r for name in extras for r in optional[name])]
+
+
+if __name__ == "__main__":
+    path, *names = sys.argv[1:]
+    print("\n".join(requirements(Path(path).read_text(), names)))

@@ -1,0 +1,195 @@
+"""recipes/README.md and recipes/launch: every command in them is one that there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from trainkit.cli.composition import Composition
+from trainkit.cli.resume import expand
+from trainkit.cli.words import key_of, options_first
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LAUNCH = RECIPES / "launch"
+README = (RECIPES / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+COMMANDS = [shlex.split(line) for block in BLOCKS for line in block.splitlines()]
+NAMES = re.findall(r"^\| \[(\w+)\]\((\S+?)\)", README, re.MULTILINE)
+ON_TWO_RANKS = re.findall(
+    r"^\| ([\w, ]+) \| (`.*) \|$", README.partition("on two ranks |")[2], re.MULTILINE
+)
+
+
+def composed(words: list[str]) -> Composition:
+    """Without what goes to a launcher."""
+    words = [w for w in options_first(words) if not w.startswith("-m")]
+    words = [w for w in words if not key_of(w).startswith("hydra")]
+    words = [w.split(",")[0] if w.startswith("seed=") else w for w in words]
+    return Composition(words)
+
+
+def test_every_recipe_stands_in_the_table() -> None:
+    named = {name for name, _ in NAMES}
+    assert named == {path.parent.name for path in RECIPES.glob("*/__init__.py")}
+    for name, file in NAMES:
+        assert (RECIPES / file).is_file()
+        assert f"`trainkit train experiment={name}`" in README
+
+
+@pytest.mark.parametrize(("names", "words"), ON_TWO_RANKS)
+def test_the_step_on_two_ranks_is_that_of_one(names: str, words: str) -> None:
+    """What is halved is all that differs in the size of the step."""
+    overrides = shlex.split(" ".join(re.findall(r"`([^`]*)`", words)))
+    for name in names.split(", "):
+        one, two = (
+            composed([f"experiment={name}", *more]).config for more in ([], overrides)
+        )
+        if "sizes" in one.schedule:
+            windows = [list(c.schedule.sizes.values()) for c in (one, two)]
+        else:
+            windows = [[c.trainer.accumulate_grad_batches] for c in (one, two)]
+        first, second = (
+            [c.data.get("batch_size", 1) * size for size in sizes]
+            for c, sizes in zip((one, two), windows, strict=True)
+        )
+        assert first == [2 * size for size in second]
+
+
+def test_every_recipe_has_a_line_for_two_ranks() -> None:
+    listed = {name for names, _ in ON_TWO_RANKS for name in names.split(", ")}
+    assert listed == {name for name, _ in NAMES}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_of_the_readme_composes(words: list[str]) -> None:
+    words = [w for w in words if not re.fullmatch(r"[A-Z_]+=\S*", w)]
+    if words[0] == "trainkit":
+        assert words[1] == "train"
+        assert composed(words[2:]).config.trainer
+        return
+    (script,) = [n for n, w in enumerate(words) if w.startswith("recipes/launch/")]
+    assert (RECIPES.parent / words[script]).is_file()
+    assert words[0] in ("sbatch", words[script])
+    experiment, *overrides = words[script + 1 :]
+    assert composed([f"experiment={experiment}", *overrides]).config.trainer
+
+
+# ---- the scripts ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """In the place of torchrun and SLURM: write down what they were given."""
+    for name in ("torchrun", "srun", "scontrol"):
+        program = tmp_path / name
+        program.write_text(
+            f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/{name}.given\n'
+            f"exit ${{{name.upper()}_STATUS:-0}}\n"
+        )
+        program.chmod(0o755)
+    return tmp_path
+
+
+def launched(
+    script: str, programs: Path, *words: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [str(LAUNCH / script), *words],
+        env={"PATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def given(programs: Path, name: str) -> list[str]:
+    return (programs / f"{name}.given").read_text().splitlines()
+
+
+def test_torchrun_is_given_the_nodes_the_job_and_a_training(programs: Path) -> None:
+    env = {"NODES": "2", "PROCESSES": "4", "JOB": "first", "RENDEZVOUS": "node0:29400"}
+    done = launched("torchrun.sh", programs, "code_lm", "model.d_model=64", **env)
+    assert done.returncode == 0, done.stderr
+    said = get_args_parser().parse_args(given(programs, "torchrun"))
+    assert (said.nnodes, said.nproc_per_node, said.rdzv_id) == ("2", "4", "first")
+    assert (said.rdzv_backend, said.rdzv_endpoint) == ("c10d", "node0:29400")
+    assert said.max_restarts == 3
+    assert (said.module, said.training_script) == (True, "trainkit")
+    assert said.training_script_args[0] == "train"
+    config = Composition(said.training_script_args[1:]).config
+    assert (config.trainer.num_nodes, config.trainer.devices) == (2, 4)
+    assert (config.model.d_model, config.ckpt_path) == (64, "auto")
+
+
+def test_jobs_of_one_machine_have_names_of_their_own(programs: Path) -> None:
+    jobs = set()
+    for _ in range(2):
+        assert launched("torchrun.sh", programs, "code_lm").returncode == 0
+        jobs.add(get_args_parser().parse_args(given(programs, "torchrun")).rdzv_id)
+    assert len(jobs) == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"NODES": "2", "RENDEZVOUS": "a:1"}, "JOB: a name that all nodes are given"),
+        ({"NODES": "2", "JOB": "first"}, "RENDEZVOUS: host:port of one of the nodes"),
+    ],
+)
+def test_several_nodes_have_to_be_told_where_they_meet(
+    env: dict[str, str], text: str, programs: Path
+) -> None:
+    done = launched("torchrun.sh", programs, "code_lm", **env)
+    assert done.returncode != 0
+    assert text in done.stderr
+    assert not (programs / "torchrun.given").exists()
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sh"])
+def test_the_experiment_has_to_be_named(script: str, programs: Path) -> None:
+    done = launched(script, programs)
+    assert done.returncode != 0
+    assert "the name of an experiment" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "queued_again"), [(0, False), (1, False), (143, False), (130, True)]
+)
+def test_slurm_queues_again_what_its_time_limit_ended(
+    status: int, queued_again: bool, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGINT comes before the end of the time; SIGTERM is scancel's."""
+    env = {"SLURM_JOB_ID": "77", "SLURM_NTASKS_PER_NODE": "4"}
+    env["SRUN_STATUS"] = str(status)
+    done = launched("slurm.sh", programs, "code_lm", "seed=3", **env)
+    assert done.returncode == status, done.stderr
+    assert (programs / "scontrol.given").exists() is queued_again
+    if queued_again:
+        assert given(programs, "scontrol") == ["requeue", "77"]
+    program, command, *words = given(programs, "srun")
+    assert (program, command) == ("trainkit", "train")
+    monkeypatch.chdir(programs)
+    config = Composition(expand(words)).config
+    assert config.paths.run_dir == "./outputs/code_lm/slurm-77"
+    assert (config.trainer.devices, config.seed) == (4, 3)
+
+
+def test_options_of_sbatch_are_those_that_the_trainer_needs() -> None:
+    lines = (LAUNCH / "slurm.sh").read_text().splitlines()
+    pairs = [
+        line.removeprefix("#SBATCH --").partition("=")
+        for line in lines
+        if line.startswith("#SBATCH")
+    ]
+    options = {name: value for name, _, value in pairs}
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert options["signal"].startswith("INT@")
+    assert {"nodes", "requeue"} <= options.keys()

