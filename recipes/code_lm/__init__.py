@@ -1,5 +1,5 @@
 """A language model on the Python standard library's own functions."""
 
-from .code_lm import CodeLM, Functions
+from .code_lm import CodeLM, Functions, read_functions
 
-__all__ = ["CodeLM", "Functions"]
+__all__ = ["CodeLM", "Functions", "read_functions"]

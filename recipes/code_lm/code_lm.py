@@ -1,9 +1,10 @@
 """A language model on the Python standard library's own functions.
 
-    trainkit train                     # this model is what it trains by default
+    trainkit train                       # on bytes, in windows of streamed batches
+    trainkit train experiment=code_lm    # on byte-level BPE, in split windows
 
-Each function is a sequence of bytes, from 20 to thousands long: ragged data, on which a
-mean of micro-batch means is not the mean over the window's bytes.
+Each function is a sequence of bytes or tokens, from ten to thousands long: ragged data,
+on which a mean of micro-batch means is not the mean over the window's tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from trainkit import AccumulationMixin, ResumableLoader
 
 Batch = dict[str, Tensor]
+
+NUM_BYTES = 256
 
 # ---- data ----------------------------------------------------------------------------
 
@@ -44,7 +47,7 @@ def read_functions() -> list[bytes]:
 
 
 def collate(functions: Sequence[Tensor]) -> Batch:
-    """Pad to the longest; the label of each byte is the next one."""
+    """Pad to the longest; the label of each token is the next one."""
     ids = [each[:-1] for each in functions]
     labels = [each[1:] for each in functions]
     return {
@@ -56,11 +59,13 @@ def collate(functions: Sequence[Tensor]) -> Batch:
 
 
 class Functions(LightningDataModule):
-    """Functions as byte ids, split into training and validation.
+    """Functions as ids, split into training and validation.
 
     Args:
-        batch_size: functions in a micro-batch.
-        max_length: bytes of a function that are kept.
+        batch_size: functions in a batch of the loader.
+        vocab_size: of the byte-level BPE that is learned from the functions to train
+            on; None leaves them as bytes.
+        max_length: bytes, or tokens, of a function that are kept.
         num_train: functions to train on, at most.
         num_val: functions to validate on.
         seed: of the split and of the order of each epoch.
@@ -71,6 +76,7 @@ class Functions(LightningDataModule):
         self,
         *,
         batch_size: int = 4,
+        vocab_size: int | None = None,
         max_length: int = 384,
         num_train: int = 6000,
         num_val: int = 200,
@@ -79,6 +85,7 @@ class Functions(LightningDataModule):
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
+        self.vocab_size = vocab_size
         self.max_length = max_length
         self.num_train = num_train
         self.num_val = num_val
@@ -89,11 +96,20 @@ class Functions(LightningDataModule):
         functions = read_functions()
         order = torch.Generator().manual_seed(self.seed)
         shuffled = torch.randperm(len(functions), generator=order).tolist()
-        rows = [
-            torch.tensor(list(functions[index][: self.max_length]))
-            for index in shuffled[: self.num_val + self.num_train]
-        ]
+        chosen = [functions[n] for n in shuffled[: self.num_val + self.num_train]]
+        rows = [torch.tensor(row[: self.max_length]) for row in self.encode(chosen)]
         self.val_rows, self.train_rows = rows[: self.num_val], rows[self.num_val :]
+
+    def encode(self, functions: Sequence[bytes]) -> list[list[int]]:
+        """The ids of each function; merges are learned from those to train on."""
+        if self.vocab_size is None:
+            return [list(function) for function in functions]
+        # Here, since the default run needs no more than what trainkit installs.
+        from trainkit.recipes import tokenizer  # type: ignore[import-not-found]
+
+        texts = [function.decode(errors="replace") for function in functions]
+        bpe = tokenizer.byte_bpe(texts[self.num_val :], vocab_size=self.vocab_size)
+        return tokenizer.encode(bpe, texts)
 
     def train_dataloader(self) -> ResumableLoader:
         return ResumableLoader(
@@ -113,9 +129,10 @@ class Functions(LightningDataModule):
 
 
 class CodeLM(AccumulationMixin, LightningModule):
-    """A small decoder over bytes. Its strategy and its optimizer are chosen outside.
+    """A small decoder. Its strategy, cut and optimizer are chosen outside.
 
     Args:
+        vocab_size: how many tokens there are; None: as many as bytes.
         d_model: width.
         num_layers: depth.
         num_heads: of attention.
@@ -126,6 +143,7 @@ class CodeLM(AccumulationMixin, LightningModule):
     def __init__(
         self,
         *,
+        vocab_size: int | None = None,
         d_model: int = 64,
         num_layers: int = 2,
         num_heads: int = 2,
@@ -133,7 +151,8 @@ class CodeLM(AccumulationMixin, LightningModule):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.byte = nn.Embedding(256, d_model)
+        self.vocab_size = NUM_BYTES if vocab_size is None else vocab_size
+        self.token = nn.Embedding(self.vocab_size, d_model)
         self.position = nn.Embedding(max_length, d_model)
         layer = nn.TransformerEncoderLayer(
             d_model,
@@ -147,13 +166,13 @@ class CodeLM(AccumulationMixin, LightningModule):
         self.layers = nn.TransformerEncoder(
             layer, num_layers, nn.LayerNorm(d_model), enable_nested_tensor=False
         )
-        self.head = nn.Linear(d_model, 256)
+        self.head = nn.Linear(d_model, self.vocab_size)
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, ids.device)
         place = torch.arange(length, device=ids.device)
-        hidden = self.byte(ids) + self.position(place)
+        hidden = self.token(ids) + self.position(place)
         # Padding stands on the right: a causal mask alone keeps it from being seen.
         return self.head(self.layers(hidden, mask=mask, is_causal=True))
 

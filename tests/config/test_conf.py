@@ -56,6 +56,18 @@ OPEN["schedule", "by_tokens"] = ["schedule.sizes={0: 2, 9000: 4}"]
 OPEN["micro_batching", "size"] = ["micro_batching.size=4"]
 OPEN["micro_batching", "tokens"] = ["micro_batching.tokens=4096"]
 OPEN["optimizer", "none"] = ["scheduler=none"]
+# A recipe's model and data go together: its experiment chooses both.
+OPEN |= {
+    (group, name): [f"experiment={name}"]
+    for group, name in OPTIONS
+    if group in ("model", "data") and ("experiment", name) in OPTIONS
+}
+OPEN["model", "completions"] = ["accumulation=none"]  # it has a strategy of its own
+OPEN |= {
+    (group, name): ["trainer.accelerator=cpu"]  # there may be no GPU here
+    for group, name in OPTIONS
+    if group == "experiment" and name.endswith("_gpu")
+}
 
 
 @pytest.mark.parametrize("option", [o for group, o in OPTIONS if group == "trainer"])

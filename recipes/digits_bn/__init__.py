@@ -1,0 +1,5 @@
+"""A convolutional net with BatchNorm on scikit-learn's digits."""
+
+from .digits_bn import Digits, DigitsNet
+
+__all__ = ["Digits", "DigitsNet"]

@@ -1,0 +1,105 @@
+"""Byte-level BPE, trained on the spot and kept for the next time.
+
+Merges are learned in a second or two, so nothing is downloaded. What was learned is
+kept under `~/.cache/trainkit/tokenizers` (or `$XDG_CACHE_HOME`), in a file named by the
+texts and the options, so that other data never meet an old vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainkit import TrainkitError
+
+NUM_BYTES = 256
+
+
+def byte_bpe(
+    texts: Sequence[str],
+    *,
+    vocab_size: int,
+    special: Sequence[str] = (),
+    folder: Path | None = None,
+) -> Tokenizer:
+    """A tokenizer for these texts: from the cache, or else trained on them.
+
+    Several processes may ask at once: each writes the same file, whole or not at all.
+    Where nothing can be written it is trained each time.
+
+    Args:
+        texts: to learn from; any other text can be encoded as well, byte by byte.
+        vocab_size: how many tokens there are, at most.
+        special: tokens of no text, such as `"[MASK]"`; they have the first ids.
+        folder: of the cache; default: that of the user.
+    """
+    least = NUM_BYTES + len(special)
+    if isinstance(vocab_size, bool) or vocab_size < least:
+        raise TrainkitError(
+            f"byte_bpe vocab_size: must hold {NUM_BYTES} bytes and {len(special)} "
+            f"special tokens, received {vocab_size!r}. Use {least} or more."
+        )
+    name = _key(texts, vocab_size, special)
+    path = (folder or user_cache()) / f"{name}.json"
+    # The library raises a plain Exception for a damaged file. It is written anew.
+    with contextlib.suppress(Exception):
+        return Tokenizer.from_file(str(path))
+    tokenizer = _train(texts, vocab_size, special)
+    with contextlib.suppress(OSError):
+        _write(path, tokenizer.to_str())
+    return tokenizer
+
+
+def user_cache() -> Path:
+    """Where trained tokenizers are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root, "trainkit", "tokenizers")
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text, all at once: ten times as fast as one by one."""
+    return [each.ids for each in tokenizer.encode_batch(list(texts))]
+
+
+def _train(texts: Sequence[str], vocab_size: int, special: Sequence[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _key(texts: Sequence[str], vocab_size: int, special: Sequence[str]) -> str:
+    """Differs with all that the merges depend on, the library's version included."""
+    digest = hashlib.sha256()
+    for part in (tokenizers.__version__, str(vocab_size), *special, "", *texts):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(b"%d:" % len(data))  # so that no two lists of parts run together
+        digest.update(data)
+    return digest.hexdigest()[:32]
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: it is written beside its place and moved there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

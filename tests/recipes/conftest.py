@@ -1,0 +1,41 @@
+"""What the tests of recipes share: a user's folders of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from trainkit.cli.main import main
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of tokenizers: learned once in all these tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def private_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@pytest.fixture
+def run_train(
+    tmp_path: Path, private_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Path]]:
+    """`trainkit train ...` in this process and an empty folder; gives the run's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+
+    def run(*overrides: str, name: str = "run") -> Path:
+        GlobalHydra.instance().clear()
+        folder = tmp_path / name
+        assert main(["train", *overrides, f"paths.run_dir={folder}"]) == 0
+        return folder
+
+    yield run
+    GlobalHydra.instance().clear()

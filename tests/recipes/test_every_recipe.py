@@ -1,0 +1,51 @@
+"""What a user finds in the folder of every recipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import conf_dir
+
+HERE = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(path.parent.name for path in HERE.glob("*/__init__.py"))
+COMMAND = re.compile(r"^\s*trainkit train .*$", re.MULTILINE)
+
+
+def test_the_list_has_all_of_them() -> None:
+    listed = re.findall(
+        r"^\| \[(\w+)\]", (HERE / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_one_file_with_a_readme_and_a_picture(name: str) -> None:
+    readme = (HERE / name / "README.md").read_text()
+    source = (HERE / name / f"{name}.py").read_text()
+    assert f"trainkit train experiment={name}\n" in re.sub(r" +#.*", "", readme)
+    assert COMMAND.search(source)
+    assert "\ndef main() -> None:\n" in source
+    for picture in re.findall(r"!\[.+\]\((.+)\)", readme):
+        assert 10_000 < (HERE / name / picture).stat().st_size < 150_000
+    assert f"{name}.png" in readme
+    assert "|---" in readme, "what was measured"
+    assert "_gpu" in readme
+    assert "_debug" in readme
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("size", ["", "_debug", "_gpu"])
+def test_a_recipe_has_three_sizes(name: str, size: str) -> None:
+    lines = (conf_dir() / "experiment" / f"{name}{size}.yaml").read_text().splitlines()
+    assert lines[1] == f"# trainkit train experiment={name}{size}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_uses_public_names_only(name: str) -> None:
+    source = (HERE / name / f"{name}.py").read_text()
+    imports = re.findall(r"^ *from (trainkit\S*) import", source, re.MULTILINE)
+    # The last is what main() starts.
+    assert set(imports) <= {"trainkit", "trainkit.recipes", "trainkit.cli.main"}
