@@ -1,8 +1,8 @@
 """Quicker processes: each that a test starts runs this first.
 
 - transformers and scipy seem not to be installed, as with many users. torchmetrics
-  imports them wherever they are, for two seconds of each start. They can be imported all
-  the same.
+  imports them wherever they are, for two seconds of each start. Who asks for them by
+  name is given them.
 - `wandb agent` asks its server twice a second, not each five seconds.
 """
 
