@@ -22,10 +22,16 @@ def requirements(pyproject: str, extras: list[str]) -> list[str]:
         extras: their names.
 
     Raises:
-        KeyError: the project has no such extra.
+        SystemExit: the project has no such extra.
     """
     project = tomllib.loads(pyproject)["project"]
     optional = project["optional-dependencies"]
+    unknown = [name for name in extras if name not in optional]
+    if unknown:
+        raise SystemExit(
+            f"EXTRAS: must be names of {sorted(optional)}, separated by spaces, "
+            f"received {unknown}."
+        )
     return [*project["dependencies"], *(r for name in extras for r in optional[name])]
 
 

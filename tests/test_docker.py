@@ -140,6 +140,12 @@ def test_a_target_installs_all_and_runs_as_a_user(target: str) -> None:
     ]
 
 
+def test_an_extra_that_there_is_not_is_named_with_those_there_are() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    with pytest.raises(SystemExit, match=r"EXTRAS: .*'sweeps'.* received \['sweep'\]"):
+        requirements_script().requirements(text, ["recipes", "sweep"])
+
+
 def test_the_python_of_the_images_is_one_that_trainkit_supports() -> None:
     (version,) = [rest for rest in of("ARG") if rest.startswith("PYTHON=")]
     least = SETTINGS["project"]["requires-python"].removeprefix(">=")

@@ -329,7 +329,9 @@ class Odd(CodeLM):
 
 def test_odd_metrics_and_a_strategy_of_the_modules_own(tmp_path: Path) -> None:
     odd = "model._target_=tests.cli.test_train.Odd"
-    with pytest.warns(UserWarning, match="PerSample is replaced by .* PerToken"):
+    with pytest.warns(
+        UserWarning, match=r"PerSample\(.*\) is replaced by .* PerToken\("
+    ):
         assert train(odd, "name=replaced") == 0
     assert train(odd, "name=kept", "accumulation=none") == 0
     replaced, kept = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -90,6 +91,18 @@ def test_a_mistake_is_one_message_and_2(
     assert text in shown
     assert "Traceback" not in shown
     assert shown.count("trainkit: ") == 1
+
+
+def test_what_an_experiment_says_of_an_optimizer_that_is_taken_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["experiment=ragged_regression", "optimizer=none", "scheduler=none"]
+    assert train(*words, small=[]) == 2
+    away = "'~optimizer.lr' '~optimizer.weight_decay'"
+    shown = capsys.readouterr().err
+    assert shown.endswith(f"and there is to be none: optimizer=none {away}\n")
+    assert train(*words, *shlex.split(away), "mode=foo", small=[]) == 2
+    assert "trainkit: mode: must be min or max" in capsys.readouterr().err
 
 
 def test_a_refusal_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,20 @@ def test_a_part_of_a_package_can_be_allowed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_target_that_is_not_there_is_named(target: str, reason: str) -> None:
     with pytest.raises(TrainkitError, match=f"there is no '{target}'.*{reason}"):
         instantiate({"_target_": target})
+
+
+@pytest.mark.parametrize("recipe", ["gan.DigitsGAN", "completions.CompletionLM"])
+def test_the_extra_that_a_recipe_needs_is_named(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, _ = recipe.partition(".")
+    for loaded in [each for each in sys.modules if "recipes" in each]:
+        monkeypatch.delitem(sys.modules, loaded)
+    for package in ("sklearn.datasets", "tokenizers"):
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    with pytest.raises(TrainkitError, match=r"^_target_: .*'trainkit\[recipes\]'$"):
+        instantiate({"_target_": f"trainkit.recipes.{recipe}"})
+    assert f"trainkit.recipes.{name}" not in sys.modules
 
 
 def test_targets_are_listed_with_their_keys() -> None:

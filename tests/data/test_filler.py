@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -182,6 +182,19 @@ def test_values_of_every_kind() -> None:
     assert row["b"] == [3, 4], "the row itself stays as it is"
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_lists_of_lists_and_named_tuples_keep_their_form() -> None:
+    row = {"a": [[1, 2], [3]], "b": Pair(torch.ones(2), 5)}
+    nothing = WeighNothing(a=-100, b=0)(row)
+    assert nothing["a"] == [[-100, -100], [-100]]
+    assert isinstance(nothing["b"], Pair)
+    assert (nothing["b"].first.tolist(), nothing["b"].second) == ([0, 0], 0)
+
+
 def test_array_becomes_an_array_of_its_type() -> None:
     array = torch.ones(3, dtype=torch.int16).numpy()
     nothing = WeighNothing(y=-100)({"y": array})["y"]
@@ -198,6 +211,18 @@ def test_array_becomes_an_array_of_its_type() -> None:
         ),
         (lambda: NOTHING({"x": 1}), "labels: must be a field .* received a row of x"),
         (lambda: NOTHING({"labels": "text"}), "labels: must be a tensor, .* str"),
+        (lambda: NOTHING({"labels": ["text"]}), "labels: must be a tensor, .* str"),
+        # Each would become a label that counts: 156, True, 0.
+        (
+            lambda: NOTHING({"labels": torch.ones(2, dtype=torch.uint8)}),
+            "labels: -100 is no value of torch.uint8, .* may weigh something",
+        ),
+        (
+            lambda: NOTHING({"labels": torch.ones(2, dtype=torch.uint8).numpy()}),
+            "labels: -100 is no value of torch.uint8",
+        ),
+        (lambda: NOTHING({"labels": True}), "-100 is no value of torch.bool"),
+        (lambda: WeighNothing(labels=0.5)({"labels": 3}), "0.5 is no .* torch.int64"),
     ],
 )
 def test_odd_rows_are_refused(make: Any, text: str) -> None:

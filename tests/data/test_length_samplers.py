@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.data.sharing import fillers, rank_of, read_by_all, real_rows
-from trainkit import LengthGroupedSampler, TokenBudgetSampler, TrainkitError
+from trainkit import (
+    LengthGroupedSampler,
+    ResumableLoader,
+    TokenBudgetSampler,
+    TrainkitError,
+)
 from trainkit.data.length_sampler import LengthSampler, part
 
 TOKENS = 64
@@ -234,6 +240,18 @@ def test_lengths_are_checked(kind: str, wrong: Any) -> None:
 def test_options_are_checked(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
         make()
+
+
+def test_state_of_numpys_lengths_can_be_read_with_weights_alone() -> None:
+    """As Lightning reads a checkpoint; numpy's numbers are refused there."""
+    lengths = [*torch.arange(1, 5, dtype=torch.uint8).numpy()]
+    each = ResumableLoader(
+        range(4), batch_sampler=TokenBudgetSampler(lengths, tokens=4)
+    )
+    file = io.BytesIO()
+    torch.save(each.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["sum of lengths"] == 10
 
 
 def test_lengths_may_be_a_tensor_or_an_array() -> None:

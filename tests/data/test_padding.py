@@ -80,6 +80,17 @@ def test_multiple_of_goes_for_all_fields_that_are_as_long(side: Any) -> None:
     assert torch.equal(batch["mask"].bool(), batch["ids"] > 0)
 
 
+def test_what_is_fixed_is_not_filled_up_though_it_is_as_long_by_chance() -> None:
+    rows = [{"image": torch.ones(3), "ids": [1, 2, 3]}]
+    assert PadCollate(multiple_of=4)(rows)["image"].shape == (1, 4), "it cannot know"
+    pad = PadCollate(multiple_of=4, fixed=["image"], lengths="n")
+    batch = pad([*rows, {"image": torch.ones(3), "ids": [1]}])
+    assert (batch["image"].shape, batch["ids"].shape) == ((2, 3), (2, 4))
+    assert batch["n"].tolist() == [3, 1]
+    with pytest.raises(TrainkitError, match=r"'image' must be of one size .* \(2,\)"):
+        pad([*rows, {"image": torch.ones(2), "ids": [1]}])
+
+
 def test_padding_weighs_nothing() -> None:
     batch = PadCollate({"labels": -100}, multiple_of=16)(samples(3, 9))
     assert PerToken().weight(batch) == 12
@@ -102,6 +113,13 @@ def test_floats_may_be_filled_up_with_anything() -> None:
         batch = PadCollate({"x": value})(rows)
         assert batch["x"][0, 1] == torch.tensor(value)
     assert PadCollate({"x": float("nan")})(rows)["x"][0, 1].isnan()
+
+
+def test_numpys_texts_are_no_numbers() -> None:
+    texts = (torch.ones(2).numpy() > 0).astype(str)
+    batch = PadCollate()([{"x": [1], "name": text, "all": texts} for text in texts])
+    assert batch["name"] == ["True", "True"]
+    assert batch["all"] == [texts, texts]
 
 
 def test_read_only_arrays_are_copied() -> None:

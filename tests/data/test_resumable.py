@@ -143,6 +143,36 @@ def test_position_belongs_to_its_epoch() -> None:
     assert read(second, epoch=2) == read(loader(), epoch=2)
 
 
+def test_earlier_epoch_than_that_of_the_state_is_refused() -> None:
+    """Fabric counts epochs from 0 in a loader that it has set up, also in a run that
+    goes on: it would read the wrong rows."""
+    first = loader()
+    read(first, epoch=2, most=2)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(
+        TrainkitError, match=r"saved in epoch 2, .* epoch 0\. .* Fabric"
+    ):
+        read(second, epoch=0)
+
+
+def test_look_at_a_batch_in_between_moves_nothing() -> None:
+    whole, each = read(loader()), loader()
+    going_on = iter(each)
+    seen = [next(going_on)]
+    seen.append(next(going_on))
+    assert next(iter(each)).tolist() == whole[0]
+    seen.append(next(going_on))
+    second = loader()
+    second.load_state_dict(each.state_dict())
+    assert [b.tolist() for b in seen] + read(second) == whole
+
+
+def test_state_of_another_loader_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="received one without end, epoch, positi"):
+        loader().load_state_dict({"_num_yielded": 3})
+
+
 def test_twice_interrupted_epoch() -> None:
     whole, state, seen = read(loader()), None, []
     for _ in range(3):
@@ -231,6 +261,7 @@ class Stream(IterableDataset[int]):
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
         ({"sampler": RandomSampler(range(3))}, "it has its own .* RandomSampler"),
+        ({"in_order": False}, "in_order: must be True, .* which rows were read"),
     ],
 )
 def test_options_are_checked(how: dict[str, Any], text: str) -> None:

@@ -11,7 +11,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit import AccumulationCallback, PerSample, PlainComparison, TrainkitError
+from trainkit import (
+    AccumulationCallback,
+    PerSample,
+    PlainComparison,
+    TrainkitError,
+    Uniform,
+)
 from trainkit.lit.window_summary import WindowSummary
 
 
@@ -124,6 +130,13 @@ def test_what_it_leaves_out(callbacks: list[Callback]) -> None:
     comparison = PlainComparison(max_parameters=10)
     fit(RAGGED, [*callbacks, comparison])
     assert not comparison.is_measuring
+    assert comparison.deviation is None
+
+
+def test_uniform_is_no_measure_of_plain_accumulation() -> None:
+    """It would say that plain accumulation is off by nothing."""
+    comparison = PlainComparison()
+    fit(RAGGED, [AccumulationCallback(Uniform()), comparison])
     assert comparison.deviation is None
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from tests.helpers import quiet_lightning, weights
 from tests.lit.scaled import BATCHES, EXACT, STEPS, Saves, Scheduled, fit, linear
@@ -116,6 +118,111 @@ def test_planning_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+class Own(LRScheduler):
+    """May communicate with other ranks, or write files."""
+
+    def get_lr(self) -> Any:
+        return [rate / (1 + self.last_epoch) for rate in self.base_lrs]
+
+
+class Remembering(Scheduled):
+    """Its rate comes from a function that remembers, or reads, something.
+
+    Attributes:
+        calls: of that function.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("LambdaLR")
+        self.kind = kind
+        self.calls: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        seen = iter(range(1, 1000))
+        num_calls, warmup = 0, 4
+
+        def counts(step: int) -> float:
+            nonlocal num_calls
+            num_calls += 1
+            print("asked")
+            return 1 / num_calls
+
+        rules: dict[str, Any] = {
+            "counts": counts,
+            "constant": lambda step: warmup / (warmup + step),
+            "partial": partial(_falling, warmup),
+            "iterates": lambda step: 1 / next(seen),
+            "module": lambda step: self.note(step),
+            "method": self.note,
+            "random": lambda step: float(torch.rand(1)),
+            "trainer": lambda step: 1.0 + self.trainer.global_step,
+            "weights": lambda step: float(self.weight[0].detach().sum()),
+        }
+        if self.kind == "own class":
+            scheduler: Any = Own(found["optimizer"])
+        else:
+            scheduler = LambdaLR(found["optimizer"], rules[self.kind])
+        return {**found, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def note(self, step: int) -> float:
+        self.calls.append(step)
+        return 1 / (4 + len(self.calls))
+
+
+def _falling(warmup: int, step: int) -> float:
+    return warmup / (warmup + step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("constant", ""),
+        ("partial", ""),
+        ("random", "the scheduler draws random numbers"),
+        ("counts", "lr_lambdas of LambdaLR may remember something"),
+        ("iterates", "lr_lambdas of LambdaLR may remember something"),
+        ("module", "lr_lambdas of LambdaLR may remember something"),
+        ("method", "lr_lambdas of LambdaLR may remember something"),
+        ("trainer", "lr_lambdas of LambdaLR may remember something"),
+        ("weights", "lr_lambdas of LambdaLR may remember something"),
+        ("own class", "(Own is none of torch's)"),
+    ],
+)
+def test_a_function_that_remembers_does_not_notice_either(
+    kind: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one of several ranks it would else have another rate from then on."""
+    one, other = Remembering(kind), Remembering(kind)
+    torch.manual_seed(0)
+    plan, used = planned(one, folder=tmp_path)
+    printed = capsys.readouterr().out
+    torch.manual_seed(0)
+    fit(other, AccumulationCallback(PerSample()))
+    assert used == [row[:2] for row in other.curve]
+    assert one.calls == other.calls
+    assert printed == capsys.readouterr().out
+    assert len({row[0] for row in used}) > 1  # a control: it is no constant
+    if why:
+        assert why in plan.why_not
+    else:
+        assert_same(plan, used)
+
+
+class StepsItself(Scheduled):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        pass
+
+
+def test_a_slow_scheduler_is_planned_as_far_as_time_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.lit.planned_rates._MOST_SECONDS", -1.0)
+    plan, used = planned(Scheduled("StepLR"), folder=tmp_path)
+    assert plan == RatePlan([], {"lr-SGD/pg1": [], "lr-SGD/pg2": []})
+    assert len(used) == 2 * STEPS
+
+
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint:UserWarning")
 def test_a_resumed_run_plans_the_rest(tmp_path: Path) -> None:
     saves = Saves(tmp_path / "c.ckpt", after=6)  # three steps
@@ -150,6 +257,7 @@ class Stops(Callback):
     ("module", "callbacks", "how", "why"),
     [
         (Scheduled("ReduceLROnPlateau"), [], {}, "goes by a metric"),
+        (StepsItself("StepLR"), [], {}, "an lr_scheduler_step of its own"),
         (Scheduled("StepLR", frequency=2), [], {}, "a frequency other than 1"),
         (Scheduled("StepLR"), [Stops()], {"max_epochs": -1}, "no end that is known"),
         (
@@ -159,7 +267,7 @@ class Stops(Callback):
             "the first windows are measured",
         ),
     ],
-    ids=["plateau", "frequency", "endless", "measured"],
+    ids=["plateau", "steps-itself", "frequency", "endless", "measured"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_cannot_be_known_is_said(

@@ -13,7 +13,7 @@ from recipes.apart import main, weights_at_end, weights_at_start
 SMALL = ["experiment=completions_debug", "trainer.max_steps=2", "callbacks.plain=null"]
 
 
-@pytest.mark.filterwarnings("ignore:CompletionLM. its own strategy PerToken is repl")
+@pytest.mark.filterwarnings("ignore:CompletionLM. its own strategy PerToken")
 def test_a_run_is_compared_with_the_first(
     run_train: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,

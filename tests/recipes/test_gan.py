@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from recipes.gan import Digits, DigitsGAN
 from recipes.gan.gan import sliced_wasserstein
@@ -23,7 +24,9 @@ def window() -> list[Any]:
     """The two micro-batches of an epoch's last window."""
     data = Digits(batch_size=16, num_train=18, latent=4)
     data.setup("fit")
-    batches = [doubled(batch) for batch in data.train_dataloader()]
+    batches = [
+        doubled(data.with_noise(batch, epoch=0)) for batch in data.train_dataloader()
+    ]
     assert [len(batch["real"]) for batch in batches] == [16, 2]
     return batches
 
@@ -48,6 +51,18 @@ def test_window_equals_the_big_batch(window: list[Any], net: str) -> None:
 def test_a_mean_of_means_differs(window: list[Any], net: str) -> None:
     """Negative control: the 2 images of the last micro-batch are half of the step."""
     assert both(window, net, Uniform()) > NAIVE
+
+
+def test_noise_is_that_of_the_row_wherever_it_is_read() -> None:
+    """With noise of the batch, two ranks would train something else than one."""
+    data = Digits(latent=4)
+    data.setup("fit")
+    rows = data.train_rows
+    whole, rest = (default_collate(each) for each in (rows[:6], rows[4:6]))
+    drawn = data.with_noise(whole, epoch=1)["noise"]
+    assert torch.equal(drawn[4:], data.with_noise(rest, epoch=1)["noise"])
+    assert not torch.equal(drawn, data.with_noise(whole, epoch=2)["noise"])
+    assert len(drawn.unique()) == drawn.numel()
 
 
 def test_each_loss_trains_its_own_net() -> None:

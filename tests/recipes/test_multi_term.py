@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes.multi_term import Names, NameVAE
-from recipes.multi_term.multi_term import NAME, Collate, read_names
+from recipes.multi_term.multi_term import NAME, collate, read_names
 from tests.helpers import NAIVE, TOLERANCE
 from tests.recipes.debugging import run_debug
 from tests.recipes.exact import doubled, off, whole_gradient, window_gradient
@@ -32,13 +32,12 @@ def vae(monkeypatch: pytest.MonkeyPatch) -> NameVAE:
 
 def cut(names: list[bytes], *sizes: int) -> tuple[Any, list[Any]]:
     """A batch, and its rows in micro-batches with less padding."""
-    collate = Collate(4)
-    whole = doubled(collate(names))
-    parts, start = [], 0
-    for size in sizes:
-        part = doubled(collate(names[start : start + size]))
-        parts.append({**part, "noise": whole["noise"][start : start + size]})
-        start += size
+    rows, data = list(enumerate(names)), Names(latent=4)
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    cuts = [rows[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    whole, *parts = (
+        doubled(data.with_noise(collate(each), epoch=0)) for each in (rows, *cuts)
+    )
     return whole, parts
 
 
@@ -86,17 +85,29 @@ def test_names_are_those_of_functions_and_classes() -> None:
 
 
 def test_each_label_is_the_next_character_and_the_end_is_one() -> None:
-    batch = Collate(2)([b"ab", b"c"])
+    batch = collate([(0, b"ab"), (1, b"c")])
     assert batch["ids"].tolist() == [[10, 97, 98], [10, 99, 0]]
     assert batch["labels"].tolist() == [[97, 98, 10], [99, 10, -100]]
-    assert batch["noise"].shape == (2, 2)
+    assert batch["row"].tolist() == [0, 1]
 
 
 def test_training_and_validation_share_no_name() -> None:
     data = Names()
     data.setup("fit")
     assert len(data.val_rows) == 400
-    assert not set(data.val_rows) & set(data.train_rows)
+    assert not {name for _, name in data.val_rows} & {n for _, n in data.train_rows}
+
+
+def test_noise_is_that_of_the_row_wherever_it_is_read() -> None:
+    """With noise of the batch, two ranks would train something else than one."""
+    data = Names(latent=4)
+    data.setup("fit")
+    rows = data.train_rows
+    whole, rest = (collate(each) for each in (rows[:6], rows[4:6]))
+    drawn = data.with_noise(whole, epoch=1)["noise"]
+    assert torch.equal(drawn[4:], data.with_noise(rest, epoch=1)["noise"])
+    assert not torch.equal(drawn, data.with_noise(whole, epoch=2)["noise"])
+    assert len(drawn.unique()) == drawn.numel()
 
 
 @pytest.mark.parametrize("own", [True, False])

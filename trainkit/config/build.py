@@ -137,8 +137,8 @@ def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]
     is_own = own is not AccumulationMixin.accumulation
     if strategy is not None and own is not None and is_own and own != strategy:
         warnings.warn(
-            f"{type(module).__name__}: its own strategy {type(own).__name__} is "
-            f"replaced by the configuration's {type(strategy).__name__}. "
+            f"{type(module).__name__}: its own strategy {own!r} is "
+            f"replaced by the configuration's {strategy!r}. "
             f"accumulation=none keeps it.",
             stacklevel=2,
         )

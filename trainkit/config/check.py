@@ -41,7 +41,13 @@ def check_all(config: DictConfig) -> None:
     ):
         check(config[name], key=name)
     check(_with_some_steps(config.scheduler), key="scheduler")
-    for group in ("accumulation", "micro_batching", *CALLBACK_GROUPS):
+    for group in (
+        "accumulation",
+        "micro_batching",
+        *CALLBACK_GROUPS,
+        "optimizer",
+        "scheduler",
+    ):
         _refuse_without_option(config[group], group)
     for group in ("callbacks", "logger"):
         check(config[group], key=group)
@@ -50,13 +56,16 @@ def check_all(config: DictConfig) -> None:
 
 
 def _refuse_without_option(node: DictConfig | None, group: str) -> None:
-    """An argument for something that has not been chosen, as in `+group.size=4`."""
+    """An argument for something that has not been chosen: `+group.size=4`, or what an
+    experiment says beside a `group=none`."""
     if OmegaConf.is_dict(node) and node and TARGET not in node:
         name = next(iter(node))
+        without = " ".join(f"'~{group}.{name}'" for name in node)
         raise TrainkitError(
             f"{group}.{name}: is an argument of what {group} is, and no option of "
             f"{group} is chosen, received {node[name]!r}. Choose one before it: "
-            f"{group}=...; trainkit train --help lists the options."
+            f"{group}=...; trainkit train --help lists the options. Where an "
+            f"experiment gives it, and there is to be none: {group}=none {without}"
         )
 
 

@@ -101,7 +101,15 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
     try:
         found = hydra.utils.get_object(target)
     except (HydraException, ImportError, AttributeError, ValueError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        cause = error.__cause__ or error
+        reason = str(cause).strip().splitlines()[0]
+        if isinstance(cause, TrainkitError):  # the module says itself what is wrong
+            raise TrainkitError(f"{key}: {reason}") from error
+        if target.startswith("trainkit.recipes.") and _is_of_others(cause):
+            raise TrainkitError(
+                f"{key}: {target} needs a package that is not installed: {reason}. "
+                f"pip install 'trainkit[recipes]'"
+            ) from error
         raise TrainkitError(
             f"{key}: there is no {target!r}: {reason}. Give the dotted path of a class "
             f"or function that can be imported."
@@ -111,6 +119,12 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
         is_own = home.partition(".")[0] == package
         raise _not_allowed(target, key, home if is_own else home.partition(".")[0])
     return found
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether a module is missing that is none of ours."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return name is not None and name.partition(".")[0] != "trainkit"
 
 
 def _home_of(found: Any) -> str:

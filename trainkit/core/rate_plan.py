@@ -35,7 +35,8 @@ class RatePlan:
         try:
             plan = cls(**found)
             lengths = {len(plan.steps), *map(len, plan.rates.values())}
-        except (TypeError, AttributeError):
+            _ = [float(n) for each in (plan.steps, *plan.rates.values()) for n in each]
+        except (TypeError, ValueError, AttributeError):
             return damaged
         return plan if len(lengths) == 1 else damaged
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainkit.data.padding import as_tensor, can_hold
 from trainkit.errors import TrainkitError
 
 
@@ -53,6 +54,11 @@ class WeighNothing:
         WeighNothing(labels=-100)    # for PerToken: no token has a loss
         WeighNothing(weight=0.0)     # for PerSample(mask="weight") and a weighted mean
 
+    A batch may have no other rows. Then a loss that divides by its own count is 0/0,
+    which makes gradients NaN, and is refused: divide by `count.clamp(min=1)`. torch's
+    `cross_entropy` with `ignore_index` needs nothing. BatchNorm takes fillers for rows
+    like any other: where there is some, leave such rows out by `last="drop"`.
+
     Args:
         **values: for each field, what all of it becomes.
     """
@@ -81,18 +87,31 @@ def _all(name: str, row: Mapping[str, Any], value: float) -> Any:
             f"WeighNothing {name}: must be a field of each row, received a row of "
             f"{', '.join(map(str, row))}."
         )
-    old = row[name]
+    return _replaced(name, row[name], value)
+
+
+def _replaced(name: str, old: Any, value: float) -> Any:
+    if isinstance(old, list | tuple):
+        # A named tuple is made of its fields, by a method of its own.
+        make = getattr(type(old), "_make", type(old))
+        return make([_replaced(name, each, value) for each in old])
+    tensor = as_tensor(old)
+    if tensor is None:
+        raise TrainkitError(
+            f"WeighNothing {name}: must be a tensor, an array, a number or a list of "
+            f"them, received {type(old).__name__}. Give weigh_nothing= a function of "
+            f"your own."
+        )
+    if not can_hold(tensor.dtype, value):
+        raise TrainkitError(
+            f"WeighNothing {name}: {value!r} is no value of {tensor.dtype}, of which "
+            f"the field is: it would become another one, which may weigh something. "
+            f"Choose another, or give the field another type."
+        )
     if isinstance(old, Tensor):
         return torch.full_like(old, value)
-    if isinstance(old, list | tuple):
-        return type(old)([value] * len(old))
     if isinstance(old, Number):
         return type(old)(value)  # type: ignore[call-arg]
-    if hasattr(old, "__array__"):
-        array = old.copy()
-        array.fill(value)
-        return array
-    raise TrainkitError(
-        f"WeighNothing {name}: must be a tensor, an array, a number or a list of them, "
-        f"received {type(old).__name__}. Give weigh_nothing= a function of your own."
-    )
+    array = old.copy()
+    array.fill(value)
+    return array

@@ -144,4 +144,5 @@ def _checked(name: str, lengths: Any) -> list[int]:
                 f"{name} lengths: must be whole numbers of at least 1, received "
                 f"{length!r} for row {row}. Leave empty rows out of the data."
             )
-    return found
+    # Not numpy's: a checkpoint that holds one of them cannot be read with weights_only.
+    return [int(length) for length in found]

@@ -38,6 +38,8 @@ class PadCollate:
             first one that has a dimension.
         multiple_of: the length of a batch is filled up to a multiple of it, in all
             fields that are as long as a sample.
+        fixed: fields that are of one size in all samples, and never filled up, though
+            they may happen to be as long as a sample.
         mask: name of a 0/1 mask to add to the batch: 1 up to a sample's length.
         lengths: name of the lengths to add.
     """
@@ -49,6 +51,7 @@ class PadCollate:
         side: Literal["right", "left"] = "right",
         of: Any = None,
         multiple_of: int = 1,
+        fixed: Sequence[Any] = (),
         mask: str | None = None,
         lengths: str | None = None,
     ) -> None:
@@ -61,6 +64,7 @@ class PadCollate:
         self.side = side
         self.of = of
         self.multiple_of = multiple_of
+        self.fixed = [fixed] if isinstance(fixed, str) else list(fixed)
         self.mask = mask
         self.lengths = lengths
 
@@ -83,13 +87,17 @@ class PadCollate:
             if found is None:
                 batch[name] = columns[name]
                 continue
+            if name in self.fixed:
+                batch[name] = _of_one_size(name, found)
+                continue
             is_as_long = lengths == [len(each) if each.ndim else None for each in found]
             batch[name] = self._stacked(name, found, is_as_long=is_as_long)
         return batch | self._told(lengths)
 
     def _lengths(self, fields: dict[Any, list[Tensor] | None]) -> list[int] | None:
         """Of the samples; None where nothing has a length."""
-        for name in fields if self.of is None else [self.of]:
+        ragged = [name for name in fields if name not in self.fixed]
+        for name in ragged if self.of is None else [self.of]:
             found = fields[name]
             if found is not None and all(each.ndim for each in found):
                 return [len(each) for each in found]
@@ -122,7 +130,7 @@ class PadCollate:
         telling = [each for each in found if each.numel()] or found
         dtype = reduce(torch.promote_types, (each.dtype for each in telling))
         value = self.fill.get(name, 0)
-        if not _can_hold(dtype, value):
+        if not can_hold(dtype, value):
             raise TrainkitError(
                 f"PadCollate fill {name!r}: {value!r} is no value of {dtype}, of which "
                 f"the field is. Choose another, or give the field another type."
@@ -157,6 +165,7 @@ class PadCollate:
         for option, names in (
             ("fill: must name fields", self.fill),
             ("of: must be a field", () if self.of is None else (self.of,)),
+            ("fixed: must name fields", self.fixed),
         ):
             for name in names:
                 if name not in columns:
@@ -178,9 +187,10 @@ class PadCollate:
                 )
 
 
-def _can_hold(dtype: torch.dtype, value: float) -> bool:
-    """
-    >>> [_can_hold(torch.uint8, value) for value in (0, -100, 0.5)]
+def can_hold(dtype: torch.dtype, value: float) -> bool:
+    """Whether a value stays what it is in this type.
+
+    >>> [can_hold(torch.uint8, value) for value in (0, -100, 0.5)]
     [True, False, False]
     """
     if dtype.is_floating_point or dtype.is_complex:
@@ -192,6 +202,16 @@ def _can_hold(dtype: torch.dtype, value: float) -> bool:
 def _ends(dtype: torch.dtype) -> tuple[int, int]:
     whole = torch.iinfo(dtype)
     return whole.min, whole.max
+
+
+def _of_one_size(name: Any, found: list[Tensor]) -> Tensor:
+    shapes = sorted({str(tuple(each.shape)) for each in found})
+    if len(shapes) > 1:
+        raise TrainkitError(
+            f"PadCollate fixed: field {name!r} must be of one size in all samples, "
+            f"received the shapes {', '.join(shapes)}."
+        )
+    return torch.stack(found)
 
 
 def _columns(samples: Sequence[Any]) -> Columns:
@@ -232,7 +252,7 @@ def _is_one_field(sample: Any) -> bool:
 
 def _as_tensors(name: Any, column: list[Any]) -> list[Tensor] | None:
     """As they are to be stacked; None for what is no number, tensor or array."""
-    found = [_as_tensor(value) for value in column]
+    found = [as_tensor(value) for value in column]
     kept = [each for each in found if each is not None]
     if kept and len(kept) < len(found):
         other = next(v for v, t in zip(column, found, strict=True) if t is None)
@@ -243,12 +263,18 @@ def _as_tensors(name: Any, column: list[Any]) -> list[Tensor] | None:
     return kept or None
 
 
-def _as_tensor(value: Any) -> Tensor | None:
+def as_tensor(value: Any) -> Tensor | None:
+    """Numbers as a tensor; None for what is no number, tensor or array of them."""
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, Number) or _are_numbers(value) or hasattr(value, "__array__"):
+    if isinstance(value, Number) or _are_numbers(value) or _is_array(value):
         return torch.tensor(value)  # a copy: arrays may be read-only
     return None
+
+
+def _is_array(value: Any) -> bool:
+    """Of numbers: numpy's texts, dates and objects are none."""
+    return hasattr(value, "__array__") and value.__array__().dtype.kind in "biufc"
 
 
 def _are_numbers(value: Any) -> bool:

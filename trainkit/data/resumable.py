@@ -39,7 +39,12 @@ class ResumableLoader(DataLoader[Any]):
     batch_size times ranks stays the same (32 on one rank, 16 on two); with a
     `batch_sampler` on the same number of ranks; at an epoch's end whatever you like.
     Other changes are refused. In a loop of your own, call
-    `loader.sampler.set_epoch(epoch)` before each epoch, as Lightning does.
+    `loader.sampler.set_epoch(epoch)` before each epoch, as Lightning does; with Fabric
+    too, and leave the loader out of `setup_dataloaders`, which counts epochs from 0.
+
+    Its state is that of the last batch read of it. Where something else than the
+    training reads batches, a validation or a look at samples, give that a loader of its
+    own, or its place is what a checkpoint taken then holds.
 
     What cannot go on exactly is what worker processes draw at random for each row: they
     start anew. Draw it from a generator that is seeded by the row.
@@ -75,6 +80,7 @@ class ResumableLoader(DataLoader[Any]):
         _check(dataset, batch_size, seed)
         check_last(last, weigh_nothing, drop_last=drop_last)
         takes_order_as_it_is = _takes_no_other_order(options)
+        _check_in_order(options)
         if batch_sampler is None:
             order: EpochOrder = RowSampler(
                 dataset,
@@ -108,12 +114,13 @@ class ResumableLoader(DataLoader[Any]):
         # A generator, so that nothing begins before the first batch is asked for:
         # Lightning calls iter() before it says which epoch it is.
         order = self._order
-        self._position = order.start = self._take_start()
+        position = self._position = order.start = self._take_start()
         assert self.generator is not None
         # The workers' seeds come from it.
         self.generator.manual_seed(order.seed_for(order.ranks[0]))
         for batch in super().__iter__():
-            self._position = order.after(self._position)
+            # Of this pass: another one may have looked at a batch in between.
+            position = self._position = order.after(position)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,6 +136,7 @@ class ResumableLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on after what was read; refuses where that cannot be told."""
+        _check_state(state_dict)
         if 0 < state_dict["position"] < state_dict["end"]:
             for name, value in self._order.described().items():
                 saved = state_dict.get(name, "another sampler")
@@ -140,8 +148,11 @@ class ResumableLoader(DataLoader[Any]):
     def _take_start(self) -> int:
         """From which position on the epoch that now begins is read."""
         state, self._resumed = self._resumed, None
-        if state is None or state["epoch"] != self._order.epoch:
+        epoch = self._order.epoch
+        if state is None or state["epoch"] < epoch:
             return 0
+        if state["epoch"] > epoch:
+            _refuse_earlier(epoch, saved=state["epoch"])
         return state["position"] if state["position"] < state["end"] else 0
 
 
@@ -168,8 +179,9 @@ def _check_batch_sampler(
     if not isinstance(batch_sampler, LengthSampler):
         raise TrainkitError(
             f"ResumableLoader batch_sampler: must be a TokenBudgetSampler or a "
-            f"LengthGroupedSampler, received {type(batch_sampler).__name__}. For "
-            f"another use torchdata's StatefulDataLoader."
+            f"LengthGroupedSampler, received {type(batch_sampler).__name__}. Use a "
+            f"DataLoader for prediction, where Lightning passes one of its own, and "
+            f"torchdata's StatefulDataLoader for another."
         )
     if given != (1, False, 0, "weight", False) or process_group is not None:
         raise TrainkitError(
@@ -197,6 +209,35 @@ def _takes_no_other_order(options: dict[str, Any]) -> bool:
             f"of your own."
         )
     return isinstance(sampler, SequentialSampler)
+
+
+def _check_in_order(options: dict[str, Any]) -> None:
+    """Only where batches come in the order of their rows is a count of them a place."""
+    if not options.get("in_order", True):
+        raise TrainkitError(
+            "ResumableLoader in_order: must be True, since a run that goes on needs to "
+            "know which rows were read, received False. Leave it out."
+        )
+
+
+def _check_state(state_dict: dict[str, Any]) -> None:
+    missing = {"epoch", "position", "end"} - state_dict.keys()
+    if missing:
+        raise TrainkitError(
+            f"ResumableLoader load_state_dict: needs a state that a ResumableLoader "
+            f"has saved, received one without {', '.join(sorted(missing))}. Use the "
+            f"loader that the checkpoint was written with, or begin a run of its own."
+        )
+
+
+def _refuse_earlier(epoch: int, *, saved: int) -> None:
+    raise TrainkitError(
+        f"ResumableLoader: was saved in epoch {saved}, and is told that this is epoch "
+        f"{epoch}. Call loader.sampler.set_epoch({saved}) before the epoch that goes "
+        f"on. With Fabric leave this loader out of setup_dataloaders, which counts "
+        f"epochs from 0 (it deals rows to the ranks by itself), and move batches by "
+        f"fabric.to_device."
+    )
 
 
 def _refuse_change(name: str, saved: Any, now: Any) -> None:

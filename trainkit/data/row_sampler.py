@@ -66,6 +66,14 @@ class RowSampler(EpochOrder):
         is_kept = goes_round and self.last != "drop"
         return self.num_rows if is_kept else self.num_rows - left
 
+    @property
+    def least_in_last_batch(self) -> int:
+        """How many rows the last batch of an epoch has, on the rank with the fewest."""
+        left = self.end % self.stretch
+        if not left or (self.fills and self.last == "pad"):
+            return self.batch_size
+        return max(left // self.ranks[1], 1)
+
     def after(self, position: int) -> int:
         return min(position + self.stretch, self.end)
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
-from trainkit.core.strategies import Weight
+from trainkit.core.strategies import Uniform, Weight
 from trainkit.errors import TrainkitError
 from trainkit.lit.effective import windows_of
 
@@ -27,8 +27,10 @@ class PlainComparison(Callback):
     not stepped with: the windows are those of the exact training.
 
     Two more copies of the gradient are held meanwhile, so models with more parameters
-    than `max_parameters` are left out. So are several ranks, manual optimization, and
-    split windows, whose cut plain Lightning does not have.
+    than `max_parameters` are left out. So are several ranks, manual optimization,
+    split windows, whose cut plain Lightning does not have, and `Uniform()`, which is
+    what plain accumulation does to all windows but the short ones: from it, it is not
+    seen how far both are from the big batch.
 
     Args:
         max_parameters: up to which it measures.
@@ -72,6 +74,7 @@ class PlainComparison(Callback):
         windows = windows_of(trainer)
         self.is_measuring = (
             windows is not None
+            and not isinstance(windows.strategy, Uniform)
             and not windows.is_split
             and pl_module.automatic_optimization
             and trainer.world_size == 1

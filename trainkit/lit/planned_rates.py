@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from trainkit.core.rate_plan import RatePlan
@@ -17,11 +20,15 @@ from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
 from trainkit.lit.base import has_callback
 from trainkit.lit.lr_scaling import LRScaling
+from trainkit.lit.random_state import read_states, write_states
 from trainkit.lit.schedule import AccumulationSchedule
+from trainkit.lit.scheduler_copies import copy_schedulers
 from trainkit.lit.total import total_steps
 
 _MOST_STEPS = 300_000
 """Schedulers are asked step by step, which takes about a second for so many."""
+_MOST_SECONDS = 3.0
+"""Of slower ones the plan is of so many steps as are known by then."""
 _MOST_POINTS = 2_000
 
 
@@ -35,13 +42,29 @@ def plan_rates(trainer: Any, pl_module: Any) -> RatePlan:
     why_not = _why_unknown(trainer, pl_module)
     if why_not:
         return RatePlan(why_not=why_not)
+    before = read_states(pl_module.device)
     try:
-        return _run_ahead(trainer)
+        with redirect_stdout(StringIO()):  # what schedulers print, they print later
+            plan = _run_ahead(trainer)
     except Exception as error:  # a scheduler of the user's, which may do anything
-        return RatePlan(
-            why_not=f"the scheduler cannot be run ahead "
-            f"({type(error).__name__}: {error})"
-        )
+        is_own = isinstance(error, TrainkitError)
+        why = str(error) if is_own else f"{type(error).__name__}: {error}"
+        return RatePlan(why_not=f"the scheduler cannot be run ahead ({why})")
+    finally:
+        after = read_states(pl_module.device)
+        write_states(before, pl_module.device)
+    if not _are_same(before, after):
+        return RatePlan(why_not="the scheduler draws random numbers")
+    return plan
+
+
+def _are_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(state, after[name])
+        if isinstance(state, torch.Tensor)
+        else state == after[name]
+        for name, state in before.items()
+    )
 
 
 def _why_unknown(trainer: Any, pl_module: Any) -> str:
@@ -50,6 +73,8 @@ def _why_unknown(trainer: Any, pl_module: Any) -> str:
         return "in manual optimization the module decides when a rate changes"
     if any(config.reduce_on_plateau for config in configs):
         return "ReduceLROnPlateau goes by a metric"
+    if _steps_itself(pl_module):
+        return "the module has an lr_scheduler_step of its own"
     if any(config.frequency != 1 for config in configs):
         return "the scheduler has a frequency other than 1"
     if len(_names(trainer)) != len(trainer.optimizers[0].param_groups):
@@ -60,6 +85,12 @@ def _why_unknown(trainer: Any, pl_module: Any) -> str:
     except TrainkitError:
         return "windows go by tokens, which are not known beforehand"
     return _why_windows_unknown(trainer, _first(trainer, LRScaling))
+
+
+def _steps_itself(pl_module: Any) -> bool:
+    """Whether the user decides what a scheduler's step is."""
+    theirs = ("lightning.pytorch.", "pytorch_lightning.", "trainkit.lit.")
+    return not type(pl_module).lr_scheduler_step.__module__.startswith(theirs)
 
 
 def _why_windows_unknown(trainer: Any, scaling: LRScaling | None) -> str:
@@ -79,7 +110,8 @@ def _why_windows_unknown(trainer: Any, scaling: LRScaling | None) -> str:
 
 
 def _run_ahead(trainer: Any) -> RatePlan:
-    optimizer, schedulers = _copies(trainer)
+    optimizer, schedulers = copy_schedulers(trainer)
+    until = time.monotonic() + _MOST_SECONDS
     factor = _factors(trainer)
     start, end = trainer.global_step, int(total_steps(trainer))
     end = min(end, start + _MOST_STEPS)
@@ -92,6 +124,8 @@ def _run_ahead(trainer: Any) -> RatePlan:
         for step, (size, ends_epoch) in enumerate(_windows(trainer, end)):
             if step < start:
                 continue
+            if time.monotonic() > until:  # the other ranks wait
+                break
             if (step - start) % every == 0 or step == end - 1:
                 steps.append(step)
                 for values, group in zip(rates, groups, strict=True):
@@ -102,21 +136,6 @@ def _run_ahead(trainer: Any) -> RatePlan:
     if not all(math.isfinite(rate) for values in rates for rate in values):
         return RatePlan(why_not="the scheduler gives rates that are not finite")
     return RatePlan(steps, dict(zip(_names(trainer), rates, strict=True)))
-
-
-def _copies(trainer: Any) -> tuple[Any, list[tuple[str, Any]]]:
-    """The optimizer and its schedulers, without copying weights or moments."""
-    optimizer = trainer.optimizers[0]
-    shared = [p for group in optimizer.param_groups for p in group["params"]]
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
-    memo[id(optimizer.state)] = {}
-    return copy.deepcopy(
-        (
-            optimizer,
-            [(each.interval, each.scheduler) for each in trainer.lr_scheduler_configs],
-        ),
-        memo,
-    )
 
 
 def _factors(trainer: Any) -> Callable[[int, int], float]:

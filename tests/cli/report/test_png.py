@@ -28,6 +28,21 @@ def test_each_chart_has_a_png_and_an_old_one_goes(tmp_path: Path) -> None:
         assert (red, green, blue) in colours
 
 
+def test_each_metric_has_one_of_its_own_and_those_of_others_stay(
+    tmp_path: Path,
+) -> None:
+    """However it is called, also where A and a are one file."""
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "samples.png").touch()  # of a callback of the user's
+    names = ["a/b", "a_b", "A_B", "x" * 300]
+    folder = run_folder(tmp_path, [{"step": 0, **dict.fromkeys(names, 1.0)}])
+    page_of(folder, pictures=True)
+    found = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    long = f"metric_{'x' * 100}.png"
+    drawn = ["metric_A_B_3.png", "metric_a_b.png", "metric_a_b_2.png"]
+    assert found == [*drawn, long, "samples.png"]
+
+
 def test_without_matplotlib_it_is_said_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

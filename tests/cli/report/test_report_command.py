@@ -92,17 +92,29 @@ def test_a_folder_that_cannot_be_written_to_is_named(
     assert "RUN_DIR: its report cannot be written: " in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["{", '{"status": "finished"}', "[1]"])
 def test_a_damaged_summary_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
-    (tmp_path / "summary.json").write_text("{")
+    (tmp_path / "summary.json").write_text(text)
     assert main(["report", str(tmp_path)]) == 2
-    assert "summary.json: must be JSON, and is damaged" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert (
+        "summary.json: must be JSON, as a run writes it at its end, and is damaged"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
-    "plan", ["{", "[]", '{"steps": [0], "rates": {"lr-SGD": [1, 2]}}', '{"more": 1}']
+    "plan",
+    [
+        "{",
+        "[]",
+        '{"steps": ["a"], "rates": {"lr-SGD": ["b"]}}',
+        '{"steps": [0], "rates": {"lr-SGD": [1, 2]}}',
+        '{"more": 1}',
+    ],
 )
 def test_a_damaged_plan_is_as_good_as_none(plan: str, tmp_path: Path) -> None:
     folder = run_folder(tmp_path, [{"step": 0, "lr-SGD": 0.1}])

@@ -40,11 +40,13 @@ def test_order_is_kept(values: list[float]) -> None:
         ([0.0, 1.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
         ([0.0, 0.001], [0.0, 0.0002, 0.0004, 0.0006, 0.0008, 0.001]),
         ([0.0, 7.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]),
+        ([0.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]),
         ([-3.0, 3.0], [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]),
     ],
 )
 def test_ticks_are_round(values: list[float], ticks: list[float]) -> None:
-    assert Scale.over(values, pad=0).ticks() == ticks
+    from_zero = values == [0.0]  # nothing is below it then
+    assert Scale.over(values, pad=0, from_zero=from_zero).ticks() == ticks
 
 
 def test_far_apart_is_logarithmic_where_that_is_allowed() -> None:

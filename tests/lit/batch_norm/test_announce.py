@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from tests.data.sharing import rank_of
 from tests.helpers import run_ranks, trainer
 from tests.lit.batch_norm.fits import (
     BATCH,
@@ -23,7 +24,13 @@ from tests.lit.batch_norm.fits import (
     dataset,
     fit,
 )
-from trainkit import AccumulationMixin, AccumulationSchedule, BatchNormGuard, PerSample
+from trainkit import (
+    AccumulationMixin,
+    AccumulationSchedule,
+    BatchNormGuard,
+    PerSample,
+    ResumableLoader,
+)
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
 
@@ -313,6 +320,17 @@ def test_other_last_batches_are_not_told(how: Any) -> None:
     texts, reached, why = stopped_early("error", **how)
     assert (texts, why) == ([], "")
     assert reached >= 6
+
+
+def test_last_batch_of_one_row_on_another_rank_is_told_on_this_one() -> None:
+    """Ranks of a ResumableLoader may differ by a row: of the last three the first of
+    two ranks has two. If one refused alone, the other would wait for it."""
+    for number, says in ((27, LONELY), (28, "$")):
+        with rank_of(0, 2):
+            data = ResumableLoader(dataset(number), BATCH)
+            assert len([*data][-1][0]) == 2
+            _, _, why = stopped_early("error", data=data)
+        assert re.match(says, why)
 
 
 class TwoViews(ConvModule):

@@ -32,7 +32,7 @@ from tests.lit.batch_norm.fits import (
     fit,
     reference,
 )
-from trainkit import BatchNormGuard
+from trainkit import BatchNormGuard, ResumableLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
@@ -225,6 +225,28 @@ def test_part_of_the_rows_is_drawn_from_all_of_them(num_batches: int) -> None:
     # In an order of its own, since the data may be sorted.
     first = torch.cat(list(dataset().tensors[0].split(4))[:used])
     assert not torch.equal(rows, first)
+
+
+class NotToBeCopied:
+    def __init__(self) -> None:
+        self.rows = dataset()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[row]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("the data were copied")
+
+
+@pytest.mark.parametrize("weigh_nothing", [None, lambda row: row])
+def test_data_of_a_loader_that_fills_are_not_copied(weigh_nothing: Any) -> None:
+    data = ResumableLoader(NotToBeCopied(), 4, weigh_nothing=weigh_nothing)
+    module = Notes()
+    fit(BatchNormGuard("recalibrate"), module=module, data=data, max_epochs=1)
+    assert module.recalibrated
 
 
 def test_part_of_a_stream_is_its_beginning() -> None:

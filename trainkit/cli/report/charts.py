@@ -18,6 +18,10 @@ _RATE = re.compile(r"^lr-(?!.*-(momentum|weight_decay)$)")
 _SCALING = "lr_scaling/"
 """Of `LRScaling`, which logs when it changes."""
 _MOST_OTHERS = 12
+METRIC = "metric_"
+"""How the keys of charts begin that are of no window."""
+_LONGEST_KEY = 100
+"""A file's name may have 255 characters."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ _WINDOWS = (
     Chart(
         "uniform_gap",
         "Uniform gap",
-        "How far uniform averaging would have been from the true weights.",
+        "How far equal weights of the micro-batches that ran would have been off.",
         is_share=True,
         from_zero=True,
     ),
@@ -134,6 +138,8 @@ _CUT = Chart(
     from_zero=True,
     as_stairs=True,
 )
+
+KEYS = frozenset(chart.key for chart in (_LOSS, *_WINDOWS, _CUT))
 
 
 def choose(
@@ -233,9 +239,9 @@ def _other(names: list[str], columns: Mapping[str, Series]) -> Chart:
     for name in names[1:]:
         is_second = role == "train" and name.startswith("val")
         lines.append(Line(name, "validation" if is_second else "other", columns[name]))
-    key = re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])
+    key = re.sub(r"[^A-Za-z0-9._-]+", "_", names[0])[:_LONGEST_KEY]
     return Chart(
-        key=f"metric_{key}",
+        key=f"{METRIC}{key}",
         title=" and ".join(names),
         says="As it was logged.",
         lines=tuple(lines),

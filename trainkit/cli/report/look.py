@@ -66,7 +66,7 @@ button{font:inherit;font-size:13px;color:var(--quiet);background:none;cursor:poi
 border:1px solid var(--faint);border-radius:6px;padding:3px 10px;white-space:nowrap}
 button:hover{color:var(--ink)}
 .where,.says,.note,.left-out{color:var(--quiet);font-size:13px;margin:0}
-.where,.left-out,td{overflow-wrap:anywhere}
+.where,.left-out,.legend,.note,td{overflow-wrap:anywhere}
 table{border-collapse:collapse;font-size:14px}
 th{font-weight:400;color:var(--quiet);text-align:left;vertical-align:top}
 th,td{padding:3px 20px 3px 0;font-variant-numeric:tabular-nums}
@@ -80,7 +80,8 @@ figure.wide{grid-column:1/-1}
 min-height:20px}
 i{display:inline-block;width:16px;border-top:2px solid;vertical-align:middle;
 margin-right:6px}
-i.plan{border-top-style:dashed}
+i.plan{border-top-width:5px;opacity:.45}
+i.other1,i.other2,i.other3,i.other4{border-top-style:dashed}
 svg{display:block;width:100%;height:auto;outline-offset:3px;touch-action:pan-y}
 svg text{fill:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
 text.y,text.unit{text-anchor:end}
@@ -89,7 +90,8 @@ text.x{text-anchor:middle}
 .axis{stroke:var(--quiet);stroke-width:1;fill:none}
 .line{fill:none;stroke-width:1.5;stroke-linejoin:round;vector-effect:non-scaling-stroke}
 .line.band{stroke-width:1;opacity:.3}
-.line.plan{stroke-dasharray:5 4}
+.line.plan{stroke-width:5;opacity:.45}
+.line.other1,.line.other2,.line.other3,.line.other4{stroke-dasharray:8 4}
 .hover line{stroke:var(--quiet);stroke-width:1;stroke-dasharray:2 3}
 .tip{position:absolute;top:14px;pointer-events:none;background:var(--paper);z-index:1;
 border:1px solid var(--faint);border-radius:6px;padding:6px 10px;font-size:13px;
@@ -103,7 +105,9 @@ details table{margin-top:8px}
 details td+td,details th+th{text-align:right}
 .left-out{margin-top:28px}
 @media (max-width:800px){main{grid-template-columns:1fr}body{padding:18px}
-.wide .plot{overflow-x:auto}.wide svg{min-width:760px}}
+.plot{max-width:620px}
+.wide .plot{max-width:none;overflow-x:auto}
+.wide svg{min-width:760px}.wide svg text{font-size:15px}}
 @media print{button,details{display:none}main{display:block}figure{break-inside:avoid}}
 """
 )

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.cli.report.charts import Chart, Charts
+from trainkit.cli.report.charts import KEYS, METRIC, Chart, Charts
 from trainkit.cli.report.look import LIGHT
 from trainkit.cli.report.svg import first_and_last, has_band, styles
 from trainkit.cli.report.ticks import Scale, labels
@@ -20,7 +20,8 @@ _INCHES = (6.4, 3.2)
 
 
 def draw_all(charts: Charts, folder: Path) -> list[Path]:
-    """Write a PNG for each chart, and remove those of charts that are no more.
+    """Write a PNG for each chart, and remove those of charts that are no more. What
+    somebody else has put there stays.
 
     Raises:
         ImportError: matplotlib is not there.
@@ -30,19 +31,32 @@ def draw_all(charts: Charts, folder: Path) -> list[Path]:
 
     folder.mkdir(exist_ok=True)
     written = []
-    for chart in charts.shown:
+    for chart, name in zip(charts.shown, _names(charts), strict=True):
         figure = Figure(figsize=_INCHES, dpi=150)
         FigureCanvasAgg(figure)
         figure.subplots_adjust(left=0.12, right=0.97, top=0.82, bottom=0.14)
-        path = folder / f"{chart.key}.png"
+        path = folder / f"{name}.png"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of spans that overflow, missing glyphs
             _draw(figure.add_subplot(), chart)
             figure.savefig(path)
         written.append(path)
     for path in set(folder.glob("*.png")) - set(written):
-        path.unlink()
+        if path.stem in KEYS or path.stem.startswith(METRIC):
+            path.unlink()
     return written
+
+
+def _names(charts: Charts) -> list[str]:
+    """The keys, numbered where a file system may take them for the same."""
+    names: list[str] = []
+    for chart in charts.shown:
+        name, number = chart.key, 1
+        while name.casefold() in {each.casefold() for each in names}:
+            number += 1
+            name = f"{chart.key}_{number}"
+        names.append(name)
+    return names
 
 
 def _draw(panel: Axes, chart: Chart) -> None:
@@ -62,8 +76,9 @@ def _draw(panel: Axes, chart: Chart) -> None:
             series.steps,
             series.values,
             color=LIGHT[style],
-            linewidth=1.2,
-            linestyle="--" if style == "plan" else "-",
+            linewidth=4.0 if style == "plan" else 1.2,
+            alpha=0.45 if style == "plan" else None,
+            linestyle="--" if line.role == "other" else "-",
             drawstyle="steps-post" if chart.as_stairs else "default",
             marker="o" if is_dotted else None,
             markersize=3,

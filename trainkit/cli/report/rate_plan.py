@@ -31,4 +31,7 @@ class RatePlanFile(Callback):
         if trainer.global_step:
             before = RatePlan.of_json(self.folder.read_rate_plan())
             plan = before.from_step(trainer.global_step, plan)
-        self.folder.write_rate_plan(asdict(plan))
+        try:
+            self.folder.write_rate_plan(asdict(plan))
+        except OSError as error:  # a training does not fail of its report
+            print(f"trainkit | learning rates: no plan of them: {error}", flush=True)

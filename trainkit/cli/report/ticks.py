@@ -54,6 +54,8 @@ class Scale:
             return cls(low / factor or low, high * factor, is_log=True)
         if from_zero:
             low, high = min(low, 0.0), max(high, 0.0)
+        if low == high == 0.0 and from_zero:  # a share of -100 % there is not
+            high = 1.0
         if low == high:
             around = abs(low) * 0.1 or 1.0
             low, high = low - around, high + around

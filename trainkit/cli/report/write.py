@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,10 @@ from trainkit.core.effective import EffectiveBatch
 from trainkit.core.rate_plan import RatePlan
 from trainkit.errors import TrainkitError
 from trainkit.lit.metric_file import read_rows
+
+_SHOWN = {"status", "steps", "windows", "metrics", "micro_batching", "versions"}
+_SHOWN |= {"learning_rates", "plain_accumulation"}
+"""What a summary must have, to be shown."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ def read_charts(folder: RunFolder) -> Charts:
     plan = RatePlan.of_json(folder.read_rate_plan())
     steps = tuple(plan.steps)
     planned = {
-        name: Series(name, steps, tuple(rates)) for name, rates in plan.rates.items()
+        name: Series(name, steps, tuple(rates))
+        for name, rates in plan.rates.items()
+        if rates
     }
     return choose(found, planned, why_no_plan=plan.why_not)
 
@@ -137,9 +142,13 @@ def _origin(facts: dict[str, Any]) -> Sequence[Row]:
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
     try:
-        return folder.read_summary() or {}
-    except json.JSONDecodeError as error:
+        facts = folder.read_summary() or {}
+        missing = sorted(_SHOWN - facts.keys()) if facts else []
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+    except (ValueError, AttributeError) as error:
         raise TrainkitError(
-            f"{folder.path / folder.SUMMARY}: must be JSON, and is damaged: {error}. "
-            f"Remove it."
+            f"{folder.path / folder.SUMMARY}: must be JSON, as a run writes it at its "
+            f"end, and is damaged: {error}. Remove it."
         ) from error
+    return facts

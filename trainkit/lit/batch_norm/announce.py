@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed, num_sharing_ranks
 from trainkit.core.effective import brief
+from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.effective import find_effective_batch
@@ -111,7 +112,10 @@ def look_at_last_batch(
 
 
 def rows_of_last_batch(trainer: Any) -> int | None:
-    """How many rows the last batch of an epoch has, where that is known."""
+    """How many rows the last batch of an epoch has, where that is known.
+
+    Ranks of a `ResumableLoader` may differ by one: it is the least on any of them.
+    """
     loader = trainer.train_dataloader
     size = getattr(loader, "batch_size", None)
     try:
@@ -122,4 +126,6 @@ def rows_of_last_batch(trainer: Any) -> int | None:
         return None
     if trainer.num_training_batches < num_batches:
         return None  # limit_train_batches ends the epoch before it
+    if isinstance(loader.sampler, RowSampler):
+        return loader.sampler.least_in_last_batch
     return num_rows - (num_batches - 1) * size

@@ -106,6 +106,9 @@ def _fresh(loader: Any) -> Any:
     data = loader.dataset
     # A stream may count by itself where it is.
     memo[id(data)] = copy.copy(data) if isinstance(data, IterableDataset) else data
+    # What a sampler counts may be the rows themselves, without what wraps them.
+    counted = getattr(loader.sampler, "dataset", None)
+    memo.setdefault(id(counted), counted)
     try:
         # Samplers may draw from a generator of their own, which stays where it is.
         return copy.deepcopy(again, memo)
