@@ -24,7 +24,9 @@ from trainkit.config import instantiate
 
 
 def weights_at_end(run: Path) -> Tensor:
-    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=False)
+    checkpoint = torch.load(
+        run / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=False
+    )
     return _as_vector(checkpoint["state_dict"])
 
 

@@ -14,10 +14,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from trainkit import TrainkitError
+
+try:
+    import tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ModuleNotFoundError as error:
+    raise TrainkitError(
+        "byte-level BPE: needs the package tokenizers, which is not installed. "
+        "pip install 'trainkit[recipes]'"
+    ) from error
 
 NUM_BYTES = 256
 

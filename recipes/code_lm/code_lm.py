@@ -10,6 +10,7 @@ on which a mean of micro-batch means is not the mean over the window's tokens.
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
-from trainkit import AccumulationMixin, ResumableLoader
+from trainkit import AccumulationMixin, PadCollate, ResumableLoader
 
 Batch = dict[str, Tensor]
 
@@ -46,16 +47,13 @@ def read_functions() -> list[bytes]:
     ]
 
 
+# The mask tells how long rows are, by which split windows cut them.
+PAD = PadCollate({"labels": -100}, mask="attention_mask")
+
+
 def collate(functions: Sequence[Tensor]) -> Batch:
     """Pad to the longest; the label of each token is the next one."""
-    ids = [each[:-1] for each in functions]
-    labels = [each[1:] for each in functions]
-    return {
-        "ids": nn.utils.rnn.pad_sequence(ids, batch_first=True),
-        "labels": nn.utils.rnn.pad_sequence(
-            labels, batch_first=True, padding_value=-100
-        ),
-    }
+    return PAD([{"ids": each[:-1], "labels": each[1:]} for each in functions])
 
 
 class Functions(LightningDataModule):
@@ -192,7 +190,7 @@ class CodeLM(AccumulationMixin, LightningModule):
 def main() -> None:
     from trainkit.cli.main import main as trainkit
 
-    raise SystemExit(trainkit(["train"]))
+    raise SystemExit(trainkit(["train", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ huggingface/trl#2175.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -195,7 +196,7 @@ class CompletionLM(AccumulationMixin, LightningModule):
 def main() -> None:
     from trainkit.cli.main import main as trainkit
 
-    raise SystemExit(trainkit(["train", "experiment=completions"]))
+    raise SystemExit(trainkit(["train", "experiment=completions", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

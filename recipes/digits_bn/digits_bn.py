@@ -11,6 +11,7 @@ training windows become smaller, and the learning rate goes with them.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def _block(c_in: int, c_out: int, *, stride: int = 1) -> list[nn.Module]:
 def main() -> None:
     from trainkit.cli.main import main as trainkit
 
-    raise SystemExit(trainkit(["train", "experiment=digits_bn"]))
+    raise SystemExit(trainkit(["train", "experiment=digits_bn", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ and 2 images, in which a mean of means would give the 2 half of the step.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -31,21 +32,6 @@ def read_digits(seed: int) -> Tensor:
         len(digits.data), generator=torch.Generator().manual_seed(seed)
     )
     return torch.tensor(digits.data, dtype=torch.float32)[order] / 8 - 1
-
-
-class Collate:
-    """Stacks images, and draws what the generator makes one of for each.
-
-    Args:
-        latent: numbers that an image is made of.
-    """
-
-    def __init__(self, latent: int) -> None:
-        self.latent = latent
-
-    def __call__(self, images: list[Tensor]) -> Batch:
-        noise = torch.randn(len(images), self.latent)
-        return {"real": torch.stack(images), "noise": noise}
 
 
 class Digits(LightningDataModule):
@@ -80,9 +66,26 @@ class Digits(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         images = read_digits(self.seed)
+        rows = [{"real": image, "row": row} for row, image in enumerate(images)]
         end = self.num_train + self.num_val
-        self.train_rows = images[: self.num_train]
-        self.val_rows = images[self.num_train : end]
+        self.train_rows = rows[: self.num_train]
+        self.val_rows = rows[self.num_train : end]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
+        """Draw the noise: here, since the loader does not know the epoch."""
+        assert self.trainer is not None
+        epoch = self.trainer.current_epoch if self.trainer.training else 0
+        return self.with_noise(batch, epoch=epoch)
+
+    def with_noise(self, batch: Batch, *, epoch: int) -> Batch:
+        """Seed, epoch and row alone decide, so that neither the cut of a batch nor the
+        rank or the process that reads a row makes another training of it."""
+        noise = []
+        for row in batch["row"].tolist():
+            seed = (self.seed * 1_000_003 + epoch) * 1_000_003 + row
+            generator = torch.Generator().manual_seed(seed % 2**63)
+            noise.append(torch.randn(self.latent, generator=generator))
+        return {**batch, "noise": torch.stack(noise)}
 
     def train_dataloader(self) -> ResumableLoader:
         return ResumableLoader(
@@ -90,15 +93,12 @@ class Digits(LightningDataModule):
             batch_size=self.batch_size,
             shuffle=True,
             seed=self.seed,
-            collate_fn=Collate(self.latent),
             num_workers=self.num_workers,
         )
 
     def val_dataloader(self) -> ResumableLoader:
         # All in one batch: the distance of two sets is no mean over their parts.
-        return ResumableLoader(
-            self.val_rows, batch_size=self.num_val, collate_fn=Collate(self.latent)
-        )
+        return ResumableLoader(self.val_rows, batch_size=self.num_val)
 
 
 # ---- distance ------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def _perceptron(
 def main() -> None:
     from trainkit.cli.main import main as trainkit
 
-    raise SystemExit(trainkit(["train", "experiment=gan"]))
+    raise SystemExit(trainkit(["train", "experiment=gan", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import matplotlib as mpl
 import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
+from trainkit.recipes.gan import Digits, DigitsGAN  # type: ignore[import-not-found]
 
-from recipes.gan import Digits, DigitsGAN
 from trainkit import AccumulationStrategy, Accumulator, PerSample, Uniform
 
 NUM_SHOWN = 48
@@ -25,7 +25,7 @@ def last_window_off(module: DigitsGAN, data: Digits) -> dict[str, float]:
     """How far a mean of means is from the gradient of an epoch's last window, as a
     share of its norm, for each net."""
     *_, before, last = data.train_dataloader()
-    window = [before, last]
+    window = [data.with_noise(batch, epoch=0) for batch in (before, last)]
 
     def gradient(net: str, strategy: AccumulationStrategy) -> Tensor:
         trained = copy.deepcopy(module)
@@ -72,14 +72,17 @@ def draw(run: Path, real: Tensor, made: Tensor, path: Path) -> None:
 def main() -> None:
     mpl.use("Agg")
     (run,) = map(Path, sys.argv[1:])
-    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=False)
+    checkpoint = torch.load(
+        run / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=False
+    )
     torch.manual_seed(0)
     module, data = DigitsGAN(), Digits()
     module.load_state_dict(checkpoint["state_dict"])
     data.setup("fit")
     print("a mean of means in the last window is off by", last_window_off(module, data))
     made = module(torch.randn(NUM_SHOWN, data.latent))
-    draw(run, data.val_rows, made, Path(__file__).with_name("gan.png"))
+    real = torch.stack([row["real"] for row in data.val_rows[:NUM_SHOWN]])
+    draw(run, real, made, Path(__file__).with_name("gan.png"))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ is the tokens that make loss, not all that are there: mosaicml/composer#3677.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ class MaskedLM(AccumulationMixin, LightningModule):
 def main() -> None:
     from trainkit.cli.main import main as trainkit
 
-    raise SystemExit(trainkit(["train", "experiment=masked_lm"]))
+    raise SystemExit(trainkit(["train", "experiment=masked_lm", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

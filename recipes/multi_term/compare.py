@@ -17,9 +17,9 @@ import matplotlib as mpl
 import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
+from trainkit.recipes.multi_term import Names, NameVAE  # type: ignore[import-not-found]
+from trainkit.recipes.multi_term.multi_term import IGNORED, Batch  # type: ignore[import-not-found]
 
-from recipes.multi_term import Names, NameVAE
-from recipes.multi_term.multi_term import IGNORED, Batch
 from trainkit import Accumulator, PerSample, PerToken, Uniform
 
 BUDGETS = (512, 256, 128, 64)
@@ -110,13 +110,15 @@ def draw(found: dict[str, list[float]], path: Path) -> None:
 def main() -> None:
     mpl.use("Agg")
     (run,) = map(Path, sys.argv[1:])
-    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=False)
-    torch.manual_seed(0)
+    checkpoint = torch.load(
+        run / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=False
+    )
     module, data = NameVAE(), Names()
     module.load_state_dict(checkpoint["state_dict"])
     data.setup("fit")
     loader = iter(data.train_dataloader())
-    found = measure(module, [next(loader) for _ in range(NUM_BATCHES)])
+    batches = [data.with_noise(next(loader), epoch=0) for _ in range(NUM_BATCHES)]
+    found = measure(module, batches)
     print(f"| tokens in a micro-batch | {' | '.join(map(str, BUDGETS))} |")
     print(f"|---|{'---:|' * len(BUDGETS)}")
     for name, shares in found.items():

@@ -11,6 +11,7 @@ other, so no single weight is right for their sum: each term has a strategy of i
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,26 +43,18 @@ def read_names() -> list[bytes]:
     )
 
 
-class Collate:
-    """Pads names, and draws the noise of the latent variables.
+# The mask tells how long names are, by which split windows cut them.
+PAD = PadCollate({"labels": IGNORED}, mask="attention_mask")
 
-    It belongs to the batch and is cut with it: drawn in the model, it would depend on
-    how the batch is cut.
 
-    Args:
-        latent: dimensions of the latent variable.
-    """
-
-    def __init__(self, latent: int) -> None:
-        self.latent = latent
-        self.pad = PadCollate({"labels": IGNORED})
-
-    def __call__(self, names: Sequence[bytes]) -> Batch:
-        rows = [
-            {"ids": [END, *name], "labels": [*name, END]}  # the label is the next one
-            for name in names
+def collate(rows: Sequence[tuple[int, bytes]]) -> Batch:
+    """Pad to the longest; the label of each character is the next one."""
+    return PAD(
+        [
+            {"ids": [END, *name], "labels": [*name, END], "row": row}
+            for row, name in rows
         ]
-        return {**self.pad(rows), "noise": torch.randn(len(names), self.latent)}
+    )
 
 
 class Names(LightningDataModule):
@@ -98,11 +91,25 @@ class Names(LightningDataModule):
         names = read_names()
         order = torch.Generator().manual_seed(self.seed)
         shuffled = [names[i] for i in torch.randperm(len(names), generator=order)]
-        end = self.num_val + self.num_train
-        self.val_rows, self.train_rows = (
-            shuffled[: self.num_val],
-            shuffled[self.num_val : end],
-        )
+        rows = list(enumerate(shuffled[: self.num_val + self.num_train]))
+        self.val_rows, self.train_rows = rows[: self.num_val], rows[self.num_val :]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
+        """Draw the noise: here, since the loader does not know the epoch, and before a
+        batch is cut."""
+        assert self.trainer is not None
+        epoch = self.trainer.current_epoch if self.trainer.training else 0
+        return self.with_noise(batch, epoch=epoch)
+
+    def with_noise(self, batch: Batch, *, epoch: int) -> Batch:
+        """Seed, epoch and row alone decide, so that neither the cut of a batch nor the
+        rank or the process that reads a row makes another training of it."""
+        noise = []
+        for row in batch["row"].tolist():
+            seed = (self.seed * 1_000_003 + epoch) * 1_000_003 + row
+            generator = torch.Generator().manual_seed(seed % 2**63)
+            noise.append(torch.randn(self.latent, generator=generator))
+        return {**batch, "noise": torch.stack(noise)}
 
     def train_dataloader(self) -> ResumableLoader:
         return ResumableLoader(
@@ -110,14 +117,12 @@ class Names(LightningDataModule):
             batch_size=self.batch_size,
             shuffle=True,
             seed=self.seed,
-            collate_fn=Collate(self.latent),
+            collate_fn=collate,
             num_workers=self.num_workers,
         )
 
     def val_dataloader(self) -> ResumableLoader:
-        return ResumableLoader(
-            self.val_rows, batch_size=100, collate_fn=Collate(self.latent)
-        )
+        return ResumableLoader(self.val_rows, batch_size=100, collate_fn=collate)
 
 
 # ---- model ---------------------------------------------------------------------------
@@ -189,7 +194,7 @@ class NameVAE(AccumulationMixin, LightningModule):
 def main() -> None:
     from trainkit.cli.main import main as trainkit
 
-    raise SystemExit(trainkit(["train", "experiment=multi_term"]))
+    raise SystemExit(trainkit(["train", "experiment=multi_term", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import torch
 from lightning.pytorch import LightningModule
 from matplotlib import pyplot as plt
 from torch import Tensor
+from trainkit.recipes.ragged_regression import Diabetes, Regression  # type: ignore[import-not-found]
 
-from recipes.ragged_regression import Diabetes, Regression
 from trainkit import AccumulationStrategy, Uniform
 
 WINDOW = 32

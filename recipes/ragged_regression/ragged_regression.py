@@ -12,6 +12,7 @@ their batches differ in result.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class Regression(AccumulationMixin, LightningModule):
 def main() -> None:
     from trainkit.cli.main import main as trainkit
 
-    raise SystemExit(trainkit(["train", "experiment=ragged_regression"]))
+    raise SystemExit(trainkit(["train", "experiment=ragged_regression", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":
