@@ -185,18 +185,18 @@ class DigitsGAN(AccumulationMixin, LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         of_generator, of_critic = self.optimizers()  # type: ignore[misc]
-        for optimizer, loss_of in (
-            (of_critic, self.critic_loss),
-            (of_generator, self.generator_loss),
-        ):
+        both = ((of_critic, self.critic_loss), (of_generator, self.generator_loss))
+        for optimizer, loss_of in both:
             self.toggle_optimizer(optimizer)
             self.accumulate(loss_of(batch), batch, optimizer=optimizer)
-            if self.window_ends(batch_idx):  # as trainer.accumulate_grad_batches says
+            self.untoggle_optimizer(optimizer)
+        if self.window_ends(batch_idx):  # as trainer.accumulate_grad_batches says
+            # Both step only now: where the critic has stepped already, the generator's
+            # last micro-batch would be of another loss than those before it.
+            for optimizer, _ in both:
                 self.finish_window(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-        if self.window_ends(batch_idx):
             self._follow()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

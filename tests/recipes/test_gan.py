@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from recipes.apart import off_by, weights_at_end, weights_at_start
 from recipes.gan import Digits, DigitsGAN
 from recipes.gan.gan import sliced_wasserstein
 from tests.helpers import NAIVE, TOLERANCE
@@ -63,6 +65,22 @@ def test_noise_is_that_of_the_row_wherever_it_is_read() -> None:
     assert torch.equal(drawn[4:], data.with_noise(rest, epoch=1)["noise"])
     assert not torch.equal(drawn, data.with_noise(whole, epoch=2)["noise"])
     assert len(drawn.unique()) == drawn.numel()
+
+
+def test_training_does_not_depend_on_the_cut(run_train: Callable[..., Path]) -> None:
+    """Also not by which net steps when: the two read one another's weights."""
+    cuts = {"cut": (8, 4), "big": (32, 1)}
+    cut, big = (
+        run_train(
+            "experiment=gan_debug",
+            f"data.batch_size={size}",
+            f"trainer.accumulate_grad_batches={number}",
+            name=name,
+        )
+        for name, (size, number) in cuts.items()
+    )
+    start = weights_at_start(cut)
+    assert off_by(weights_at_end(cut), weights_at_end(big), start) < 1e-3  # Adam
 
 
 def test_each_loss_trains_its_own_net() -> None:

@@ -1,0 +1,46 @@
+"""The metric of several runs against optimizer steps, as a picture.
+
+    python recipes/curves.py masked_lm.png runs/masked runs/all runs/uniform
+
+What each run is called in it is the name of its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+
+def curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
+    """Steps that had been taken, and what the metric was then."""
+    with (run / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get(metric)]
+    return [int(row["step"]) + 1 for row in rows], [float(row[metric]) for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the metric of runs.")
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    options = parser.parse_args()
+    config: Any = OmegaConf.load(options.runs[0] / "config.yaml")
+    figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for run, marker in zip(options.runs, "osv^Dx" * len(options.runs), strict=False):
+        axes.plot(*curve(run, config.metric), marker=marker, label=run.name)
+    axes.set(xlabel="optimizer step", ylabel=config.metric)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(options.picture)
+
+
+if __name__ == "__main__":
+    main()
