@@ -33,7 +33,7 @@ def go_on(*overrides: str) -> int:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("model.d_model=16", "size mismatch for byte.weight"),
+        ("model.d_model=16", "size mismatch for token.weight"),
         ("optimizer=sgd", "optimizer: must be that of the checkpoint, received SGD"),
     ],
 )

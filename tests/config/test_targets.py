@@ -12,6 +12,7 @@ import hydra.utils
 import pytest
 from omegaconf import OmegaConf
 
+import trainkit
 from trainkit import PerToken, TrainkitError
 from trainkit.config import allow_targets, instantiate
 from trainkit.config import targets as module
@@ -163,6 +164,7 @@ def test_the_extra_that_a_recipe_needs_is_named(
     name, _, _ = recipe.partition(".")
     for loaded in [each for each in sys.modules if "recipes" in each]:
         monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.delattr(trainkit, "recipes", raising=False)  # an earlier test's
     for package in ("sklearn.datasets", "tokenizers"):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
     with pytest.raises(TrainkitError, match=r"^_target_: .*'trainkit\[recipes\]'$"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+from dataclasses import is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -63,6 +64,8 @@ def _is_stateless(value: Any) -> bool:
     >>> _is_stateless(falling(2.0)), _is_stateless(falling([2.0]))
     (True, False)
     """
+    if isinstance(value, _CONSTANT):
+        return True
     if isinstance(value, partial):
         held = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, FunctionType):
@@ -73,6 +76,8 @@ def _is_stateless(value: Any) -> bool:
         held = (*cells, *defaults)
     elif isinstance(value, tuple):
         held = value
+    elif is_dataclass(value):
+        held = tuple(vars(value).values())
     else:
-        return isinstance(value, _CONSTANT)
+        return False
     return all(map(_is_stateless, held))
