@@ -164,7 +164,7 @@ class WindowCallback(WindowOwner):
         self.show_plan(trainer, pl_module)
 
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
-        return plan_of_windows(trainer, self.strategy)
+        return plan_of_windows(trainer, self.strategies)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.accumulators:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from trainkit.core.effective import EffectiveBatch, Unit, check_unit
+from trainkit.core.expected import Strategies
 from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
 from trainkit.core.window_size import WindowSize
 from trainkit.errors import TrainkitError
@@ -187,10 +188,10 @@ def check_measurable(trainer: Any, unit: Unit) -> None:
         )
 
 
-def plan_of_windows(trainer: Any, strategy: AccumulationStrategy) -> list[Row]:
+def plan_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
     """What a step and an epoch will be, for the table before training."""
     batch = find_effective_batch(trainer, unit="samples")
-    each = f"weighed by {type(strategy).__name__}"
+    each = f"weighed by {_names(strategies)}"
     if batch is not None:
         rows = [("step", f"{batch}, {each}")]
     else:
@@ -208,6 +209,17 @@ def plan_of_windows(trainer: Any, strategy: AccumulationStrategy) -> list[Row]:
         text = _windows_of_epoch(num_batches, longest_window(trainer))
         rows.append(("windows", f"{text} an epoch"))
     return rows
+
+
+def _names(strategies: Strategies) -> str:
+    """
+    >>> _names({"": PerSample()}), _names({"ce": Uniform(), "kl": PerSample()})
+    ('PerSample', 'Uniform (ce) and PerSample (kl)')
+    """
+    return " and ".join(
+        type(each).__name__ + (f" ({term})" if term else "")
+        for term, each in strategies.items()
+    )
 
 
 def _windows_of_epoch(num_batches: int, size: int) -> str:
