@@ -169,6 +169,7 @@ def test_budget_is_used() -> None:
     [batches] = read_by_all(lambda: TokenBudgetSampler(lengths, tokens=512), 1)
     used = [len(b) * max(lengths[row] for row in b) / 512 for b in batches]
     assert sum(used) / len(used) > 0.85
+    assert padding(lengths, batches) < 1.1, "and not by what only pads"
 
 
 def test_rows_meet_others_in_each_epoch() -> None:

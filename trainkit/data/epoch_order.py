@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sized
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch.utils.data import DistributedSampler
 from trainkit.errors import TrainkitError
 
 
-class EpochOrder(DistributedSampler[Any]):
+class EpochOrder(DistributedSampler[Any], ABC):
     """What samplers of trainkit have in common.
 
     It is a `DistributedSampler` so that Lightning puts no other in its place. The ranks
@@ -56,13 +57,13 @@ class EpochOrder(DistributedSampler[Any]):
         return len(cast(Sized, self.dataset))
 
     @property
+    @abstractmethod
     def end(self) -> int:
         """The position at which an epoch ends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def after(self, position: int) -> int:
         """The position once every rank has been given one more batch."""
-        raise NotImplementedError
 
     def described(self) -> dict[str, Any]:
         """What must stay as it is for a position to mean the same rows."""
