@@ -12,6 +12,7 @@ from torch import nn
 from tests.core.common import GivenWeight, fresh_net, padded, relative, run_window
 from tests.helpers import deviation, gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerToken
+from trainkit.errors import TrainkitError
 
 SAMPLES = ragged_sequences(16, longest=30)
 CUT = [padded(SAMPLES[:1]), padded(SAMPLES[1:6]), padded(SAMPLES[6:])]
@@ -83,6 +84,32 @@ def test_large_weights_do_not_overflow_float16(weight: float) -> None:
             accumulator.backward((parameter * parameter).sum(), share * weight)
         accumulator.finish([parameter])
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 6.0))
+
+
+@pytest.mark.parametrize("checks", ["late", "now"])
+def test_float16_sum_that_overflows_is_said(checks: Any) -> None:
+    """The first window's r follows its first micro-batch, so that much heavier ones
+    overflow, while every loss is finite."""
+    parameter = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float16))
+    accumulator = Accumulator(GivenWeight(), checks=checks)
+    for weight in (1, 60_000, 50_000):
+        accumulator.backward((parameter * parameter).sum(), weight)
+    if checks == "late":
+        accumulator.finish([parameter])
+    last = accumulator.check if checks == "late" else accumulator.finish
+    given = () if checks == "late" else ([parameter],)
+    with pytest.raises(TrainkitError, match=r"step 0 .*float16 is infinite or NaN"):
+        last(*given)
+
+
+def test_float16_sum_that_fits_is_not() -> None:
+    parameter = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float16))
+    accumulator = Accumulator(GivenWeight())
+    for weight in (60_000, 1, 50_000):
+        accumulator.backward((parameter * parameter).sum(), weight)
+    accumulator.finish([parameter])
+    accumulator.check()
+    torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 6.0))
 
 
 # ---- a gradient scaler ---------------------------------------------------------------

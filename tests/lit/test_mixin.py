@@ -22,7 +22,7 @@ from tests.helpers import (
     trainer,
     windows_over_ranks,
 )
-from trainkit import AccumulationCallback, AccumulationMixin, PerToken, Uniform
+from trainkit import AccumulationCallback, AccumulationMixin, PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit.mixin import MixinCallback
 
@@ -199,14 +199,7 @@ def test_strategy_chosen_in_setup_equals_the_big_batch() -> None:
     assert is_exact(fitted(ChoosesLate(dtype=torch.float64)))
 
 
-def test_default_strategy_does_not_equal_the_big_batch() -> None:
-    class Default(AccumulationMixin, TokenModule): ...
-
-    assert Default.accumulation == Uniform()
-    assert not is_exact(fitted(Default(dtype=torch.float64)))
-
-
-@pytest.mark.parametrize("wrong", [PerToken, "per_token", None])
+@pytest.mark.parametrize("wrong", [PerToken, "per_token"])
 def test_strategy_that_is_none_is_refused(wrong: Any) -> None:
     module = Mixed()
     module.accumulation = wrong

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.core import refusals
@@ -25,6 +27,7 @@ from trainkit.core.ranks import (
 )
 from trainkit.core.state import load_weights, load_window, save_weights, save_window
 from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
+from trainkit.core.terms import leading, named_strategies
 from trainkit.core.weighing import Weighing
 from trainkit.core.window import DIVISOR, WEIGHT, WindowStats
 from trainkit.errors import TrainkitError
@@ -106,15 +109,15 @@ class Accumulator(Weighing):
             checks,
             nonfinite,
             self._has_lost_gradients,
-            term=self._first if len(self.strategies) > 1 else None,
         )
+        self.watch.measure_by(self.strategies)
         self.num_windows = 0
         self._reads_hooks = aggregation == "auto"
         self._averaged = averaged_by_ddp(module)
         self._is_looked_at = False
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
-            self.keep_wide(p for p in module.parameters() if p.requires_grad)
+            self.keep_wide(partial(_trained, module))
         if nonfinite == "skip":
             refusals.refuse_skips_between_ranks(self.ranks)
 
@@ -160,6 +163,22 @@ class Accumulator(Weighing):
         finally:
             handle.remove()
 
+    def weigh_by(
+        self, strategy: AccumulationStrategy | Mapping[str, AccumulationStrategy]
+    ) -> None:
+        """Weigh by another strategy, from the window on that opens next."""
+        if self._window.is_open or self._window.expected is not None:
+            raise TrainkitError(
+                f"strategy: the open window (micro-batches so far: "
+                f"{self.num_micro_batches}) was weighed by {kind_of(self.strategy)}, "
+                f"and what another strategy weighs cannot be added to it. Change it "
+                f"between two windows: at the start of an epoch, say, or after the "
+                f"optimizer's step."
+            )
+        self.strategies = named_strategies(strategy)
+        self.strategy = leading(self.strategies)
+        self.watch.measure_by(self.strategies)
+
     def announce(self, *, slots: int = 0) -> None:
         """Send this rank's totals to the others: the window is complete.
 
@@ -193,27 +212,38 @@ class Accumulator(Weighing):
         assert self._window.announced is not None
         table = self._window.announced.wait()
         totals = table[0] if self.ranks.size == 1 else table.sum(0)
-        stats = WindowStats(table, totals)
+        stats = WindowStats(table, totals, self._reduction)
         step, self.num_windows = self.num_windows, self.num_windows + 1
         from_opening = self._factor.to_opening(totals.device)
         is_divided = self._window.is_divided
         self._close()
-        self.watch.submit(step, table)
+        self.watch.submit(step, table, are_finite=self._are_finite(parameters))
         scale = None if is_divided else self._scale(totals, from_opening)
+        rest = parameters
         if self.wide is not None:
             self.wide.hand_over(scale)
-        else:
-            if scale is not None:
-                scale_(gradients_of(parameters), scale)
-            if self.ranks.size > 1 and (is_apart or not self.ranks.backend_sums):
-                times = 1 / self.ranks.multiplier
-                sum_over_ranks_(parameters, self.ranks, times=times)
+            rest = self.wide.others(parameters)
+        if scale is not None:
+            scale_(gradients_of(rest), scale)
+        if self.ranks.size > 1 and (is_apart or not self.ranks.backend_sums):
+            times = 1 / self.ranks.multiplier
+            sum_over_ranks_(rest, self.ranks, times=times)
         if not is_divided:
             self._reference.follow(step, totals[WEIGHT])
         return stats
 
     def _has_lost_gradients(self) -> bool:
         return not are_finite(self.parameters)
+
+    def _are_finite(self, parameters: list[Tensor]) -> Tensor | None:
+        """Whether gradients of float16 are, where no scaler asks: their sum overflows
+        at 65,504, and no loss tells."""
+        if self._nonfinite == "allow":
+            return None
+        narrow = [g for g in gradients_of(parameters) if g.dtype is torch.float16]
+        return (
+            torch.stack([g.isfinite().all() for g in narrow]).all() if narrow else None
+        )
 
     def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
         """The open window, for a checkpoint inside it.
@@ -273,6 +303,7 @@ class Accumulator(Weighing):
         With `checks="late"` a window is looked at when a later one closes. Call this
         after the last one.
         """
+        self._read_zeroed(wait=True)
         self.watch.read_all()
 
     def _scale(self, totals: Tensor, to_opening: Tensor | None) -> Tensor | None:
@@ -280,7 +311,9 @@ class Accumulator(Weighing):
         reference = self._reference.value
         if reference is None:
             return None
-        scale = reference.to(totals.device) / totals[DIVISOR]
+        scale = reference.to(totals.device)
+        if self._reduction != "total":
+            scale = scale / totals[DIVISOR]
         if self.ranks.multiplier != 1:
             scale = scale * self.ranks.multiplier
         if to_opening is not None:
@@ -289,6 +322,8 @@ class Accumulator(Weighing):
         return scale.nan_to_num_(0.0, 0.0, 0.0)
 
     def _refuse_before_division(self, parameters: list[Tensor], is_apart: bool) -> None:
+        if not self._factor.has_scaler:  # it has unscaled them: written into them
+            self._look_at_left()
         refusals.refuse_division(self._window, is_apart)
         refusals.refuse_late_start(self._num_running, num_running())
         if self.ranks.size == 1 or self.ranks.backend_sums:
@@ -302,3 +337,7 @@ class Accumulator(Weighing):
         if self._reads_hooks and not self._is_looked_at:
             self._is_looked_at = True
             refusals.look_at_hooks(ddp)
+
+
+def _trained(module: Any) -> list[Tensor]:
+    return [p for p in module.parameters() if p.requires_grad]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf, isfinite
 from typing import Literal, get_args
 
 from torch import Tensor
 
 from trainkit.core.reading import LateReading
+from trainkit.core.strategies import AccumulationStrategy
 from trainkit.core.window import (
     BARE_LOSS,
     COUNT,
@@ -38,7 +39,6 @@ class Watch:
         is_poisoned: whether a gradient or a weight is NaN or infinite. Asked once, when
             a micro-batch that weighs nothing had such a loss: most losses' gradient is
             zero there, some are NaN, and the loss itself does not tell.
-        term: of a loss of several terms, the one by which windows are measured.
     """
 
     def __init__(
@@ -46,8 +46,6 @@ class Watch:
         checks: Checks,
         nonfinite: Nonfinite,
         is_poisoned: Callable[[], bool],
-        *,
-        term: str | None = None,
     ) -> None:
         for name, value, choices in (
             ("checks", checks, get_args(Checks)),
@@ -61,16 +59,33 @@ class Watch:
         self.checks = checks
         self.nonfinite = nonfinite
         self._is_poisoned = is_poisoned
-        self._term = term
-        self._waiting: deque[tuple[int, LateReading]] = deque()
+        self._term: str | None = None
+        self._divides = True
+        self._waiting: deque[tuple[int, LateReading, LateReading | None]] = deque()
         self._lost_mean_at: int | None = None
         self._warned_weightless = False
 
-    def submit(self, step: int, table: Tensor) -> None:
-        """Take a closed window's table; complain of those that have arrived before."""
+    def measure_by(self, strategies: Mapping[str, AccumulationStrategy]) -> None:
+        """Take the strategies of a loss's terms: windows are measured by the first."""
+        term, strategy = next(iter(strategies.items()))
+        self._term = term if len(strategies) > 1 else None
+        # A sum that stays a sum has a gradient also where nothing weighs anything.
+        self._divides = strategy.loss_reduction != "total"
+
+    def submit(
+        self, step: int, table: Tensor, *, are_finite: Tensor | None = None
+    ) -> None:
+        """Take a closed window's table; complain of those that have arrived before.
+
+        Args:
+            step: the window's.
+            table: a row for each rank.
+            are_finite: whether its gradients are, where that is to be looked at.
+        """
         if self.checks == "late":
             self.read_arrived()
-        self._waiting.append((step, LateReading(table)))
+        late = None if are_finite is None else LateReading(are_finite)
+        self._waiting.append((step, LateReading(table), late))
         if self.checks == "now":
             self.read_all()
 
@@ -87,9 +102,16 @@ class Watch:
         self._waiting.clear()
 
     def _read_next(self) -> None:
-        step, reading = self._waiting.popleft()
+        step, reading, are_finite = self._waiting.popleft()
         rows = reading.values()
         self._look(step, rows)
+        if are_finite is not None and not are_finite.values():
+            raise TrainkitError(
+                f"optimizer step {step} (counted from 0): a gradient in float16 is "
+                f"infinite or NaN, and the loss is finite: float16 ends at 65,504, and "
+                f"no gradient scaler looks after it.{self._hint()} Use "
+                f"precision='bf16-true', or '16-mixed', which has a scaler."
+            )
 
     def _look(self, step: int, rows: list[list[float]]) -> None:
         if all(map(_is_sound, rows)) and any(row[WEIGHT] for row in rows):
@@ -118,7 +140,8 @@ class Watch:
                 f"{where}, {bad}: the loss must be finite where the micro-batch "
                 f"weighs something, and one was NaN or infinite.{self._hint()}"
             )
-        if sum(row[WEIGHT] for row in rows) == 0 and not self._warned_weightless:
+        is_weightless = self._divides and sum(row[WEIGHT] for row in rows) == 0
+        if is_weightless and not self._warned_weightless:
             self._warned_weightless = True
             warnings.warn(self._weightless(where, micro_batches), stacklevel=2)
 

@@ -31,7 +31,8 @@ class Expected:
 
         factor of micro-batch i in term t = multiplier * w_ti / sum_i w_ti
 
-    where the multiplier takes the backend's mean over ranks out again.
+    where the multiplier takes the backend's mean over ranks out again. A loss that is
+    a sum has 1 in place of w_ti; one whose sum stays a sum has the multiplier alone.
 
     Args:
         weights: for each term, what this rank's micro-batches weigh, in their order.
@@ -71,12 +72,12 @@ class Expected:
 
     def factor(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
         """By what the gradient of a micro-batch's loss is multiplied."""
-        total = self.totals[term]
-        numerator = weight if reduction == "mean" else 1
-        return quotient(numerator, total) * self._multiplier
+        return self.share(term, weight, reduction) * self._multiplier
 
     def share(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
-        """The same without the multiplier: how much of the term's mean it is."""
+        """The same without the multiplier: how much of the term's loss it is."""
+        if reduction == "total":
+            return 1.0
         return quotient(weight if reduction == "mean" else 1, self.totals[term])
 
     @property

@@ -154,9 +154,19 @@ def total_norm(parameters: Iterable[Tensor], apart: Ranks | None) -> Tensor | No
     return norm if apart is None else apart.sum_(norm.square()).sqrt()
 
 
-def have_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Whether any has one; FSDP2 may hold them elsewhere for a while."""
-    return any(p.grad is not None or isinstance(p, DTensor) for p in parameters)
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors that get a gradient from a loss, read from its graph."""
+    found, seen, waiting = [], set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.append(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 @torch.no_grad()

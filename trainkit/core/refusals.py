@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
-from trainkit.core.gradients import have_gradients
 from trainkit.core.ranks import Ranks
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
@@ -82,14 +81,25 @@ def missing_terms(loss: Any, strategies: Mapping[str, Any]) -> TrainkitError:
     )
 
 
-def refuse_zeroed(window: Window, parameters: Sequence[Tensor]) -> None:
-    """Where there have been gradients in the window, there must be some."""
-    if window.has_gradients and not have_gradients(parameters):
+def refuse_zeroed(zeroed: Sequence[int], num_weighted: int) -> None:
+    """Where passes have left gradients in the window, there must be some."""
+    if zeroed and all(zeroed):
         raise TrainkitError(
             f"backward(): the window is open, and the gradients of the "
-            f"{window.num_weighted} micro-batches in it are gone. Call zero_grad() "
-            f"only after optimizer.step(), at the end of a window."
+            f"{num_weighted} micro-batches in it are gone: they were zeroed, or taken "
+            f"away, after a backward pass. Call zero_grad() only after "
+            f"optimizer.step(), at the end of a window."
         )
+
+
+def announce_zeroed(zeroed: Sequence[int]) -> None:
+    warnings.warn(
+        f"window: {sum(zeroed)} of its {len(zeroed)} gradients were written over while "
+        f"it was open, and are zero now. What is done to the gradients of every "
+        f"micro-batch alike, such as a mask, is exact; zero_grad() of a part of the "
+        f"model is not: call it after optimizer.step(). Said once.",
+        stacklevel=2,
+    )
 
 
 def refuse_torn(window: Window) -> None:

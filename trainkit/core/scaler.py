@@ -26,6 +26,11 @@ class ScalerFactor:
         self._scaler = scaler
         self.opening: Tensor | None = None
 
+    @property
+    def has_scaler(self) -> bool:
+        """Whether there is one that scales."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
     def open(self, device: torch.device) -> None:
         """A window opens."""
         self.opening = self._now(device)
@@ -39,6 +44,6 @@ class ScalerFactor:
         return opening / (torch.ones((), device=device) if now is None else now)
 
     def _now(self, device: torch.device) -> Tensor | None:
-        if self._scaler is None or not self._scaler.is_enabled():
+        if not self.has_scaler:
             return None
         return self._scaler.scale(torch.ones((), device=device))

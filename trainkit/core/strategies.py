@@ -22,7 +22,7 @@ from trainkit.core.batches import (
 )
 from trainkit.errors import TrainkitError
 
-LossReduction = Literal["mean", "sum"]
+LossReduction = Literal["mean", "sum", "total"]
 Weight = int | float | Tensor
 
 
@@ -36,8 +36,10 @@ class AccumulationStrategy(ABC):
     ...         return self.class_weights[batch["labels"]].sum()
 
     Attributes:
-        loss_reduction: what `training_step` returns, the `"mean"` over what the
-            micro-batch's weight counts, or the `"sum"`.
+        loss_reduction: what `training_step` returns: the `"mean"` over what the
+            micro-batch's weight counts, or a `"sum"` over it, which is divided by the
+            weight of the window, so that the step is that of the mean; or a `"total"`,
+            a sum that stays a sum: nothing is divided, on any cut and number of ranks.
     """
 
     loss_reduction: LossReduction = "mean"
@@ -62,7 +64,8 @@ class PerSample(AccumulationStrategy):
         size: path of the tensor (or list) whose length counts. Default: the leading
             dimension that all tensors of the batch share.
         mask: path of a tensor of 0/1 or real-valued sample weights; its sum counts.
-        loss_reduction: what `training_step` returns, `"mean"` or `"sum"`.
+        loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
+            divided by the window's weight; or `"total"`, a sum that stays a sum.
     """
 
     size: Path | None = None
@@ -111,7 +114,8 @@ class PerToken(AccumulationStrategy):
             do: the first label of each row is then no target and is not counted.
         mask: path of a tensor of 0/1 or real-valued token weights; its sum is the
             weight, and the labels are not looked at.
-        loss_reduction: what `training_step` returns, `"mean"` or `"sum"`.
+        loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
+            divided by the window's weight; or `"total"`, a sum that stays a sum.
     """
 
     labels: Path = "labels"
@@ -165,8 +169,8 @@ class PerToken(AccumulationStrategy):
 class Uniform(AccumulationStrategy):
     """Every micro-batch weighs 1, over the number that really ran.
 
-    Equals the big batch only when all micro-batches hold equally much. It is the
-    default, since it asks nothing of the batch.
+    Equals the big batch only when all micro-batches hold equally much, which nobody
+    checks: for comparison, or for batches that are all alike.
     """
 
     def weight(self, batch: Any) -> Weight:
@@ -184,11 +188,12 @@ def check_strategy(strategy: Any) -> None:
 
 
 def check_reduction(strategy: AccumulationStrategy) -> None:
-    """Refuse a `loss_reduction` that is neither `"mean"` nor `"sum"`."""
+    """Refuse a `loss_reduction` that is none of the known ones."""
     if strategy.loss_reduction not in get_args(LossReduction):
         raise TrainkitError(
-            f"{type(strategy).__name__} loss_reduction: must be 'mean' or 'sum', "
-            f"received {strategy.loss_reduction!r}. Say what training_step returns."
+            f"{type(strategy).__name__} loss_reduction: must be 'mean', 'sum' or "
+            f"'total', received {strategy.loss_reduction!r}. Say what training_step "
+            f"returns; a 'sum' is divided by the window's weight, a 'total' is not."
         )
 
 

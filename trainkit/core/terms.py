@@ -49,6 +49,11 @@ def named_strategies(strategy: Any) -> dict[str, AccumulationStrategy]:
 
 def leading(strategies: Strategies) -> AccumulationStrategy:
     """The first term's, by which the window as a whole is measured."""
+    if not strategies:
+        raise TrainkitError(
+            "strategy: the module has not said yet what a micro-batch weighs. Set "
+            "self.accumulation before this is asked: in __init__(), say."
+        )
     return next(iter(strategies.values()))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from trainkit.core import refusals
 from trainkit.core.expected import Expected, weights_by_term
-from trainkit.core.gradients import HALF, have_gradients
+from trainkit.core.gradients import HALF, leaves_of
+from trainkit.core.left import Left
 from trainkit.core.ranks import Ranks
+from trainkit.core.reading import LateReading
 from trainkit.core.reference import Reference
 from trainkit.core.scaler import ScalerFactor
 from trainkit.core.strategies import (
@@ -52,16 +55,26 @@ class Weighing:
         self.strategy = leading(self.strategies)
         self.ranks = ranks
         self.parameters: list[Tensor] = []
+        if isinstance(module, nn.Module):
+            self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._module = module
         self._nonfinite = nonfinite
         self._window = Window()
         self._reference = Reference(ranks, has_scaler=nonfinite == "allow")
         self._factor = ScalerFactor(scaler)
+        self._zeroed: deque[tuple[int, LateReading]] = deque()
+        self._has_said_zeroed = False
         self.wide: WideGradients | None = None
 
-    def keep_wide(self, parameters: Iterable[Tensor]) -> None:
-        """From here on keep the window's gradient in float32, and round it once."""
-        self.wide = WideGradients(parameters, ranks=self.ranks)
+    def keep_wide(self, training: Callable[[], Iterable[Tensor]]) -> None:
+        """From here on keep the window's gradient in float32, and round it once.
+
+        Args:
+            training: says which parameters train; asked after each backward pass,
+                since finetuning lets more of them join.
+        """
+        self._training = training
+        self.wide = WideGradients(training(), ranks=self.ranks)
 
     @property
     def num_micro_batches(self) -> int:
@@ -108,8 +121,10 @@ class Weighing:
             A handle whose `remove()` takes the weighting off again.
         """
         refusals.refuse_backward(self._window, self.ranks, self._reduction, loss)
-        refusals.refuse_zeroed(self._window, self.parameters)
+        self._look_at_left()
         window = self._window
+        if not self.parameters:
+            self.parameters = leaves_of(loss)
         if not window.num_weighted and window.carried is None:
             self._factor.open(loss.device)
         if value is None:
@@ -157,6 +172,7 @@ class Weighing:
         if window.joined is not None or not self._is_told(loss.dtype):
             self.weigh(loss, weight, value=value)
             return None
+        self._look_at_left()
         if not loss.requires_grad:
             refusals.refuse_loss(loss, self._reduction)
         assert window.expected is not None
@@ -244,10 +260,27 @@ class Weighing:
         """A backward pass that `weigh` has prepared is over."""
         if self.wide is not None:
             is_apart = self.ranks.holds_back_gradients
+            self.wide.join(self._training())
             self.wide.take(is_shared=self.ranks.backend_sums and not is_apart)
             return
-        if not self._window.has_gradients:
-            self._window.has_gradients = have_gradients(self.parameters)
+        self._window.left = Left(self.parameters)
+
+    def _look_at_left(self) -> None:
+        """Refuse a window whose gradients have been zeroed between two passes."""
+        left, self._window.left = self._window.left, None
+        zeroed = None if left is None else left.are_zeroed()
+        if zeroed is not None:
+            self._zeroed.append((self._window.num_weighted, LateReading(zeroed)))
+        self._read_zeroed()
+
+    def _read_zeroed(self, *, wait: bool = False) -> None:
+        while self._zeroed and (wait or self._zeroed[0][1].arrived):
+            num_weighted, reading = self._zeroed.popleft()
+            flags = reading.values()
+            refusals.refuse_zeroed(flags, num_weighted)
+            if any(flags) and not self._has_said_zeroed:
+                self._has_said_zeroed = True
+                refusals.announce_zeroed(flags)
 
     def settle(self, weight: Weight, expected: int, device: torch.device) -> None:
         """Agree on r before the first forward pass, where one of them may fail on one
@@ -268,6 +301,7 @@ class Weighing:
     def rewind(self, mark: Window) -> None:
         """Go back to a mark; gradients are the caller's."""
         self._window = mark.copy()
+        self._window.left = None
 
     def count(
         self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0

@@ -54,11 +54,27 @@ class WideGradients:
     def __init__(
         self, parameters: Iterable[Tensor], *, ranks: Ranks | None = None
     ) -> None:
-        self.parameters = list({id(p): p for p in parameters}.values())
+        self._known: dict[int, Tensor] = {}
         self._ranks = ranks or Ranks()
         self._stand_ins: dict[int, Tensor] = {}
+        self.join(parameters)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those whose gradients are added up here."""
+        return list(self._known.values())
+
+    def join(self, parameters: Iterable[Tensor]) -> None:
+        """Add up the gradients of these too, from the next `take` on: finetuning lets
+        parameters train that did not when training began."""
+        new = {id(p): p for p in parameters if id(p) not in self._known}
         if self._ranks.backend_sums and self._ranks.ddp is None:
-            _refuse_unknown_backend(self.parameters)
+            _refuse_unknown_backend(new.values())
+        self._known.update(new)
+
+    def others(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the parameters that are not added up here."""
+        return [p for p in parameters if id(p) not in self._known]
 
     def stand_in_of(self, parameter: Tensor) -> Tensor:
         """What holds a parameter's sum: its `grad` is the window's so far, or None.

@@ -16,6 +16,7 @@ from trainkit.core.strategies import LossReduction, Weight
 
 if TYPE_CHECKING:
     from trainkit.core.expected import Expected
+    from trainkit.core.left import Left
     from trainkit.core.terms import Joined
 
 # The columns of a rank's row. What follows them are the single weights, if asked for.
@@ -56,7 +57,7 @@ class Window:
         carried_weights: what each of these weighed, where that is known.
         num_skipped: how many micro-batches were left out, with weight 0.
         num_passes: how many backward passes have come from a weighted loss.
-        has_gradients: whether a pass has left some in the parameters.
+        left: what the last pass has left in the parameters.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last one left DDP's ranks apart.
         announced: all ranks' rows, once the window is complete.
@@ -76,7 +77,7 @@ class Window:
     carried_weights: list[Weight] = field(default_factory=list)
     num_skipped: int = 0
     num_passes: int = 0
-    has_gradients: bool = False
+    left: Left | None = None
     is_torn: bool = False
     is_apart: bool = False
     announced: Shared | None = None
@@ -125,7 +126,7 @@ class Window:
 
         Args:
             device: where the ranks meet.
-            reduction: whether the losses are means or sums.
+            reduction: whether the losses are means; else they are sums.
             slots: how many single weights to append, those not used as NaN.
         """
         weights = vector(self.weights, device)
@@ -222,6 +223,9 @@ class WindowStats:
     totals: Tensor
     """The table's sums over ranks."""
 
+    reduction: LossReduction = "mean"
+    """What the losses were; a sum that stays a sum is divided by nothing."""
+
     @property
     def weight(self) -> Tensor:
         """The effective batch: all weights together, in float64."""
@@ -234,7 +238,10 @@ class WindowStats:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the window; 0 where nothing in it counts."""
+        """The loss of the window as one batch: its mean, and 0 where nothing counts;
+        with `loss_reduction="total"` the sum."""
+        if self.reduction == "total":
+            return self.totals[LOSS]
         weight = self.weight
         return torch.where(weight == 0, 0, self.totals[LOSS] / weight)
 

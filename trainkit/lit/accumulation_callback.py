@@ -9,6 +9,7 @@ from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.terms import named_strategies
 from trainkit.lit import refusals
 from trainkit.lit.split.callback import SplitCallback
 
@@ -38,6 +39,7 @@ class AccumulationCallback(SplitCallback):
         wide_gradients: bool = False,
         micro_batching: MicroBatching | None = None,
     ) -> None:
+        named_strategies(strategy)  # none at all is for a module that says it itself
         super().__init__(
             strategy,
             aggregation=aggregation,

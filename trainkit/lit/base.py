@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.window import WindowStats
 from trainkit.lit.first_windows import FirstWindows
 from trainkit.lit.plan import Row, show
@@ -54,6 +54,7 @@ class WindowOwner(OrderedCallback):
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
         first_windows: those from which a size can be measured.
+        weight: what the micro-batch under way weighs, in a streamed window.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
     """
@@ -62,6 +63,7 @@ class WindowOwner(OrderedCallback):
     windows: dict[int, WindowStats]
     first_windows: FirstWindows
     own_sizes: frozenset[int] = frozenset()
+    weight: Weight | None
 
     @property
     @abstractmethod
@@ -79,6 +81,12 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     return any(
         cls.__name__ in names for each in callbacks for cls in type(each).__mro__
     )
+
+
+def is_taken_out(callback: Callback, trainer: Any) -> bool:
+    """Whether Lightning has taken a callback out of the Trainer, as its finders do
+    while they search: what the callback has put in place then stands aside."""
+    return not any(each is callback for each in trainer.callbacks)
 
 
 def averages_statistics(trainer: Any) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.batches import leading_dimension
 from trainkit.core.checks import Checks
 from trainkit.core.expected import Strategies
 from trainkit.core.gradients import clear_gradients, parameters_of
 from trainkit.core.ranks import Aggregation, check_aggregation
-from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.strategies import AccumulationStrategy, Uniform, Weight
 from trainkit.core.terms import ONE, leading, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
@@ -22,11 +22,13 @@ from trainkit.lit import checkpoint as checkpoints
 from trainkit.lit import refusals
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.base import Stopped, WindowOwner
+from trainkit.lit.before_step import before_training_step
 from trainkit.lit.effective import loader_size, plan_of_windows
-from trainkit.lit.first_windows import FirstWindows
-from trainkit.lit.plan import Row
+from trainkit.lit.first_windows import FirstWindows, num_samples
+from trainkit.lit.plan import Row, show
 from trainkit.lit.resuming import begin_batch, go_on
 from trainkit.lit.steps import StepWatch
+from trainkit.lit.unlike import Unlike, counts_alike
 from trainkit.lit.window_end import say_dropped, window_ends
 
 
@@ -40,6 +42,7 @@ class WindowCallback(WindowOwner):
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
         first_windows: those from which the effective batch can be measured.
+        weight: what the micro-batch under way weighs.
         counts_samples: whether somebody wants the samples of all other windows too.
     """
 
@@ -47,7 +50,7 @@ class WindowCallback(WindowOwner):
 
     def __init__(
         self,
-        strategy: AccumulationStrategy | Strategies,
+        strategy: AccumulationStrategy | Strategies | None,
         *,
         aggregation: Aggregation = "auto",
         checks: Checks = "late",
@@ -55,9 +58,9 @@ class WindowCallback(WindowOwner):
     ) -> None:
         super().__init__()
         # Made here for its checks alone: the ranks are not known before training.
-        Accumulator(strategy, aggregation="none", checks=checks)
+        self.strategies = {} if strategy is None else named_strategies(strategy)
+        Accumulator(strategy or Uniform(), aggregation="none", checks=checks)
         check_aggregation(aggregation)
-        self.strategies = named_strategies(strategy)
         self.aggregation: Aggregation = aggregation
         self.checks: Checks = checks
         self.wide_gradients = wide_gradients
@@ -68,7 +71,8 @@ class WindowCallback(WindowOwner):
         self.accumulators: dict[int, Accumulator] = {}
         self.windows: dict[int, WindowStats] = {}
         self.first_windows = FirstWindows()
-        self._weight: Weight | None = None
+        self.weight: Weight | None = None
+        self._unlike = Unlike()
         self._scaler: Any = None
         self._restored: Any = None
         self._meeting_point: Any = None
@@ -77,6 +81,7 @@ class WindowCallback(WindowOwner):
         self.counts_samples = False
         self._batch_is_unfinished = self._gradients_are_fresh = False
         self._num_closed = self._batch_idx = 0
+        self._calls = ExitStack()
         self._divided: set[int] = set()
         self._undivided: set[int] = set()
         self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
@@ -145,7 +150,7 @@ class WindowCallback(WindowOwner):
             accumulator.parameters = parameters_of(optimizer)
             if self.wide_gradients:
                 refusals.refuse_wide_under_scaler(scaler)
-                accumulator.keep_wide(accumulator.parameters)
+                accumulator.keep_wide(partial(parameters_of, optimizer))
             self.accumulators[index] = accumulator
             self._steps.append(StepWatch(optimizer, accumulator, scaler))
             if scaler is not None and unscales_itself(optimizer):
@@ -161,6 +166,7 @@ class WindowCallback(WindowOwner):
             checkpoints.restore(restored, self.accumulators, pl_module)
             refusals.announce_loader_that_starts_again(trainer, self.accumulators)
             self._restored = None
+        self.take_calls(trainer, pl_module)
         self.show_plan(trainer, pl_module)
 
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
@@ -188,15 +194,21 @@ class WindowCallback(WindowOwner):
             refusals.refuse_closures_that_repeat(trainer, num_expected)
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
-        self.weigh_batch(pl_module, batch)
 
-    def weigh_batch(self, pl_module: Any, batch: Any) -> None:
-        """Before `training_step`, which may take the batch apart."""
+    def take_calls(self, trainer: Any, pl_module: Any) -> None:
+        """See each batch as `training_step` gets it, until training is over."""
+        look = partial(self.weigh_batch, trainer, pl_module)
+        self._calls.enter_context(before_training_step(trainer, self, look))
+
+    def weigh_batch(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        """A batch is about to reach `training_step`."""
         if pl_module.automatic_optimization:
-            self._weight = self.strategy.weight(batch)
+            self.weight = self.strategy.weight(batch)
+        if counts_alike(self.strategies):
+            self._unlike.look(batch)
         if self.counts_samples or not self.first_windows.is_complete:
             for accumulator in self.accumulators.values():
-                accumulator.count(samples=_num_samples(batch))
+                accumulator.count(samples=num_samples(batch))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._batch_is_unfinished = True
@@ -211,10 +223,10 @@ class WindowCallback(WindowOwner):
         value = loss.detach()
         if self._scaler is not None:
             value = value / self._scaler.scale(loss.new_ones(()))
-        assert self._weight is not None
+        assert self.weight is not None
         accumulator.weigh(
             loss,
-            self._weight,
+            self.weight,
             divided_by=num_expected,
             value=value,
             expected=num_expected,
@@ -288,6 +300,13 @@ class WindowCallback(WindowOwner):
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
         for steps in self._steps:
             steps.look()
+        if self.first_windows.is_complete:
+            self._say_unlike(trainer)
+
+    def _say_unlike(self, trainer: Any) -> None:
+        if not self._unlike.is_said and (row := self._unlike.row()) is not None:
+            if trainer.is_global_zero:
+                show([row])
 
     def _slots(self, accumulator: Accumulator, num_expected: int) -> int:
         wanted = any(wants(accumulator.num_windows) for wants in self._wants_weights)
@@ -306,6 +325,8 @@ class WindowCallback(WindowOwner):
             self._drop("the epoch ended inside it")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._calls.close()
+        self._say_unlike(trainer)
         self._drop("training ended inside it")
         for accumulator in self.accumulators.values():
             accumulator.watch.read_all()
@@ -315,6 +336,7 @@ class WindowCallback(WindowOwner):
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
+        self._calls.close()
         held = [a.num_micro_batches for a in self.accumulators.values() if a.is_open]
         if held and not isinstance(exception, Stopped):
             # Only said: a checkpoint that is written because of the exception may
@@ -372,10 +394,3 @@ class WindowCallback(WindowOwner):
             f"optimizer: must be one that configure_optimizers returned, received "
             f"{type(wanted).__name__}. Take it from self.optimizers()."
         )
-
-
-def _num_samples(batch: Any) -> float:
-    try:
-        return leading_dimension(batch)
-    except TrainkitError:
-        return math.nan  # said where somebody asks for the effective batch

@@ -14,6 +14,7 @@ from trainkit.core.window_size import WindowSize
 from trainkit.errors import TrainkitError
 from trainkit.lit.base import WindowOwner
 from trainkit.lit.plan import Row
+from trainkit.lit.unlike import counts_alike, row_before
 
 
 def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBatch:
@@ -208,7 +209,21 @@ def plan_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
     if num_batches != float("inf") and not is_scheduled:
         text = _windows_of_epoch(num_batches, longest_window(trainer))
         rows.append(("windows", f"{text} an epoch"))
+    if counts_alike(strategies):
+        rows.append(row_before(*_sizes_of_batches(trainer)))
     return rows
+
+
+def _sizes_of_batches(trainer: Any) -> tuple[int | None, int | None]:
+    """The samples of a loader's batches and of its last one, where they are known."""
+    loader = train_loader(trainer)
+    size = micro_batch_of(loader)
+    try:
+        whole = trainer.num_training_batches == len(loader)
+        last = (len(loader.sampler) - 1) % size + 1 if whole else size
+    except (AttributeError, TypeError):
+        return size, None
+    return size, size if getattr(loader, "drop_last", False) else last
 
 
 def _names(strategies: Strategies) -> str:
@@ -225,10 +240,10 @@ def _names(strategies: Strategies) -> str:
 def _windows_of_epoch(num_batches: int, size: int) -> str:
     """
     >>> _windows_of_epoch(391, 4)
-    '97 full windows + 1 short one (3 of 4 micro-batches, exact)'
+    '97 full windows + 1 short one (3 of 4 micro-batches)'
     """
     num_full, left = divmod(num_batches, size)
     text = f"{num_full} full window{'s' * (num_full != 1)}"
     if left:
-        text += f" + 1 short one ({left} of {size} micro-batches, exact)"
+        text += f" + 1 short one ({left} of {size} micro-batches)"
     return text

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
 
+from trainkit.core.batches import leading_dimension
 from trainkit.core.window import WindowStats
+from trainkit.errors import TrainkitError
 
 NUM_MEASURED = 8
 """Over how many windows a size is measured that no loader tells."""
+
+
+def num_samples(batch: Any) -> float:
+    """How many samples a batch holds; NaN where that cannot be told, which is said
+    where somebody asks for the effective batch."""
+    try:
+        return leading_dimension(batch)
+    except TrainkitError:
+        return math.nan
 
 
 class FirstWindows:

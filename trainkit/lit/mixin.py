@@ -16,11 +16,10 @@ from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import (
     AccumulationStrategy,
-    Uniform,
     Weight,
     checked_weight,
 )
-from trainkit.core.terms import leading, named_strategies
+from trainkit.core.terms import leading
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
@@ -28,7 +27,7 @@ from trainkit.lit.batch_norm_guard import BatchNormGuard
 from trainkit.lit.callback import WindowCallback
 from trainkit.lit.effective import find_effective_batch, read_effective_batch
 from trainkit.lit.exact_log import one_number, stage_of
-from trainkit.lit.mixin_callback import MixinCallback
+from trainkit.lit.mixin_callback import MixinCallback, strategies_of
 from trainkit.lit.window_end import window_ends
 
 if TYPE_CHECKING:
@@ -53,7 +52,8 @@ class AccumulationMixin(_Base):
 
     Attributes:
         accumulation: says what a micro-batch weighs; for a loss of several terms, a
-            dict of strategies by the terms' names.
+            dict of strategies by the terms' names. There is no default: without one,
+            `fit` refuses. Assigned while `fit` runs, it counts from the next window on.
         micro_batching: cuts each loader batch, which is then one optimizer step.
         accumulation_checks: `"late"`, or `"now"` to refuse before a bad step is taken.
         accumulation_aggregation: what the backend does to gradients across ranks,
@@ -65,7 +65,7 @@ class AccumulationMixin(_Base):
             Lightning moves it, and `global_step`, all the same.
     """
 
-    accumulation: AccumulationStrategy | Strategies = Uniform()
+    accumulation: AccumulationStrategy | Strategies | None = None
     micro_batching: MicroBatching | None = None
     accumulation_checks: Checks = "late"
     accumulation_aggregation: Aggregation = "auto"
@@ -171,6 +171,7 @@ class AccumulationMixin(_Base):
         self._refuse_in_automatic("accumulate")
         windows = self._windows()
         index = self._index(windows, optimizer)
+        windows.follow(self)
         block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         with nullcontext() if sync else block():
             windows.accumulators[index].backward(
@@ -284,7 +285,7 @@ class AccumulationMixin(_Base):
             prog_bar: also show it in the progress bar.
             logger: send it to the loggers; default: if there are any.
         """
-        strategy = leading(named_strategies(self.accumulation))
+        strategy = leading(strategies_of(self))
         stage = stage_of(self.trainer)
         windows = self._find_windows()
         if windows is None:

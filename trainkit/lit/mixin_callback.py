@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainkit.core.expected import Strategies
 from trainkit.core.ranks import find_ranks
 from trainkit.core.terms import named_strategies
+from trainkit.lit import refusals
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.clean_moments import ends_epoch
 from trainkit.lit.exact_log import KEY, ExactMeans, shared_out
@@ -45,13 +47,34 @@ class MixinCallback(SplitCallback):
         else:  # left in the list by the module of an earlier fit
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]
 
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._choose(pl_module)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # perhaps chosen in its setup()
-        self.strategies = named_strategies(pl_module.accumulation)
-        self.micro_batching = pl_module.micro_batching
+        self._choose(pl_module)
         super().on_train_start(trainer, pl_module)
         # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
         self.means.go_on("train", pl_module.device)
+
+    def _choose(self, pl_module: Any) -> None:
+        """Take over what the module says by now, perhaps in its `setup`."""
+        self.strategies = strategies_of(pl_module)
+        self.micro_batching = pl_module.micro_batching
+
+    def weigh_batch(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+        self.follow(pl_module)
+        super().weigh_batch(trainer, pl_module, batch)
+
+    def follow(self, pl_module: Any) -> None:
+        """Take over what has been assigned to the module while `fit` runs."""
+        if pl_module.micro_batching is not self.micro_batching:
+            refusals.refuse_other_micro_batching(self.micro_batching, pl_module)
+        chosen = strategies_of(pl_module)
+        if chosen != self.strategies:
+            for accumulator in self.accumulators.values():
+                accumulator.weigh_by(pl_module.accumulation)
+            self.strategies = chosen
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_start(trainer, pl_module)
@@ -124,3 +147,9 @@ class MixinCallback(SplitCallback):
     def _log_means(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # "mean": outside of fit nothing is wrapped; only the group matters here.
         self.means.log(pl_module, stage, find_ranks(trainer.strategy, "mean"))
+
+
+def strategies_of(pl_module: Any) -> Strategies:
+    """What a mixin module says a micro-batch weighs, by term."""
+    refusals.refuse_no_strategy(pl_module)
+    return named_strategies(pl_module.accumulation)

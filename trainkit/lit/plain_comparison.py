@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
-from trainkit.core.strategies import Uniform, Weight
+from trainkit.core.strategies import Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit.effective import windows_of
 
@@ -28,9 +28,9 @@ class PlainComparison(Callback):
 
     Two more copies of the gradient are held meanwhile, so models with more parameters
     than `max_parameters` are left out. So are several ranks, manual optimization,
-    split windows, whose cut plain Lightning does not have, and `Uniform()`, which is
-    what plain accumulation does to all windows but the short ones: from it, it is not
-    seen how far both are from the big batch.
+    losses that are no means, split windows, whose cut plain Lightning does not have,
+    and `Uniform()`, which is what plain accumulation does to all windows but the short
+    ones: from it, it is not seen how far both are from the big batch.
 
     Args:
         max_parameters: up to which it measures.
@@ -54,7 +54,7 @@ class PlainComparison(Callback):
     def _forget_window(self) -> None:
         self._seen: Tensor | None = None
         self._unweighted: Tensor | None = None
-        self._weights: list[Weight] = []
+        self._num_seen = 0
 
     @property
     def deviation(self) -> tuple[float, float] | None:
@@ -75,6 +75,7 @@ class PlainComparison(Callback):
         self.is_measuring = (
             windows is not None
             and not isinstance(windows.strategy, Uniform)
+            and windows.strategy.loss_reduction == "mean"
             and not windows.is_split
             and pl_module.automatic_optimization
             and trainer.world_size == 1
@@ -83,20 +84,15 @@ class PlainComparison(Callback):
         )
         self._forget_window()
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.is_measuring:
-            windows = windows_of(trainer)
-            assert windows is not None
-            self._weights.append(windows.strategy.weight(batch))
-
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if not self.is_measuring:
             return
+        windows = windows_of(trainer)
+        assert windows is not None
+        self._num_seen += 1
         now = _flat(trainer.optimizers[0])
         share = now if self._seen is None else now - self._seen
-        weight = torch.as_tensor(self._weights[-1], device=now.device).to(now.dtype)
+        weight = torch.as_tensor(windows.weight, device=now.device).to(now.dtype)
         share = torch.where(weight == 0, torch.zeros_like(share), share / weight)
         self._seen = now
         self._unweighted = (
@@ -119,7 +115,7 @@ class PlainComparison(Callback):
         plain = self._unweighted * factor.to(exact.dtype)
         off = (plain - exact).norm() / exact.norm()
         # One that a checkpoint brought back has micro-batches that were not seen here.
-        is_whole = stats.num_micro_batches == len(self._weights)
+        is_whole = stats.num_micro_batches == self._num_seen
         new = torch.stack([off, off, torch.ones_like(off)]).double()
         new = torch.where(is_whole & off.isfinite(), new, torch.zeros_like(new))
         if self._kept is not None:

@@ -39,6 +39,26 @@ def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:
         )
 
 
+def refuse_no_strategy(pl_module: Any) -> None:
+    if pl_module.accumulation is None:
+        raise TrainkitError(
+            f"{type(pl_module).__name__}.accumulation: a module with AccumulationMixin "
+            f"must say what a micro-batch weighs, and it is None. Set it to what the "
+            f"loss of training_step is a mean over: PerSample() for a mean over "
+            f"samples; PerToken() for a mean over labels that are not ignored; "
+            f"Uniform() only where all micro-batches hold equally much, which nobody "
+            f"checks. On the command line: accumulation=per_sample."
+        )
+
+
+def refuse_other_micro_batching(before: Any, pl_module: Any) -> None:
+    raise TrainkitError(
+        f"{type(pl_module).__name__}.micro_batching: it was {before!r} when training "
+        f"began, and {pl_module.micro_batching!r} was assigned since. How batches are "
+        f"cut stays as it is for a whole fit: assign it before trainer.fit()."
+    )
+
+
 def refuse_backend_that_accumulates(trainer: Any) -> None:
     strategy = trainer.strategy
     if strategy.handles_gradient_accumulation:

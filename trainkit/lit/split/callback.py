@@ -111,9 +111,9 @@ class SplitCallback(WindowCallback):
 
     # ---- a loader batch --------------------------------------------------------------
 
-    def weigh_batch(self, pl_module: Any, batch: Any) -> None:
-        if self.split is None:  # else each of its parts is weighed
-            super().weigh_batch(pl_module, batch)
+    def take_calls(self, trainer: Any, pl_module: Any) -> None:
+        if self.micro_batching is None:  # else each of its parts is weighed
+            super().take_calls(trainer, pl_module)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         if self.split is None:

@@ -101,7 +101,7 @@ class HeldLogs:
             for term, tensor in terms.items():
                 if _is_same(value, tensor):
                     held.weights[-1] = self._weights[term]
-                    held.is_sum = strategies[term].loss_reduction == "sum"
+                    held.is_sum = strategies[term].loss_reduction != "mean"
 
     def log(self, pl_module: Any, *, num_rows: int) -> None:
         """Log each name once, as from the hook in which it was logged.

@@ -76,7 +76,7 @@ def _whole_loss(
     weights: Sequence[Weight],
     strategy: AccumulationStrategy,
 ) -> Tensor:
-    if strategy.loss_reduction == "sum":
+    if strategy.loss_reduction != "mean":
         return torch.stack(list(losses)).sum()
     return losses[0] if len(losses) == 1 else weighted_mean(losses, weights)
 

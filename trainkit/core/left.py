@@ -1,0 +1,59 @@
+"""What a backward pass has left in the parameters, and whether it is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainkit.core._compat import version_of
+
+
+class Left:
+    """The gradients of an open window, as its last pass left them.
+
+    Autograd counts how often a tensor is written over, so a look at these counters
+    tells, without a look at any number, whether somebody wrote into the gradients
+    between two passes. Only then are they looked at: what is zero now was zeroed.
+
+    Args:
+        parameters: whose gradients.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._held = [
+            (p, p.grad, version_of(p.grad)) for p in parameters if p.grad is not None
+        ]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def are_zeroed(self) -> Tensor | None:
+        """For each gradient, 1 where it has been written over since and is zero now;
+        None where nobody has written into any. Nothing waits for the device."""
+        changed = [
+            p.grad is not gradient or version_of(gradient) != version
+            for p, gradient, version in self._held
+        ]
+        if not any(changed):
+            return None
+        flags = [
+            _is_zero(p.grad) if is_changed else 0
+            for (p, _, _), is_changed in zip(self._held, changed, strict=True)
+        ]
+        return _stacked(flags)
+
+
+def _is_zero(gradient: Tensor | None) -> Tensor | int:
+    if gradient is None:
+        return 1
+    values = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    values = values.coalesce().values() if values.is_sparse else values
+    return 1 - values.detach().any().int()
+
+
+def _stacked(flags: Sequence[Tensor | int]) -> Tensor:
+    device = next((f.device for f in flags if isinstance(f, Tensor)), None)
+    return torch.stack([torch.as_tensor(f, device=device) for f in flags])
