@@ -28,7 +28,7 @@ def loss_of(net: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def run(
-    between: Callable[[nn.Module, torch.optim.Optimizer], None],
+    between: Callable[[Any, Any], Any],
     *,
     after: int = 1,
     windows: int = 1,
@@ -38,7 +38,7 @@ def run(
     """Windows in whose last one something is done between two passes."""
     net = TokenNet(dtype=torch.float64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    given = {key: net if value == "net" else value for key, value in options.items()}
+    given: Any = {key: net if value == "net" else value for key, value in options.items()}
     accumulator = Accumulator(PerToken(), **given)
     for window in range(windows):
         optimizer.zero_grad()

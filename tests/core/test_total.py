@@ -53,6 +53,7 @@ def test_total_equals_the_sum_of_the_whole_batch(
     net = TokenNet(dtype=torch.float64)
     accumulator = Accumulator(strategy(loss_reduction="total"))
     parts = pieces(sizes)
+    stats = None
     for _ in range(2):  # the second has another r
         net.zero_grad()
         if told:
@@ -61,6 +62,7 @@ def test_total_equals_the_sum_of_the_whole_batch(
             accumulator.backward(token_loss(net, part, "sum"), part)
         stats = accumulator.finish(net.parameters())
     expected, loss = plain_sum()
+    assert stats is not None
     assert relative(gradients(net), expected) <= EXACT
     torch.testing.assert_close(stats.loss, loss, rtol=1e-12, atol=0)
 

@@ -69,7 +69,9 @@ def test_it_is_refused_before_the_sanity_check() -> None:
 
 
 def test_both_namespaces_refuse() -> None:
-    class Old(AccumulationMixin, old.LightningModule):
+    base: Any = old.LightningModule
+
+    class Old(AccumulationMixin, base):
         def __init__(self) -> None:
             super().__init__()
             self.net = TokenNet()
@@ -93,13 +95,10 @@ def test_both_namespaces_refuse() -> None:
 
 
 def test_manual_optimization_and_split_windows_refuse_too() -> None:
-    class Manual(Says):
-        automatic_optimization = False
-
-    class Split(Says):
-        micro_batching = MicroBatching(size=2)
-
-    for module in (Manual(), Split()):
+    manual, split = Says(), Says()
+    manual.automatic_optimization = False
+    split.micro_batching = MicroBatching(size=2)
+    for module in (manual, split):
         with pytest.raises(TrainkitError, match=NO_STRATEGY):
             fitted(module)
 
@@ -182,14 +181,17 @@ class Turns(AccumulationMixin, TokenModule):
 
 
 class TurnsByHand(Turns):
-    automatic_optimization = False
+    def __init__(self, at: int, where: str = "epoch") -> None:
+        super().__init__(at, where)
+        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.accumulate(LOSSES[self.accumulation](self.net, batch), batch)
         if self.window_ends(batch_idx):
             self.finish_window()
-            self.optimizers().step()
-            self.optimizers().zero_grad()
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def reference(turn_at_window: int) -> TokenModule:

@@ -52,7 +52,9 @@ class SplitZeroes(MixedZeroes):
 
 
 class Manual(MixedZeroes):
-    automatic_optimization = False
+    def __init__(self, zeroing: str) -> None:
+        super().__init__(zeroing)
+        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.calls += 1
@@ -61,8 +63,9 @@ class Manual(MixedZeroes):
         self.accumulate(plain_token_loss(self.net, batch), batch)
         if self.window_ends(batch_idx):
             self.finish_window()
-            self.optimizers().step()
-            self.optimizers().zero_grad()
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("zeroing", ZEROINGS)

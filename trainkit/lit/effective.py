@@ -218,6 +218,8 @@ def _sizes_of_batches(trainer: Any) -> tuple[int | None, int | None]:
     """The samples of a loader's batches and of its last one, where they are known."""
     loader = train_loader(trainer)
     size = micro_batch_of(loader)
+    if size is None:
+        return None, None
     try:
         whole = trainer.num_training_batches == len(loader)
         last = (len(loader.sampler) - 1) % size + 1 if whole else size
