@@ -38,7 +38,7 @@ def run(
     """Windows in whose last one something is done between two passes."""
     net = TokenNet(dtype=torch.float64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    given: Any = {key: net if value == "net" else value for key, value in options.items()}
+    given: Any = {k: net if value == "net" else value for k, value in options.items()}
     accumulator = Accumulator(PerToken(), **given)
     for window in range(windows):
         optimizer.zero_grad()
