@@ -226,7 +226,7 @@ def refuse_early_end(trainer: Any, meeting_point: Any) -> None:
 def announce_scaled_gradients(optimizer: Any) -> None:
     warnings.warn(
         f"{type(optimizer).__name__}(fused=True) under a gradient scaler: it takes the "
-        f"scaler's factor off inside step(). The step is exact; callbacks that read "
+        f"scaler's factor off inside step(). The step is right; callbacks that read "
         f"gradients in on_before_optimizer_step see them multiplied by that factor.",
         stacklevel=2,
     )
@@ -287,7 +287,8 @@ def announce_short_epoch(trainer: Any) -> bool:
         warnings.warn(
             f"accumulate_grad_batches={expected}: the epoch has only {num_batches} "
             f"batch{'es' * (num_batches != 1)}, so no window ever fills; every step is "
-            f"exact over those {num_batches}. Lower it, or give longer epochs.",
+            f"divided by what those {num_batches} weigh. Lower it, or give longer "
+            f"epochs.",
             stacklevel=2,
         )
     return True

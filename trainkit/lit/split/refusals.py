@@ -184,6 +184,6 @@ def announce_too_long(longest: int) -> None:
     warnings.warn(
         f"MicroBatching: a sample of {longest} tokens alone exceeds the budget, and a "
         f"sample cannot be cut, so it makes a micro-batch of its own. The step is "
-        f"exact; if memory does not suffice, shorten such samples.",
+        f"that of its batch; if memory does not suffice, shorten such samples.",
         stacklevel=2,
     )
