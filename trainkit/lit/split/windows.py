@@ -160,6 +160,7 @@ class SplitWindows:
         self._metrics.close()
         counting = [part.micro_batch for part in running.parts if part.counts]
         running.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
+        self._metrics.end_logs()
         if running.returned.is_nothing:
             if running.tells:  # else the window goes on with its other loader batches
                 self._accumulator.drop()
@@ -176,8 +177,8 @@ class SplitWindows:
         running.is_forward_only = skips_backward(self._trainer)
         if not running.is_forward_only:
             self._begin(running, size)
-        if len(parts) > 1:
-            self._metrics.open()
+        if self._metrics.are_any:
+            self._metrics.open(len(parts))
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
             running.logs.begin(on_device, part.weights, is_muted=not part.counts)
