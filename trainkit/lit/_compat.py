@@ -320,6 +320,11 @@ def set_batch_value(metric: Any, value: Any) -> None:
         metric._forward_cache = value
 
 
+def forget_computed(metric: Any) -> None:
+    """Let a metric object compute anew, from the same state."""
+    metric._computed = None
+
+
 def skips_backward(trainer: Any) -> bool:
     """Whether the epoch runs forward only, as that of `StochasticWeightAveraging` for
     BatchNorm's statistics does."""

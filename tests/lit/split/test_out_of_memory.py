@@ -27,7 +27,10 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.search import SizeSearch
 from trainkit.errors import TrainkitError
 
-pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:training_step has changed tensor, moving"),
+]
 
 AUTO = MicroBatching("auto")
 EXACT = 1e-9

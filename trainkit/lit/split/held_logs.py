@@ -119,7 +119,7 @@ class HeldLogs:
 
     def _combined(self, held: _Held) -> Any:
         values = held.values
-        if held.source is not None and len(values) > 1:
+        if held.source is not None:
             return self._metrics.value_of(held.source)
         if len(values) == 1 or isinstance(values[0], Metric):
             return values[-1]

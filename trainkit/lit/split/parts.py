@@ -15,7 +15,6 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerToken, Weight
 from trainkit.core.terms import leading
 from trainkit.lit.split import refusals
-from trainkit.lit.split.frozen import FrozenParameters
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 
 
@@ -44,9 +43,6 @@ class Parts:
         pl_module: what trains.
         accumulator: whose windows they make.
         sizes: say how large a micro-batch may be.
-
-    Attributes:
-        frozen: looks whether parameters stay that no step should move.
     """
 
     def __init__(
@@ -61,7 +57,6 @@ class Parts:
         self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
         self._sizes = sizes
         self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
-        self.frozen = FrozenParameters(pl_module)
         self._device = pl_module.device
         self._is_list = options.collate is not None
         self._num_cut = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,6 +18,12 @@ from torchmetrics.wrappers import Running
 from trainkit.core.strategies import Weight
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import set_batch_value
+from trainkit.lit.split.metric_calls import (
+    MetricCalls,
+    Moment,
+    are_alone,
+    compute_all,
+)
 
 
 @dataclass(eq=False)
@@ -49,8 +56,9 @@ class _Followed:
         return self.copies[self.num_calls - 1]
 
 
-Source: TypeAlias = tuple[_Followed, int, Any]
-"""A metric object, which of its calls, and the key in what that returned, if a dict."""
+Source: TypeAlias = tuple[_Followed | MetricCalls, int, Any]
+"""A metric object, which of its calls, and the key in what that returned, if a dict;
+or the object's `compute`, 0 and the key."""
 
 
 class WindowMetrics:
@@ -59,7 +67,8 @@ class WindowMetrics:
     A metric object that is called adds the micro-batch to its own state, which is right
     for the epoch, and keeps the micro-batch's value for the step. So each call is
     followed by a copy that sees the window alone; its value takes the place of the last
-    one, and of what the call had returned, where that is logged.
+    one, and of what the call had returned, where that is logged. What `training_step`
+    asks of its other methods is for `MetricCalls`.
 
     A `MeanMetric` that is given one number for a batch, a loss say, counts it once. It
     counts that of a micro-batch by its share in the loader batch.
@@ -71,8 +80,11 @@ class WindowMetrics:
 
     def __init__(self, pl_module: Any, num_ranks: int) -> None:
         self._followed: list[_Followed] = []
-        self._hooks: list[Any] = []
-        self._means: list[tuple[Metric, Callable[..., Any]]] = []
+        self._direct: list[MetricCalls] = []
+        self._patch = ExitStack()
+        self._moment = Moment()
+        self._is_fresh = True
+        self._has_ranks = num_ranks > 1
         self._returned: list[tuple[Tensor, Source]] = []
         for name, module in pl_module.named_modules():
             if not isinstance(module, Metric):
@@ -89,25 +101,29 @@ class WindowMetrics:
             fresh = copy.deepcopy(module)
             fresh.reset()
             # Ranks may have different numbers of micro-batches, and so of copies.
-            fresh.distributed_available_fn = _alone
-            self._followed.append(_Followed(module, fresh))
+            fresh.distributed_available_fn = are_alone
+            followed = _Followed(module, fresh)
+            self._followed.append(followed)
+            self._direct.append(self._methods_of(name, module, followed))
 
     @property
     def are_any(self) -> bool:
         """Whether the module has metric objects at all."""
         return bool(self._followed)
 
-    def open(self) -> None:
-        """A window of several micro-batches begins."""
+    def open(self, num_micro_batches: int) -> None:
+        """A window begins.
+
+        Also that of one micro-batch, where there are other ranks: all must compute at
+        the same moment.
+        """
+        if num_micro_batches == 1 and not self._has_ranks:
+            return
+        self._is_fresh = True
         for each in self._followed:
             each.values = []
-            follow = partial(self._follow, each)
-            hook = each.metric.register_forward_hook(follow, with_kwargs=True)
-            self._hooks.append(hook)
-            if isinstance(each.metric, MeanMetric):
-                update = each.metric.update
-                self._means.append((each.metric, update))
-                each.metric.update = partial(self._update_mean, update)
+        for each in self._direct:
+            self._patch.enter_context(each.patched())
 
     def begin(self, share: Weight, *, is_muted: bool) -> None:
         """A micro-batch begins.
@@ -116,27 +132,39 @@ class WindowMetrics:
             share: its part of the loader batch.
             is_muted: whether it does not count.
         """
-        self._share, self._is_muted = share, is_muted
+        self._share, self._moment.is_muted = share, is_muted
+        self._moment.is_first, self._is_fresh = self._is_fresh, False
         self._returned = []
         for each in self._followed:
             each.num_calls = 0
+        for each in self._direct:
+            each.begin()
 
     def close(self) -> None:
-        """It is complete: the step values become the window's."""
+        """The window is complete: the step values become its own."""
+        self._patch.close()
         for each in self._followed:
             used = each.copies[: each.num_used]
-            if used and self._hooks:
+            if used:
                 each.values = [own.compute() for own in used]
                 set_batch_value(each.metric, each.values[-1])
-        self.forget()
+        compute_all(self._direct)
+        self._clear()
+
+    def end_logs(self) -> None:
+        """Its values are logged."""
+        for each in self._direct:
+            each.reset_late()
 
     def forget(self) -> None:
         """The window is begun again, or ends in an error."""
-        for hook in self._hooks:
-            hook.remove()
-        for metric, update in self._means:
-            metric.update = update
-        self._hooks, self._means, self._returned = [], [], []
+        self._patch.close()
+        self._clear()
+        for each in self._direct:
+            each.forget()
+
+    def _clear(self) -> None:
+        self._returned = []
         for each in self._followed:
             each.num_used = 0
             for own in each.copies:
@@ -149,28 +177,38 @@ class WindowMetrics:
 
     def value_of(self, source: Source) -> Any:
         """What the call would have returned for the whole window, once it is closed."""
-        followed, number, key = source
-        value = followed.values[number]
+        origin, number, key = source
+        is_direct = isinstance(origin, MetricCalls)
+        value = origin.value if is_direct else origin.values[number]
         return value if key is None else value[key]
 
-    def _follow(
-        self, followed: _Followed, metric: Metric, args: Any, kwargs: Any, result: Any
-    ) -> Any:
-        if self._is_muted:
-            return result
-        own = followed.next_copy()
-        if isinstance(metric, MeanMetric):
-            self._update_mean(own.update, *args, **kwargs)
-        else:
-            own.update(*args, **kwargs)
-        number = followed.num_calls - 1
+    def _methods_of(
+        self, name: str, metric: Metric, followed: _Followed
+    ) -> MetricCalls:
+        is_mean = isinstance(metric, MeanMetric)
+
+        def make_update(update: Callable[..., Any]) -> Callable[..., Any]:
+            return partial(self._update_mean, update) if is_mean else update
+
+        def called(args: Any, kwargs: Any, result: Any) -> Any:
+            if self._moment.is_muted:
+                return result
+            make_update(followed.next_copy().update)(*args, **kwargs)
+            return self._remember((followed, followed.num_calls - 1), result)
+
+        def returned(result: Any) -> Any:
+            return self._remember((calls, 0), result)
+
+        calls = MetricCalls(name, metric, self._moment, make_update, called, returned)
+        return calls
+
+    def _remember(self, call: tuple[Any, int], result: Any) -> Any:
+        """Know what a call returned when it is logged."""
         if isinstance(result, Mapping):
             result = _each_its_own(result)
         items = result.items() if isinstance(result, Mapping) else [(None, result)]
         self._returned += [
-            (value, (followed, number, key))
-            for key, value in items
-            if isinstance(value, Tensor)
+            (value, (*call, key)) for key, value in items if isinstance(value, Tensor)
         ]
         return result
 
@@ -199,11 +237,6 @@ def _unless_nothing(value: Any, share: Weight) -> Any:
         number = torch.as_tensor(value, device=share.device)
         return torch.where(share == 0, 0, number)
     return value if share else 0.0
-
-
-def _alone() -> bool:
-    """There are no other ranks to ask, says this to torchmetrics in `compute`."""
-    return False
 
 
 def _announce_running(name: str, metric: Running) -> None:

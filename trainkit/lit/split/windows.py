@@ -20,6 +20,7 @@ from trainkit.lit._compat import (
     skips_backward,
     uncompiled,
 )
+from trainkit.lit.moved_state import MovedState
 from trainkit.lit.split import refusals
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.outputs import taken_apart, terms_of
@@ -86,6 +87,7 @@ class SplitWindows:
         self._module = pl_module
         self._accumulator = accumulator
         self._parts = Parts(options, pl_module, accumulator, sizes)
+        self._moved_state = MovedState(pl_module)
         self._metrics = WindowMetrics(pl_module, accumulator.ranks.size)
         self._several_ranks = accumulator.ranks.backend_sums
         self._strategy = trainer.strategy
@@ -158,6 +160,7 @@ class SplitWindows:
         self._metrics.close()
         counting = [part.micro_batch for part in running.parts if part.counts]
         running.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
+        self._metrics.end_logs()
         if running.returned.is_nothing:
             if running.tells:  # else the window goes on with its other loader batches
                 self._accumulator.drop()
@@ -174,18 +177,19 @@ class SplitWindows:
         running.is_forward_only = skips_backward(self._trainer)
         if not running.is_forward_only:
             self._begin(running, size)
-        if len(parts) > 1:
-            self._metrics.open()
+        if self._metrics.are_any:
+            self._metrics.open(len(parts))
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
-            if len(parts) > 1:
-                self._parts.frozen.look(is_first=part is parts[0])
             running.logs.begin(on_device, part.weights, is_muted=not part.counts)
             if self._metrics.are_any:
                 self._metrics.begin(running.share, is_muted=not part.counts)
             before = None if part.counts else Snapshot(self._module, random=False)
+            is_looked_at = part is parts[0] and (len(parts) > 1 or size > 1)
             with self._apart_unless_last(running):
-                self._take(running, self._training_step(on_device, *args, **kwargs))
+                with self._moved_state.watch() if is_looked_at else NOTHING:
+                    output = self._training_step(on_device, *args, **kwargs)
+                self._take(running, output)
             if before is not None:
                 before.restore()
         running.returned.refuse_some_nothing()
