@@ -165,7 +165,7 @@ def test_epoch_shorter_than_window_is_said_and_equals_big_batch() -> None:
     texts = [str(w.message) for w in said]
     assert [t for t in texts if t.startswith("accumulate")] == [
         "accumulate_grad_batches=64: the epoch has only 10 batches, so no window ever "
-        "fills; every step is exact over those 10. Lower it, or give longer epochs."
+        "fills; every step is taken over those 10. Lower it, or give longer epochs."
     ]
     assert_exact(module, big_batch(SEQUENCES, window=64).end)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from trainkit.core.batch_norm.layers import normalising_by_batch
 from trainkit.core.effective import EffectiveBatch, Unit, check_unit
 from trainkit.core.expected import Strategies
 from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
@@ -206,7 +207,11 @@ def plan_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
     num_batches = trainer.num_training_batches
     is_scheduled = isinstance(trainer.accumulate_grad_batches, WindowSize)
     if num_batches != float("inf") and not is_scheduled:
-        text = _windows_of_epoch(num_batches, longest_window(trainer))
+        is_exact = not (
+            any(isinstance(each, Uniform) for each in strategies.values())
+            or normalising_by_batch(trainer.lightning_module)
+        )
+        text = _windows_of_epoch(num_batches, longest_window(trainer), is_exact)
         rows.append(("windows", f"{text} an epoch"))
     return rows
 
@@ -222,13 +227,14 @@ def _names(strategies: Strategies) -> str:
     )
 
 
-def _windows_of_epoch(num_batches: int, size: int) -> str:
+def _windows_of_epoch(num_batches: int, size: int, is_exact: bool) -> str:
     """
-    >>> _windows_of_epoch(391, 4)
+    >>> _windows_of_epoch(391, 4, is_exact=True)
     '97 full windows + 1 short one (3 of 4 micro-batches, exact)'
     """
     num_full, left = divmod(num_batches, size)
     text = f"{num_full} full window{'s' * (num_full != 1)}"
     if left:
-        text += f" + 1 short one ({left} of {size} micro-batches, exact)"
+        exact = ", exact" * is_exact
+        text += f" + 1 short one ({left} of {size} micro-batches{exact})"
     return text

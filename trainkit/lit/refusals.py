@@ -267,7 +267,7 @@ def announce_short_epoch(trainer: Any) -> bool:
         warnings.warn(
             f"accumulate_grad_batches={expected}: the epoch has only {num_batches} "
             f"batch{'es' * (num_batches != 1)}, so no window ever fills; every step is "
-            f"exact over those {num_batches}. Lower it, or give longer epochs.",
+            f"taken over those {num_batches}. Lower it, or give longer epochs.",
             stacklevel=2,
         )
     return True
