@@ -39,6 +39,10 @@ class OrderedCallback(Callback):
         """What it is going to do, for the table before training."""
         return []
 
+    def on_cut(self, num_parts: int) -> None:
+        """The loader batch that is about to run was cut into so many micro-batches;
+        said again where it is run again in others."""
+
     def show_plan(self, trainer: Any, pl_module: Any) -> None:
         """To be called at the end of `on_train_start`: the last of ours to be ready
         shows the table of all."""

@@ -27,7 +27,12 @@ from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
 from trainkit.lit.batch_norm.structure import GroupNormInstead, Renorm, Sync
 from trainkit.lit.batch_norm.watch import ShapeWatch
-from trainkit.lit.effective import longest_window, micro_batch_of, window_size
+from trainkit.lit.effective import (
+    longest_window,
+    micro_batch_of,
+    window_size,
+    windows_of,
+)
 from trainkit.lit.plan import Row
 from trainkit.lit.window_end import window_ends
 
@@ -121,7 +126,7 @@ class BatchNormGuard(OrderedCallback):
         self._num_layers = 0
         self._watch: ShapeWatch | None = None
         self._window: int | None = None
-        self._num_parts = 1
+        self._num_batches = self._num_parts = 1
         self._is_training = self._has_started = False
 
     def convert(self, module: Any, trainer: Any = None) -> None:
@@ -187,9 +192,19 @@ class BatchNormGuard(OrderedCallback):
         if inside == 0 or size != self._window:
             self._window = size
             left = trainer.num_training_batches - (batch_idx - inside)
-            num_batches = int(max(min(size, left), 1))
-            layers = self._training_layers()
-            self._policy.open_window(num_batches * self._num_parts, layers)
+            self._num_batches = int(max(min(size, left), 1))
+            self._open_window()
+
+    def on_cut(self, num_parts: int) -> None:
+        # As if all batches of the window were cut so: then each of them forgets its
+        # own share of a step, be they cut into more parts or fewer. Ranks may differ;
+        # each forgets once a step, and rank 0's statistics are what DDP keeps.
+        self._num_parts = num_parts
+        self._open_window()
+
+    def _open_window(self) -> None:
+        num_micro_batches = self._num_batches * self._num_parts
+        self._policy.open_window(num_micro_batches, self._training_layers())
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -210,9 +225,11 @@ class BatchNormGuard(OrderedCallback):
         num_rows = rows_of_last_batch(trainer)
         micro_batch = micro_batch_of(trainer.train_dataloader)
         seen = min(watch.rows.values())
-        self._num_parts = watch.num_parts(micro_batch)
-        if self._num_parts > 1:
-            self._window = None  # the next batch opens a window that counts them
+        windows = windows_of(trainer)
+        if windows is None or not windows.is_split:  # else `on_cut` has said it
+            self._num_parts = watch.num_parts(micro_batch)
+            if self._num_parts > 1:
+                self._window = None  # the next batch opens a window that counts them
         if num_rows is not None and micro_batch is not None and seen == micro_batch:
             # Batch renormalisation goes on with one value, where torch refuses.
             values = {

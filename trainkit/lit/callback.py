@@ -22,6 +22,7 @@ from trainkit.lit import checkpoint as checkpoints
 from trainkit.lit import refusals
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.base import Stopped, WindowOwner
+from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.before_step import before_training_step
 from trainkit.lit.effective import loader_size, plan_of_windows
 from trainkit.lit.first_windows import FirstWindows, num_samples
@@ -170,7 +171,8 @@ class WindowCallback(WindowOwner):
         self.show_plan(trainer, pl_module)
 
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
-        return plan_of_windows(trainer, self.strategies)
+        rows = plan_of_windows(trainer, self.strategies)
+        return rows + unguarded(trainer, pl_module, self)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.accumulators:

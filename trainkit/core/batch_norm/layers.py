@@ -35,6 +35,25 @@ def is_training(layer: BatchNorm) -> bool:
     return layer.training and layer.track_running_stats
 
 
+def normalising_by_batch(module: nn.Module) -> list[str]:
+    """The layers, by name, that normalise by what they see as the module now is.
+
+    Not only those that `is_training`: one whose `track_running_stats` finetuning has
+    taken back still does, and one without statistics always does.
+
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())
+    >>> normalising_by_batch(net)
+    ['0']
+    """
+    return [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, BatchNorm)
+        and (layer.training or layer.running_mean is None)
+    ]
+
+
 def layers_to_train(module: nn.Module) -> dict[str, BatchNorm]:
     """Those that will train, seen from before training.
 

@@ -27,7 +27,8 @@ class Momentum(Policy):
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
         self._take_in(layers)
         for layer, momentum in self._changed.items():
-            if layer.momentum == momentum.set:
+            if layer.momentum in (momentum.set, momentum.before):
+                momentum.before = layer.momentum
                 momentum.set = layer.momentum = momentum_per_micro_batch(
                     momentum.original, num_micro_batches
                 )
@@ -35,11 +36,11 @@ class Momentum(Policy):
     def _take_in(self, layers: dict[str, BatchNorm]) -> None:
         for layer in layers.values():
             if layer.momentum is not None and layer not in self._changed:
-                self._changed[layer] = _Momentum(layer.momentum, layer.momentum)
+                self._changed[layer] = _Momentum(*[layer.momentum] * 3)
 
     def end(self) -> None:
         for layer, momentum in self._changed.items():
-            if layer.momentum == momentum.set:
+            if layer.momentum in (momentum.set, momentum.before):
                 layer.momentum = momentum.original
         self._changed = {}
 
@@ -52,7 +53,9 @@ class Momentum(Policy):
 
 @dataclass
 class _Momentum:
-    """What a layer's was, and what it has been set to."""
+    """What a layer's was, what it has been set to, and what it was set to before that:
+    a window that is run again in smaller parts begins with that one."""
 
     original: float
     set: float
+    before: float

@@ -40,7 +40,7 @@ class SplitCallback(WindowCallback):
 
     @property
     def is_split(self) -> bool:
-        return self.split is not None
+        return self.micro_batching is not None
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -20,6 +20,7 @@ from trainkit.lit._compat import (
     skips_backward,
     uncompiled,
 )
+from trainkit.lit.base import OrderedCallback
 from trainkit.lit.moved_state import MovedState
 from trainkit.lit.split import refusals
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
@@ -235,6 +236,9 @@ class SplitWindows:
             tokens=sum(m.padded for m in counting) if has_lengths else 0,
             samples=sum(len(m.rows) for m in counting),
         )
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, OrderedCallback):
+                callback.on_cut(len(counting))
 
     def _apart_unless_last(self, running: Running) -> AbstractContextManager[Any]:
         """The ranks' gradients meet in the backward pass of the last micro-batch, if
