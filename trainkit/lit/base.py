@@ -81,6 +81,12 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     )
 
 
+def is_taken_out(callback: Any, trainer: Any) -> bool:
+    """Whether Lightning has taken a callback out of the Trainer for a while, as its
+    finders do with all of them while they search, within a training too."""
+    return not any(each is callback for each in trainer.callbacks)
+
+
 def averages_statistics(trainer: Any) -> bool:
     """Whether this is the extra epoch of `StochasticWeightAveraging`, which only
     computes BatchNorm's statistics and takes no step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from trainkit.lit._compat import (
     skips_backward,
     uncompiled,
 )
+from trainkit.lit.base import is_taken_out
 from trainkit.lit.split import refusals
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.outputs import taken_apart, terms_of
@@ -101,14 +102,26 @@ class SplitWindows:
 
     def start(self) -> None:
         """Take Lightning's calls."""
-        self._patch.enter_context(
-            replaced(
-                self._strategy,
-                batch_to_device=self._leave_on_host,
-                training_step=self._run,
-                backward=self._end_backward,
-            )
-        )
+        mine = {
+            "batch_to_device": self._leave_on_host,
+            "training_step": self._run,
+            "backward": self._end_backward,
+        }
+        taken = {name: self._standing_aside(name, own) for name, own in mine.items()}
+        self._patch.enter_context(replaced(self._strategy, **taken))
+
+    def _standing_aside(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """One of ours; Lightning's while a finder has taken the callback out, without
+        which no window opens, is divided or closes."""
+        plain = getattr(self._strategy, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_taken_out(self._windows, self._trainer):
+                return own(*args, **kwargs)
+            refusals.refuse_search_inside_window(self._accumulator)
+            return plain(*args, **kwargs)
+
+        return call
 
     def stop(self) -> None:
         """Give them back."""
