@@ -31,7 +31,7 @@ from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
 from trainkit.lit.split.window_metrics import WindowMetrics
-from trainkit.lit.window_end import window_ends
+from trainkit.lit.window_end import say_dropped, window_ends
 
 NOTHING = nullcontext()
 
@@ -96,6 +96,7 @@ class SplitWindows:
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
         self._aside: SetAside | None = None
+        self._is_complete = False
         self._patch = ExitStack()
 
     # ---- Lightning's strategy object -------------------------------------------------
@@ -148,6 +149,7 @@ class SplitWindows:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """What Lightning runs as `training_step`."""
         is_forward_only = skips_backward(self._trainer)
+        self._drop_unstepped()
         if not self._accumulator.is_open:
             self.num_loader_batches = 0
             for parameter in self._parameters():
@@ -164,10 +166,21 @@ class SplitWindows:
             self.running = None
             self._metrics.forget()
 
+    def _drop_unstepped(self) -> None:
+        """A window that was complete and is open still: an `optimizer_step` of the
+        module's has left its step out, and Lightning zeroes its gradients now."""
+        is_complete = self._is_complete or self._trainer.accumulate_grad_batches == 1
+        if is_complete and self._accumulator.is_open:
+            held = self._accumulator.drop()
+            if self._accumulator.ranks.index == 0:
+                say_dropped(held, "its gradients were zeroed before its step")
+        self._is_complete = False
+
     def _end(self) -> Any:
         """What the micro-batches logged and returned becomes that of one batch."""
         running = self.running
         assert running is not None
+        self._is_complete = running.closes
         self._metrics.close()
         counting = [part.micro_batch for part in running.parts if part.counts]
         running.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
