@@ -98,12 +98,6 @@ class Parts:
             for _ in range(most - len(parts))
         ]
 
-    def look_at_moved(self, part: Part, on_device: Any) -> None:
-        """In the first window: does a micro-batch weigh on the device what it weighed
-        on the host? Waits for the device."""
-        if self._num_cut == 1 and part.counts:
-            refusals.refuse_other_weights(part.weights, on_device, self._strategies)
-
     def _most(self, number: int) -> int:
         """The largest number of micro-batches on a rank; waits for all."""
         ranks = self._accumulator.ranks

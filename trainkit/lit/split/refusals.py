@@ -18,7 +18,7 @@ from trainkit.core.batches import describe
 from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Uniform, Weight
+from trainkit.core.strategies import Uniform
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
@@ -151,26 +151,22 @@ def verify_cut(whole: Any, parts: Sequence[Part], strategies: Strategies) -> Non
             )
 
 
-def refuse_other_weights(
-    weights: Mapping[str, Weight], on_device: Any, strategies: Strategies
-) -> None:
+def other_weight(
+    step: int, strategy: str, told: float, arrived: float, *, is_late: bool
+) -> TrainkitError:
     """Labels that are made or masked on the device are too late for a known total."""
-    for term, strategy in strategies.items():
-        before = float(weights[term])
-        try:
-            after = float(strategy.weight(on_device))
-        except (TrainkitError, LookupError, TypeError, AttributeError):
-            continue  # it has become something else, and nothing is known to be wrong
-        # What is cast to a narrow dtype on the way is rounded.
-        if not math.isclose(before, after, rel_tol=1e-2, abs_tol=1e-9):
-            raise TrainkitError(
-                f"{type(strategy).__name__}: a micro-batch weighed {before:g} before "
-                f"it went to the device, and weighs {after:g} after "
-                f"transfer_batch_to_device and on_after_batch_transfer, so the window "
-                f"would be divided by a wrong total. Make the labels in the dataset, "
-                f"in the collate function or in on_before_batch_transfer, which run "
-                f"before the cut."
-            )
+    taken = (
+        " The step was taken with it; resume from a checkpoint before, or set "
+        "checks='now' to stop before the step."
+    )
+    return TrainkitError(
+        f"{strategy}: at optimizer step {step} (counted from 0) a micro-batch weighed "
+        f"{told:g} before it went to the device, and weighs {arrived:g} after "
+        f"transfer_batch_to_device and on_after_batch_transfer, so the window is "
+        f"divided by a wrong total. Make the labels in the dataset, in the collate "
+        f"function or in on_before_batch_transfer, which run before the cut."
+        f"{taken if is_late else ''}"
+    )
 
 
 def out_of_memory_between_ranks() -> TrainkitError:

@@ -18,10 +18,12 @@ from trainkit.lit._compat import (
     current_hook,
     replaced,
     skips_backward,
+    transfers_plainly,
     uncompiled,
 )
 from trainkit.lit.base import is_taken_out
 from trainkit.lit.split import refusals
+from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.parts import Parts
@@ -93,6 +95,8 @@ class SplitWindows:
         self._training_step = trainer.strategy.training_step
         self._backward = backward_of(trainer, pl_module, windows)
         self._transfer = transfer_of(trainer, pl_module, may_repeat=sizes.catches)
+        is_plain = transfers_plainly(trainer, pl_module)
+        self._arrivals = None if is_plain else Arrivals(accumulator)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
         self._aside: SetAside | None = None
@@ -123,6 +127,13 @@ class SplitWindows:
             return plain(*args, **kwargs)
 
         return call
+
+    def read_late(self) -> None:
+        """Complain of what has been looked at and not read yet; waits for the device.
+
+        To be called where an epoch or training ends."""
+        if self._arrivals is not None:
+            self._arrivals.read_all()
 
     def stop(self) -> None:
         """Give them back."""
@@ -192,6 +203,8 @@ class SplitWindows:
 
     def _pass(self, batch: Any, args: Any, kwargs: Any) -> None:
         """Forward and backward of every micro-batch."""
+        if self._arrivals is not None:
+            self._arrivals.begin()
         parts = self._parts.of(batch)
         size = self._trainer.accumulate_grad_batches
         tells = size == 1
@@ -204,6 +217,8 @@ class SplitWindows:
             self._metrics.open()
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
+            if self._arrivals is not None and part.counts:
+                self._arrivals.look_at(part.weights, on_device)
             if len(parts) > 1:
                 self._parts.frozen.look(is_first=part is parts[0])
             running.logs.begin(on_device, part.weights, is_muted=not part.counts)
@@ -215,15 +230,15 @@ class SplitWindows:
             if before is not None:
                 before.restore()
         running.returned.refuse_some_nothing()
+        if self._arrivals is not None:
+            self._arrivals.end()
 
     def _moved(self, running: Running) -> Iterator[Any]:
         coming = iter(running.parts)
 
         def move(batch: Any) -> Any:
             running.at = next(coming)
-            on_device = self._transfer(batch)
-            self._parts.look_at_moved(running.at, on_device)
-            return on_device
+            return self._transfer(batch)
 
         batches = [part.micro_batch.batch for part in running.parts]
         return moved(batches, move, self._strategy.root_device)
