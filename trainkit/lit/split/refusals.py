@@ -169,6 +169,16 @@ def other_weight(
     )
 
 
+def stop_iteration(where: str) -> TrainkitError:
+    """What Lightning would take for the end of the epoch, inside an open window."""
+    return TrainkitError(
+        f"{where}: it raised StopIteration inside a window, which Lightning takes for "
+        f"the end of the epoch, so that the window's step would be lost without a "
+        f"word. Look for a next() on an iterator that has ended; to end an epoch, "
+        f"return -1 from on_train_batch_start."
+    )
+
+
 def out_of_memory_between_ranks() -> TrainkitError:
     return TrainkitError(
         'MicroBatching("auto"): memory ran out on this rank at a size that had fitted '

@@ -24,11 +24,12 @@ from trainkit.lit._compat import (
 from trainkit.lit.base import is_taken_out
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
+from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.parts import Parts
 from trainkit.lit.split.running import Running
-from trainkit.lit.split.shortcuts import backward_of, transfer_of
+from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
@@ -215,6 +216,19 @@ class SplitWindows:
             self._begin(running, size)
         if len(parts) > 1:
             self._metrics.open()
+        try:
+            self._run_parts(running, args, kwargs)
+        except StopIteration as error:
+            raise refusals.stop_iteration("training_step") from error
+        except Exception as error:
+            add_note(error, batch, running)
+            raise
+        running.returned.refuse_some_nothing()
+        if self._arrivals is not None:
+            self._arrivals.end()
+
+    def _run_parts(self, running: Running, args: Any, kwargs: Any) -> None:
+        parts = running.parts
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
             if self._arrivals is not None and part.counts:
@@ -229,16 +243,16 @@ class SplitWindows:
                 self._take(running, self._training_step(on_device, *args, **kwargs))
             if before is not None:
                 before.restore()
-        running.returned.refuse_some_nothing()
-        if self._arrivals is not None:
-            self._arrivals.end()
 
     def _moved(self, running: Running) -> Iterator[Any]:
         coming = iter(running.parts)
 
         def move(batch: Any) -> Any:
             running.at = next(coming)
-            return self._transfer(batch)
+            try:
+                return self._transfer(batch)
+            except StopIteration as error:
+                raise refusals.stop_iteration("a hook of the transfer") from error
 
         batches = [part.micro_batch.batch for part in running.parts]
         return moved(batches, move, self._strategy.root_device)
@@ -248,7 +262,8 @@ class SplitWindows:
     ) -> None:
         """The module's `log` while a window runs."""
         assert self.running is not None
-        if not is_loggable(value):  # Lightning refuses it by name
+        is_moving = current_hook(self._module) in TRANSFER
+        if is_moving or not is_loggable(value):  # Lightning refuses it by name
             type(self._module).log(self._module, name, value, *args, **kwargs)
         logs, options = self.running.logs, by_name(args) | kwargs
         logs.hold(self._module, name, value, weight, options)
