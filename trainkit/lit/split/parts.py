@@ -16,6 +16,7 @@ from trainkit.core.strategies import AccumulationStrategy, PerToken, Weight
 from trainkit.core.terms import leading
 from trainkit.lit.split import refusals
 from trainkit.lit.split.frozen import FrozenParameters
+from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 
 
@@ -65,6 +66,7 @@ class Parts:
         self._device = pl_module.device
         self._is_list = options.collate is not None
         self._num_cut = 0
+        self._has_shared = False
         self._has_said_too_long = self._has_said_renumbered = False
 
     def of(self, batch: Any) -> list[Part]:
@@ -97,6 +99,13 @@ class Parts:
             replace(parts[-1], weights=nothing, counts=False)
             for _ in range(most - len(parts))
         ]
+
+    def shared_fields(self) -> SharedFields | None:
+        """What every micro-batch of the loader batch gets whole, to be looked at."""
+        if not self._cutter.shared:
+            return None
+        is_first, self._has_shared = not self._has_shared, True
+        return SharedFields(self._cutter.shared, with_arrays=is_first)
 
     def _most(self, number: int) -> int:
         """The largest number of micro-batches on a rank; waits for all."""

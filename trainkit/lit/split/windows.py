@@ -229,6 +229,7 @@ class SplitWindows:
 
     def _run_parts(self, running: Running, args: Any, kwargs: Any) -> None:
         parts = running.parts
+        shared = self._parts.shared_fields() if len(parts) > 1 else None
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
             if self._arrivals is not None and part.counts:
@@ -243,6 +244,8 @@ class SplitWindows:
                 self._take(running, self._training_step(on_device, *args, **kwargs))
             if before is not None:
                 before.restore()
+            if shared is not None:
+                shared.refuse_changed()
 
     def _moved(self, running: Running) -> Iterator[Any]:
         coming = iter(running.parts)
