@@ -87,9 +87,9 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     )
 
 
-def is_taken_out(callback: Callback, trainer: Any) -> bool:
-    """Whether Lightning has taken a callback out of the Trainer, as its finders do
-    while they search: what the callback has put in place then stands aside."""
+def is_taken_out(callback: Any, trainer: Any) -> bool:
+    """Whether Lightning has taken a callback out of the Trainer for a while, as its
+    finders do with all of them while they search, within a training too."""
     return not any(each is callback for each in trainer.callbacks)
 
 

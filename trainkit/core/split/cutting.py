@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.core.batches import describe
+from trainkit.core.split.fields import Field
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import columns_of, even_runs, partition
 from trainkit.core.split.reading import Reader, Reading
@@ -62,6 +63,7 @@ class Cutter:
             where every row fitted.
         has_trimmed_left: whether columns before a micro-batch's first have been left
             out so far, so that its columns have other numbers than in the batch.
+        shared: the fields of the last batch of which every micro-batch gets all.
     """
 
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
@@ -69,6 +71,7 @@ class Cutter:
         self._reader = Reader(options, strategy)
         self.longest_over_budget: int | None = None
         self.has_trimmed_left = False
+        self.shared: list[Field] = []
 
     def measure(self, batch: Any) -> Rows:
         """How many rows a batch has, and how long they are."""
@@ -100,6 +103,7 @@ class Cutter:
             batches = collated(batch, parts, self._options.collate)
             return _micro_batches(batches, parts, rows)
         reading = self._reader.read(batch)
+        self.shared = [f for i, f in enumerate(reading.fields) if i not in reading.cut]
         parts = self._parts(batch, reading.rows, limit, at_least)
         return _micro_batches(self._batches(batch, reading, parts), parts, reading.rows)
 

@@ -92,8 +92,15 @@ class SplitCallback(WindowCallback):
             rows.append(("split", describe(self.micro_batching, is_step=is_step)))
         return rows
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if self.split is not None:
+            self.split.read_late()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
+        if self.split is not None:
+            self.split.read_late()
         self._stop()
 
     def on_exception(

@@ -15,6 +15,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerToken, Weight
 from trainkit.core.terms import leading
 from trainkit.lit.split import refusals
+from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 
 
@@ -60,6 +61,7 @@ class Parts:
         self._device = pl_module.device
         self._is_list = options.collate is not None
         self._num_cut = 0
+        self._has_shared = False
         self._has_said_too_long = self._has_said_renumbered = False
 
     def of(self, batch: Any) -> list[Part]:
@@ -93,11 +95,12 @@ class Parts:
             for _ in range(most - len(parts))
         ]
 
-    def look_at_moved(self, part: Part, on_device: Any) -> None:
-        """In the first window: does a micro-batch weigh on the device what it weighed
-        on the host? Waits for the device."""
-        if self._num_cut == 1 and part.counts:
-            refusals.refuse_other_weights(part.weights, on_device, self._strategies)
+    def shared_fields(self) -> SharedFields | None:
+        """What every micro-batch of the loader batch gets whole, to be looked at."""
+        if not self._cutter.shared:
+            return None
+        is_first, self._has_shared = not self._has_shared, True
+        return SharedFields(self._cutter.shared, with_arrays=is_first)
 
     def _most(self, number: int) -> int:
         """The largest number of micro-batches on a rank; waits for all."""

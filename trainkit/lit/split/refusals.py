@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import describe
 from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Uniform, Weight
+from trainkit.core.strategies import Uniform
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
@@ -83,6 +84,18 @@ def refuse_terms_of_several_batches(trainer: Any, strategies: Strategies) -> Non
         )
 
 
+def refuse_search_inside_window(accumulator: Accumulator) -> None:
+    """A finder has taken the callback out while a window of several batches is open."""
+    if accumulator.is_open:
+        raise TrainkitError(
+            f"trainer.callbacks: the callback that divides windows was taken out, as "
+            f"Lightning's finders do, inside a window of "
+            f"{accumulator.num_micro_batches} micro-batches so far, whose gradients "
+            f"the search would zero. Begin the search between two windows: in "
+            f"on_train_epoch_start, say."
+        )
+
+
 def refuse_untold_terms(strategies: Strategies) -> None:
     """Several terms in a streamed window."""
     if len(strategies) > 1:
@@ -138,26 +151,32 @@ def verify_cut(whole: Any, parts: Sequence[Part], strategies: Strategies) -> Non
             )
 
 
-def refuse_other_weights(
-    weights: Mapping[str, Weight], on_device: Any, strategies: Strategies
-) -> None:
+def other_weight(
+    step: int, strategy: str, told: float, arrived: float, *, is_late: bool
+) -> TrainkitError:
     """Labels that are made or masked on the device are too late for a known total."""
-    for term, strategy in strategies.items():
-        before = float(weights[term])
-        try:
-            after = float(strategy.weight(on_device))
-        except (TrainkitError, LookupError, TypeError, AttributeError):
-            continue  # it has become something else, and nothing is known to be wrong
-        # What is cast to a narrow dtype on the way is rounded.
-        if not math.isclose(before, after, rel_tol=1e-2, abs_tol=1e-9):
-            raise TrainkitError(
-                f"{type(strategy).__name__}: a micro-batch weighed {before:g} before "
-                f"it went to the device, and weighs {after:g} after "
-                f"transfer_batch_to_device and on_after_batch_transfer, so the window "
-                f"would be divided by a wrong total. Make the labels in the dataset, "
-                f"in the collate function or in on_before_batch_transfer, which run "
-                f"before the cut."
-            )
+    taken = (
+        " The step was taken with it; resume from a checkpoint before, or set "
+        "checks='now' to stop before the step."
+    )
+    return TrainkitError(
+        f"{strategy}: at optimizer step {step} (counted from 0) a micro-batch weighed "
+        f"{told:g} before it went to the device, and weighs {arrived:g} after "
+        f"transfer_batch_to_device and on_after_batch_transfer, so the window is "
+        f"divided by a wrong total. Make the labels in the dataset, in the collate "
+        f"function or in on_before_batch_transfer, which run before the cut."
+        f"{taken if is_late else ''}"
+    )
+
+
+def stop_iteration(where: str) -> TrainkitError:
+    """What Lightning would take for the end of the epoch, inside an open window."""
+    return TrainkitError(
+        f"{where}: it raised StopIteration inside a window, which Lightning takes for "
+        f"the end of the epoch, so that the window's step would be lost without a "
+        f"word. Look for a next() on an iterator that has ended; to end an epoch, "
+        f"return -1 from on_train_batch_start."
+    )
 
 
 def out_of_memory_between_ranks() -> TrainkitError:

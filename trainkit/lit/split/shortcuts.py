@@ -15,12 +15,16 @@ from torch import Tensor
 
 from trainkit.core.split.fields import take_apart
 from trainkit.lit._compat import (
+    as_hook,
     has_own,
     has_plain_backward,
     is_listened_to,
     scaler_of,
     transfers_plainly,
 )
+
+TRANSFER = ("batch_to_device", "transfer_batch_to_device", "on_after_batch_transfer")
+"""The hooks on a batch's way to the device, in which Lightning logs nothing."""
 
 Backward = Callable[..., Any]
 Move = Callable[[Any], Any]
@@ -74,7 +78,13 @@ def transfer_of(trainer: Any, pl_module: Any, *, may_repeat: bool) -> Move:
 
 def _move_of(trainer: Any, pl_module: Any, device: torch.device) -> Move:
     if not transfers_plainly(trainer, pl_module):
-        return trainer.strategy.batch_to_device
+        move = trainer.strategy.batch_to_device
+
+        def move_through_hooks(batch: Any) -> Any:
+            with as_hook(pl_module, TRANSFER[0]):  # as around a loader batch
+                return move(batch)
+
+        return move_through_hooks
     if device.type == "cpu":
         return _as_it_is
     return lambda batch: move_data_to_device(batch, device)

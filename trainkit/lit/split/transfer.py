@@ -26,7 +26,8 @@ def moved(
         device: where they go.
     """
     if device.type != "cuda":
-        yield from map(move, batches)
+        for batch in batches:  # in a map, a StopIteration of a hook would end all
+            yield move(batch)
         return
     copies = torch.cuda.Stream(device)
     coming = _begin(batches[0], move, copies)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -18,21 +18,24 @@ from trainkit.lit._compat import (
     current_hook,
     replaced,
     skips_backward,
+    transfers_plainly,
     uncompiled,
 )
-from trainkit.lit.base import OrderedCallback
+from trainkit.lit.base import OrderedCallback, is_taken_out
 from trainkit.lit.moved_state import MovedState
 from trainkit.lit.split import refusals
+from trainkit.lit.split.arriving import Arrivals
+from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.parts import Parts
 from trainkit.lit.split.running import Running
-from trainkit.lit.split.shortcuts import backward_of, transfer_of
+from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
 from trainkit.lit.split.window_metrics import WindowMetrics
-from trainkit.lit.window_end import window_ends
+from trainkit.lit.window_end import say_dropped, window_ends
 
 NOTHING = nullcontext()
 
@@ -95,23 +98,45 @@ class SplitWindows:
         self._training_step = trainer.strategy.training_step
         self._backward = backward_of(trainer, pl_module, windows)
         self._transfer = transfer_of(trainer, pl_module, may_repeat=sizes.catches)
+        is_plain = transfers_plainly(trainer, pl_module)
+        self._arrivals = None if is_plain else Arrivals(accumulator)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
         self._aside: SetAside | None = None
+        self._is_complete = False
         self._patch = ExitStack()
 
     # ---- Lightning's strategy object -------------------------------------------------
 
     def start(self) -> None:
         """Take Lightning's calls."""
-        self._patch.enter_context(
-            replaced(
-                self._strategy,
-                batch_to_device=self._leave_on_host,
-                training_step=self._run,
-                backward=self._end_backward,
-            )
-        )
+        mine = {
+            "batch_to_device": self._leave_on_host,
+            "training_step": self._run,
+            "backward": self._end_backward,
+        }
+        taken = {name: self._standing_aside(name, own) for name, own in mine.items()}
+        self._patch.enter_context(replaced(self._strategy, **taken))
+
+    def _standing_aside(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """One of ours; Lightning's while a finder has taken the callback out, without
+        which no window opens, is divided or closes."""
+        plain = getattr(self._strategy, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_taken_out(self._windows, self._trainer):
+                return own(*args, **kwargs)
+            refusals.refuse_search_inside_window(self._accumulator)
+            return plain(*args, **kwargs)
+
+        return call
+
+    def read_late(self) -> None:
+        """Complain of what has been looked at and not read yet; waits for the device.
+
+        To be called where an epoch or training ends."""
+        if self._arrivals is not None:
+            self._arrivals.read_all()
 
     def stop(self) -> None:
         """Give them back."""
@@ -138,6 +163,7 @@ class SplitWindows:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """What Lightning runs as `training_step`."""
         is_forward_only = skips_backward(self._trainer)
+        self._drop_unstepped()
         if not self._accumulator.is_open:
             self.num_loader_batches = 0
             for parameter in self._parameters():
@@ -154,10 +180,21 @@ class SplitWindows:
             self.running = None
             self._metrics.forget()
 
+    def _drop_unstepped(self) -> None:
+        """A window that was complete and is open still: an `optimizer_step` of the
+        module's has left its step out, and Lightning zeroes its gradients now."""
+        is_complete = self._is_complete or self._trainer.accumulate_grad_batches == 1
+        if is_complete and self._accumulator.is_open:
+            held = self._accumulator.drop()
+            if self._accumulator.ranks.index == 0:
+                say_dropped(held, "its gradients were zeroed before its step")
+        self._is_complete = False
+
     def _end(self) -> Any:
         """What the micro-batches logged and returned becomes that of one batch."""
         running = self.running
         assert running is not None
+        self._is_complete = running.closes
         self._metrics.close()
         counting = [part.micro_batch for part in running.parts if part.counts]
         running.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
@@ -170,6 +207,8 @@ class SplitWindows:
 
     def _pass(self, batch: Any, args: Any, kwargs: Any) -> None:
         """Forward and backward of every micro-batch."""
+        if self._arrivals is not None:
+            self._arrivals.begin()
         parts = self._parts.of(batch)
         size = self._trainer.accumulate_grad_batches
         tells = size == 1
@@ -180,8 +219,24 @@ class SplitWindows:
             self._begin(running, size)
         if self._metrics.are_any:
             self._metrics.open(len(parts))
+        try:
+            self._run_parts(running, size, args, kwargs)
+        except StopIteration as error:
+            raise refusals.stop_iteration("training_step") from error
+        except Exception as error:
+            add_note(error, batch, running)
+            raise
+        running.returned.refuse_some_nothing()
+        if self._arrivals is not None:
+            self._arrivals.end()
+
+    def _run_parts(self, running: Running, size: int, args: Any, kwargs: Any) -> None:
+        parts = running.parts
+        shared = self._parts.shared_fields() if len(parts) > 1 else None
         for part, on_device in zip(parts, self._moved(running), strict=True):
             running.part = running.at = part
+            if self._arrivals is not None and part.counts:
+                self._arrivals.look_at(part.weights, on_device)
             running.logs.begin(on_device, part.weights, is_muted=not part.counts)
             if self._metrics.are_any:
                 self._metrics.begin(running.share, is_muted=not part.counts)
@@ -193,16 +248,18 @@ class SplitWindows:
                 self._take(running, output)
             if before is not None:
                 before.restore()
-        running.returned.refuse_some_nothing()
+            if shared is not None:
+                shared.refuse_changed()
 
     def _moved(self, running: Running) -> Iterator[Any]:
         coming = iter(running.parts)
 
         def move(batch: Any) -> Any:
             running.at = next(coming)
-            on_device = self._transfer(batch)
-            self._parts.look_at_moved(running.at, on_device)
-            return on_device
+            try:
+                return self._transfer(batch)
+            except StopIteration as error:
+                raise refusals.stop_iteration("a hook of the transfer") from error
 
         batches = [part.micro_batch.batch for part in running.parts]
         return moved(batches, move, self._strategy.root_device)
@@ -212,7 +269,8 @@ class SplitWindows:
     ) -> None:
         """The module's `log` while a window runs."""
         assert self.running is not None
-        if not is_loggable(value):  # Lightning refuses it by name
+        is_moving = current_hook(self._module) in TRANSFER
+        if is_moving or not is_loggable(value):  # Lightning refuses it by name
             type(self._module).log(self._module, name, value, *args, **kwargs)
         logs, options = self.running.logs, by_name(args) | kwargs
         logs.hold(self._module, name, value, weight, options)

@@ -1,0 +1,80 @@
+"""A note on an error inside a micro-batch: how its loader batch was cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainkit.core.batches import describe
+from trainkit.core.out_of_memory import is_out_of_memory
+from trainkit.core.split.fields import take_apart
+from trainkit.errors import TrainkitError
+from trainkit.lit.split.running import Running
+
+MOST_SHOWN = 8
+
+
+def add_note(error: Exception, whole: Any, running: Running) -> None:
+    """Say with an error of the user's code what the code was given, and which option
+    gives it something else.
+
+    Errors of our own say it themselves, and memory that runs out is no matter of
+    sizes that do not match. Python 3.10 has no notes.
+
+    Args:
+        error: what was raised.
+        whole: the loader batch.
+        running: how far it was.
+    """
+    is_known = isinstance(error, TrainkitError) or is_out_of_memory(error)
+    if is_known or not hasattr(error, "add_note"):
+        return
+    try:
+        text = _note(whole, running)
+    except Exception:  # whatever a batch may do when it is looked at
+        return
+    if text:
+        error.add_note(text)
+
+
+def _note(whole: Any, running: Running) -> str:
+    part = running.at or running.parts[0]
+    trimmed = _trimmed(whole, part.micro_batch.batch)
+    if len(running.parts) == 1 and not trimmed:
+        return ""
+    number = 1 + next(i for i, p in enumerate(running.parts) if p is part)
+    num_rows = sum(len(p.micro_batch.rows) for p in running.parts if p.counts)
+    note = (
+        f"trainkit | micro_batching: this was micro-batch {number} of "
+        f"{len(running.parts)}, the rows {_listed(part.micro_batch.rows)} of a loader "
+        f"batch of {num_rows} rows: {describe(part.micro_batch.batch)}. MicroBatching("
+        f"shared=...) names what every micro-batch is to get whole."
+    )
+    if not trimmed:
+        return note
+    return (
+        f"{note} Columns that the lengths call padding were left out "
+        f"({_listed(trimmed)}): trim=False keeps them, and lengths= names what tells "
+        f"the lengths."
+    )
+
+
+def _trimmed(whole: Any, part: Any) -> list[str]:
+    """Each field that has lost columns, with how many it had and has."""
+    before, after = (
+        {f.path: getattr(f.value, "shape", ()) for f in _fields(batch)}
+        for batch in (whole, part)
+    )
+    return [
+        f"{path or 'the batch'} from {list(before[path][1:])} to {list(shape[1:])}"
+        for path, shape in after.items()
+        if path in before and tuple(before[path][1:]) != tuple(shape[1:])
+    ]
+
+
+def _fields(batch: Any) -> Any:
+    return take_apart(batch, lambda path, value: False)[0]
+
+
+def _listed(items: Any) -> str:
+    shown = ", ".join(map(str, items[:MOST_SHOWN]))
+    return shown + (", ..." if len(items) > MOST_SHOWN else "")
