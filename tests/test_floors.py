@@ -19,6 +19,7 @@ HEAVY = [
     "omegaconf",
     "wandb",
     "torchmetrics",
+    "jsonargparse",
 ]
 ABOVE_CORE = [name for name in HEAVY if name != "torch"]
 
@@ -91,7 +92,7 @@ def test_data_loads_torch_alone() -> None:
 
 def test_lit_knows_no_configuration() -> None:
     loaded = loaded_by("from trainkit.lit import *; import trainkit.lit.graceful_stop")
-    assert not loaded & {"hydra", "omegaconf", "wandb"}
+    assert not loaded & {"hydra", "omegaconf", "wandb", "jsonargparse"}
 
 
 def test_configuration_knows_no_tracker() -> None:

@@ -11,9 +11,11 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,6 +50,19 @@ def test_every_package_is_listed() -> None:
     namespace = ROOT / folder_of["hydra_plugins"]
     assert listed - found == {namespace}
     assert not (namespace / "__init__.py").exists()  # Hydra's plugins share it
+
+
+def test_a_package_may_be_as_old_as_lightning_allows() -> None:
+    """Others that build on Lightning ask for jsonargparse up to 4.41, or below 4.47."""
+    wanted = [Requirement(each) for each in SETTINGS["project"]["dependencies"]]
+    (ours,) = [each for each in wanted if each.name == "jsonargparse"]
+    extras = map(Requirement, metadata.requires("lightning") or [])
+    theirs = [each for each in extras if each.name == "jsonargparse"]
+    lowest = {s.version for e in theirs for s in e.specifier if s.operator == ">="}
+    assert lowest
+    assert all(ours.specifier.contains(version) for version in lowest)
+    assert ours.specifier.contains("4.41.0")
+    assert not any(s.operator.startswith("<") for s in ours.specifier)
 
 
 def _is_under(name: str, package: str) -> bool:

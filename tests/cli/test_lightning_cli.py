@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentError, ArgumentParser
 
 from tests.cli.lightning_runs import (
     USER,
@@ -31,11 +33,13 @@ from trainkit import (
     AccumulationSchedule,
     BatchNormGuard,
     LRScaling,
+    MicroBatching,
     PerSample,
     PerToken,
     Uniform,
 )
-from trainkit.cli.lightning_cli import TrainkitCLI
+from trainkit.cli.lightning_cli import TrainkitCLI, _refusal_in
+from trainkit.cli.lightning_parser import TrainkitParser
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +179,60 @@ def test_a_subclass_may_add_arguments_without_knowing_ours() -> None:
     )
     assert cli.config.name == "x"
     assert strategy_of(cli) == PerToken()
+
+
+# ---- older versions of jsonargparse --------------------------------------------------
+
+
+def test_micro_batching_has_a_base_that_is_no_dataclass() -> None:
+    """What jsonargparse from 4.39 on asks of a class that a `class_path` may name; the
+    option that names others came later."""
+    bases = [base for base in MicroBatching.__mro__ if base is not object]
+    assert not all(map(is_dataclass, bases))
+    assert is_dataclass(MicroBatching)
+
+
+@dataclass(frozen=True)
+class NoOtherBase:
+    size: int = 1
+
+
+def test_a_dataclass_without_such_a_base_is_refused() -> None:
+    """The control."""
+    with pytest.raises(ValueError, match="Not allowed for|to be a subclass type"):
+        ArgumentParser().add_subclass_arguments(NoOtherBase, "of")
+
+
+def older_union(*tried: str, kind: str) -> ValueError:
+    """As versions before 4.53 raise it: the first that failed is the cause."""
+    errors = "\n".join(f"  - {each}" for each in tried)
+    error = ValueError(
+        f"Does not validate against any of the Union subtypes\n"
+        f"Subtypes: [<class 'NoneType'>, <class '{kind}'>]\nErrors:\n{errors}\n"
+        f"Given value type: <class 'jsonargparse._namespace.Namespace'>\n"
+        f"Given value: Namespace(class_path='{kind}')"
+    )
+    error.__cause__ = ValueError(tried[0])
+    return error
+
+
+OURS = "trainkit.lit.lr_scaling.LRScaling"
+REFUSED = "LRScaling reference_batch: must be a positive number, received -1.0."
+
+
+def test_what_a_constructor_refuses_is_read_from_an_older_text() -> None:
+    error = older_union("Expected a <class 'NoneType'>", REFUSED, kind=OURS)
+    assert str(_refusal_in(error)) == REFUSED
+
+
+def test_an_error_of_somebody_elses_class_stays_what_it_is() -> None:
+    error = older_union("Expected a <class 'NoneType'>", "no", kind="theirs.Net")
+    assert _refusal_in(error) is None
+
+
+@pytest.mark.parametrize("first", ["U", "u"])
+def test_an_option_that_is_misspelt_finds_the_right_one(first: str) -> None:
+    parser = TrainkitParser(exit_on_error=False)
+    parser.add_argument("--accumulation")
+    with pytest.raises(ArgumentError, match=r"Did you mean --accumulation\?"):
+        parser.error(f"{first}nrecognized arguments: --acumulation=PerToken")

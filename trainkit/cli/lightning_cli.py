@@ -6,15 +6,15 @@ trainkit fit --model my_module.Net --data my_module.Data --accumulation PerToken
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from trainkit.cli import shared_yaml
-from trainkit.cli.lightning_parser import TrainkitParser
+from trainkit.cli.lightning_parser import TrainkitParser, readable
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
@@ -22,9 +22,6 @@ from trainkit.lit.attach import attach_accumulation
 from trainkit.lit.batch_norm_guard import BatchNormGuard
 from trainkit.lit.lr_scaling import LRScaling
 from trainkit.lit.schedule import AccumulationSchedule
-
-# A dataclass takes its class and arguments on the command line only if it is named.
-set_parsing_settings(subclasses_enabled=[MicroBatching])
 
 ACCUMULATION = "accumulation"
 MICRO_BATCHING = "micro_batching"
@@ -166,13 +163,15 @@ def _refuse_other_namespace(*classes: Any) -> None:
 
 
 def _refusal_in(error: BaseException) -> TrainkitError | None:
-    """jsonargparse wraps what a constructor says into what it tried."""
+    """jsonargparse wraps what a constructor says into what it tried; before 4.53 only
+    the text tells it, after an optional argument's `None`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, TrainkitError):
             return cause
         cause = cause.__cause__
-    return None
+    tried = re.search(r"^Subtypes: .*\btrainkit\.", str(error), re.MULTILINE)
+    return TrainkitError(readable(str(error)).lstrip(" -")) if tried else None
 
 
 def _made_of(base: type) -> Iterator[type]:

@@ -57,7 +57,7 @@ class TrainkitParser(LightningArgumentParser):
         ]
 
     def _close_options(self, message: str) -> list[str]:
-        unknown = re.search(r"unrecognized arguments: (--[\w.]+)", message)
+        unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", message)
         if unknown is None:
             return []
         known = set(re.findall(r"--[\w.]+", self.format_usage()))

@@ -12,8 +12,13 @@ from trainkit.core.whole import check_whole
 from trainkit.errors import TrainkitError
 
 
+class _Chosen:
+    """A base that is no dataclass. jsonargparse takes a `class_path` only for a class
+    that has one, or by an option that came with its version 4.46."""
+
+
 @dataclass(frozen=True)
-class MicroBatching:
+class MicroBatching(_Chosen):
     """Split windows: each loader batch is one optimizer step, cut on the host.
 
     The gradient of the step does not depend on the cut, so rows of like length share a
