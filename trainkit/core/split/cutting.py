@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,16 +155,24 @@ def _even_parts(num_rows: int, size: int | None, at_least: int) -> list[list[int
 
 def _halved(parts: list[list[int]], rows: Rows, at_least: int) -> list[list[int]]:
     """Halve the largest micro-batch until there are enough."""
-    parts = list(parts)
-    for _ in range(min(at_least, rows.num_rows) - len(parts)):
-        largest = max(
-            (i for i, part in enumerate(parts) if len(part) > 1),
-            key=lambda i: rows.padded_of(parts[i]),
-        )
-        part = parts[largest]
+    missing = min(at_least, rows.num_rows) - len(parts)
+    if missing <= 0:
+        return parts
+    numbers = itertools.count()  # what is as large comes in this order
+    heap = [(-rows.padded_of(part), next(numbers), part) for part in parts]
+    whole = [entry for entry in heap if len(entry[2]) == 1]  # cannot be halved
+    heap = [entry for entry in heap if len(entry[2]) > 1]
+    heapq.heapify(heap)
+    for _ in range(missing):
+        _, _, part = heapq.heappop(heap)
         middle = (len(part) + 1) // 2
-        parts[largest : largest + 1] = [part[:middle], part[middle:]]
-    return parts
+        for half in (part[:middle], part[middle:]):
+            entry = (-rows.padded_of(half), next(numbers), half)
+            if len(half) > 1:
+                heapq.heappush(heap, entry)
+            else:
+                whole.append(entry)
+    return [part for _, _, part in [*heap, *whole]]
 
 
 def _micro_batches(
