@@ -225,7 +225,7 @@ def test_cost_of_many_rows_equals_the_quadratic_recurrence(
     draw = random.Random(longest)
     for _ in range(12):
         num_rows = draw.choice([50, 150, 300])
-        ordered = sorted((draw.randint(1, longest) for _ in range(num_rows)))[::-1]
+        ordered = sorted(draw.randint(1, longest) for _ in range(num_rows))[::-1]
         size = draw.choice([None, 1, 7, 40])
         tokens = draw.choice([None, longest // 2 + 1, 5 * longest, 60 * longest])
         overhead = draw.choice([1, 3.5, longest, 20 * longest, 10**7])
@@ -255,7 +255,7 @@ def test_comparisons_grow_no_faster_than_the_rows(
 
     monkeypatch.setattr(Line, "takeover", counted)
     draw = random.Random(0)
-    ordered = sorted((draw.randint(1, longest) for _ in range(20_000)))[::-1]
+    ordered = sorted(draw.randint(1, longest) for _ in range(20_000))[::-1]
     cut_lengths(ordered, tokens=tokens, overhead=tokens / 4)
     assert num_compared <= 3 * 20_000
 
