@@ -37,12 +37,14 @@ class MicroBatch:
         padded: the tokens that its forward pass computes, over all groups of ragged
             tensors; its rows, where they have no lengths.
         real: of these, those that are no padding.
+        trimmed: how many more tokens it would compute if nothing were trimmed.
     """
 
     batch: Any
     rows: list[int]
     padded: int
     real: int
+    trimmed: int = 0
 
 
 class Cutter:
@@ -71,12 +73,14 @@ class Cutter:
         self._reader = Reader(options, strategy)
         self.longest_over_budget: int | None = None
         self.has_trimmed_left = False
+        self._measured: tuple[Any, Reading] | None = None  # until it is cut
 
     def measure(self, batch: Any) -> Rows:
         """How many rows a batch has, and how long they are."""
         if self._options.collate is not None:
             return rows_of_samples(batch, self._options)
-        return self._reader.read(batch).rows
+        self._measured = batch, self._reader.read(batch)
+        return self._measured[1].rows
 
     def cut(
         self, batch: Any, limit: Limit | None = None, *, at_least: int = 1
@@ -101,20 +105,32 @@ class Cutter:
             parts = self._parts(batch, rows, limit, at_least)
             batches = collated(batch, parts, self._options.collate)
             return _micro_batches(batches, parts, rows)
-        reading = self._reader.read(batch)
+        reading = self._read(batch)
         parts = self._parts(batch, reading.rows, limit, at_least)
-        return _micro_batches(self._batches(batch, reading, parts), parts, reading.rows)
-
-    def _batches(
-        self, batch: Any, reading: Reading, parts: Sequence[Sequence[int]]
-    ) -> list[Any]:
-        trims = self._reader.trims(batch, reading)
-        if trims and not self.has_trimmed_left:
+        if not self.has_trimmed_left and reading.trims and reading.rows.begin_late:
             spans = reading.rows.spans
             firsts = (first for rows in parts for first, _ in columns_of(spans, rows))
-            self.has_trimmed_left = reading.rows.begin_late and any(firsts)
-        pieces = slices_of(reading, trims, parts)
-        return [reading.build(iter(values)) for values in zip(*pieces, strict=True)]
+            self.has_trimmed_left = any(firsts)
+        cut = _micro_batches(_built(reading, parts), parts, reading.rows)
+        for micro_batch in cut if reading.trims else ():
+            wide = sum(group.padded_length for group in reading.rows.groups)
+            micro_batch.trimmed = wide * len(micro_batch.rows) - micro_batch.padded
+        return cut
+
+    def pair(self, batch: Any, rows: list[int]) -> list[Any]:
+        """Some rows of a loader batch as one micro-batch, trimmed and untrimmed."""
+        reading = self._reader.read(batch)
+        return [_built(each, [rows])[0] for each in (reading, reading.untrimmed())]
+
+    def stop_trimming(self) -> None:
+        """Every micro-batch to come gets all columns."""
+        self._reader.trims = False
+
+    def _read(self, batch: Any) -> Reading:
+        measured, self._measured = self._measured, None
+        if measured is not None and measured[0] is batch:
+            return measured[1]
+        return self._reader.read(batch)
 
     def _parts(
         self, batch: Any, rows: Rows, limit: Limit, at_least: int
@@ -136,6 +152,11 @@ class Cutter:
         parts = _halved(parts, rows, at_least)
         parts.sort(key=rows.padded_of, reverse=True)
         return [sorted(part) for part in parts]
+
+
+def _built(reading: Reading, parts: Sequence[Sequence[int]]) -> list[Any]:
+    pieces = slices_of(reading, parts)
+    return [reading.build(iter(values)) for values in zip(*pieces, strict=True)]
 
 
 def _most_rows(rows: Rows, limit: Limit) -> int | None:
