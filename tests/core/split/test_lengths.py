@@ -158,8 +158,22 @@ def test_named_labels_are_trusted_where_their_padding_is_constant() -> None:
     batch["labels"][1, 0] = -100
     assert shapes(batch, PerToken(), lengths="labels") == LENGTHS
     batch = {"ids": torch.arange(28).view(4, 7), "labels": batch["labels"]}
-    with pytest.raises(TrainkitError, match="field 'ids' holds values where"):
-        shapes(batch, PerToken(), lengths="labels")
+    with pytest.warns(UserWarning, match="field 'ids' holds values where"):
+        assert shapes(batch, PerToken(), lengths="labels") == [7] * 4
+
+
+def test_lengths_that_fit_two_tensors_in_mid_training_trim_nothing() -> None:
+    cutter = Cutter(MicroBatching(size=1, lengths="n"), Uniform())
+    numbers = torch.tensor([5, 2, 3])
+    same = {"ids": torch.zeros(3, 5), "targets": torch.zeros(3, 5), "n": numbers}
+    assert [m.batch["targets"].shape[1] for m in cutter.cut(same)] == [5, 3, 2]
+    other = {"ids": torch.zeros(3, 8), "targets": torch.zeros(3, 6), "n": numbers}
+    with pytest.warns(UserWarning, match="lengths 'n' fit several tensors"):
+        micros = cutter.cut(other)
+    assert [m.batch["ids"].shape[1] for m in micros] == [8] * 3
+    assert [m.padded for m in micros] == [14] * 3
+    with pytest.raises(TrainkitError, match=r"found are \[6, 8\]"):
+        Cutter(MicroBatching(size=1, lengths="n"), Uniform()).cut(other)
 
 
 @pytest.mark.parametrize(

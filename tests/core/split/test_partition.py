@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.split.common import DISTRIBUTIONS, spans, window
+from trainkit.core.split import partition as partitions
 from trainkit.core.split.partition import (
     OVERHEADS,
+    Line,
     Run,
     Span,
     cut_lengths,
@@ -187,6 +189,127 @@ def test_even_runs_differ_by_at_most_one(num_runs: int) -> None:
     sizes = [stop - start for start, stop in even_runs(10, num_runs)]
     assert sum(sizes) == 10
     assert max(sizes) - min(sizes) <= 1
+
+
+# ---- many rows -----------------------------------------------------------------------
+
+
+def least_by_recurrence(
+    lengths: Sequence[int],
+    size: int | None,
+    tokens: int | None,
+    overhead: float,
+    attention: float,
+) -> float:
+    """The least cost, every last run tried for every row: quadratic."""
+    best = [0.0]
+    for stop in range(1, len(lengths) + 1):
+        tried = []
+        for start in range(stop):
+            rows, longest = stop - start, lengths[start]
+            if rows == 1 or (
+                (size is None or rows <= size)
+                and (tokens is None or rows * longest <= tokens)
+            ):
+                each = longest + attention * longest**2
+                tried.append(best[start] + overhead + rows * each)
+        best.append(min(tried))
+    return best[-1]
+
+
+@pytest.mark.parametrize("longest", [3, 40, 1000])
+@pytest.mark.parametrize("attention", [0.0, 0.07])
+def test_cost_of_many_rows_equals_the_quadratic_recurrence(
+    longest: int, attention: float
+) -> None:
+    draw = random.Random(longest)
+    for _ in range(12):
+        num_rows = draw.choice([50, 150, 300])
+        ordered = sorted(draw.randint(1, longest) for _ in range(num_rows))[::-1]
+        size = draw.choice([None, 1, 7, 40])
+        tokens = draw.choice([None, longest // 2 + 1, 5 * longest, 60 * longest])
+        overhead = draw.choice([1, 3.5, longest, 20 * longest, 10**7])
+        runs = cut_lengths(
+            ordered, size=size, tokens=tokens, overhead=overhead, attention=attention
+        )
+        groups = [spans(ordered)]
+        assert all(allowed(groups, run, size, tokens) for run in runs)
+        assert [row for run in runs for row in range(*run)] == list(range(num_rows))
+        least = least_by_recurrence(ordered, size, tokens, overhead, attention)
+        found = cost_of(groups, runs, overhead, attention)
+        assert found == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [2_000_000, 30_000])
+@pytest.mark.parametrize("longest", [1, 1024])
+def test_comparisons_grow_no_faster_than_the_rows(
+    tokens: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_compared = 0
+    takeover = Line.takeover
+
+    def counted(self: Line, later: Line) -> float:
+        nonlocal num_compared
+        num_compared += 1
+        return takeover(self, later)
+
+    monkeypatch.setattr(Line, "takeover", counted)
+    draw = random.Random(0)
+    ordered = sorted(draw.randint(1, longest) for _ in range(20_000))[::-1]
+    cut_lengths(ordered, tokens=tokens, overhead=tokens / 4)
+    assert num_compared <= 3 * 20_000
+
+
+def two_groups(num_rows: int, draw: random.Random) -> list[list[Span]]:
+    """Sources and targets, longest together first."""
+    rows = [(draw.randint(1, 99), draw.randint(1, 50)) for _ in range(num_rows)]
+    rows.sort(key=sum, reverse=True)
+    return [spans([row[g] for row in rows]) for g in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens"), [(None, 9000), (None, 400), (37, None), (64, 4000), (1, None)]
+)
+def test_cut_of_many_rows_in_two_groups_costs_little_more_than_the_least(
+    size: int | None, tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = two_groups(700, random.Random(4))
+    number_first = 1 + 700 * 150
+    costs: dict[str, Any] = {
+        "overhead": number_first if tokens is None else tokens / 4,
+        "attention": 0.0,
+    }
+    limit: dict[str, Any] = {"size": size, "tokens": tokens}
+    runs = cut_spans(groups, **limit, **costs)
+    assert all(allowed(groups, run, size, tokens) for run in runs)
+    assert [row for run in runs for row in range(*run)] == list(range(700))
+    monkeypatch.setattr(partitions, "EXACT_ROWS", 700)
+    least = cut_spans(groups, **limit, **costs)
+    assert cost_of(groups, runs, **costs) <= 1.02 * cost_of(groups, least, **costs)
+    if tokens is None:
+        assert len(runs) == len(least) == math.ceil(700 / size)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [{"tokens": 2_000_000}, {"tokens": 2000}, {"size": 512}, {"size": 4}],
+    ids=str,
+)
+def test_places_tried_grow_no_faster_than_the_rows(
+    limit: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tried = 0
+    exceeds = partitions._exceeds
+
+    def counted(*args: Any) -> bool:
+        nonlocal num_tried
+        num_tried += 1
+        return exceeds(*args)
+
+    monkeypatch.setattr(partitions, "_exceeds", counted)
+    groups = two_groups(20_000, random.Random(5))
+    cut_spans(groups, overhead=1000, **limit)  # type: ignore[arg-type]
+    assert num_tried <= 3 * partitions.PIECES * 20_000
 
 
 # ---- how much padding is left --------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +38,14 @@ class MicroBatch:
         padded: the tokens that its forward pass computes, over all groups of ragged
             tensors; its rows, where they have no lengths.
         real: of these, those that are no padding.
+        trimmed: how many more tokens it would compute if nothing were trimmed.
     """
 
     batch: Any
     rows: list[int]
     padded: int
     real: int
+    trimmed: int = 0
 
 
 class Cutter:
@@ -72,12 +76,14 @@ class Cutter:
         self.longest_over_budget: int | None = None
         self.has_trimmed_left = False
         self.shared: list[Field] = []
+        self._measured: tuple[Any, Reading] | None = None  # until it is cut
 
     def measure(self, batch: Any) -> Rows:
         """How many rows a batch has, and how long they are."""
         if self._options.collate is not None:
             return rows_of_samples(batch, self._options)
-        return self._reader.read(batch).rows
+        self._measured = batch, self._reader.read(batch)
+        return self._measured[1].rows
 
     def cut(
         self, batch: Any, limit: Limit | None = None, *, at_least: int = 1
@@ -102,21 +108,33 @@ class Cutter:
             parts = self._parts(batch, rows, limit, at_least)
             batches = collated(batch, parts, self._options.collate)
             return _micro_batches(batches, parts, rows)
-        reading = self._reader.read(batch)
+        reading = self._read(batch)
         self.shared = [f for i, f in enumerate(reading.fields) if i not in reading.cut]
         parts = self._parts(batch, reading.rows, limit, at_least)
-        return _micro_batches(self._batches(batch, reading, parts), parts, reading.rows)
-
-    def _batches(
-        self, batch: Any, reading: Reading, parts: Sequence[Sequence[int]]
-    ) -> list[Any]:
-        trims = self._reader.trims(batch, reading)
-        if trims and not self.has_trimmed_left:
+        if not self.has_trimmed_left and reading.trims and reading.rows.begin_late:
             spans = reading.rows.spans
             firsts = (first for rows in parts for first, _ in columns_of(spans, rows))
-            self.has_trimmed_left = reading.rows.begin_late and any(firsts)
-        pieces = slices_of(reading, trims, parts)
-        return [reading.build(iter(values)) for values in zip(*pieces, strict=True)]
+            self.has_trimmed_left = any(firsts)
+        cut = _micro_batches(_built(reading, parts), parts, reading.rows)
+        for micro_batch in cut if reading.trims else ():
+            wide = sum(group.padded_length for group in reading.rows.groups)
+            micro_batch.trimmed = wide * len(micro_batch.rows) - micro_batch.padded
+        return cut
+
+    def pair(self, batch: Any, rows: list[int]) -> list[Any]:
+        """Some rows of a loader batch as one micro-batch, trimmed and untrimmed."""
+        reading = self._reader.read(batch)
+        return [_built(each, [rows])[0] for each in (reading, reading.untrimmed())]
+
+    def stop_trimming(self) -> None:
+        """Every micro-batch to come gets all columns."""
+        self._reader.trims = False
+
+    def _read(self, batch: Any) -> Reading:
+        measured, self._measured = self._measured, None
+        if measured is not None and measured[0] is batch:
+            return measured[1]
+        return self._reader.read(batch)
 
     def _parts(
         self, batch: Any, rows: Rows, limit: Limit, at_least: int
@@ -140,6 +158,11 @@ class Cutter:
         return [sorted(part) for part in parts]
 
 
+def _built(reading: Reading, parts: Sequence[Sequence[int]]) -> list[Any]:
+    pieces = slices_of(reading, parts)
+    return [reading.build(iter(values)) for values in zip(*pieces, strict=True)]
+
+
 def _most_rows(rows: Rows, limit: Limit) -> int | None:
     """How many rows a micro-batch may have, if they are all alike."""
     if limit.tokens is None or not rows.has_lengths:
@@ -157,16 +180,24 @@ def _even_parts(num_rows: int, size: int | None, at_least: int) -> list[list[int
 
 def _halved(parts: list[list[int]], rows: Rows, at_least: int) -> list[list[int]]:
     """Halve the largest micro-batch until there are enough."""
-    parts = list(parts)
-    for _ in range(min(at_least, rows.num_rows) - len(parts)):
-        largest = max(
-            (i for i, part in enumerate(parts) if len(part) > 1),
-            key=lambda i: rows.padded_of(parts[i]),
-        )
-        part = parts[largest]
+    missing = min(at_least, rows.num_rows) - len(parts)
+    if missing <= 0:
+        return parts
+    numbers = itertools.count()  # what is as large comes in this order
+    heap = [(-rows.padded_of(part), next(numbers), part) for part in parts]
+    whole = [entry for entry in heap if len(entry[2]) == 1]  # cannot be halved
+    heap = [entry for entry in heap if len(entry[2]) > 1]
+    heapq.heapify(heap)
+    for _ in range(missing):
+        _, _, part = heapq.heappop(heap)
         middle = (len(part) + 1) // 2
-        parts[largest : largest + 1] = [part[:middle], part[middle:]]
-    return parts
+        for half in (part[:middle], part[middle:]):
+            entry = (-rows.padded_of(half), next(numbers), half)
+            if len(half) > 1:
+                heapq.heappush(heap, entry)
+            else:
+                whole.append(entry)
+    return [part for _, _, part in [*heap, *whole]]
 
 
 def _micro_batches(

@@ -16,6 +16,19 @@ from trainkit.core.strategies import AccumulationStrategy, PerToken
 from trainkit.errors import TrainkitError
 
 
+class UnclearLengths(TrainkitError):
+    """Integer lengths that fit several padded lengths.
+
+    Args:
+        text: the message.
+        padded_lengths: those that they fit.
+    """
+
+    def __init__(self, text: str, padded_lengths: Sequence[int]) -> None:
+        super().__init__(text)
+        self.padded_lengths = padded_lengths
+
+
 def spans_of(counts: Tensor, *, from_first: bool = False) -> list[Span]:
     """For each row the columns from the first that counts to the last.
 
@@ -180,7 +193,8 @@ def padding_of(group: Group) -> Tensor:
     """Where a group's rows are padding: True there, rows by columns."""
     columns = torch.arange(group.padded_length)
     starts, stops = torch.tensor(list(group.spans), dtype=torch.long).T.unsqueeze(2)
-    return (columns < starts) | (columns >= stops)
+    after = columns >= stops
+    return after | (columns < starts) if group.begins_late else after
 
 
 def _group_of_numbers(
@@ -199,13 +213,14 @@ def _group_of_numbers(
     if longest in candidates:
         candidates = {longest}
     if len(candidates) != 1:
-        raise TrainkitError(
+        raise UnclearLengths(
             f"MicroBatching lengths {str(path)!r}: the longest row has {longest} "
             f"columns, and the batch must have tensors of one padded length of at "
             f"least that, but those found are {sorted(set(columns))}. The batch is "
             f"{describe(batch)}. Name a mask of the padded length instead, or say "
             f"which other dimension is ragged, such as ragged={{'waves': 2}} for rows "
-            f"by channels by time."
+            f"by channels by time.",
+            sorted(candidates),
         )
     spans = [(0, max(1, int(length))) for length in lengths]
     return Group.make(candidates.pop(), spans)

@@ -7,13 +7,16 @@ is l costs
 
 and is allowed while r <= size and r * l <= tokens; a row by itself always is. The least
 sum is found by dynamic programming over the place of the last cut: exact, as comparison
-with all cuts of small windows shows. Pure arithmetic on Python's numbers.
+with all cuts of small windows shows, but for very many rows in several groups. Pure
+arithmetic on Python's numbers.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 Run = tuple[int, int]
@@ -27,6 +30,13 @@ a quarter wastes the least padding but can give two or three micro-batches more 
 its tokens fill; above the whole budget nothing changes any more."""
 
 
+EXACT_ROWS = 500
+"""Up to so many rows in several groups, every place is tried for a cut."""
+
+PIECES = 16
+"""Beyond that a run at its limit has about as many places to be cut as twice this."""
+
+
 class Line(NamedTuple):
     """What all rows before the next cut cost if the last run begins at `start`.
 
@@ -35,8 +45,17 @@ class Line(NamedTuple):
 
     start: int
     end: int  # the run may reach so far
-    fixed: float
+    fixed: float  # its value at row 0
     slope: float
+
+    def takeover(self, later: Line) -> float:
+        """The first stop at which a later line is not above this one."""
+        if later.fixed <= self.fixed:
+            return later.start + 1
+        if later.slope == self.slope:
+            return self.end + 1
+        crossing = (later.fixed - self.fixed) / (self.slope - later.slope)
+        return min(math.ceil(crossing), self.end + 1)
 
 
 def cut_lengths(
@@ -47,10 +66,12 @@ def cut_lengths(
     overhead: float,
     attention: float = 0.0,
 ) -> list[Run]:
-    """Cut sorted rows into the runs of least cost.
+    """Cut sorted rows into the runs of least cost, in time linear in the rows.
 
-    A line that is above a later one stays above it, for it is the steeper one, and the
-    later one reaches further: so it is dropped, which leaves few lines to compare.
+    A later line is less steep and reaches no less far, so that from some stop on it is
+    never again above an earlier one. A queue holds the lines that are the lowest at
+    some stop to come, in the order of their turns: one whose turn would end before it
+    begins is dropped.
 
     >>> cut_lengths([9, 9, 2, 2, 2], tokens=18, overhead=1)
     [(0, 2), (2, 5)]
@@ -62,27 +83,28 @@ def cut_lengths(
         overhead: what a run costs by itself.
         attention: what a row costs beyond its length, times its length squared.
     """
-    best = [0.0]
+    num_rows = len(lengths)
+    least = 0.0  # of the rows before `start`
     begin = [0]
-    lines: list[Line] = []
-    for stop in range(1, len(lengths) + 1):
-        start = stop - 1
-        length = lengths[start]
-        end = start + _most_rows(length, size, tokens, len(lengths))
+    lines: deque[Line] = deque()
+    turns: deque[float] = deque()  # where each line but the first takes over
+    for start, length in enumerate(lengths):
         slope = length + attention * length**2
-        lines.append(Line(start, end, best[start] + overhead, slope))
-        least, kept = math.inf, []
-        for line in reversed(lines):
-            start, end, fixed, slope = line
-            if end < stop:
-                break  # so do all before it
-            cost = fixed + (stop - start) * slope
-            if cost < least:
-                least = cost
-                kept.append(line)
-        lines = kept[::-1]
-        best.append(least)
-        begin.append(lines[0].start)
+        end = start + _most_rows(length, size, tokens, num_rows)
+        line = Line(start, end, least + overhead - start * slope, slope)
+        while turns and lines[-1].takeover(line) <= turns[-1]:
+            lines.pop()
+            turns.pop()
+        if lines:
+            turns.append(lines[-1].takeover(line))
+        lines.append(line)
+        stop = start + 1
+        while turns and turns[0] <= stop:
+            lines.popleft()
+            turns.popleft()
+        lowest = lines[0]
+        least = lowest.fixed + stop * lowest.slope
+        begin.append(lowest.start)
     return _runs(begin)
 
 
@@ -97,7 +119,9 @@ def cut_spans(
     """The same for several ragged groups, or rows padded on either side.
 
     In each group a row covers a span of columns, and a run as many as from the first
-    column to the last that any of its rows covers; what the groups cost adds up.
+    column to the last that any of its rows covers; what the groups cost adds up. Each
+    place is tried with each before it, up to `EXACT_ROWS` rows. Of more, neighbours are
+    kept together in small pieces: the cost may then be slightly above the least.
 
     >>> cut_spans([[(0, 9), (0, 2)], [(0, 1), (0, 8)]], tokens=36, overhead=1)
     [(0, 1), (1, 2)]
@@ -110,30 +134,67 @@ def cut_spans(
         overhead: what a run costs by itself.
         attention: what a row costs beyond its length, times its length squared.
     """
+    bounds = _bounds(groups, size, tokens)
+    pieces = [
+        columns_of(groups, range(start, stop)) for start, stop in pairwise(bounds)
+    ]
     best = [0.0]
     begin = [0]
-    for stop in range(1, len(groups[0]) + 1):
-        lows = [group[stop - 1][0] for group in groups]
-        highs = [group[stop - 1][1] for group in groups]
+    for stop in range(1, len(bounds)):
+        lows = [low for low, _ in pieces[stop - 1]]
+        highs = [high for _, high in pieces[stop - 1]]
         least, chosen = math.inf, stop - 1
         for start in range(stop - 1, -1, -1):
-            rows = stop - start
+            rows = bounds[stop] - bounds[start]
             cost = best[start] + overhead
             padded = 0
-            for g, group in enumerate(groups):
-                low, high = group[start]
+            for g, (low, high) in enumerate(pieces[start]):
                 lows[g] = low if low < lows[g] else lows[g]
                 highs[g] = high if high > highs[g] else highs[g]
                 width = highs[g] - lows[g]
                 padded += rows * width
                 cost += rows * (width + attention * width**2)
-            if rows > 1 and ((tokens and padded > tokens) or (size and rows > size)):
+            if start < stop - 1 and _exceeds(rows, padded, size, tokens):
                 break  # a longer run is not allowed either: it only grows
             if cost < least:
                 least, chosen = cost, start
         best.append(least)
         begin.append(chosen)
-    return _runs(begin)
+    return [(bounds[start], bounds[stop]) for start, stop in _runs(begin)]
+
+
+def _bounds(
+    groups: Sequence[Sequence[Span]], size: int | None, tokens: int | None
+) -> list[int]:
+    """The places where a run may begin or end: all, where rows are few.
+
+    Of many rows, neighbours are kept together up to a small part of what a run may
+    hold; multiples of `size` are among the places, so that there are no more runs.
+    """
+    num_rows = len(groups[0])
+    if num_rows <= EXACT_ROWS or (size is None and tokens is None):
+        return list(range(num_rows + 1))
+    most = max(1, size // PIECES) if size else num_rows
+    share = tokens / PIECES if tokens else None
+    bounds, covered = [0], columns_of(groups, [0])
+    for row in range(1, num_rows):
+        spans = [group[row] for group in groups]
+        wider = [
+            (min(low, first), max(high, behind))
+            for (low, high), (first, behind) in zip(covered, spans, strict=True)
+        ]
+        rows = row - bounds[-1] + 1
+        padded = rows * sum(high - low for low, high in wider)
+        at_size = bool(size) and row % size == 0
+        if at_size or _exceeds(rows, padded, most, share):
+            bounds.append(row)
+            wider = spans
+        covered = wider
+    return [*bounds, num_rows]
+
+
+def _exceeds(rows: int, padded: int, size: int | None, tokens: float | None) -> bool:
+    return bool((tokens and padded > tokens) or (size and rows > size))
 
 
 def partition(

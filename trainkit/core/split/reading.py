@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from trainkit.core.split.fields import (
     take_apart,
 )
 from trainkit.core.split.lengths import (
+    UnclearLengths,
     as_tensor,
     attention_mask,
     group_of_path,
@@ -44,26 +45,38 @@ class Reading:
         build: makes a batch like it of as many other values.
         cut: those fields that are cut, by their number; the others are handed whole.
         rows: the batch's rows.
+        trims: which dimensions to trim, by the field's number.
     """
 
     fields: Sequence[Field]
     build: Build
     cut: Mapping[int, Field]
     rows: Rows
+    trims: Mapping[int, Trims]
+
+    def untrimmed(self) -> Reading:
+        """The same, if every micro-batch gets all columns."""
+        groups = [group.untrimmed() for group in self.rows.groups]
+        return replace(self, rows=replace(self.rows, groups=groups), trims={})
 
 
 class Reader:
-    """Reads batches, and remembers what their fields are.
+    """Reads batches, and remembers what their lists are.
 
     Args:
         options: where lengths are, what is shared, what else is ragged.
         strategy: says how many rows there are, and which labels count.
+
+    Attributes:
+        trims: whether columns that are padding are left out.
     """
 
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
         self._options = options
         self._strategy = strategy
+        self.trims = options.trim
         self._trimming = Trimming(options.ragged, strategy)  # type: ignore[arg-type]
+        self._has_read = False
         self._are_rows: dict[str, bool] = {}  # lists, by path
         self._targets: tuple[Tensor, Tensor] | None = None  # of the batch being read
 
@@ -81,15 +94,9 @@ class Reader:
         )
         has_rows = [self._has_rows(f, batch, num_rows, shared) for f in fields]
         cut = {i: field for i, field in enumerate(fields) if has_rows[i]}
-        rows = self._rows(batch, list(cut.values()), num_rows)
+        rows, trims = self._rows(batch, cut, num_rows)
         self._targets = None
-        return Reading(fields, build, cut, rows)
-
-    def trims(self, batch: Any, reading: Reading) -> dict[int, Trims]:
-        """What to trim of which field, by the field's number."""
-        if not self._options.trim or not reading.rows.has_lengths:
-            return {}
-        return self._trimming.of(batch, reading.cut, reading.rows.groups)
+        return Reading(fields, build, cut, rows, trims)
 
     def _num_rows(self, batch: Any, shared: set[int]) -> int:
         if self._options.length_paths:
@@ -154,18 +161,40 @@ class Reader:
             )
         return True
 
-    def _rows(self, batch: Any, cut: Sequence[Field], num_rows: int) -> Rows:
-        groups = self._groups(batch, cut, num_rows) if num_rows else []
+    def _rows(
+        self, batch: Any, cut: Mapping[int, Field], num_rows: int
+    ) -> tuple[Rows, Mapping[int, Trims]]:
+        """The rows' lengths, and what to trim."""
+        self._told: set[int] = set()
+        try:
+            groups = self._groups(batch, list(cut.values()), num_rows)
+        except UnclearLengths as unclear:
+            # In mid-training two lengths may differ that have always been the same.
+            if not self._has_read or not unclear.padded_lengths:
+                raise
+            path = self._options.length_paths[0]
+            self._trimming.say(f"lengths {path!r} fit several tensors", "", batch)
+            full = [
+                (length, [(0, length)] * num_rows) for length in unclear.padded_lengths
+            ]
+            return Rows(num_rows, [Group.make(*each) for each in full]), {}
+        self._has_read = True
         groups = [group for group in groups if group.padded_length]
         if len(groups) > 1:
             groups = merged(groups)
-        if not self._options.trim:
+        trims = None
+        if self.trims and groups:
+            trims = self._trimming.of(batch, cut, groups, self._targets, self._told)
+        if trims is None:
             groups = [group.untrimmed() for group in groups]
-        return Rows(num_rows, groups)
+        return Rows(num_rows, groups), trims or {}
 
     def _groups(self, batch: Any, cut: Sequence[Field], num_rows: int) -> list[Group]:
+        if not num_rows:
+            return []
         if self._options.length_paths:
             columns = self._trimming.columns(batch, cut, num_rows)
+            self._told.update(id(lookup(batch, p)) for p in self._options.length_paths)
             return [
                 group_of_path(batch, path, self._strategy, columns, num_rows)
                 for path in self._options.length_paths
@@ -178,6 +207,7 @@ class Reader:
             and field.value is not mask
             for field in cut
         ):
+            self._told.add(id(mask))
             return [Group.make(mask.shape[1], spans_of(mask))]
         targets = self._targets
         if targets is None or targets[0].ndim > 2:  # a map of labels is no sequence

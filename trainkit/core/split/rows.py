@@ -33,6 +33,11 @@ class Group:
         full = (0, self.padded_length)
         return any(span != full for span in self.spans)
 
+    @property
+    def begins_late(self) -> bool:
+        """Whether a row has padding before its first column."""
+        return any(start for start, _ in self.spans)
+
     def untrimmed(self) -> Group:
         """The same, if every micro-batch gets all columns."""
         full = (0, self.padded_length)
@@ -64,7 +69,7 @@ class Rows:
     @property
     def begin_late(self) -> bool:
         """Whether a row has padding before its first column."""
-        return any(start for group in self.groups for start, _ in group.spans)
+        return any(group.begins_late for group in self.groups)
 
     @property
     def spans(self) -> list[Sequence[Span]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,17 @@ from torch import Tensor
 
 from trainkit.core.split.partition import Span, columns_of
 from trainkit.core.split.reading import Reading
-from trainkit.core.split.trimming import Trims
 
 
-def slices_of(
-    reading: Reading, trims: Mapping[int, Trims], parts: Sequence[Sequence[int]]
-) -> list[list[Any]]:
+def slices_of(reading: Reading, parts: Sequence[Sequence[int]]) -> list[list[Any]]:
     """For each field, its piece for each micro-batch.
 
     Args:
-        reading: the batch's fields and rows.
-        trims: which dimensions to trim, by the field's number.
+        reading: the batch's fields and rows, and what to trim.
         parts: the rows of each micro-batch, ascending.
     """
     sizes = _sizes_in_order(parts)
-    spans = reading.rows.spans
+    spans, trims = reading.rows.spans, reading.trims
     columns = [columns_of(spans, rows) if trims else [] for rows in parts]
     indices: dict[tuple[int, torch.device], Tensor] = {}
     pieces = []

@@ -1,13 +1,15 @@
 """Which dimensions of which tensors are padding, and may be left out.
 
 A tensor is ragged if its dimension 1 is as long as a group of lengths says. Chance can
-make it so too, so what a column holds is looked at once for each field, in the first
-batch that has padding; what a field has been found to be, it stays.
+make it so too, and so can a second sequence that nothing tells the lengths of. So every
+batch is looked at anew: what would be cut off must be padding in this batch. If
+something of it is not, nothing of this batch is trimmed, which is always exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from trainkit.core.batches import Path, describe, lookup
 from trainkit.core.split.fields import Field
-from trainkit.core.split.lengths import padding_of, targets_of
+from trainkit.core.split.lengths import padding_of
+from trainkit.core.split.padding import is_padding
 from trainkit.core.split.rows import Group
 from trainkit.core.strategies import AccumulationStrategy, PerToken
 from trainkit.errors import TrainkitError
@@ -26,14 +29,15 @@ Key = tuple[str, int, Any]
 Trims = list[tuple[int, int]]
 """Dimensions to trim, each with the number of the group that says how far."""
 
-WAYS_OUT = (
-    "If dimension 1 is no sequence, say MicroBatching(ragged={{{path!r}: ()}}); to "
-    "give every micro-batch all columns, trim=False."
-)
+Targets = tuple[Tensor, Tensor]
+"""The strategy's labels or token weights, and where they count."""
 
 
 class Trimming:
-    """Says for each field of a batch what to trim, and remembers it.
+    """Says for each field of a batch what to trim.
+
+    A dimension that has once been of another length than the lengths say is none of
+    theirs, and is not taken for one when chance makes it as long.
 
     Args:
         ragged: further dimensions to trim, by path; none at all for an empty tuple.
@@ -45,7 +49,8 @@ class Trimming:
     ) -> None:
         self._ragged = ragged
         self._strategy = strategy
-        self._known: dict[Key, tuple[int, ...]] = {}
+        self._apart: dict[Key, set[int]] = {}
+        self._has_said = False
 
     def columns(self, batch: Any, fields: Sequence[Field], num_rows: int) -> list[int]:
         """The padded lengths that the batch's ragged tensors may have."""
@@ -54,102 +59,146 @@ class Trimming:
             field.value.shape[dim % len(field.value.shape)]
             for field in fields
             if is_table(field.value, num_rows)
-            and self._known.get(key_of(field), (1,)) != ()
             for dim in named.get(id(field.value), (1,))
+            if dim not in self._apart.get(key_of(field), ())
         ]
 
     def of(
-        self, batch: Any, fields: Mapping[int, Field], groups: Sequence[Group]
-    ) -> dict[int, Trims]:
+        self,
+        batch: Any,
+        fields: Mapping[int, Field],
+        groups: Sequence[Group],
+        targets: Targets | None,
+        told: Collection[int],
+    ) -> dict[int, Trims] | None:
         """What to trim of which field, by the field's number.
 
-        Raises:
-            TrainkitError: a column that would go holds something.
+        Args:
+            batch: the loader batch.
+            fields: those that are cut, by their number.
+            groups: the lengths.
+            targets: the strategy's, if it has any.
+            told: ids of the masks that told the lengths.
+
+        Returns:
+            None if something that would go is no padding: then nothing of this batch
+            may be trimmed. This is said once.
         """
-        if not any(group.has_padding for group in groups):
-            return {}
+        padding = {g.padded_length: padding_of(g) for g in groups if g.has_padding}
+        found = _Lengths(groups, padding)
         named = self._named(batch)
         num_rows = len(groups[0].spans)
-        by_length = {group.padded_length: i for i, group in enumerate(groups)}
         trims = {}
         for number, field in fields.items():
-            if is_table(field.value, num_rows):
-                dims = self._known.get(key_of(field))
-                if dims is None:
-                    extra = named.get(id(field.value))
-                    dims = self._decide(batch, field, groups, extra)
-                if dims:
-                    trims[number] = _by_group(batch, field, dims, by_length)
+            if not is_table(field.value, num_rows):
+                continue
+            extra = named.get(id(field.value))
+            if extra is not None:
+                dims = _named_dims(batch, field, extra, found)
+            else:
+                dims = self._dims_of(field, found)
+            if not dims:
+                continue
+            is_told = extra is not None or id(field.value) in told
+            why = self._why_not(field, dims, found, targets, is_told)
+            if why is not None:
+                self.say(f"field {field.path!r} {why}", _ways_out(field, dims), batch)
+                return None
+            trims[number] = [(dim, found.number(field, dim)) for dim in dims]
         return trims
+
+    def say(self, what: str, ways_out: str, batch: Any) -> None:
+        """Why nothing of a batch is trimmed."""
+        if not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"MicroBatching: {what}, so nothing of this batch is trimmed, nor of "
+                f"any other where that is so: the step is exact, and computes the "
+                f"padding too. The batch is {describe(batch)}. {ways_out}If several "
+                f"tensors have lengths of their own, as in an encoder and a decoder, "
+                f"name all that tells them: lengths=('attention_mask', "
+                f"'path.of.the.other'). With trim=False nothing ever is.",
+                stacklevel=2,
+            )
 
     def _named(self, batch: Any) -> dict[int, tuple[int, ...]]:
         return {id(lookup(batch, p)): tuple(dims) for p, dims in self._ragged.items()}
 
-    def _decide(
-        self,
-        batch: Any,
-        field: Field,
-        groups: Sequence[Group],
-        extra: tuple[int, ...] | None,
-    ) -> tuple[int, ...]:
-        """A field is seen for the first time: its dimensions to trim."""
+    def _dims_of(self, field: Field, found: _Lengths) -> list[int]:
+        """The dimensions that are as long as the lengths say, and have padding."""
         shape = field.value.shape
-        group = next((g for g in groups if g.padded_length == shape[1]), None)
-        if extra is not None:
-            dims = {dim % len(shape) for dim in extra}
-            if dims and group is not None:
-                dims.add(1)
-        else:
-            dims = {1} if group is not None else set()
-            ragged_lengths = {g.padded_length for g in groups if g.padded_length > 1}
-            if ragged_lengths.intersection(shape[2:]):
-                raise TrainkitError(_further_dimension(batch, field, ragged_lengths))
-            if group is not None and not group.has_padding:
-                return ()  # nothing to see yet, nothing to trim
-            if group is not None:
-                self._check(batch, field, group)
-        self._known[key_of(field)] = tuple(sorted(dims))
-        return self._known[key_of(field)]
+        apart = self._apart.setdefault(key_of(field), set())
+        apart.update(d for d in range(1, len(shape)) if shape[d] not in found.all)
+        return [
+            dim
+            for dim in range(1, len(shape))
+            if shape[dim] in found.padding and dim not in apart
+        ]
 
-    def _check(self, batch: Any, field: Field, group: Group) -> None:
-        """Refuse to trim what holds information."""
-        values = field.value
-        if not isinstance(values, Tensor):
-            values = torch.as_tensor(values)
-        padding = padding_of(group).to(values.device)
-        targets = targets_of(batch, self._strategy)
-        if targets is not None and targets[0] is field.value:
-            self._check_targets(field, group, targets[1], padding)
-        elif not _is_padding(values, group, padding):
-            raise TrainkitError(
-                f"MicroBatching: field {field.path!r} holds values where the lengths "
-                f"say that its rows are padding, so trimming would lose them, in the "
-                f"batch {describe(batch)}. Name what tells its lengths in lengths=. "
-                + WAYS_OUT.format(path=field.path)
+    def _why_not(
+        self,
+        field: Field,
+        dims: Sequence[int],
+        found: _Lengths,
+        targets: Targets | None,
+        is_told: bool,
+    ) -> str | None:
+        """What speaks against trimming a field."""
+        shape = field.value.shape
+        if not is_told and dims != [1]:
+            return (
+                f"has a further dimension as long as the padded rows, {list(shape)}, "
+                f"dimension {' and '.join(map(str, dims))} of it"
             )
+        group, padding = found.of(shape[1])
+        if padding is None:
+            return None
+        if targets is not None and targets[0] is field.value:
+            return self._why_no_targets(group, targets[1], padding)
+        if is_told or is_padding(field.value, group, padding):
+            return None
+        return "holds values where the lengths say that its rows are padding"
 
-    def _check_targets(
-        self, field: Field, group: Group, counts: Tensor, padding: Tensor
-    ) -> None:
+    def _why_no_targets(
+        self, group: Group, counts: Tensor, padding: Tensor
+    ) -> str | None:
         strategy = self._strategy
         assert isinstance(strategy, PerToken)
         targets = counts if counts.ndim == 2 else counts.flatten(2).any(2)
-        if bool((targets & padding).any()):
-            raise TrainkitError(
-                f"MicroBatching: targets {field.path!r} count where the lengths say "
-                f"that their rows are padding, so the loss would change with trimming. "
-                f"Make them {strategy.ignore_index} there (or 0, in a mask), name "
-                f"other lengths=, or say trim=False."
+        if bool((targets & padding.to(targets.device)).any()):
+            return (
+                f"holds targets that count where the lengths say that its rows are "
+                f"padding (not so if they were {strategy.ignore_index} there, or 0 in "
+                f"a mask)"
             )
+        if not strategy.shift or not group.begins_late:
+            return None
         starts = torch.tensor([start for start, _ in group.spans])
         firsts = targets.cpu().gather(1, starts.unsqueeze(1)).squeeze(1)
-        if strategy.shift and bool((firsts & (starts > 0)).any()):
-            raise TrainkitError(
-                f"MicroBatching: with padding on the left and shift=True the first "
-                f"target of a row, in {field.path!r}, is predicted from padding, so "
-                f"the loss depends on how far the row is padded. Make it "
-                f"{strategy.ignore_index}, or say trim=False."
+        if bool((firsts & (starts > 0)).any()):
+            return (
+                f"is padded on the left, and with shift=True the first target of a row "
+                f"is predicted from padding (not so if it were "
+                f"{strategy.ignore_index})"
             )
+        return None
+
+
+class _Lengths:
+    """The padded lengths of a batch, and where its rows are padding."""
+
+    def __init__(self, groups: Sequence[Group], padding: Mapping[int, Tensor]) -> None:
+        self._groups = groups
+        self._numbers = {g.padded_length: i for i, g in enumerate(groups)}
+        self.all = self._numbers.keys()
+        self.padding = padding
+
+    def number(self, field: Field, dim: int) -> int:
+        return self._numbers[field.value.shape[dim]]
+
+    def of(self, length: int) -> tuple[Group, Tensor | None]:
+        number = self._numbers.get(length, 0)
+        return self._groups[number], self.padding.get(length)
 
 
 def key_of(field: Field) -> Key:
@@ -163,46 +212,33 @@ def is_table(value: Any, num_rows: int) -> bool:
     return is_numeric and len(shape) > 1 and shape[0] == num_rows
 
 
-def _by_group(
-    batch: Any, field: Field, dims: Sequence[int], by_length: Mapping[int, int]
-) -> Trims:
-    shape = field.value.shape
-    for dim in dims:
-        if shape[dim] not in by_length:
-            raise TrainkitError(
-                f"MicroBatching: dimension {dim} of field {field.path!r} is ragged, so "
-                f"it must be as long as the lengths say, {sorted(by_length)}, but is "
-                f"{shape[dim]}, in the batch {describe(batch)}. "
-                + WAYS_OUT.format(path=field.path)
-            )
-    return [(dim, by_length[shape[dim]]) for dim in dims]
-
-
-def _further_dimension(batch: Any, field: Field, lengths: set[int]) -> str:
-    path, shape = field.path, field.value.shape
-    dims = [dim for dim in range(1, len(shape)) if shape[dim] in lengths]
-    all_of_them = dims[0] if len(dims) == 1 else tuple(dims)
-    only_first = f"{{{path!r}: 1}} that only the first is, " if dims[0] == 1 else ""
+def _ways_out(field: Field, dims: Sequence[int]) -> str:
+    which = dims[0] if len(dims) == 1 else tuple(dims)
+    only = (
+        f"{{{field.path!r}: 1}} if only the first is, " if dims[0] == 1 != which else ""
+    )
     return (
-        f"MicroBatching: field {path!r} has a further dimension as long as the "
-        f"padded rows, {list(shape)}, in the batch {describe(batch)}. Say whether it "
-        f"is to be trimmed too: MicroBatching(ragged={{{path!r}: {all_of_them}}}) says "
-        f"that it is, {only_first}{{{path!r}: ()}} that none is."
+        f"If its columns may be left out all the same, say MicroBatching(ragged="
+        f"{{{field.path!r}: {which}}}), {only}{{{field.path!r}: ()}} if it is no "
+        f"sequence. "
     )
 
 
-def _is_padding(values: Tensor, group: Group, padding: Tensor) -> bool:
-    """Whether columns hold nothing where they are padding.
-
-    They may be constant on each side of each row, or the rows may all be alike, as
-    positions are.
-    """
-    before = torch.tensor([[start] for start, _ in group.spans])
-    left = torch.arange(group.padded_length) < before
-    shape = (*padding.shape, *[1] * (values.ndim - 2))
-    left = left.to(values.device).view(shape)
-    edge = torch.where(left, values[:, :1], values[:, -1:])
-    same = (values == edge) | ((values != values) & (edge != edge))  # NaN is like NaN
-    if bool((same | ~padding.view(shape)).all()):
-        return True
-    return len(values) > 1 and bool((values == values[:1]).all())
+def _named_dims(
+    batch: Any, field: Field, extra: Sequence[int], found: _Lengths
+) -> list[int]:
+    """Those that the user names, and dimension 1 with them where it is ragged."""
+    shape = field.value.shape
+    dims = {dim % len(shape) for dim in extra}
+    if dims and shape[1] in found.all:
+        dims.add(1)
+    for dim in dims:
+        if shape[dim] not in found.all and found.padding:
+            raise TrainkitError(
+                f"MicroBatching: dimension {dim} of field {field.path!r} is ragged, so "
+                f"it must be as long as the lengths say, {sorted(found.all)}, but is "
+                f"{shape[dim]}, in the batch {describe(batch)}. If dimension 1 is no "
+                f"sequence, say MicroBatching(ragged={{{field.path!r}: ()}}); to give "
+                f"every micro-batch all columns, trim=False."
+            )
+    return sorted(dim for dim in dims if shape[dim] in found.padding)
