@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import lr_scheduler as lrs
 
 from tests.core.schedulers import MAKERS, Curve
@@ -37,3 +38,10 @@ def test_nested_schedulers_equal_those_that_were_given() -> None:
     sequence: Any = lrs.SequentialLR(optimizer, inner, [3])
     assert _compat.nested_schedulers(sequence) == inner
     assert _compat.nested_schedulers(inner[0]) == []
+
+
+def test_version_counts_writes_in_place() -> None:
+    tensor = torch.zeros(3)
+    before = _compat.version_of(tensor)
+    torch._foreach_zero_([tensor])  # pyright: ignore[reportPrivateImportUsage]
+    assert _compat.version_of(tensor) > before

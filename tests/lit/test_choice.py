@@ -220,6 +220,17 @@ def test_strategy_of_another_window_equals_the_big_batch(
     assert deviation(module, reference(99), start) > NAIVE
 
 
+class SplitTurns(Turns):
+    micro_batching = MicroBatching(size=3)
+
+
+def test_strategy_of_another_split_window_equals_the_big_batch() -> None:
+    module = fitted(SplitTurns(1, "batch"), 1, 16)
+    start = TokenModule(dtype=torch.float64)
+    assert deviation(module, reference(1), start) <= EXACT
+    assert deviation(module, reference(99), start) > NAIVE
+
+
 @pytest.mark.filterwarnings(DROPPED)
 @pytest.mark.parametrize("kind", [Turns, TurnsByHand])
 def test_another_strategy_inside_a_window_is_refused(kind: Any) -> None:

@@ -102,3 +102,8 @@ def nested_schedulers(scheduler: Any) -> list[Any]:
 def scheduler_milestones(scheduler: Any) -> list[int]:
     """With which step each scheduler inside a `SequentialLR` but the first begins."""
     return scheduler._milestones
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been written over in place, as autograd counts it."""
+    return tensor._version

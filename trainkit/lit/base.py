@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -58,7 +58,9 @@ class WindowOwner(OrderedCallback):
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
         first_windows: those from which a size can be measured.
+        strategies: say what a micro-batch weighs in each term of the loss.
         weight: what the micro-batch under way weighs, in a streamed window.
+        counts_samples: whether somebody wants the samples of all windows.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
     """
@@ -67,12 +69,17 @@ class WindowOwner(OrderedCallback):
     windows: dict[int, WindowStats]
     first_windows: FirstWindows
     own_sizes: frozenset[int] = frozenset()
+    strategies: Mapping[str, AccumulationStrategy]
     weight: Weight | None
+    counts_samples: bool
 
     @property
     @abstractmethod
     def strategy(self) -> AccumulationStrategy:
         """Says what a micro-batch weighs."""
+
+    def follow(self, pl_module: Any) -> None:
+        """Take over what has been assigned to the module while `fit` runs."""
 
     @property
     def is_split(self) -> bool:

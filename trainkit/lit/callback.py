@@ -23,13 +23,12 @@ from trainkit.lit import refusals
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.base import Stopped, WindowOwner
 from trainkit.lit.batch_norm.unguarded import unguarded
-from trainkit.lit.before_step import before_training_step
 from trainkit.lit.effective import loader_size, plan_of_windows
-from trainkit.lit.first_windows import FirstWindows, num_samples
-from trainkit.lit.plan import Row, show
+from trainkit.lit.first_windows import FirstWindows
+from trainkit.lit.plan import Row
 from trainkit.lit.resuming import begin_batch, go_on
 from trainkit.lit.steps import StepWatch
-from trainkit.lit.unlike import Unlike, counts_alike
+from trainkit.lit.streamed import streamed_steps
 from trainkit.lit.window_end import say_dropped, window_ends
 
 
@@ -73,7 +72,6 @@ class WindowCallback(WindowOwner):
         self.windows: dict[int, WindowStats] = {}
         self.first_windows = FirstWindows()
         self.weight: Weight | None = None
-        self._unlike = Unlike()
         self._scaler: Any = None
         self._restored: Any = None
         self._meeting_point: Any = None
@@ -199,18 +197,7 @@ class WindowCallback(WindowOwner):
 
     def take_calls(self, trainer: Any, pl_module: Any) -> None:
         """See each batch as `training_step` gets it, until training is over."""
-        look = partial(self.weigh_batch, trainer, pl_module)
-        self._calls.enter_context(before_training_step(trainer, self, look))
-
-    def weigh_batch(self, trainer: Any, pl_module: Any, batch: Any) -> None:
-        """A batch is about to reach `training_step`."""
-        if pl_module.automatic_optimization:
-            self.weight = self.strategy.weight(batch)
-        if counts_alike(self.strategies):
-            self._unlike.look(batch)
-        if self.counts_samples or not self.first_windows.is_complete:
-            for accumulator in self.accumulators.values():
-                accumulator.count(samples=num_samples(batch))
+        self._calls.enter_context(streamed_steps(trainer, pl_module, self))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._batch_is_unfinished = True
@@ -302,13 +289,6 @@ class WindowCallback(WindowOwner):
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
         for steps in self._steps:
             steps.look()
-        if self.first_windows.is_complete:
-            self._say_unlike(trainer)
-
-    def _say_unlike(self, trainer: Any) -> None:
-        if not self._unlike.is_said and (row := self._unlike.row()) is not None:
-            if trainer.is_global_zero:
-                show([row])
 
     def _slots(self, accumulator: Accumulator, num_expected: int) -> int:
         wanted = any(wants(accumulator.num_windows) for wants in self._wants_weights)
@@ -328,7 +308,6 @@ class WindowCallback(WindowOwner):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._calls.close()
-        self._say_unlike(trainer)
         self._drop("training ended inside it")
         for accumulator in self.accumulators.values():
             accumulator.watch.read_all()

@@ -62,12 +62,7 @@ class MixinCallback(SplitCallback):
         self.strategies = strategies_of(pl_module)
         self.micro_batching = pl_module.micro_batching
 
-    def weigh_batch(self, trainer: Any, pl_module: Any, batch: Any) -> None:
-        self.follow(pl_module)
-        super().weigh_batch(trainer, pl_module, batch)
-
     def follow(self, pl_module: Any) -> None:
-        """Take over what has been assigned to the module while `fit` runs."""
         if pl_module.micro_batching is not self.micro_batching:
             refusals.refuse_other_micro_batching(self.micro_batching, pl_module)
         chosen = strategies_of(pl_module)
@@ -75,6 +70,8 @@ class MixinCallback(SplitCallback):
             for accumulator in self.accumulators.values():
                 accumulator.weigh_by(pl_module.accumulation)
             self.strategies = chosen
+            if self.split is not None:
+                self.split.cut_anew()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_start(trainer, pl_module)

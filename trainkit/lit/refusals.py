@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -149,6 +149,18 @@ def refuse_wide_under_scaler(scaler: Any) -> None:
             "parameters are float32, and so are their gradients, which the scaler "
             "wants to see before the window closes. Leave it out: it is for "
             "precision='bf16-true'."
+        )
+
+
+def refuse_search_inside_window(accumulators: Iterable[Accumulator]) -> None:
+    """A finder has taken the callback out while a window is open."""
+    held = sum(a.num_micro_batches for a in accumulators if a.is_open)
+    if held:
+        raise TrainkitError(
+            f"trainer.callbacks: the callback that divides windows was taken out, as "
+            f"Lightning's finders do, inside a window of {held} micro-batches so far, "
+            f"whose gradients the search would zero. Begin the search between two "
+            f"windows: in on_train_epoch_start, say."
         )
 
 

@@ -63,7 +63,6 @@ class SplitCallback(WindowCallback):
         if options is None:
             refusals.refuse_untold_terms(self.strategies)
             return
-        refusals.refuse_before_training(trainer, pl_module, options, self.strategies)
         accumulator = self.accumulators[0]
         refuse_static_graph(accumulator.ranks.ddp, 1)
         sizes = self._sizes(trainer, pl_module, options, accumulator)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import describe
 from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Ranks
@@ -81,18 +80,6 @@ def refuse_terms_of_several_batches(trainer: Any, strategies: Strategies) -> Non
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} the window's "
             f"next batches are not there yet. Set it to 1 and let the loader yield the "
             f"whole batch: micro_batching cuts it."
-        )
-
-
-def refuse_search_inside_window(accumulator: Accumulator) -> None:
-    """A finder has taken the callback out while a window of several batches is open."""
-    if accumulator.is_open:
-        raise TrainkitError(
-            f"trainer.callbacks: the callback that divides windows was taken out, as "
-            f"Lightning's finders do, inside a window of "
-            f"{accumulator.num_micro_batches} micro-batches so far, whose gradients "
-            f"the search would zero. Begin the search between two windows: in "
-            f"on_train_epoch_start, say."
         )
 
 

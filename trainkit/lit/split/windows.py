@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from trainkit.lit._compat import (
     transfers_plainly,
     uncompiled,
 )
-from trainkit.lit.base import OrderedCallback, is_taken_out
+from trainkit.lit.base import OrderedCallback
 from trainkit.lit.moved_state import MovedState
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
@@ -35,6 +35,7 @@ from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
 from trainkit.lit.split.window_metrics import WindowMetrics
+from trainkit.lit.taken_calls import taken_calls
 from trainkit.lit.window_end import say_dropped, window_ends
 
 NOTHING = nullcontext()
@@ -48,6 +49,8 @@ class Windows(Protocol):
     def slots(self) -> int: ...
 
     def forget_means(self) -> None: ...
+
+    def follow(self, pl_module: Any) -> None: ...
 
 
 class SplitWindows:
@@ -90,7 +93,8 @@ class SplitWindows:
         self._trainer = trainer
         self._module = pl_module
         self._accumulator = accumulator
-        self._parts = Parts(options, pl_module, accumulator, sizes)
+        self._options = options
+        self.cut_anew()
         self._moved_state = MovedState(pl_module)
         self._metrics = WindowMetrics(pl_module, accumulator.ranks.size)
         self._several_ranks = accumulator.ranks.backend_sums
@@ -106,30 +110,26 @@ class SplitWindows:
         self._is_complete = False
         self._patch = ExitStack()
 
+    def cut_anew(self) -> None:
+        """Begin to cut by what the accumulator's strategies say now."""
+        strategies = self._accumulator.strategies
+        refusals.refuse_before_training(
+            self._trainer, self._module, self._options, strategies
+        )
+        self._parts = Parts(self._options, self._module, self._accumulator, self.sizes)
+
     # ---- Lightning's strategy object -------------------------------------------------
 
     def start(self) -> None:
         """Take Lightning's calls."""
-        mine = {
-            "batch_to_device": self._leave_on_host,
-            "training_step": self._run,
-            "backward": self._end_backward,
-        }
-        taken = {name: self._standing_aside(name, own) for name, own in mine.items()}
-        self._patch.enter_context(replaced(self._strategy, **taken))
-
-    def _standing_aside(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        """One of ours; Lightning's while a finder has taken the callback out, without
-        which no window opens, is divided or closes."""
-        plain = getattr(self._strategy, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not is_taken_out(self._windows, self._trainer):
-                return own(*args, **kwargs)
-            refusals.refuse_search_inside_window(self._accumulator)
-            return plain(*args, **kwargs)
-
-        return call
+        calls = taken_calls(
+            self._trainer,
+            self._windows,
+            batch_to_device=self._leave_on_host,
+            training_step=self._run,
+            backward=self._end_backward,
+        )
+        self._patch.enter_context(calls)
 
     def read_late(self) -> None:
         """Complain of what has been looked at and not read yet; waits for the device.
@@ -163,6 +163,7 @@ class SplitWindows:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """What Lightning runs as `training_step`."""
         is_forward_only = skips_backward(self._trainer)
+        self._windows.follow(self._module)
         self._drop_unstepped()
         if not self._accumulator.is_open:
             self.num_loader_batches = 0
