@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.core.batches import describe
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import columns_of, even_runs, partition
+from trainkit.core.split.partition import Span, columns_of, even_runs, partition
 from trainkit.core.split.reading import Reader, Reading
 from trainkit.core.split.rows import Rows
 from trainkit.core.split.samples import collated, rows_of_samples
@@ -35,12 +35,23 @@ class MicroBatch:
         padded: the tokens that its forward pass computes, over all groups of ragged
             tensors; its rows, where they have no lengths.
         real: of these, those that are no padding.
+        whole: the loader batch's rows, if it was padded as a whole.
     """
 
     batch: Any
     rows: list[int]
     padded: int
     real: int
+    whole: Rows | None = None
+
+    @property
+    def columns(self) -> list[tuple[int, Span]]:
+        """For each group of ragged tensors, the loader batch's padded length and the
+        columns that a trimmed tensor has of them."""
+        if self.whole is None or not self.whole.has_lengths:
+            return []
+        lengths = [group.padded_length for group in self.whole.groups]
+        return list(zip(lengths, columns_of(self.whole.spans, self.rows), strict=True))
 
 
 class Cutter:
@@ -101,7 +112,10 @@ class Cutter:
             return _micro_batches(batches, parts, rows)
         reading = self._reader.read(batch)
         parts = self._parts(batch, reading.rows, limit, at_least)
-        return _micro_batches(self._batches(batch, reading, parts), parts, reading.rows)
+        cut = _micro_batches(self._batches(batch, reading, parts), parts, reading.rows)
+        for micro_batch in cut:
+            micro_batch.whole = reading.rows
+        return cut
 
     def _batches(
         self, batch: Any, reading: Reading, parts: Sequence[Sequence[int]]
