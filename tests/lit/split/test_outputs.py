@@ -113,6 +113,72 @@ def test_rows_of_different_widths_stay_apart() -> None:
     assert [tuple(x.shape) for x in found["x"]] == [(2, 5), (1, 3)]
 
 
+class PerTokenOutputs(Split):
+    """Returns what has one entry for each token."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        keep = batch["labels"] != -100
+        logits = self.net(batch["ids"]).masked_fill(~keep[..., None], 0)
+        return {
+            "loss": super().training_step(batch, batch_idx),
+            "logits": logits,
+            "best": logits.argmax(2) * keep,
+            "counts": keep,
+            "shifted": logits[:, 1:],
+            "nested": {"logits": logits},
+        }
+
+
+class FromTheLeft(PerTokenOutputs):
+    """Its rows are padded on the left, to a length that no row has."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for name, value in batch.items():
+            rows = [row[own] for row, own in zip(value, self.real(batch), strict=True)]
+            filler = -100 if name == "labels" else 0
+            width = value.shape[1] + 3
+            batch[name] = value.new_full((len(value), width), filler)
+            for row, own in zip(batch[name], rows, strict=True):
+                row[width - len(own) :] = own
+        self.masks = None
+
+    def real(self, batch: Any) -> Tensor:
+        if batch["labels"].shape[1] != batch["attention_mask"].shape[1]:
+            return self.masks  # type: ignore[return-value]
+        self.masks = batch["labels"] != -100
+        return self.masks
+
+
+@pytest.mark.parametrize("kind", [PerTokenOutputs, FromTheLeft])
+@pytest.mark.parametrize("cut", ["size", "tokens", "rows"])
+def test_outputs_of_each_token_equal_those_of_the_whole_batch(
+    cut: str, kind: Any
+) -> None:
+    ours, whole = seen(kind(cut=CUTS[cut])), seen(kind(cut=None))
+    for mine, theirs in zip(ours.outputs, whole.outputs, strict=True):
+        torch.testing.assert_close(mine["logits"], theirs["logits"])
+        assert torch.equal(mine["best"], theirs["best"])
+        assert torch.equal(mine["counts"], theirs["counts"])
+        assert mine["counts"].dtype is torch.bool
+        for name in ("nested", "shifted"):  # not of as many columns, or not alone
+            assert isinstance(mine[name], list)
+
+
+def test_columns_that_several_groups_may_mean_stay_apart() -> None:
+    """The widths alone tell to which group an output belongs."""
+    extras = [{"x": torch.ones(2, 5)}, {"x": torch.ones(1, 3)}]
+    where = [[1, 2], [0]], [2, 1]
+    one = [[(9, (0, 5)), (7, (0, 4))], [(9, (0, 3)), (7, (1, 3))]]
+    found = put_together(extras, *where, lambda: one)["x"]
+    assert found.sum(1).tolist() == [3, 5, 5]
+    assert found.shape == (3, 9)
+    two = [[(9, (0, 5)), (7, (0, 5))], [(9, (0, 3)), (7, (1, 4))]]
+    found = put_together(extras, *where, lambda: two)["x"]
+    assert [tuple(x.shape) for x in found] == [(2, 5), (1, 3)]
+    mixed = [extras[0], {"x": torch.ones(1, 3, dtype=torch.long)}]
+    assert isinstance(put_together(mixed, *where, lambda: one)["x"], list)
+
+
 def test_extras_of_some_micro_batches_only() -> None:
     extras = [{"x": torch.tensor(1.0)}, {}]
     found = put_together(extras, [[1, 2], [0]], [2, 1])

@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.core.batches import describe
 from trainkit.core.split.fields import Field
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import columns_of, even_runs, partition
+from trainkit.core.split.partition import Span, columns_of, even_runs, partition
 from trainkit.core.split.reading import Reader, Reading
 from trainkit.core.split.rows import Rows
 from trainkit.core.split.samples import collated, rows_of_samples
@@ -38,14 +38,31 @@ class MicroBatch:
         padded: the tokens that its forward pass computes, over all groups of ragged
             tensors; its rows, where they have no lengths.
         real: of these, those that are no padding.
-        trimmed: how many more tokens it would compute if nothing were trimmed.
+        whole: the loader batch's rows, if columns of it were left out.
     """
 
     batch: Any
     rows: list[int]
     padded: int
     real: int
-    trimmed: int = 0
+    whole: Rows | None = None
+
+    @property
+    def columns(self) -> list[tuple[int, Span]]:
+        """For each group of ragged tensors, the loader batch's padded length and the
+        columns that a trimmed tensor has of them."""
+        if self.whole is None or not self.whole.has_lengths:
+            return []
+        lengths = [group.padded_length for group in self.whole.groups]
+        return list(zip(lengths, columns_of(self.whole.spans, self.rows), strict=True))
+
+    @property
+    def trimmed(self) -> int:
+        """How many more tokens it would compute if nothing were left out."""
+        if self.whole is None:
+            return 0
+        wide = sum(group.padded_length for group in self.whole.groups)
+        return wide * len(self.rows) - self.padded
 
 
 class Cutter:
@@ -117,8 +134,7 @@ class Cutter:
             self.has_trimmed_left = any(firsts)
         cut = _micro_batches(_built(reading, parts), parts, reading.rows)
         for micro_batch in cut if reading.trims else ():
-            wide = sum(group.padded_length for group in reading.rows.groups)
-            micro_batch.trimmed = wide * len(micro_batch.rows) - micro_batch.padded
+            micro_batch.whole = reading.rows
         return cut
 
     def pair(self, batch: Any, rows: list[int]) -> list[Any]:

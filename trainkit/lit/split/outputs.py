@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,11 +11,16 @@ from torch import Tensor
 from trainkit.core.expected import Strategies
 from trainkit.core.refusals import missing_terms
 from trainkit.core.split.fields import take_apart
+from trainkit.core.split.partition import Span
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.terms import refuse_other_terms
 from trainkit.core.window import are_numbers, vector, weighted_sum
 from trainkit.errors import TrainkitError
 from trainkit.lit.split.parts import Part
+
+Columns: TypeAlias = Sequence[tuple[int, Span]]
+"""For each group of ragged tensors, the loader batch's padded length and the columns of
+a micro-batch."""
 
 
 class Returned:
@@ -67,8 +72,14 @@ class Returned:
         loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
         if not self._is_dict:
             return loss
-        rows = [part.micro_batch.rows for part in counting]
-        return {"loss": loss, **put_together(self._extras, rows, weights[first])}
+        cut = [part.micro_batch for part in counting]
+        extras = put_together(
+            self._extras,
+            [micro_batch.rows for micro_batch in cut],
+            weights[first],
+            lambda: [micro_batch.columns for micro_batch in cut],
+        )
+        return {"loss": loss, **extras}
 
 
 def _whole_loss(
@@ -115,24 +126,36 @@ def put_together(
     extras: Sequence[Mapping[str, Any]],
     rows: Sequence[Sequence[int]],
     weights: Sequence[Weight],
+    columns: Callable[[], Sequence[Columns]] = list,
 ) -> dict[str, Any]:
     """The extras of a window's micro-batches as those of one batch.
 
-    What has one entry for each row comes in the loader batch's order; a single floating
-    number is the mean, weighed as the loss is; anything else is a list with what each
-    micro-batch returned, in the order in which they ran.
+    What has one entry for each row comes in the loader batch's order; if it has one for
+    each column of its micro-batch as well, it comes in the loader batch's columns, with
+    zeros in those that were trimmed. A single floating number is the mean, weighed as
+    the loss is; anything else is a list with what each micro-batch returned, in the
+    order in which they ran.
+
+    Args:
+        extras: what each micro-batch returned.
+        rows: its rows of the loader batch.
+        weights: what it weighs.
+        columns: tells its columns of the loader batch.
     """
     if len(extras) == 1:
         return dict(extras[0])
     names = dict.fromkeys(name for each in extras for name in each)
     return {
-        name: _joined([each.get(name) for each in extras], rows, weights)
+        name: _joined([each.get(name) for each in extras], rows, weights, columns)
         for name in names
     }
 
 
 def _joined(
-    values: list[Any], rows: Sequence[Sequence[int]], weights: Sequence[Weight]
+    values: list[Any],
+    rows: Sequence[Sequence[int]],
+    weights: Sequence[Weight],
+    columns: Callable[[], Sequence[Columns]],
 ) -> Any:
     order = [row for each in rows for row in each]
     if _are_rows(values, rows):
@@ -140,6 +163,9 @@ def _joined(
         back = torch.empty(len(order), dtype=torch.long)
         back[torch.tensor(order)] = torch.arange(len(order))
         return whole[back.to(whole.device)]
+    if _are_rows(values, rows, num_equal=2):
+        places = _places(values, columns())
+        return values if places is None else _padded(values, rows, *places)
     if all(
         isinstance(value, list) and len(value) == len(own)
         for value, own in zip(values, rows, strict=True)
@@ -171,14 +197,43 @@ def _mean_of_numbers(values: Sequence[Tensor], weights: Sequence[Any]) -> float:
     return sum(w * value for w, value in pairs if w) / total
 
 
-def _are_rows(values: list[Any], rows: Sequence[Sequence[int]]) -> bool:
+def _are_rows(
+    values: list[Any], rows: Sequence[Sequence[int]], *, num_equal: int = 1
+) -> bool:
+    """Whether they are tensors with an entry for each row, of one shape from some
+    dimension on."""
     return all(
         isinstance(value, Tensor)
-        and value.ndim > 0
+        and value.ndim >= num_equal
+        and value.ndim == values[0].ndim
         and value.shape[0] == len(own)
-        and value.shape[1:] == values[0].shape[1:]
+        and value.shape[num_equal:] == values[0].shape[num_equal:]
         for value, own in zip(values, rows, strict=True)
     )
+
+
+def _places(
+    values: list[Tensor], columns: Sequence[Columns]
+) -> tuple[int, list[Span]] | None:
+    """The padded length and each value's columns, if one group of them fits."""
+    if len({value.dtype for value in values}) > 1:
+        return None
+    found = []
+    for group in zip(*columns, strict=True):
+        spans = [span for _, span in group]
+        if [value.shape[1] for value in values] == [b - a for a, b in spans]:
+            found.append((group[0][0], spans))
+    return found[0] if found and all(each == found[0] for each in found) else None
+
+
+def _padded(
+    values: list[Tensor], rows: Sequence[Sequence[int]], length: int, spans: list[Span]
+) -> Tensor:
+    num_rows = sum(map(len, rows))
+    whole = values[0].new_zeros((num_rows, length, *values[0].shape[2:]))
+    for value, own, (first, stop) in zip(values, rows, spans, strict=True):
+        whole[torch.tensor(own, device=whole.device), first:stop] = value
+    return whole
 
 
 def _first(pair: tuple[int, Any]) -> int:
