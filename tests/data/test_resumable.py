@@ -135,6 +135,36 @@ def test_state_of_an_epochs_end_begins_the_next() -> None:
     assert read(second, epoch=1) == read(loader(batch_size=5, seed=9), epoch=1)
 
 
+def test_ended_loader_stays_ended_in_its_epoch() -> None:
+    """Beside a longer one it does; its next pass begins anew, as where they cycle."""
+    first = loader()
+    read(first, epoch=2)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert read(second, epoch=2) == []
+    assert second.state_dict() == first.state_dict()
+    assert read(second, epoch=2) == read(loader(), epoch=2)
+    assert read(second, epoch=3) == read(loader(), epoch=3)
+
+
+def test_state_of_an_epochs_end_begins_another_where_nobody_says_which() -> None:
+    first, second = loader(shuffle=False), loader(shuffle=False)
+    whole = [batch.tolist() for batch in first]
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == whole
+
+
+def test_state_between_two_epochs_begins_the_second() -> None:
+    """Beside a shorter one its last position was within the first."""
+    for most in (2, None):
+        first = loader()
+        read(first, most=most)
+        first.sampler.set_epoch(1)
+        second = loader()
+        second.load_state_dict(first.state_dict())
+        assert read(second, epoch=1) == read(loader(), epoch=1)
+
+
 def test_position_belongs_to_its_epoch() -> None:
     first = loader()
     read(first, epoch=1, most=2)

@@ -198,7 +198,7 @@ def train(
     path = folder / "checkpoints" / "last.ckpt"
     trainer.fit(
         module,
-        loader or shuffled(num_workers=num_workers),
+        shuffled(num_workers=num_workers) if loader is None else loader,
         ResumableLoader(VALIDATION, 4, collate_fn=pad),
         ckpt_path=path if resume and path.exists() else None,
         weights_only=True,

@@ -28,6 +28,7 @@ class EpochOrder(DistributedSampler[Any], ABC):
 
     Attributes:
         epoch: which order it is.
+        is_told: whether somebody has said since the last resume which epoch it is.
         start: the position from which the next pass begins.
         fills: whether a rank for which there is no row may be given a filler.
     """
@@ -40,6 +41,7 @@ class EpochOrder(DistributedSampler[Any], ABC):
             dataset, num_replicas=1, rank=0, shuffle=bool(shuffle), seed=seed
         )
         self.process_group = process_group
+        self.is_told = False
         self.start = 0
         self.fills = False
 
@@ -71,7 +73,7 @@ class EpochOrder(DistributedSampler[Any], ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order, as Lightning does before each epoch."""
-        self.epoch = epoch
+        self.epoch, self.is_told = epoch, True
 
     def seed_for(self, *parts: int) -> int:
         """A seed that differs with the epoch and with each of the parts."""

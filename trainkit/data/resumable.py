@@ -38,9 +38,12 @@ class ResumableLoader(DataLoader[Any]):
     What is exact: a resume within an epoch on any number of ranks, as long as
     batch_size times ranks stays the same (32 on one rank, 16 on two); with a
     `batch_sampler` on the same number of ranks; at an epoch's end whatever you like.
-    Other changes are refused. In a loop of your own, call
-    `loader.sampler.set_epoch(epoch)` before each epoch, as Lightning does; with Fabric
-    too, and leave the loader out of `setup_dataloaders`, which counts epochs from 0.
+    Other changes are refused. Beside a longer loader, in a `CombinedLoader`, one that
+    has ended in the epoch that resumes stays ended, and cycles where that cycles.
+
+    In a loop of your own, call `loader.sampler.set_epoch(epoch)` before each epoch, as
+    Lightning does; with Fabric too, and leave the loader out of `setup_dataloaders`,
+    which counts epochs from 0.
 
     Its state is that of the last batch read of it. Where something else than the
     training reads batches, a validation or a look at samples, give that a loader of its
@@ -107,29 +110,33 @@ class ResumableLoader(DataLoader[Any]):
         self.shuffle, self.seed = order.shuffle, order.seed
         self.last, self.weigh_nothing = last, weigh_nothing
         self.process_group = process_group
-        self._position = 0
+        self._place = (0, 0)  # the epoch and position of the last batch read
         self._resumed: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator, so that nothing begins before the first batch is asked for:
         # Lightning calls iter() before it says which epoch it is.
         order = self._order
-        position = self._position = order.start = self._take_start()
+        epoch, position = order.epoch, self._take_start()
+        self._place, order.start = (epoch, position), position
         assert self.generator is not None
         # The workers' seeds come from it.
         self.generator.manual_seed(order.seed_for(order.ranks[0]))
         for batch in super().__iter__():
             # Of this pass: another one may have looked at a batch in between.
-            position = self._position = order.after(position)
+            position = order.after(position)
+            self._place = (epoch, position)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """How far all ranks have read in which epoch, and in what order."""
         if self._resumed is not None:
             return dict(self._resumed)
+        epoch, position = self._place
         return {
             "epoch": self._order.epoch,
-            "position": self._position,
+            # Of an epoch that has only been announced nothing is read.
+            "position": position if epoch == self._order.epoch else 0,
             "end": self._order.end,
             **self._order.described(),
         }
@@ -142,7 +149,7 @@ class ResumableLoader(DataLoader[Any]):
                 saved = state_dict.get(name, "another sampler")
                 if saved != value:
                     _refuse_change(name, saved, value)
-        self._order.epoch = state_dict["epoch"]
+        self._order.epoch, self._order.is_told = state_dict["epoch"], False
         self._resumed = dict(state_dict)
 
     def _take_start(self) -> int:
@@ -153,7 +160,11 @@ class ResumableLoader(DataLoader[Any]):
             return 0
         if state["epoch"] > epoch:
             _refuse_earlier(epoch, saved=state["epoch"])
-        return state["position"] if state["position"] < state["end"] else 0
+        if state["position"] < state["end"]:
+            return state["position"]
+        # Beside a longer loader an epoch may resume in which this one has ended. Where
+        # nobody has said which epoch it is, another one begins.
+        return self._order.end if self._order.is_told else 0
 
 
 def _check(dataset: Any, batch_size: Any, seed: Any) -> None:

@@ -47,7 +47,7 @@ class Constant(pl.LightningModule):
         self.memory.need("forward", 0, len(x), len(x))
         return x.square().mean() + out
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         layers = (self.rows, self.tokens)
         self.means.append([float(x.running_mean.mean()) for x in layers])  # type: ignore[union-attr]
 

@@ -80,7 +80,7 @@ class Frozen(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net[2], train_bn=False)
 
-    def finetune_function(self, *args: Any) -> None: ...
+    def finetune_function(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 def evaluating(layer: nn.Module) -> nn.Module:
