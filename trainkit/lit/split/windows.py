@@ -177,6 +177,8 @@ class SplitWindows:
         running.is_forward_only = skips_backward(self._trainer)
         if not running.is_forward_only:
             self._begin(running, size)
+        if self._trainer.fit_loop.batch_idx == 0:
+            self._metrics.find()
         if self._metrics.are_any:
             self._metrics.open(len(parts))
         for part, on_device in zip(parts, self._moved(running), strict=True):
