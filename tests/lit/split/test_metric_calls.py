@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
+from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
 
 from tests.helpers import (
     NAIVE,
@@ -62,7 +62,7 @@ class Asked(Split):
         return loss
 
     def show(self, name: str, value: Any) -> None:
-        how = {"on_step": True, "on_epoch": True}
+        how: dict[str, Any] = {"on_step": True, "on_epoch": True}
         if isinstance(value, Tensor):
             self.log(name, value, **how)
         else:
@@ -136,7 +136,8 @@ class Averaged(Asked):
         self.show("mean", self.metric.compute())
         keep = batch["labels"] != -100
         data = {"preds": batch["ids"][keep], "target": batch["labels"][keep]}
-        for name, metric in self.inventory.items():
+        inventory: Any = self.inventory
+        for name, metric in inventory.items():
             metric.update(**data)
             self.show(name, metric.compute())
             self.log(f"{name}/object", metric, on_step=False, on_epoch=True)
@@ -146,6 +147,22 @@ class Averaged(Asked):
 def test_mean_of_losses_dict_of_metrics_and_named_arguments() -> None:
     ours, whole = (logged(Averaged(cut=cut)) for cut in (CUTS["size"], None))
     assert_same_logs(ours, whole)
+
+
+class Tracked(Asked):
+    """Has a new metric in each epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.metric.increment()
+
+
+@pytest.mark.parametrize("order", ["uc", "ruc", "fc"])
+def test_metrics_made_in_mid_training_are_known(order: str) -> None:
+    modules = [
+        Tracked(MetricTracker(MAKERS["macro"]()), order, cut=cut)
+        for cut in (CUTS["size"], None)
+    ]
+    assert_same_logs(*map(logged, modules))
 
 
 @pytest.mark.parametrize("order", ["ucu", "cuc", "ucruc"])
@@ -220,7 +237,9 @@ class Steps(pl.Callback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.values.append(float(trainer.callback_metrics["metric_step"]))
 
 

@@ -86,10 +86,16 @@ class WindowMetrics:
         self._is_fresh = True
         self._has_ranks = num_ranks > 1
         self._returned: list[tuple[Tensor, Source]] = []
-        for name, module in pl_module.named_modules():
-            if not isinstance(module, Metric):
+        self._module = pl_module
+        self.find()
+
+    def find(self) -> None:
+        """Look for metric objects; a `MetricTracker` makes one for each epoch."""
+        known = {id(each.metric) for each in self._followed}
+        for name, module in self._module.named_modules():
+            if not isinstance(module, Metric) or id(module) in known:
                 continue
-            if num_ranks > 1 and module.dist_sync_on_step:
+            if self._has_ranks and module.dist_sync_on_step:
                 raise TrainkitError(
                     f"metric {name}: with dist_sync_on_step=True it waits for the "
                     f"other ranks in every micro-batch, and ranks may have different "

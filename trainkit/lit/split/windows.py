@@ -218,6 +218,8 @@ class SplitWindows:
         running.is_forward_only = skips_backward(self._trainer)
         if not running.is_forward_only:
             self._begin(running, size)
+        if self._trainer.fit_loop.batch_idx == 0:
+            self._metrics.find()
         if self._metrics.are_any:
             self._metrics.open(len(parts))
         try:
