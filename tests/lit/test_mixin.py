@@ -154,19 +154,6 @@ class Scheduled(Mixed):
         return {"optimizer": optimizer, "lr_scheduler": interval}
 
 
-class SchedulesItself(Scheduled):
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step()
-
-
-def test_lr_scheduler_step_without_super_is_refused_where_it_matters() -> None:
-    fitted(SchedulesItself())
-    module = SchedulesItself()
-    module.hold_schedulers = True
-    with pytest.raises(TrainkitError, match=r"lr_scheduler_step\(\): it must call"):
-        fitted(module)
-
-
 class Overrides(Mixed):
     """Hooks that the mixin leaves to the module: none of them needs `super()`."""
 

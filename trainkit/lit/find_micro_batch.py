@@ -19,6 +19,7 @@ from trainkit.core.whole import check_whole
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, parts_of
 from trainkit.lit.effective import num_replicas
+from trainkit.lit.own_hooks import no_callbacks
 from trainkit.lit.plan import Row, show
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.place import (
@@ -192,7 +193,7 @@ class _Probe(Callback):
         trainer.profiler = PassThroughProfiler()
         trainer.limit_val_batches = 0
         trainer.num_sanity_val_steps = 0
-        module.configure_callbacks = list
+        module.configure_callbacks = no_callbacks
         if self._place.name is not None:
             self._place.write(self._asked)
 

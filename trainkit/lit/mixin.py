@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from trainkit.core.checks import Checks
@@ -28,6 +30,7 @@ from trainkit.lit.callback import WindowCallback
 from trainkit.lit.effective import find_effective_batch, read_effective_batch
 from trainkit.lit.exact_log import one_number, stage_of
 from trainkit.lit.mixin_callback import MixinCallback, strategies_of
+from trainkit.lit.own_hooks import CALLBACKS, OwnCallbacks, listed
 from trainkit.lit.window_end import window_ends
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_HOOKS = ("configure_callbacks", "lr_scheduler_step")
+_IGNORED = "__jit_ignored_attributes__"
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
@@ -62,7 +65,8 @@ class AccumulationMixin(_Base):
             parameters of half precision (`precision="bf16-true"`), and rounds it once.
         hold_schedulers: True keeps a learning-rate scheduler with `interval="step"`
             where it is when a gradient scaler has skipped the optimizer's step.
-            Lightning moves it, and `global_step`, all the same.
+            Lightning moves it, and `global_step`, all the same. An `lr_scheduler_step`
+            of your own is then not called either.
     """
 
     accumulation: AccumulationStrategy | Strategies | None = None
@@ -75,14 +79,14 @@ class AccumulationMixin(_Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_wrong_order(cls)
-        for name in _HOOKS:
-            owner = next(base for base in cls.__mro__ if name in base.__dict__)
-            if owner is cls or not issubclass(owner, AccumulationMixin):
-                setattr(cls, name, _calls_super(getattr(cls, name), name))
+        if not isinstance(getattr_static(cls, CALLBACKS), OwnCallbacks):
+            setattr(cls, CALLBACKS, OwnCallbacks(_checked(cls.configure_callbacks)))
+        _hide_from_torchscript(cls, "effective_batch")
         for name in ("setup", "configure_model"):
             _replace_after(cls, name)
 
     @property
+    @torch.jit.unused
     def effective_batch(self) -> EffectiveBatch:
         """What one optimizer step sees, over all ranks.
 
@@ -97,21 +101,25 @@ class AccumulationMixin(_Base):
                 return found
         return read_effective_batch(trainer)
 
+    def __dir__(self) -> list[str]:
+        # Who walks through all attributes, as TorchScript's tracing does, would ask for
+        # it also where it is not known.
+        return [name for name in super().__dir__() if name != "effective_batch"]
+
     # ---- hooks -----------------------------------------------------------------------
 
     def configure_callbacks(self) -> Any:
-        self._note_call("configure_callbacks")
-        theirs = super().configure_callbacks()
-        listed = list(theirs) if isinstance(theirs, Sequence) else [theirs]
-        return [*listed, MixinCallback(self, AccumulationMixin)]
+        return self._with_driver(super().configure_callbacks())
 
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        self._note_call("lr_scheduler_step")
-        if self.hold_schedulers and self._was_skipped(scheduler):
-            return
-        super().lr_scheduler_step(scheduler, metric)
+    def _with_driver(self, callbacks: Any) -> list[Any]:
+        """Callbacks as Lightning takes them, and the mixin's."""
+        found = listed(callbacks)
+        if any(isinstance(each, MixinCallback) for each in found):
+            return found
+        return [*found, MixinCallback(self, AccumulationMixin)]
 
     def _was_skipped(self, scheduler: Any) -> bool:
+        """Whether a gradient scaler has skipped the step after which it is to move."""
         if self._find_windows() is None:
             return False  # as under lr_find
         by_step = any(
@@ -119,10 +127,6 @@ class AccumulationMixin(_Base):
             for config in self.trainer.lr_scheduler_configs
         )
         return by_step and self._windows().skipped_last_step()
-
-    def _note_call(self, name: str) -> None:
-        calls = self.__dict__.setdefault("_trainkit_calls", {})
-        calls[name] = calls.get(name, 0) + 1
 
     # ---- logging ---------------------------------------------------------------------
 
@@ -330,26 +334,32 @@ def _refuse_wrong_order(cls: type) -> None:
         )
 
 
-def _calls_super(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Let an override of a mixin hook complain if it keeps the mixin's from running."""
+def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an override of `configure_callbacks` complain if it leaves ours out."""
 
     @functools.wraps(hook)
-    def checked(self: AccumulationMixin, *args: Any, **kwargs: Any) -> Any:
-        def num_calls() -> int:
-            return self.__dict__.get("_trainkit_calls", {}).get(name, 0)
-
-        before = num_calls()
-        result = hook(self, *args, **kwargs)
-        needed = name != "lr_scheduler_step" or self.hold_schedulers
-        if needed and num_calls() == before:
+    def checked(self: AccumulationMixin) -> Any:
+        result = hook(self)
+        if not any(isinstance(each, MixinCallback) for each in listed(result)):
+            name = f"{type(self).__name__}.configure_callbacks()"
             raise TrainkitError(
-                f"{type(self).__name__}.{name}(): it must call super().{name}(), and "
-                f"did not, so that AccumulationMixin's part did not run. Call it, and "
-                f"return or extend what it returns."
+                f"{name}: it must call super().configure_callbacks(), and return or "
+                f"extend what that returns; received {result!r}, without what "
+                f"AccumulationMixin brings."
             )
         return result
 
     return checked
+
+
+def _hide_from_torchscript(cls: type, name: str) -> None:
+    """It would ask each module for the value of a property; which ones it is not to
+    ask for, it looks up in the class itself alone."""
+    own = getattr_static(AccumulationMixin, name)
+    if getattr_static(cls, name) is own:
+        setattr(cls, name, own)
+        ignored = getattr(cls, _IGNORED, ())
+        setattr(cls, _IGNORED, list({*ignored, name}))
 
 
 def _replace_after(cls: type[AccumulationMixin], name: str) -> None:

@@ -11,6 +11,7 @@ from trainkit.lit import refusals
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.clean_moments import ends_epoch
 from trainkit.lit.exact_log import KEY, ExactMeans, shared_out
+from trainkit.lit.own_hooks import hold_schedulers, release_schedulers
 from trainkit.lit.per_rank import gather
 from trainkit.lit.split.callback import SplitCallback
 
@@ -43,6 +44,7 @@ class MixinCallback(SplitCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._give_back_window_size(trainer)
         if isinstance(pl_module, self._mixin):
+            release_schedulers(pl_module)  # a copy that was made within a fit
             super().setup(trainer, pl_module, stage)
         else:  # left in the list by the module of an earlier fit
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]
@@ -54,6 +56,8 @@ class MixinCallback(SplitCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._choose(pl_module)
         super().on_train_start(trainer, pl_module)
+        if self._scaler is not None:
+            hold_schedulers(pl_module)
         # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
         self.means.go_on("train", pl_module.device)
 
@@ -105,10 +109,15 @@ class MixinCallback(SplitCallback):
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._log_means(trainer, pl_module, "test")
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        release_schedulers(pl_module)
+
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
         super().on_exception(trainer, pl_module, exception)
+        release_schedulers(pl_module)
         self._give_back_window_size(trainer)
 
     def on_save_checkpoint(

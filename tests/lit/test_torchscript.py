@@ -1,0 +1,108 @@
+"""TorchScript of mixin modules."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning as old
+import torch
+
+from trainkit import AccumulationMixin, PerSample
+
+
+class Forward:
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = torch.nn.Linear(3, 2)
+        self.example_input_array = torch.ones(1, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.net(x))
+
+
+class New(AccumulationMixin, Forward, pl.LightningModule):
+    accumulation = PerSample()
+
+
+class Old(AccumulationMixin, Forward, old.LightningModule):  # type: ignore[misc]
+    accumulation = PerSample()
+
+
+class Unused(New):
+    """With properties of its own that TorchScript must not see."""
+
+    __jit_unused_properties__ = [*New.__jit_unused_properties__, "mine"]
+    __jit_ignored_attributes__ = ["mine"]
+
+    @property
+    def mine(self) -> Any:
+        return object()
+
+
+class Overrides(New):
+    @property
+    def effective_batch(self) -> Any:
+        return 3
+
+
+class Below(Unused): ...
+
+
+INPUT = torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.5, -3.0]])
+KINDS = [New, Old, Unused, Overrides, Below]
+
+
+def compiled_by(module: Any, way: str) -> Any:
+    if way == "to_torchscript":
+        return module.to_torchscript()
+    if way == "to_torchscript(trace)":
+        return module.to_torchscript(method="trace")
+    with torch.no_grad():
+        if way == "script":
+            return torch.jit.script(module)
+        return torch.jit.trace(module, INPUT)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("way", "attached"),
+    [
+        ("to_torchscript", False),
+        ("to_torchscript", True),
+        ("to_torchscript(trace)", False),  # Lightning's own fails where it is attached
+        ("script", True),  # and these where it is not
+        ("trace", True),
+    ],
+)
+def test_torchscript_gives_what_the_module_gives(
+    kind: Any, way: str, attached: bool
+) -> None:
+    module = kind()
+    if attached:
+        space: Any = old if kind is Old else pl
+        module.trainer = space.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False
+        )
+    scripted = compiled_by(module, way)
+    assert torch.equal(scripted(INPUT), module(INPUT))
+    assert scripted(INPUT).any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_of_a_module_with_callbacks_of_its_own() -> None:
+    module = New()
+    module.configure_callbacks = list
+    module.lr_scheduler_step = partial(print)
+    scripted: Any = module.to_torchscript()
+    assert torch.equal(scripted(INPUT), module(INPUT))
+
+
+def test_the_property_still_says_why_it_is_not_known() -> None:
+    module = New()
+    with pytest.raises(RuntimeError, match="not attached to a `Trainer`"):
+        _ = module.effective_batch

@@ -1,0 +1,89 @@
+"""Hooks that a mixin module's instance may have for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import getattr_static
+from types import MethodType
+from typing import Any
+
+CALLBACKS = "configure_callbacks"
+STEP = "lr_scheduler_step"
+
+
+class OwnCallbacks:
+    """A class's `configure_callbacks`, in the place of which an instance may have one:
+    what that returns is extended by the mixin's callback.
+
+    A data descriptor, since the instance's own function would hide anything else. What
+    was set stays in the instance as it is, which can be sent and copied as before.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        if module is None:
+            return self.function
+        # By super() a base class is asked for its own.
+        is_asked_last = getattr_static(type(module), CALLBACKS) is not self
+        if is_asked_last or CALLBACKS not in vars(module):
+            return MethodType(self.function, module)
+        return partial(_extended, module, vars(module)[CALLBACKS])
+
+    def __set__(self, module: Any, function: Any) -> None:
+        vars(module)[CALLBACKS] = function
+
+    def __delete__(self, module: Any) -> None:
+        if vars(module).pop(CALLBACKS, self) is self:
+            raise AttributeError(CALLBACKS)
+
+
+def no_callbacks() -> list[Any]:
+    """An instance's `configure_callbacks` that not even the mixin's is to join."""
+    return []
+
+
+def listed(callbacks: Any) -> list[Any]:
+    """What a `configure_callbacks` returned, as Lightning reads it."""
+    if not callbacks:
+        return []
+    return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def _extended(module: Any, own: Any) -> list[Any]:
+    if own is no_callbacks:
+        return []
+    return module._with_driver(own() if callable(own) else [])
+
+
+def hold_schedulers(module: Any) -> None:
+    """Let the module look, until `release_schedulers`, whether a scaler has skipped the
+    step after which a scheduler is to move.
+
+    To be called once Lightning has looked at the schedulers: it takes a module with a
+    hook of its own to know how they step. A partial, since it can be sent and copied
+    along with the module.
+    """
+    own = vars(module).get(STEP)
+    setattr(module, STEP, partial(_step_unless_held, module, own))
+
+
+def release_schedulers(module: Any) -> None:
+    """Give the hook back, where it has been taken."""
+    found = vars(module).get(STEP)
+    if not isinstance(found, partial) or found.func is not _step_unless_held:
+        return
+    _, own = found.args
+    if own is None:
+        delattr(module, STEP)
+    else:
+        setattr(module, STEP, own)
+
+
+def _step_unless_held(module: Any, own: Any, scheduler: Any, metric: Any) -> None:
+    if module.hold_schedulers and module._was_skipped(scheduler):
+        return
+    step = MethodType(type(module).lr_scheduler_step, module) if own is None else own
+    step(scheduler, metric)
