@@ -222,6 +222,10 @@ class WindowStats:
     totals: Tensor
     """The table's sums over ranks."""
 
+    def on_host(self) -> WindowStats:
+        """The same, where no device is needed; waits for it."""
+        return WindowStats(self.table.cpu(), self.totals.cpu())
+
     @property
     def weight(self) -> Tensor:
         """The effective batch: all weights together, in float64."""

@@ -37,6 +37,7 @@ from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.window_end import say_dropped, window_ends
 
 NOTHING = nullcontext()
+KEPT = ("running", "is_apart", "num_loader_batches", "sizes", "_patch")
 
 
 class Windows(Protocol):
@@ -137,9 +138,12 @@ class SplitWindows:
             self._arrivals.read_all()
 
     def stop(self) -> None:
-        """Give them back."""
+        """Give them back. Nothing of the fit stays but the size that was found."""
         self._patch.close()
         self.running = None
+        kept = {name: it for name, it in vars(self).items() if name in KEPT}
+        vars(self).clear()
+        vars(self).update(kept)
 
     def _leave_on_host(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.training:
