@@ -131,7 +131,7 @@ def test_other_callbacks_are_small_after_a_fit(name: str, end: str) -> None:
     callback = OTHERS[name]()
     options = {"logger": Table(), "log_every_n_steps": 1, **ENDS[end]}
     _, fitted, before = fit("split callback", callback, **options)
-    assert callback in fitted.callbacks
+    assert callback in fitted.callbacks  # type: ignore[attr-defined]
     assert len(pickle.dumps(callback)) <= before[1] + ROOM
     copy.deepcopy(callback)
 
@@ -142,7 +142,9 @@ class Copying(pl.Callback):
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         windows = windows_of(trainer)
         self.sizes.append(len(pickle.dumps(windows)))
         copy.deepcopy(windows)

@@ -23,7 +23,7 @@ class StepWatch:
 
     def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
         self._accumulator: Accumulator | None = accumulator
-        self._scaler = scaler
+        self._scaler: Any = scaler
         self._has_scaler = scaler is not None
         self._device = next(
             (p.device for group in optimizer.param_groups for p in group["params"]),
@@ -77,7 +77,8 @@ class StepWatch:
             self._read_factor()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._accumulator, self._scaler = [], None, None
+        self._hooks, self._accumulator = [], None
+        self._scaler = None
 
     def _register(self, optimizer: Any) -> list[Any]:
         try:
