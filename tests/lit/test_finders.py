@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Lightning takes all other call
 class RateInTraining(LearningRateFinder):
     """As `FineTuneLearningRateFinder` of Lightning's documentation."""
 
-    def on_fit_start(self, *args: Any) -> None: ...
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None: ...
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 1:
@@ -38,7 +38,7 @@ class RateInTraining(LearningRateFinder):
 class SizeInTraining(BatchSizeFinder):
     """Its trials take no step once `global_step` is beyond theirs."""
 
-    def on_fit_start(self, *args: Any) -> None: ...
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None: ...
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 0 and not pl_module.searches:
@@ -140,10 +140,12 @@ def test_size_finder_in_training_equals_its_size_by_hand(
 
 
 class RateInsideWindow(RateInTraining):
-    def on_train_epoch_start(self, *args: Any) -> None: ...
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None: ...
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if trainer.fit_loop.batch_idx == 2:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 2:
             self.lr_find(trainer, pl_module)
 
 

@@ -226,6 +226,10 @@ class WindowStats:
     reduction: LossReduction = "mean"
     """What the losses were; a sum that stays a sum is divided by nothing."""
 
+    def on_host(self) -> WindowStats:
+        """The same, where no device is needed; waits for it."""
+        return WindowStats(self.table.cpu(), self.totals.cpu(), self.reduction)
+
     @property
     def weight(self) -> Tensor:
         """The effective batch: all weights together, in float64."""

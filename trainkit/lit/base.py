@@ -28,6 +28,9 @@ class OrderedCallback(Callback):
 
     place: int
 
+    def __getstate__(self) -> dict[str, Any]:
+        return without_module(self)
+
     def take_place(self, trainer: Any) -> None:
         """To be called in `setup`."""
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
@@ -92,6 +95,13 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     return any(
         cls.__name__ in names for each in callbacks for cls in type(each).__mro__
     )
+
+
+def without_module(callback: Any) -> dict[str, Any]:
+    """A callback's attributes without the module's logging methods, which Lightning
+    gives to every callback in `fit`: with them a pickle would hold the module."""
+    held = vars(callback).items()
+    return {name: value for name, value in held if name not in ("log", "log_dict")}
 
 
 def is_taken_out(callback: Any, trainer: Any) -> bool:

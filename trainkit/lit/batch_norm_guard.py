@@ -129,6 +129,10 @@ class BatchNormGuard(OrderedCallback):
         self._num_batches = self._num_parts = 1
         self._is_training = self._has_started = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the layers that it looks at in a `fit`."""
+        return {**super().__getstate__(), "_layers": {}, "_watch": None}
+
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, where the policy is one that does.
 

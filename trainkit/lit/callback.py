@@ -37,13 +37,6 @@ class WindowCallback(WindowOwner):
 
     It stands before all others that look at gradients in `trainer.callbacks`, so that
     every other callback sees the exact one in `on_before_optimizer_step`.
-
-    Attributes:
-        accumulators: one for each optimizer, by its index.
-        windows: the window that closed last, of each optimizer.
-        first_windows: those from which the effective batch can be measured.
-        weight: what the micro-batch under way weighs.
-        counts_samples: whether somebody wants the samples of all other windows too.
     """
 
     place = 1
@@ -86,6 +79,22 @@ class WindowCallback(WindowOwner):
         self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
         self.longest_window = 0
         self._warned_short_epoch = False
+        self._skipped_before = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was said to it, and the numbers that it shows after a `fit`; nothing
+        that trains, so that a Trainer can be pickled and a copy begins anew."""
+        copied = object.__new__(type(self))
+        vars(copied).update(super().__getstate__())
+        copied._forget()
+        copied._show_as(self)
+        return vars(copied)
+
+    def _show_as(self, other: WindowCallback) -> None:
+        """Show the numbers of another one's `fit`."""
+        self.windows = {i: stats.on_host() for i, stats in other.windows.items()}
+        self.first_windows = other.first_windows
+        self._skipped_before = other.num_skipped_steps
 
     # ---- what others ask -------------------------------------------------------------
 
@@ -102,7 +111,8 @@ class WindowCallback(WindowOwner):
     @property
     def num_skipped_steps(self) -> int:
         """Optimizer steps that a gradient scaler has skipped since `fit` began."""
-        return sum(steps.num_skipped for steps in self._steps)
+        skipped = sum(steps.num_skipped for steps in self._steps)
+        return self._skipped_before + skipped
 
     def skipped_last_step(self, index: int = 0) -> bool:
         """Whether the last step of an optimizer was skipped by the gradient scaler."""
@@ -313,6 +323,15 @@ class WindowCallback(WindowOwner):
             accumulator.watch.read_all()
         for steps in self._steps:
             steps.close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Nothing of a `fit` stays behind but its numbers."""
+        self._wants_weights.clear()
+        self._scaler = self.weight = self._meeting_point = None
+        for index, closed in self.accumulators.items():
+            left = Accumulator(self.strategy, aggregation="none")
+            left.num_windows = closed.num_windows
+            self.accumulators[index] = left
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException

@@ -39,6 +39,13 @@ class FirstWindows:
         self._num_batches: list[Tensor | int] = []
         self._carried: Mapping[str, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What has been measured, as plain numbers."""
+        measured = FirstWindows()
+        measured.loader_size = self.loader_size
+        measured.load_state_dict(self.state_dict())
+        return vars(measured)
+
     def __len__(self) -> int:
         return len(self._seen) + int(self._carried.get("windows", 0))
 

@@ -126,6 +126,10 @@ class LRScaling(OrderedCallback):
         self._has_logged_k: float | None = None
         self._loader_size: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the optimizers that it holds in a `fit`."""
+        return {**super().__getstate__(), "scaled": [], "_averages": None}
+
     @property
     def k(self) -> float:
         """The effective batch over the reference batch."""

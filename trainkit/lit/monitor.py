@@ -19,6 +19,7 @@ from trainkit.core.strategies import PerSample, PerToken
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
+from trainkit.lit.base import without_module
 from trainkit.lit.callback import WindowCallback
 from trainkit.lit.seen import Seen
 
@@ -71,6 +72,9 @@ class WindowMonitor(Callback):
         self._windows: WindowCallback | None = None
         self._waiting: deque[tuple[int, list[str], LateReading]] = deque()
         self._seen = Seen()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**without_module(self), "_windows": None, "_waiting": deque()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._waiting.clear()

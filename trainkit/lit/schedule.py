@@ -241,6 +241,12 @@ class TokenCount:
         self._waiting: list[LateReading] = []
         self._before: float = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The count as plain numbers."""
+        counted = TokenCount()
+        counted.load_state_dict(self.state_dict())
+        return vars(counted)
+
     @property
     def before_the_last(self) -> float:
         """The count up to the window before the one that closed last: that has long

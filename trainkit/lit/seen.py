@@ -22,6 +22,11 @@ class Seen:
         self._totals: dict[int, Tensor] = {}
         self._last: dict[int, WindowStats] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        seen = Seen()
+        seen.load_state_dict(self.state_dict())
+        return vars(seen)
+
     def add(self, index: int, stats: WindowStats) -> None:
         """Count the window that an optimizer has closed; the same one only once."""
         if self._last.get(index) is stats:

@@ -22,8 +22,9 @@ class StepWatch:
     """
 
     def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
-        self._accumulator = accumulator
-        self._scaler = scaler
+        self._accumulator: Accumulator | None = accumulator
+        self._scaler: Any = scaler
+        self._has_scaler = scaler is not None
         self._device = next(
             (p.device for group in optimizer.param_groups for p in group["params"]),
             torch.device("cpu"),
@@ -47,7 +48,7 @@ class StepWatch:
     @property
     def skipped_last(self) -> bool:
         """Whether the window that closed last was not stepped with."""
-        if self._scaler is None:
+        if not self._has_scaler:
             return False
         if self._reads_factor:
             self._read_factor()
@@ -67,12 +68,17 @@ class StepWatch:
         self._expects = False
         if self._reads_factor:
             self._read_factor()
-        elif self._scaler is not None and not self._stepped:
+        elif self._has_scaler and not self._stepped:
             self._skipped += 1
 
     def close(self) -> None:
+        """Training is over: only its numbers stay."""
+        if self._reads_factor:
+            self._read_factor()
         for hook in self._hooks:
             hook.remove()
+        self._hooks, self._accumulator = [], None
+        self._scaler = None
 
     def _register(self, optimizer: Any) -> list[Any]:
         try:
@@ -102,6 +108,7 @@ class StepWatch:
         self._refuse_undivided(optimizer)  # its closure ran a backward pass
 
     def _refuse_undivided(self, optimizer: Any) -> None:
+        assert self._accumulator is not None
         if self._accumulator.is_open:
             raise TrainkitError(
                 f"{type(optimizer).__name__}.step(): its window of "

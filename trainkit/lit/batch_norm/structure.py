@@ -54,6 +54,10 @@ class Renorm(Policy):
         self._made: list[BatchRenorm] = []
         self._ramp: int | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the layers, which are the module's."""
+        return {**vars(self), "_made": []}
+
     def convert(self, module: Any, trainer: Any) -> None:
         self._ramp = None  # that of an earlier training
         theirs = [m for m in module.modules() if isinstance(m, BatchRenorm)]

@@ -37,6 +37,11 @@ class SplitCallback(WindowCallback):
         self.split: SplitWindows | None = None
         self._found: Any = None
         self._host_group: Any = None
+        self._shown: int | None = None
+
+    def _show_as(self, other: Any) -> None:
+        super()._show_as(other)
+        self._shown = other.micro_batch_size
 
     @property
     def is_split(self) -> bool:
@@ -44,7 +49,7 @@ class SplitCallback(WindowCallback):
 
     @property
     def micro_batch_size(self) -> int | None:
-        return None if self.split is None else self.split.sizes.shown
+        return self._shown if self.split is None else self.split.sizes.shown
 
     @property
     def fills_up(self) -> bool:
@@ -109,6 +114,8 @@ class SplitCallback(WindowCallback):
         self._stop()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._host_group = None
         self._stop()
 
     def _stop(self) -> None:

@@ -25,15 +25,15 @@ def add_note(error: Exception, whole: Any, running: Running) -> None:
         whole: the loader batch.
         running: how far it was.
     """
-    is_known = isinstance(error, TrainkitError) or is_out_of_memory(error)
-    if is_known or not hasattr(error, "add_note"):
+    write = getattr(error, "add_note", None)
+    if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):
         return
     try:
         text = _note(whole, running)
     except Exception:  # whatever a batch may do when it is looked at
         return
     if text:
-        error.add_note(text)
+        write(text)
 
 
 def _note(whole: Any, running: Running) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,6 +118,17 @@ class Parts:
         if self._cutter.has_trimmed_left and not self._has_said_renumbered:
             self._has_said_renumbered = True
             refusals.announce_renumbered(batch)
+
+
+def counts_of(parts: Sequence[Part]) -> dict[str, int]:
+    """What `Accumulator.count` takes: tokens, those that only pad, samples."""
+    counting = [part.micro_batch for part in parts if part.counts]
+    has_lengths = any(m.padded != len(m.rows) for m in counting)
+    return {
+        "padding": sum(m.padded - m.real for m in counting),
+        "tokens": sum(m.padded for m in counting) if has_lengths else 0,
+        "samples": sum(len(m.rows) for m in counting),
+    }
 
 
 def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:

@@ -28,7 +28,7 @@ from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.outputs import taken_apart, terms_of
-from trainkit.lit.split.parts import Parts
+from trainkit.lit.split.parts import Parts, counts_of
 from trainkit.lit.split.running import Running
 from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
@@ -39,6 +39,7 @@ from trainkit.lit.taken_calls import taken_calls
 from trainkit.lit.window_end import say_dropped, window_ends
 
 NOTHING = nullcontext()
+KEPT = ("running", "is_apart", "num_loader_batches", "sizes", "_patch")
 
 
 class Windows(Protocol):
@@ -139,9 +140,12 @@ class SplitWindows:
             self._arrivals.read_all()
 
     def stop(self) -> None:
-        """Give them back."""
+        """Give them back. Nothing of the fit stays but the size that was found."""
         self._patch.close()
         self.running = None
+        kept = {name: it for name, it in vars(self).items() if name in KEPT}
+        vars(self).clear()
+        vars(self).update(kept)
 
     def _leave_on_host(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.training:
@@ -290,16 +294,10 @@ class SplitWindows:
             )
             first = next(iter(parts[0].weights.values()))
             accumulator.settle(first, size * len(parts), self._strategy.root_device)
-        counting = [part.micro_batch for part in parts if part.counts]
-        has_lengths = any(m.padded != len(m.rows) for m in counting)
-        accumulator.count(
-            padding=sum(m.padded - m.real for m in counting),
-            tokens=sum(m.padded for m in counting) if has_lengths else 0,
-            samples=sum(len(m.rows) for m in counting),
-        )
+        accumulator.count(**counts_of(parts))
         for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback):
-                callback.on_cut(len(counting))
+                callback.on_cut(sum(part.counts for part in parts))
 
     def _apart_unless_last(self, running: Running) -> AbstractContextManager[Any]:
         """The ranks' gradients meet in the backward pass of the last micro-batch, if
