@@ -263,7 +263,9 @@ class Weighing:
             self.wide.join(self._training())
             self.wide.take(is_shared=self.ranks.backend_sums and not is_apart)
             return
-        self._window.left = Left(self.parameters)
+        # FSDP moves gradients about between passes, which is nobody's zeroing.
+        if self.ranks.ddp is not None or not self.ranks.backend_sums:
+            self._window.left = Left(self.parameters)
 
     def _look_at_left(self) -> None:
         """Refuse a window whose gradients have been zeroed between two passes."""
