@@ -149,6 +149,15 @@ def test_mean_of_losses_dict_of_metrics_and_named_arguments() -> None:
     assert_same_logs(ours, whole)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
+@pytest.mark.parametrize("order", ["ucr", "fc"])
+def test_compiled_module_logs_what_the_whole_batch_gives(order: str) -> None:
+    """Calls of metric objects are not traced: their state would be guarded."""
+    ours, whole = (Asked(accuracy(), order, cut=cut) for cut in (CUTS["size"], None))
+    compiled: Any = torch.compile(ours, backend="eager", dynamic=True)
+    assert_same_logs(logged(compiled), logged(whole))
+
+
 class Tracked(Asked):
     """Has a new metric in each epoch."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from torchmetrics import Metric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from trainkit.lit._compat import forget_computed, replaced
+from trainkit.lit._compat import forget_computed, replaced, uncompiled
 from trainkit.lit.split.snapshot import Snapshot
 
 NAMES = ("forward", "update", "compute", "reset")
@@ -54,6 +54,7 @@ class MetricCalls:
     rows of earlier ones would be lost; one after it waits for the window's end.
 
     Args:
+        pl_module: whose metric it is.
         name: the metric's, in the module.
         metric: the object.
         moment: the micro-batch that runs.
@@ -67,6 +68,7 @@ class MetricCalls:
 
     def __init__(
         self,
+        pl_module: Any,
         name: str,
         metric: Metric,
         moment: Moment,
@@ -84,8 +86,7 @@ class MetricCalls:
         self._own: dict[str, Callable[..., Any]] = {}
         self._asked: tuple[Any, Any] | None = None
         self._resets_late = self._has_said = False
-        # Made once: what is compiled depends on which functions these are.
-        self._methods = {name: self._method(name) for name in NAMES}
+        self._methods = {name: self._method(pl_module, name) for name in NAMES}
         self.begin()
 
     def patched(self) -> AbstractContextManager[None]:
@@ -123,7 +124,7 @@ class MetricCalls:
         """Whether the window's value is asked for."""
         return self._asked is not None
 
-    def _method(self, name: str) -> MethodType:
+    def _method(self, pl_module: Any, name: str) -> MethodType:
         ours = getattr(self, f"_{name}")
 
         def method(metric: Metric, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +135,7 @@ class MetricCalls:
             return ours(*args, **kwargs)
 
         method.__name__ = name  # by which a copy is pickled
-        return MethodType(method, self.metric)
+        return MethodType(uncompiled(pl_module, method), self.metric)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._moment.depth:

@@ -205,7 +205,9 @@ class WindowMetrics:
         def returned(result: Any) -> Any:
             return self._remember((calls, 0), result)
 
-        calls = MetricCalls(name, metric, self._moment, make_update, called, returned)
+        calls = MetricCalls(
+            self._module, name, metric, self._moment, make_update, called, returned
+        )
         return calls
 
     def _remember(self, call: tuple[Any, int], result: Any) -> Any:
