@@ -64,6 +64,8 @@ def test_each_row_is_read_once_and_ranks_have_as_many_batches(
     assert real_rows(shares) == list(range(len(lengths)))
     num_batches = sum(map(len, shares))
     assert fillers(shares) == max(num_batches - len(lengths), 0), "only if need be"
+    with rank_of(0, num_ranks):
+        assert make().gives_fillers == (fillers(shares) > 0)
     for batch in itertools.chain(*shares):
         assert batch
         if kind != "length grouped":

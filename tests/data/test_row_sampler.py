@@ -78,6 +78,13 @@ def test_each_row_is_read_once_and_ranks_have_as_many_batches(
     left = number % (batch_size * num_ranks)
     lacking = (batch_size * num_ranks if last == "pad" else num_ranks) - left
     assert fillers(shares) == (max(lacking, 0) if left else 0)
+    with rank_of(0, num_ranks):
+        sampler = RowSampler(
+            range(number), batch_size=batch_size, shuffle=False, seed=0, last=last
+        )
+        assert not sampler.gives_fillers
+        sampler.fills = True
+        assert sampler.gives_fillers == (fillers(shares) > 0)
     if last == "pad":
         assert {len(b) for batches in shares for b in batches} == {batch_size}
 

@@ -63,6 +63,11 @@ class EpochOrder(DistributedSampler[Any], ABC):
     def end(self) -> int:
         """The position at which an epoch ends."""
 
+    @property
+    @abstractmethod
+    def gives_fillers(self) -> bool:
+        """Whether an epoch has places to fill, on this rank or on another."""
+
     @abstractmethod
     def after(self, position: int) -> int:
         """The position once every rank has been given one more batch."""

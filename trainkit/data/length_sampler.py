@@ -67,6 +67,10 @@ class LengthSampler(EpochOrder):
     def end(self) -> int:
         return len(self) * self.ranks[1]
 
+    @property
+    def gives_fillers(self) -> bool:
+        return self.fills and self.end > self.num_rows
+
     def after(self, position: int) -> int:
         return position + self.ranks[1]
 

@@ -128,6 +128,11 @@ class ResumableLoader(DataLoader[Any]):
             self._place = (epoch, position)
             yield batch
 
+    @property
+    def gives_fillers(self) -> bool:
+        """Whether an epoch has places to fill, on this rank or on another."""
+        return self._order.gives_fillers
+
     def state_dict(self) -> dict[str, Any]:
         """How far all ranks have read in which epoch, and in what order."""
         if self._resumed is not None:

@@ -74,6 +74,12 @@ class RowSampler(EpochOrder):
             return self.batch_size
         return max(left // self.ranks[1], 1)
 
+    @property
+    def gives_fillers(self) -> bool:
+        left = self.end % self.stretch
+        lacks = self.last == "pad" or left < self.ranks[1]
+        return self.fills and left > 0 and lacks
+
     def after(self, position: int) -> int:
         return min(position + self.stretch, self.end)
 

@@ -13,6 +13,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.search import SizeSearch
 from trainkit.core.window import WindowStats
 from trainkit.lit.callback import WindowCallback
+from trainkit.lit.fillers import refuse_fillers_that_count
 from trainkit.lit.plan import Row
 from trainkit.lit.split import refusals
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
@@ -64,6 +65,7 @@ class SplitCallback(WindowCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         options = self.micro_batching
         refusals.refuse_wrong_type(options)
+        refuse_fillers_that_count(trainer, pl_module, self.strategies, options)
         super().on_train_start(trainer, pl_module)
         if options is None:
             refusals.refuse_untold_terms(self.strategies)

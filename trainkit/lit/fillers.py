@@ -1,0 +1,102 @@
+"""Rows that fill places must weigh nothing under the strategy that is used."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from trainkit.core.expected import Strategies
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import Uniform
+from trainkit.data.filler import Filler
+from trainkit.data.resumable import ResumableLoader
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import combined_loader
+from trainkit.lit.batch_norm.samples import on_device
+
+
+def refuse_fillers_that_count(
+    trainer: Any,
+    pl_module: Any,
+    strategies: Strategies,
+    micro_batching: MicroBatching | None,
+) -> None:
+    """Weigh one filler of each training loader that is going to give some.
+
+    It is read as in training, worker and hooks included, and weighed as `training_step`
+    gets it; random generators stay where they are.
+
+    Raises:
+        TrainkitError: it weighs something. In manual optimization, where the module may
+            say weights itself, this is a warning, and so is a filler that cannot be
+            weighed.
+    """
+    # Uniform() is exact with nothing; a total is divided by no weight.
+    weighing = [
+        each
+        for each in strategies.values()
+        if not isinstance(each, Uniform) and each.loss_reduction != "total"
+    ]
+    combined = combined_loader(trainer)
+    for loader in combined.flattened if weighing else ():
+        if not isinstance(loader, ResumableLoader) or not loader.gives_fillers:
+            continue
+        if trainer.num_training_batches < len(loader):
+            continue  # the epoch ends before it
+        for strategy in weighing:
+            weight: float | None = None
+            try:
+                with isolate_rng():
+                    batch = _read(loader, micro_batching)
+                    batch = _among_ended(combined, loader, batch)
+                    batch = on_device(trainer, pl_module, batch)
+                    weight = float(strategy.weight(batch))
+                found = f"it weighs {weight:g}"
+            except Exception as error:
+                found = f"this cannot be seen ({type(error).__name__}: {error})"
+            if weight == 0:
+                continue
+            text = _text(strategy, loader, found)
+            if weight is not None and pl_module.automatic_optimization:
+                raise TrainkitError(text)
+            if trainer.is_global_zero:
+                warnings.warn(text, stacklevel=2)
+
+
+def _among_ended(combined: Any, loader: ResumableLoader, batch: Any) -> Any:
+    """What all loaders give where this one gives a batch and the others have ended."""
+    again = copy.copy(combined)
+    again.flattened = [batch if x is loader else None for x in combined.flattened]
+    return again.iterables
+
+
+def _read(loader: ResumableLoader, micro_batching: MicroBatching | None) -> Any:
+    batches: Any = [[Filler(0)]]
+    # Not by hand: a worker may open files that must not be open before it starts.
+    again = DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        collate_fn=loader.collate_fn,
+        num_workers=min(loader.num_workers, 1),
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+    (batch,) = again
+    if micro_batching is not None and micro_batching.collate is not None:
+        return micro_batching.collate(batch)
+    return batch
+
+
+def _text(strategy: Any, loader: ResumableLoader, what: str) -> str:
+    how = "last='pad'" if loader.last == "pad" else "weigh_nothing="
+    instead = "last='weight'" if loader.last == "pad" else "no weigh_nothing="
+    return (
+        f"{type(strategy).__name__}: a row with which ResumableLoader({how}) fills a "
+        f"place must weigh nothing, and {what}. Use PerSample(mask=...) with a field "
+        f"that weigh_nothing sets to 0, or PerToken() with labels that it sets to "
+        f"ignore_index; or {instead}."
+    )
