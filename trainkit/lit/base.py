@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -13,6 +13,7 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.core.window import WindowStats
 from trainkit.lit.first_windows import FirstWindows
+from trainkit.lit.left_behind import without_module
 from trainkit.lit.plan import Row, show
 
 
@@ -84,17 +85,26 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     )
 
 
-def without_module(callback: Any) -> dict[str, Any]:
-    """A callback's attributes without the module's logging methods, which Lightning
-    gives to every callback in `fit`: with them a pickle would hold the module."""
-    held = vars(callback).items()
-    return {name: value for name, value in held if name not in ("log", "log_dict")}
-
-
 def is_taken_out(callback: Any, trainer: Any) -> bool:
     """Whether Lightning has taken a callback out of the Trainer for a while, as its
     finders do with all of them while they search, within a training too."""
     return not any(each is callback for each in trainer.callbacks)
+
+
+def unless_taken_out(
+    callback: Any,
+    trainer: Any,
+    own: Callable[..., Any],
+    instead: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A method that we put in the place of Lightning's, and that stands aside while a
+    callback is taken out."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = instead if is_taken_out(callback, trainer) else own
+        return run(*args, **kwargs)
+
+    return call
 
 
 def averages_statistics(trainer: Any) -> bool:

@@ -21,7 +21,7 @@ from trainkit.lit._compat import (
     transfers_plainly,
     uncompiled,
 )
-from trainkit.lit.base import is_taken_out
+from trainkit.lit.base import unless_taken_out
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.cut_note import add_note
@@ -118,17 +118,13 @@ class SplitWindows:
         self._patch.enter_context(replaced(self._strategy, **taken))
 
     def _standing_aside(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        """One of ours; Lightning's while a finder has taken the callback out, without
-        which no window opens, is divided or closes."""
         plain = getattr(self._strategy, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not is_taken_out(self._windows, self._trainer):
-                return own(*args, **kwargs)
+        def instead(*args: Any, **kwargs: Any) -> Any:
             refusals.refuse_search_inside_window(self._accumulator)
             return plain(*args, **kwargs)
 
-        return call
+        return unless_taken_out(self._windows, self._trainer, own, instead)
 
     def read_late(self) -> None:
         """Complain of what has been looked at and not read yet; waits for the device.
