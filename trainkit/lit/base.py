@@ -13,6 +13,7 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.window import WindowStats
 from trainkit.lit.first_windows import FirstWindows
+from trainkit.lit.left_behind import without_module
 from trainkit.lit.plan import Row, show
 
 
@@ -95,13 +96,6 @@ def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
     return any(
         cls.__name__ in names for each in callbacks for cls in type(each).__mro__
     )
-
-
-def without_module(callback: Any) -> dict[str, Any]:
-    """A callback's attributes without the module's logging methods, which Lightning
-    gives to every callback in `fit`: with them a pickle would hold the module."""
-    held = vars(callback).items()
-    return {name: value for name, value in held if name not in ("log", "log_dict")}
 
 
 def is_taken_out(callback: Any, trainer: Any) -> bool:

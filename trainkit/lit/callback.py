@@ -25,6 +25,7 @@ from trainkit.lit.base import Stopped, WindowOwner
 from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.effective import loader_size, plan_of_windows
 from trainkit.lit.first_windows import FirstWindows
+from trainkit.lit.left_behind import copied_without_fit, emptied
 from trainkit.lit.plan import Row
 from trainkit.lit.resuming import begin_batch, go_on
 from trainkit.lit.steps import StepWatch
@@ -82,13 +83,7 @@ class WindowCallback(WindowOwner):
         self._skipped_before = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was said to it, and the numbers that it shows after a `fit`; nothing
-        that trains, so that a Trainer can be pickled and a copy begins anew."""
-        copied = object.__new__(type(self))
-        vars(copied).update(super().__getstate__())
-        copied._forget()
-        copied._show_as(self)
-        return vars(copied)
+        return copied_without_fit(self)
 
     def _show_as(self, other: WindowCallback) -> None:
         """Show the numbers of another one's `fit`."""
@@ -328,10 +323,7 @@ class WindowCallback(WindowOwner):
         """Nothing of a `fit` stays behind but its numbers."""
         self._wants_weights.clear()
         self._scaler = self.weight = self._meeting_point = None
-        for index, closed in self.accumulators.items():
-            left = Accumulator(self.strategy, aggregation="none")
-            left.num_windows = closed.num_windows
-            self.accumulators[index] = left
+        self.accumulators = emptied(self.accumulators)
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException

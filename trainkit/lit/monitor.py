@@ -19,8 +19,8 @@ from trainkit.core.strategies import PerSample, PerToken
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
-from trainkit.lit.base import without_module
 from trainkit.lit.callback import WindowCallback
+from trainkit.lit.left_behind import without_module
 from trainkit.lit.seen import Seen
 
 SEEN = "trainkit_seen"
