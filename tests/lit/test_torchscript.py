@@ -95,7 +95,7 @@ def test_torchscript_gives_what_the_module_gives(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_of_a_module_with_callbacks_of_its_own() -> None:
-    module = New()
+    module: Any = New()
     module.configure_callbacks = list
     module.lr_scheduler_step = partial(print)
     scripted: Any = module.to_torchscript()

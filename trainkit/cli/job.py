@@ -12,12 +12,15 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli import summary
 from trainkit.cli.beginning import Beginning, does_not_fit, was_restoring
+from trainkit.cli.ending import Ending, signals_given_back
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.finished import why_no_more
 from trainkit.cli.only_one import only_one
@@ -52,17 +55,20 @@ def run(config: DictConfig) -> float | None:
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
-    trainer.callbacks += [beginning, RatePlanFile(folder)]
+    ending = Ending()
+    trainer.callbacks = [ending, *trainer.callbacks, beginning, RatePlanFile(folder)]
     _keep_profile(trainer, folder)
-    with _held_by_first_rank(trainer, folder):
+    with signals_given_back(), _held_by_first_rank(trainer, folder):
         if trainer.is_global_zero:
             beginning.write_if_new()
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            _fit_and_tell(training, config, beginning, windows, stop)
-    if stop.stopped_by is not None:
+            _fit_and_tell(training, config, beginning, windows, stop, ending)
+    if stop.stopped_by is not None and not ending.has_come:
         _leave(stop, folder, training.trainer.is_global_zero)
+    if (heard := stop.heard or ending.heard) and _others_follow():
+        raise Interrupted(heard)
     return _metric(training, config.metric)
 
 
@@ -89,6 +95,7 @@ def _fit_and_tell(
     beginning: Beginning,
     windows: WindowSummary,
     stop: GracefulStop,
+    ending: Ending,
 ) -> None:
     """Train, then write and show the summary, however it ended."""
     started = time.monotonic()
@@ -96,11 +103,15 @@ def _fit_and_tell(
     try:
         _fit(training, config.ckpt_path, beginning)
         status = "finished"
-    except SystemExit:  # Stopped, or how Lightning ends after the second Ctrl+C
+    except SystemExit as end:  # Stopped, or how Lightning ends after the second Ctrl+C
+        if ending.has_come:
+            status = "finished"
+            raise Interrupted(signal.SIGINT) from end
         if stop.stopped_by is None:
             raise
         status = "interrupted"
     finally:
+        ending.listen()
         folder = beginning.folder
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
@@ -114,6 +125,11 @@ def _fit_and_tell(
             report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
+
+
+def _others_follow() -> bool:
+    """Whether this run is one of several, of which a signal ends all."""
+    return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:

@@ -220,9 +220,15 @@ def reads_ahead(trainer: Any) -> bool:
 
 
 def is_ending(trainer: Any) -> bool:
-    """Whether `trainer.should_stop` ends the training after this batch: it does not
-    while `min_steps` or `min_epochs` is not reached."""
-    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+    """Whether this batch is the last that is trained on: the steps are taken, or at an
+    epoch's end the epochs, or `trainer.should_stop` ends it, which it does not while
+    `min_steps` or `min_epochs` is not reached."""
+    loop = trainer.fit_loop
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return True
+    if 0 <= (loop.max_epochs or -1) <= loop.epoch_progress.current.processed:
+        return True
+    return bool(trainer.should_stop and loop._can_stop_early)
 
 
 def end_validation(trainer: Any) -> None:

@@ -26,7 +26,8 @@ class GracefulStop(AtCleanMoments):
     Several ranks stop together, whichever of them was asked, and all but the first one
     with status 0. Validation, test and prediction by themselves end after a batch, each
     rank by the signals that it got itself; there is nothing to save. If the run ends
-    before such a moment comes, it has ended, and was not stopped.
+    before such a moment comes, or has taken its last step, it has ended, and was not
+    stopped.
 
     Lightning's own handling of SIGTERM ends a run in states from which it does not go
     on exactly, and lets ranks communicate inside a signal handler: it is out of force
@@ -54,6 +55,11 @@ class GracefulStop(AtCleanMoments):
         self.caveat = ""
         self._request = StopRequest()
         self._has_saved = False
+
+    @property
+    def heard(self) -> int:
+        """The first signal that came, also where the run then ended by itself; or 0."""
+        return self._request.heard
 
     # ---- listening -------------------------------------------------------------------
 

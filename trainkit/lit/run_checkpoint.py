@@ -90,7 +90,7 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         is_between = step > self._step_before or not can_wait
         if over > 0 or (over == 0 and is_between):
             self.save(trainer)
-        elif step == trainer.max_steps or is_ending(trainer):
+        elif is_ending(trainer):
             # From here it goes on, should the limit be raised; not from the epoch's
             # end, which comes next and leaves the rest of the epoch out.
             self.save(trainer)
