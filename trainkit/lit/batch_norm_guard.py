@@ -27,12 +27,7 @@ from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
 from trainkit.lit.batch_norm.structure import GroupNormInstead, Renorm, Sync
 from trainkit.lit.batch_norm.watch import ShapeWatch
-from trainkit.lit.effective import (
-    longest_window,
-    micro_batch_of,
-    window_size,
-    windows_of,
-)
+from trainkit.lit.effective import longest_window, micro_batch_of, window_size
 from trainkit.lit.plan import Row
 from trainkit.lit.window_end import window_ends
 
@@ -127,6 +122,7 @@ class BatchNormGuard(OrderedCallback):
         self._watch: ShapeWatch | None = None
         self._window: int | None = None
         self._num_batches = self._num_parts = 1
+        self._chunks = 1.0
         self._is_training = self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,7 +152,7 @@ class BatchNormGuard(OrderedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._is_training, self._has_started = True, False
-        self._window, self._num_parts = None, 1
+        self._window, self._num_parts, self._chunks = None, 1, 1.0
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
         """With the first batch: by now the module's own hooks have said which of its
@@ -207,8 +203,13 @@ class BatchNormGuard(OrderedCallback):
         self._open_window()
 
     def _open_window(self) -> None:
-        num_micro_batches = self._num_batches * self._num_parts
+        num_micro_batches = self._num_micro_batches(self._num_batches)
         self._policy.open_window(num_micro_batches, self._training_layers())
+
+    def _num_micro_batches(self, num_batches: int) -> int:
+        """In so many loader batches, if all are cut as this one; a module may run its
+        micro-batches in chunks by itself."""
+        return round(num_batches * self._num_parts * self._chunks)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -229,11 +230,9 @@ class BatchNormGuard(OrderedCallback):
         num_rows = rows_of_last_batch(trainer)
         micro_batch = micro_batch_of(trainer.train_dataloader)
         seen = min(watch.rows.values())
-        windows = windows_of(trainer)
-        if windows is None or not windows.is_split:  # else `on_cut` has said it
-            self._num_parts = watch.num_parts(micro_batch)
-            if self._num_parts > 1:
-                self._window = None  # the next batch opens a window that counts them
+        self._chunks = max(watch.num_parts(micro_batch) / self._num_parts, 1)
+        if self._chunks > 1:
+            self._window = None  # the next batch opens a window that counts them
         if num_rows is not None and micro_batch is not None and seen == micro_batch:
             # Batch renormalisation goes on with one value, where torch refuses.
             values = {
@@ -243,7 +242,7 @@ class BatchNormGuard(OrderedCallback):
             }
             look_at_last_batch(how, trainer, values, num_rows)
         if isinstance(self._policy, Announce):
-            num_micro_batches = longest_window(trainer) * self._num_parts
+            num_micro_batches = self._num_micro_batches(longest_window(trainer))
             self._policy.judge(
                 trainer, self._training_layers(), seen, num_micro_batches
             )

@@ -31,8 +31,9 @@ class ShapeWatch:
         ]
 
     def num_parts(self, num_rows: int | None) -> int:
-        """Into how many parts a batch of so many rows was cut on its way: a layer has
-        then seen all of it, but not at once."""
+        """Into how many parts a batch of so many rows was cut on its way, be it by a
+        split window or by the module: a layer has then seen all of it, but not at
+        once."""
         cut = [self.calls[n] for n, total in self.totals.items() if total == num_rows]
         return max(cut, default=1)
 
