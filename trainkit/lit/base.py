@@ -107,6 +107,11 @@ def unless_taken_out(
     return call
 
 
+def has_finder(trainer: Any) -> bool:
+    """Whether one of Lightning's finders is among the callbacks."""
+    return has_callback(trainer.callbacks, "LearningRateFinder", "BatchSizeFinder")
+
+
 def averages_statistics(trainer: Any) -> bool:
     """Whether this is the extra epoch of `StochasticWeightAveraging`, which only
     computes BatchNorm's statistics and takes no step."""

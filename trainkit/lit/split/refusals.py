@@ -96,6 +96,15 @@ def refuse_search_inside_window(accumulator: Accumulator) -> None:
         )
 
 
+def announce_taken_out(callback: Any) -> None:
+    warnings.warn(
+        f"{type(callback).__name__}: it is not among trainer.callbacks any more, so "
+        f"that batches run uncut and undivided until it is there again, with plain "
+        f"Lightning's gradients. Said once.",
+        stacklevel=2,
+    )
+
+
 def refuse_untold_terms(strategies: Strategies) -> None:
     """Several terms in a streamed window."""
     if len(strategies) > 1:

@@ -21,7 +21,7 @@ from trainkit.lit._compat import (
     transfers_plainly,
     uncompiled,
 )
-from trainkit.lit.base import unless_taken_out
+from trainkit.lit.base import has_finder, unless_taken_out
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.cut_note import add_note
@@ -103,6 +103,8 @@ class SplitWindows:
         self._log = uncompiled(pl_module, self._hold)
         self._aside: SetAside | None = None
         self._is_complete = False
+        # A finder that is among the callbacks was announced before training.
+        self._has_said_taken_out = has_finder(trainer)
         self._patch = ExitStack()
 
     # ---- Lightning's strategy object -------------------------------------------------
@@ -122,14 +124,15 @@ class SplitWindows:
 
         def instead(*args: Any, **kwargs: Any) -> Any:
             refusals.refuse_search_inside_window(self._accumulator)
+            if not self._has_said_taken_out:
+                self._has_said_taken_out = True
+                refusals.announce_taken_out(self._windows)
             return plain(*args, **kwargs)
 
         return unless_taken_out(self._windows, self._trainer, own, instead)
 
     def read_late(self) -> None:
-        """Complain of what has been looked at and not read yet; waits for the device.
-
-        To be called where an epoch or training ends."""
+        """Where an epoch or training ends: complain of what has not been read yet."""
         if self._arrivals is not None:
             self._arrivals.read_all()
 
@@ -179,8 +182,8 @@ class SplitWindows:
             self._metrics.forget()
 
     def _drop_unstepped(self) -> None:
-        """A window that was complete and is open still: an `optimizer_step` of the
-        module's has left its step out, and Lightning zeroes its gradients now."""
+        """A window that was complete and is open still: the module's `optimizer_step`
+        has left its step out, and Lightning zeroes its gradients now."""
         is_complete = self._is_complete or self._trainer.accumulate_grad_batches == 1
         if is_complete and self._accumulator.is_open:
             held = self._accumulator.drop()
