@@ -160,6 +160,23 @@ def test_search_inside_a_window_is_refused(
         fit(front, RateInsideWindow(num_training_steps=19), window=2)
 
 
+class TakingOut(pl.Callback):
+    """Leaves nobody but itself, as no finder does for good."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.callbacks = [self]
+
+
+@pytest.mark.parametrize("front", ["split mixin", "split callback"])
+def test_a_callback_that_is_taken_out_for_good_is_announced(front: str) -> None:
+    with pytest.warns(
+        UserWarning, match="Callback: it is not among trainer.callb"
+    ) as w:
+        fit(front, TakingOut(), window=1)
+    assert sum("not among trainer" in str(each.message) for each in w) == 1
+
+
 def test_a_callback_is_taken_out_where_another_list_is_in_its_place() -> None:
     mine, equal = AccumulationCallback(PerToken()), AccumulationCallback(PerToken())
     fitted = trainer(callbacks=[mine])

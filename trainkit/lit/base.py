@@ -104,6 +104,11 @@ def is_taken_out(callback: Any, trainer: Any) -> bool:
     return not any(each is callback for each in trainer.callbacks)
 
 
+def has_finder(trainer: Any) -> bool:
+    """Whether one of Lightning's finders is among the callbacks."""
+    return has_callback(trainer.callbacks, "LearningRateFinder", "BatchSizeFinder")
+
+
 def averages_statistics(trainer: Any) -> bool:
     """Whether this is the extra epoch of `StochasticWeightAveraging`, which only
     computes BatchNorm's statistics and takes no step."""

@@ -164,6 +164,15 @@ def refuse_search_inside_window(accumulators: Iterable[Accumulator]) -> None:
         )
 
 
+def announce_taken_out(callback: Any) -> None:
+    warnings.warn(
+        f"{type(callback).__name__}: it is not among trainer.callbacks any more, so "
+        f"that batches run uncut and undivided until it is there again, with plain "
+        f"Lightning's gradients. Said once.",
+        stacklevel=2,
+    )
+
+
 def refuse_no_optimizer(trainer: Any) -> None:
     groups = [group for o in trainer.optimizers for group in o.param_groups]
     if not any(group["params"] for group in groups):

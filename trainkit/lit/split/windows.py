@@ -133,9 +133,7 @@ class SplitWindows:
         self._patch.enter_context(calls)
 
     def read_late(self) -> None:
-        """Complain of what has been looked at and not read yet; waits for the device.
-
-        To be called where an epoch or training ends."""
+        """Where an epoch or training ends: complain of what has not been read yet."""
         if self._arrivals is not None:
             self._arrivals.read_all()
 
@@ -186,8 +184,8 @@ class SplitWindows:
             self._metrics.forget()
 
     def _drop_unstepped(self) -> None:
-        """A window that was complete and is open still: an `optimizer_step` of the
-        module's has left its step out, and Lightning zeroes its gradients now."""
+        """A window that was complete and is open still: the module's `optimizer_step`
+        has left its step out, and Lightning zeroes its gradients now."""
         is_complete = self._is_complete or self._trainer.accumulate_grad_batches == 1
         if is_complete and self._accumulator.is_open:
             held = self._accumulator.drop()
