@@ -17,6 +17,7 @@ from trainkit.core.terms import leading
 from trainkit.lit.split import refusals
 from trainkit.lit.split.frozen import FrozenParameters
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
+from trainkit.lit.split.trim_check import Run, TrimCheck
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,27 @@ class Parts:
         self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
         self._sizes = sizes
         self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
+        most = self._most if self._run_alike else None
+        self._trim_check = TrimCheck(pl_module, most, may_retry=sizes.catches)
         self.frozen = FrozenParameters(pl_module)
         self._device = pl_module.device
         self._is_list = options.collate is not None
         self._num_cut = 0
         self._has_said_too_long = self._has_said_renumbered = False
 
-    def of(self, batch: Any) -> list[Part]:
-        """The micro-batches of a loader batch, the largest first."""
+    def of(self, batch: Any, rehearse: Run) -> list[Part]:
+        """The micro-batches of a loader batch, the largest first.
+
+        Args:
+            batch: the loader batch.
+            rehearse: runs `training_step` with one and keeps nothing of it.
+        """
         limit = None
         if self._sizes.catches:
             limit = self._sizes.begin(self._cutter.measure(batch))
         cut = self._cutter.cut(batch, limit)
+        if self._trim_check.refuses(self._cutter, batch, cut, rehearse):
+            cut = self._cutter.cut(batch, limit)
         if self._run_alike:
             most = self._most(len(cut))
             if len(cut) < most:

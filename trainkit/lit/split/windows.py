@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import parameters_of
 from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.lit._compat import (
     as_hook,
@@ -23,7 +25,7 @@ from trainkit.lit._compat import (
 from trainkit.lit.split import refusals
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.outputs import taken_apart, terms_of
-from trainkit.lit.split.parts import Parts
+from trainkit.lit.split.parts import Part, Parts
 from trainkit.lit.split.running import Running
 from trainkit.lit.split.shortcuts import backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
@@ -166,7 +168,7 @@ class SplitWindows:
 
     def _pass(self, batch: Any, args: Any, kwargs: Any) -> None:
         """Forward and backward of every micro-batch."""
-        parts = self._parts.of(batch)
+        parts = self._parts.of(batch, partial(self._rehearse, args, kwargs))
         size = self._trainer.accumulate_grad_batches
         tells = size == 1
         closes = window_ends(self._trainer, self._trainer.fit_loop.batch_idx, size)
@@ -189,6 +191,26 @@ class SplitWindows:
             if before is not None:
                 before.restore()
         running.returned.refuse_some_nothing()
+
+    def _rehearse(
+        self, args: Any, kwargs: Any, micro_batch: MicroBatch
+    ) -> list[Tensor]:
+        """The terms of a micro-batch's loss, by `training_step` alone; nothing is
+        logged."""
+        part = Part(micro_batch, {}, counts=False)
+        logs = HeldLogs(self._metrics)
+        running = self.running = Running([part], tells=True, closes=False, logs=logs)
+        running.part = part
+        try:
+            on_device = self._transfer(micro_batch.batch)
+            logs.begin(on_device, {}, is_muted=True)
+            output = self._module.training_step(on_device, *args, **kwargs)
+            if output is None:
+                return []
+            loss, _ = taken_apart(output)
+            return list(terms_of(loss, self._accumulator.strategies).values())
+        finally:
+            self.running = None
 
     def _moved(self, running: Running) -> Iterator[Any]:
         coming = iter(running.parts)
