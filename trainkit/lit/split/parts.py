@@ -10,6 +10,7 @@ import torch
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.expected import Strategies, weights_by_term
+from trainkit.core.split.counts import announce_whole_counts
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerToken, Weight
@@ -67,6 +68,8 @@ class Parts:
         self.frozen = FrozenParameters(pl_module)
         self._device = pl_module.device
         self._is_list = options.collate is not None
+        self._shared = options.shared
+        self._may_hold_counts = options.collate is None
         self._num_cut = 0
         self._has_said_too_long = self._has_said_renumbered = False
 
@@ -92,6 +95,9 @@ class Parts:
         self._say_too_long(limit)
         self._say_renumbered(batch)
         self._sizes.look_at(cut)
+        if not self._num_cut and not self._is_list:
+            for strategy in self._strategies.values():
+                strategy.weight(batch)  # PerSample knows its lists from here on
         batches = [micro_batch.batch for micro_batch in cut]
         weights = weights_by_term(self._strategies, batches)
         parts = [
@@ -102,6 +108,11 @@ class Parts:
         if self._num_cut == 1:
             whole = None if self._is_list else batch
             refusals.verify_cut(whole, parts, self._strategies)
+        if self._may_hold_counts and len(parts) > 1:
+            self._may_hold_counts = False
+            announce_whole_counts(
+                batch, parts[0].micro_batch.batch, _counts(parts), self._shared
+            )
         nothing = dict.fromkeys(weights, 0)
         return parts + [
             replace(parts[-1], weights=nothing, counts=False)
@@ -130,6 +141,17 @@ class Parts:
         if self._cutter.has_trimmed_left and not self._has_said_renumbered:
             self._has_said_renumbered = True
             refusals.announce_renumbered(batch)
+
+
+def _counts(parts: list[Part]) -> dict[int, str]:
+    """What the loader batch has, by how many: rows, and what each strategy counts."""
+    counts: dict[int, str] = {}
+    for term in parts[0].weights:
+        total = sum(float(part.weights[term]) for part in parts)
+        if total.is_integer():
+            counts[int(total)] = "of what the strategy counts"
+    counts[sum(len(part.micro_batch.rows) for part in parts)] = "rows"
+    return counts
 
 
 def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:
