@@ -22,6 +22,7 @@ from tests.core.common import (
 )
 from tests.helpers import NAIVE, gradients, ragged_sequences
 from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken, Uniform
+from trainkit.core.batches import describe, tensors
 from trainkit.errors import TrainkitError
 
 LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
@@ -247,8 +248,6 @@ X, Y = torch.zeros(5, 2), torch.zeros(5)
         [X, Y, ("a",) * 5],
         [X, {"y": Y}],
         [X, [Y, Y]],
-        [X, X, X],
-        [Y, Y, Y, Y],
         {"x": X, "names": ["a"] * 5, "meta": [{"id": 1}] * 5},
         {"views": [X, X, X], "y": Y},
         [[X, Y], [X, Y]],
@@ -257,6 +256,82 @@ X, Y = torch.zeros(5, 2), torch.zeros(5)
 def test_list_of_fields_is_no_list_of_samples(fields: Any) -> None:
     """As `default_collate` and `CombinedLoader` make them."""
     assert PerSample().weight(fields) == 5
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [Y, Y],
+        [Y, Y, Y, Y],
+        [X, X, X],
+        [torch.zeros(3, 8, 8)] * 2,
+        [torch.zeros(1, 28, 28, dtype=torch.uint8)] * 2,
+        {"rows": [Y, Y]},
+    ],
+    ids=describe,
+)
+def test_list_of_tensors_that_are_alike_is_refused_until_named(batch: Any) -> None:
+    """As `collate_fn=list` makes it of samples, and `default_collate` of fields."""
+    with pytest.raises(TrainkitError, match=r"this is one, or may be.*size=0.*size=''"):
+        PerSample().weight(batch)
+    if isinstance(batch, list):
+        assert PerSample(size="").weight(batch) == len(batch)
+        assert PerSample(size=0).weight(batch) == batch[0].shape[0]
+    # Tensors outside say it, and a tuple is none of samples.
+    rows = {next(tensors(batch)).shape[0]: torch.zeros(next(tensors(batch)).shape[0])}
+    for number, outside in rows.items():
+        assert PerSample().weight([outside, {"in": batch}]) == number
+        if isinstance(batch, list):
+            assert PerSample().weight(tuple(batch)) == number
+
+
+def test_pair_of_matrices_is_one_of_fields() -> None:
+    pair = [torch.zeros(8, 1), torch.zeros(8, 1)]
+    assert PerSample().weight(pair) == 8
+    assert PerSample().weight([torch.zeros(5, 3), torch.zeros(5, 3)]) == 5
+
+
+def test_fields_that_look_like_two_images_in_a_short_batch_are_known() -> None:
+    strategy = PerSample()
+    assert strategy.weight([torch.zeros(32, 16, 16)] * 2) == 32
+    assert strategy.weight([torch.zeros(3, 16, 16)] * 2) == 3
+    assert strategy == PerSample()
+    assert hash(strategy) == hash(PerSample())
+    # Negative control: nothing else has been seen.
+    with pytest.raises(TrainkitError, match="list of samples"):
+        PerSample().weight([torch.zeros(3, 16, 16)] * 2)
+
+
+def test_list_of_records_with_the_rows_of_a_tensor_outside_is_one_of_fields() -> None:
+    records = [{"a": torch.zeros(4, 2), "b": torch.zeros(4)} for _ in range(2)]
+    assert PerSample().weight((records, torch.zeros(4))) == 4
+    assert PerSample().weight((records * 2, torch.zeros(4))) == 4
+    with pytest.raises(TrainkitError, match="list of samples"):
+        PerSample().weight((records, torch.zeros(2)))
+
+
+class Graphs:
+    """As a graph library's batch: neither a mapping nor a dataclass."""
+
+    def __init__(self, num_nodes: int, num_graphs: int | None) -> None:
+        self._store = {"x": torch.zeros(num_nodes, 3)}
+        if num_graphs is not None:
+            self.num_graphs = num_graphs
+
+
+def test_object_that_counts_its_samples_is_asked() -> None:
+    assert PerSample().weight(Graphs(9, 4)) == 4
+    assert PerSample().weight({"graphs": Graphs(9, 4), "name": "a"}) == 4
+    assert PerSample().weight((Graphs(9, 4), torch.zeros(4))) == 4
+    with pytest.raises(
+        TrainkitError, match=r"batch is Graphs\(x: float32\[9, 3\]\).*size="
+    ):
+        PerSample().weight(Graphs(9, None))
+
+
+def test_size_of_a_batch_that_is_no_list_is_refused() -> None:
+    with pytest.raises(TrainkitError, match=r"size='': counts the entries.*float32"):
+        PerSample(size="").weight({"x": X})
 
 
 def test_ignore_index_is_not_taken_around_by_narrow_labels() -> None:

@@ -10,11 +10,18 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.errors import TrainkitError
 
 Path = str | int
+
+KnownPairs = set[tuple[int, torch.dtype]]
+"""Lists of tensors that are known for fields, by their number of entries and dtype."""
+
+CHANNELS = (1, 3, 4)
+"""Those that an image has."""
 
 
 def lookup(batch: Any, path: Path) -> Any:
@@ -52,19 +59,33 @@ def lookup_tensor(batch: Any, path: Path, *, role: str) -> Tensor:
     return found
 
 
-def leading_dimension(batch: Any) -> int:
+def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
     """The one length that all of the batch's tensors share in their first dimension.
+
+    A list that may be one of samples counts as fields only where the tensors outside of
+    it have the rows that its own have. Without any tensor, an object that counts its
+    own samples is asked, as a graph library's batches are.
+
+    Args:
+        batch: any nesting.
+        known: see `may_be_samples`.
 
     Raises:
         TrainkitError: there is no such length, or more than one.
     """
-    if _holds_samples(batch):
+    lists: list[Any] = []
+    lengths = _leading(batch, lists, set() if known is None else known)
+    inside = {t.shape[0] for each in lists for t in tensors(each) if t.ndim > 0}
+    if lists and not (len(lengths) == 1 and inside == lengths):
         raise TrainkitError(
-            f"PerSample: a list of samples has no leading dimension of its own: "
+            f"PerSample: a list of samples has no leading dimension of its own, and "
+            f"this is one, or may be: {describe(lists[0])}, in the batch "
             f"{describe(batch)}. Name what has one entry per sample, a tensor or a "
-            f"list: PerSample(size='path.to.it')."
+            f"list: PerSample(size='path.to.it'). If the batch is a list of fields, "
+            f"size=0 is its first one; if it is one of samples, size='' is the list."
         )
-    lengths = {t.shape[0] for t in tensors(batch) if t.ndim > 0}
+    if not lengths:
+        lengths = set(_own_counts(batch))
     if len(lengths) != 1:
         found = f"has {sorted(lengths)}" if lengths else "has no tensor with a length"
         raise TrainkitError(
@@ -76,11 +97,37 @@ def leading_dimension(batch: Any) -> int:
     return lengths.pop()
 
 
-def _holds_samples(batch: Any) -> bool:
-    """Whether a list in the batch is one of samples, not of fields."""
-    if not isinstance(batch, list):
-        return any(map(_holds_samples, _children(batch)))
-    return are_samples(batch) or any(map(_holds_samples, batch))
+def _leading(batch: Any, lists: list[Any], known: KnownPairs) -> set[int]:
+    """The lengths of the tensors outside of lists that may be of samples."""
+    if isinstance(batch, Tensor):
+        return {batch.shape[0]} if batch.ndim else set()
+    if isinstance(batch, list) and (are_samples(batch) or may_be_samples(batch, known)):
+        lists.append(batch)
+        return set()
+    found: set[int] = set()
+    for child in _children(batch):
+        found |= _leading(child, lists, known)
+    return found
+
+
+def own_count(value: Any) -> int | None:
+    """How many samples an object that is no container says that it has: a batch of
+    torch_geometric its `num_graphs`, one of dgl its `batch_size`."""
+    for name in ("num_graphs", "batch_size"):
+        count = getattr(value, name, None)
+        if isinstance(count, int) and not isinstance(count, bool):
+            return count
+    return None
+
+
+def _own_counts(batch: Any) -> Iterator[int]:
+    if isinstance(batch, Tensor | str | bytes | int | float | type(None)):
+        return
+    if _fields(batch) is not None or _is_sequence(batch):
+        for child in _children(batch):
+            yield from _own_counts(child)
+    elif (count := own_count(batch)) is not None:
+        yield count
 
 
 def are_samples(batch: Sequence[Any]) -> bool:
@@ -97,10 +144,58 @@ def are_samples(batch: Sequence[Any]) -> bool:
         isinstance(each, Tensor)
         and each.is_floating_point()
         and each.ndim == 3
-        and each.shape[0] in (1, 3, 4)
+        and each.shape[0] in CHANNELS
         for each in batch
     )
     return are_records or are_images
+
+
+def may_be_samples(batch: Any, known: KnownPairs) -> bool:
+    """Whether a list of tensors that are all alike may be one of samples.
+
+    Collating makes such a list too, of fields: two matrices are taken for fields, but
+    not two images with their few channels first, and no vectors. Two fields of three
+    rows look like two images: what has once been seen with another number of rows is
+    known for fields.
+
+    Args:
+        batch: whatever a batch holds.
+        known: the lists that are known for fields, by their number of entries and
+            dtype; it is added to.
+    """
+    if not isinstance(batch, list) or len(batch) < 2:
+        return False
+    first = batch[0]
+    if not isinstance(first, Tensor) or not first.ndim:
+        return False
+    if not all(
+        isinstance(each, Tensor)
+        and each.shape == first.shape
+        and each.dtype == first.dtype
+        for each in batch
+    ):
+        return False
+    if first.ndim == 1 or len(batch) > 2:
+        return True
+    if first.ndim != 3 or min(first.shape[1:]) < 8:
+        return False
+    if first.shape[0] not in CHANNELS:
+        known.add((len(batch), first.dtype))
+    return (len(batch), first.dtype) not in known
+
+
+def held_by(value: Any) -> dict[str, Any]:
+    """The attributes of an object that is no container, if it holds tensors; what it
+    keeps in private mappings, as torch_geometric does, by its own name."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return {}
+    held: dict[str, Any] = {}
+    for name, attribute in vars(value).items():
+        if name.startswith("_") and isinstance(attribute, Mapping):
+            held |= {str(key): each for key, each in attribute.items()}
+        else:
+            held[name] = attribute
+    return held if any(True for _ in tensors(list(held.values()))) else {}
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
@@ -123,6 +218,8 @@ def describe(batch: Any, *, depth: int = 3) -> str:
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     name = type(batch).__name__
     fields = _fields(batch)
+    if fields is None and not _is_sequence(batch):
+        fields = held_by(batch) or None
     if fields is not None:
         inside = [f"{k}: {describe(v, depth=depth - 1)}" for k, v in fields.items()]
     elif _is_sequence(batch):

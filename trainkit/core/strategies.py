@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trainkit.core.batches import (
+    KnownPairs,
     Path,
+    describe,
     leading_dimension,
     lookup,
     lookup_tensor,
@@ -61,8 +63,11 @@ class PerSample(AccumulationStrategy):
     3
 
     Args:
-        size: path of the tensor (or list) whose length counts. Default: the leading
-            dimension that all tensors of the batch share.
+        size: path of the tensor (or list) whose length counts; `""` is the batch
+            itself, where that is a list of samples. Default: the leading dimension that
+            all tensors of the batch share, or what a graph library's batch says of
+            itself. A list of tensors that are all alike may be of samples or of fields,
+            and is refused without `size`.
         mask: path of a tensor of 0/1 or real-valued sample weights; its sum counts.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
             divided by the window's weight; or `"total"`, a sum that stays a sum.
@@ -71,10 +76,15 @@ class PerSample(AccumulationStrategy):
     size: Path | None = None
     mask: Path | None = None
     loss_reduction: LossReduction = "mean"
+    _known: KnownPairs = field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         check_reduction(self)
-        _check_paths(self, "size", "mask")
+        if self.size != "":
+            _check_paths(self, "size")
+        _check_paths(self, "mask")
         if self.size is not None and self.mask is not None:
             raise TrainkitError(
                 f"PerSample: size and mask exclude each other, received size="
@@ -86,10 +96,15 @@ class PerSample(AccumulationStrategy):
         if self.mask is not None:
             return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
         if self.size is None:
-            return leading_dimension(batch)
-        found = lookup(batch, self.size)
+            return leading_dimension(batch, self._known)
+        found = batch if self.size == "" else lookup(batch, self.size)
         if isinstance(found, list | tuple):
             return len(found)
+        if self.size == "":
+            raise TrainkitError(
+                f"PerSample size='': counts the entries of a batch that is a list, "
+                f"received {describe(batch)}. Name what has one entry per sample."
+            )
         tensor = lookup_tensor(batch, self.size, role="PerSample size")
         if tensor.ndim == 0:
             raise TrainkitError(

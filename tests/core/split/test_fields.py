@@ -159,6 +159,20 @@ class Box:
         self.x = X
 
 
+class Graphs:
+    """As a batch of torch_geometric."""
+
+    def __init__(self, num_nodes: int, num_graphs: int) -> None:
+        self._store = {"x": torch.zeros(num_nodes, 3)}
+        self.num_graphs = num_graphs
+
+
+class Opaque:
+    """As a batch of dgl, whose tensors nobody can see."""
+
+    batch_size = 4
+
+
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
@@ -171,6 +185,18 @@ class Box:
         ([torch.randn(3, 8, 8) for _ in range(4)], r"list of samples.*collate="),
         ([{"ids": [1, 2]}, {"ids": [3]}], r"list of samples.*collate="),
         ([torch.zeros(3), torch.zeros(5)], r"cannot tell the rows.*\[3, 5\].*collate="),
+        (
+            [X[0], X[1]],
+            r"may be:.*PerSample\(size=''\).*PerSample\(size=0",
+        ),
+        ([torch.zeros(3, 8, 8)] * 2, r"list of samples.*collate="),
+        (
+            Graphs(9, 4),
+            r"the batch is a Graphs, which holds tensors.*x: float32",
+        ),
+        ({"g": Graphs(9, 4)}, r"field 'g' is a Graphs.*collate=Batch.from_data_list"),
+        (Opaque(), r"the batch is a Opaque, which counts samples of its own.*collate="),
+        ((X, Opaque()), r"field '1' is a Opaque, which counts samples of its own"),
         ((X, X.to_sparse()), r"field '1' is a torch.sparse_coo tensor.*shared="),
     ],
 )
@@ -185,6 +211,54 @@ def test_nested_tensor_is_refused() -> None:
     )
     with pytest.raises(TrainkitError, match=r"field '0' is a nested tensor"):
         Cutter(MicroBatching(size=1), Uniform()).cut((jagged, X[:2]))
+
+
+def test_arrays_and_lists_of_another_length_are_shared() -> None:
+    """And do not count as rows."""
+    batch = {
+        "x": X,
+        "index": np.arange(9),
+        "names": ["a", "b"],
+        "grid": np.zeros((2, 3)),
+        "of rows": np.arange(6),
+    }
+    micros = Cutter(MicroBatching(size=4), Uniform()).cut(batch)
+    for micro in micros:
+        for name in ("index", "names", "grid"):
+            assert micro.batch[name] is batch[name] or micro.batch[name] == batch[name]
+    assert [m.batch["of rows"].tolist() for m in micros] == [[0, 1, 2], [3, 4, 5]]
+    # Without a tensor, arrays are the rows.
+    micros = Cutter(MicroBatching(size=4), Uniform()).cut({"a": np.arange(6)})
+    assert [m.batch["a"].tolist() for m in micros] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_list_of_records_of_fields_is_no_list_of_rows() -> None:
+    def batch(rows: int) -> Any:
+        return ([{"a": X[:rows]}, {"a": X[:rows]}], Y[:rows])
+
+    cutter = Cutter(MicroBatching(size=2), PerSample())
+    for rows in (6, 4, 2):  # then, two rows are no two records
+        micros = cutter.cut(batch(rows))
+        for micro in micros:
+            assert [r["a"].shape for r in micro.batch[0]] == [(2, 2), (2, 2)]
+            assert PerSample().weight(micro.batch) == 2
+    with pytest.raises(TrainkitError, match="'0' is a list of 2 entries of 2 rows"):
+        Cutter(MicroBatching(size=1), PerSample()).cut(batch(2))
+
+
+def test_list_of_samples_is_cut_into_lists_where_it_is_the_size() -> None:
+    samples = [torch.full((5,), float(i)) for i in range(7)]
+    strategy = PerSample(size="")
+    micros = Cutter(MicroBatching(size=3), strategy).cut(samples)
+    assert [strategy.weight(micro.batch) for micro in micros] == [3, 2, 2]
+    assert [float(x[0]) for m in micros for x in m.batch] == list(range(7))
+
+
+def test_pair_of_matrices_is_cut_also_where_a_short_batch_looks_like_images() -> None:
+    cutter = Cutter(MicroBatching(size=2), PerSample())
+    for rows in (5, 3):
+        micros = cutter.cut([torch.zeros(rows, 8, 8)] * 2)
+        assert sum(len(micro.batch[0]) for micro in micros) == rows
 
 
 def test_tensor_of_other_rows_is_refused_by_name() -> None:

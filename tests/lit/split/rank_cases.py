@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -105,7 +105,10 @@ def terms_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 class Trained(Short):
     def __init__(self, case: Case, memory: Memory | None) -> None:
-        super().__init__(memory, cut=case.cut, dtype=case.dtype)
+        cut = case.cut
+        if cut is not None and case.norm:
+            cut = replace(cut, trim=False)  # its BatchNorm sees padding
+        super().__init__(memory, cut=cut, dtype=case.dtype)
         self.case, self.optimizer_name = case, case.optimizer
         self.body = Branches(case.dtype) if case.branches else None
         if case.branches:

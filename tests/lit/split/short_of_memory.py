@@ -80,6 +80,8 @@ class Short(Split):
         self.memory = memory or Memory()
 
     def need(self, place: Place, batch: Any) -> None:
+        if place != "backward" and not torch.is_grad_enabled():
+            return  # only the loss with and without padding is measured
         ids = batch["ids"]
         self.memory.need(place, self.trainer.global_step, ids.numel(), len(ids))
 

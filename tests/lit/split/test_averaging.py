@@ -76,6 +76,7 @@ class SkippingBackward(pl.Callback):
         self.epochs[-1].append(weights(module))
 
 
+@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
 def test_no_micro_batch_of_the_statistics_epoch_moves_a_weight() -> None:
     noting = SkippingBackward()
     swa = StochasticWeightAveraging(0.1, swa_epoch_start=2, annealing_epochs=1)
@@ -87,6 +88,7 @@ def test_no_micro_batch_of_the_statistics_epoch_moves_a_weight() -> None:
     assert all(torch.equal(last[0], each) for each in last)
 
 
+@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
 def test_a_cut_that_knows_of_no_statistics_epoch_moves_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -191,6 +191,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
 @pytest.mark.usefixtures("first_that_fits")
 @pytest.mark.parametrize(("place", "window"), PLACES_AND_WINDOWS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -215,6 +216,7 @@ def test_all_that_a_window_changes_equals_a_run_with_the_final_sizes(
         assert mine == theirs
 
 
+@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
 @pytest.mark.usefixtures("first_that_fits")
 @pytest.mark.parametrize("left_out", ["_keep_buffers", "_keep_attributes"])
 def test_a_snapshot_without_a_part_is_noticed(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import are_samples, describe, tensors
+from trainkit.core.batches import are_samples, describe, own_count, tensors
 from trainkit.errors import TrainkitError
 
 Build = Callable[[Iterator[Any]], Any]
@@ -127,16 +127,28 @@ def holds_arrays(value: Any) -> bool:
 
 
 def common_rows(batch: Any, shared: Collection[int]) -> set[int]:
-    """The leading lengths of a batch's tensors, those of records apart."""
+    """The leading lengths of a batch's tensors, those of records apart; of other arrays
+    only where there is no tensor."""
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+    _add_rows(batch, shared, found)
+    return found[True] or found[False]
+
+
+def _add_rows(batch: Any, shared: Collection[int], found: dict[bool, set[int]]) -> None:
     if id(batch) in shared:
-        return set()
+        return
     if isinstance(batch, Tensor) or is_array(batch):
-        return {batch.shape[0]} if batch.ndim else set()
-    found: set[int] = set()
+        if batch.ndim:
+            found[isinstance(batch, Tensor)].add(batch.shape[0])
+        return
     for _, part in parts_of(batch) or ():
         if not (is_list(part) and are_samples(part)):
-            found |= common_rows(part, shared)
-    return found
+            _add_rows(part, shared, found)
+
+
+def named(path: str) -> str:
+    """A field for error messages."""
+    return f"field {path!r}" if path else "the batch"
 
 
 def check_divisible(field: Field, batch: Any) -> None:
@@ -146,15 +158,21 @@ def check_divisible(field: Field, batch: Any) -> None:
         if value.is_nested or value.layout is not torch.strided:
             kind = "nested" if value.is_nested else str(value.layout)
             raise TrainkitError(
-                f"MicroBatching: field {field.path!r} is a {kind} tensor, whose rows "
+                f"MicroBatching: {named(field.path)} is a {kind} tensor, whose rows "
                 f"cannot be told apart. Make it dense, or name it in shared= if every "
                 f"micro-batch is to have all of it."
             )
     elif hasattr(value, "__dict__") and not isinstance(value, type):
-        if any(True for _ in tensors(list(vars(value).values()))):
-            raise TrainkitError(
-                f"MicroBatching: field {field.path!r} is a {type(value).__name__}, "
-                f"which holds tensors and which nothing says how to cut, in the batch "
-                f"{describe(batch)}. Make it a dict or a dataclass, or name it in "
-                f"shared=."
-            )
+        holds_tensors = any(True for _ in tensors(list(vars(value).values())))
+        if not holds_tensors and own_count(value) is None:
+            return
+        holds = "holds tensors" if holds_tensors else "counts samples of its own"
+        raise TrainkitError(
+            f"MicroBatching: {named(field.path)} is a {type(value).__name__}, which "
+            f"{holds} and which nothing says how to cut, in the batch "
+            f"{describe(batch)}. Let the loader yield lists of samples "
+            f"(collate_fn=list) and name what makes a batch of them, such as "
+            f"MicroBatching(collate=Batch.from_data_list) for torch_geometric or "
+            f"collate=dgl.batch; or make it a dict or a dataclass; or name it in "
+            f"shared=."
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.batches import are_samples, describe, lookup
+from trainkit.core.batches import KnownPairs, describe, lookup
 from trainkit.core.split.fields import (
     Build,
     Field,
@@ -17,6 +17,7 @@ from trainkit.core.split.fields import (
     holds_arrays,
     is_array,
     is_list,
+    named,
     take_apart,
 )
 from trainkit.core.split.lengths import (
@@ -77,6 +78,7 @@ class Reader:
         self.trims = options.trim
         self._trimming = Trimming(options.ragged, strategy)  # type: ignore[arg-type]
         self._has_read = False
+        self._known: KnownPairs = set()
         self._are_rows: dict[str, bool] = {}  # lists, by path
         self._targets: tuple[Tensor, Tensor] | None = None  # of the batch being read
 
@@ -108,9 +110,12 @@ class Reader:
             return int(self._strategy.weight(batch))
         if self._targets is not None:
             return self._targets[0].shape[0]
-        check_no_samples(batch)
+        check_no_samples(batch, self._known)
         found = common_rows(batch, shared)
         if len(found) != 1:
+            for field in take_apart(batch, lambda path, value: id(value) in shared)[0]:
+                if id(field.value) not in shared:
+                    check_divisible(field, batch)
             has = f"has {sorted(found)}" if found else "has no tensor with rows"
             raise TrainkitError(
                 f"MicroBatching: cannot tell the rows of the batch: its tensors must "
@@ -129,13 +134,14 @@ class Reader:
         """
         if id(value) in shared:
             return True
-        if not path or not is_list(value):
+        if not is_list(value):
             return False
+        if not path:
+            return isinstance(self._strategy, PerSample) and self._strategy.size == ""
         if len(value) != num_rows:
             self._are_rows[path] = False
-        elif path not in self._are_rows and holds_arrays(value):
-            leading = {each.shape[0] if is_array(each) else None for each in value}
-            if not are_samples(value) and leading == {num_rows}:
+        elif path not in self._are_rows and num_rows > 1 and holds_arrays(value):
+            if common_rows(value, ()) == {num_rows} and all(map(holds_arrays, value)):
                 raise TrainkitError(_either(path, value))
             self._are_rows[path] = True
         return self._are_rows.get(path, True)
@@ -152,8 +158,10 @@ class Reader:
         if not is_array(value):
             return False
         if value.shape[0] != num_rows:
+            if not isinstance(value, Tensor):
+                return False  # an index, names
             raise TrainkitError(
-                f"MicroBatching: field {field.path!r} has {value.shape[0]} rows, but "
+                f"MicroBatching: {named(field.path)} has {value.shape[0]} rows, but "
                 f"the batch has {num_rows}: {describe(batch)}. If every micro-batch is "
                 f"to have all of it, name it in shared=; if it holds the rows in "
                 f"another dimension, or comes from a loader of another batch size, "
@@ -216,10 +224,12 @@ class Reader:
 
 
 def _either(path: str, value: Any) -> str:
+    number = len(value)
+    entries = "tensors" if all(map(is_array, value)) else "entries"
     return (
-        f"MicroBatching: field {path!r} is a list of {len(value)} tensors of "
-        f"{len(value)} rows each, and the batch has as many rows, so that it may be "
-        f"one of fields or one of rows: {describe(value)}. Put fields into a dict, or "
-        f"rows into one padded tensor; or begin with a batch of another size, after "
-        f"which it is known."
+        f"MicroBatching: field {path!r} is a list of {number} {entries} of {number} "
+        f"rows each, and the batch has as many rows, so that it may be one of fields "
+        f"or one of rows: {describe(value)}. Put fields into a dict, or rows into one "
+        f"padded tensor; or begin with a batch of another size, after which it is "
+        f"known."
     )

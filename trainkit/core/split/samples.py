@@ -7,7 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.batches import Path, are_samples, describe, lookup, tensors
+from trainkit.core.batches import (
+    KnownPairs,
+    Path,
+    are_samples,
+    describe,
+    lookup,
+    may_be_samples,
+    tensors,
+)
 from trainkit.core.split.fields import is_array, is_list, parts_of
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import Group, Rows
@@ -51,17 +59,28 @@ def collated(
     return [collate([samples[row] for row in rows]) for rows in parts]
 
 
-def check_no_samples(batch: Any) -> None:
-    """Refuse a list of samples that nothing collates."""
+def check_no_samples(batch: Any, known: KnownPairs) -> None:
+    """Refuse a list of samples, or what may be one, that nothing collates.
+
+    Args:
+        batch: the loader batch.
+        known: see `may_be_samples`.
+    """
     if not isinstance(batch, list):
         return
     has_containers = any(parts_of(each) is not None for each in batch)
-    if are_samples(batch) or (has_containers and not any(True for _ in tensors(batch))):
+    if (
+        are_samples(batch)
+        or may_be_samples(batch, known)
+        or (has_containers and not any(True for _ in tensors(batch)))
+    ):
         raise TrainkitError(
             f"MicroBatching: a list of samples is cut before it is collated, so the "
-            f"function that collates is needed, received {describe(batch)}. Say "
-            f"MicroBatching(collate=your_collate_fn); if these are fields, not "
-            f"samples, name what tells their rows in lengths=, or PerSample(size=...)."
+            f"function that collates is needed, and this is one, or may be: "
+            f"{describe(batch)}. Say MicroBatching(collate=your_collate_fn), or "
+            f"PerSample(size='') if training_step takes lists; if these are fields, "
+            f"not samples, PerSample(size=0), or name what tells their rows in "
+            f"lengths=."
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.expected import Strategies, weights_by_term
+from trainkit.core.split.counts import announce_whole_counts
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerToken, Weight
@@ -17,6 +18,7 @@ from trainkit.core.terms import leading
 from trainkit.lit.split import refusals
 from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
+from trainkit.lit.split.trim_check import Run, TrimCheck
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,29 @@ class Parts:
         self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
         self._sizes = sizes
         self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
+        most = self._most if self._run_alike else None
+        self._trim_check = TrimCheck(pl_module, most, may_retry=sizes.catches)
         self._device = pl_module.device
         self._is_list = options.collate is not None
+        self._shared = options.shared
+        self._may_hold_counts = options.collate is None
         self._num_cut = 0
         self._has_shared = False
         self._has_said_too_long = self._has_said_renumbered = False
 
-    def of(self, batch: Any) -> list[Part]:
-        """The micro-batches of a loader batch, the largest first."""
+    def of(self, batch: Any, rehearse: Run) -> list[Part]:
+        """The micro-batches of a loader batch, the largest first.
+
+        Args:
+            batch: the loader batch.
+            rehearse: runs `training_step` with one and keeps nothing of it.
+        """
         limit = None
         if self._sizes.catches:
             limit = self._sizes.begin(self._cutter.measure(batch))
         cut = self._cutter.cut(batch, limit)
+        if self._trim_check.refuses(self._cutter, batch, cut, rehearse):
+            cut = self._cutter.cut(batch, limit)
         if self._run_alike:
             most = self._most(len(cut))
             if len(cut) < most:
@@ -79,6 +92,9 @@ class Parts:
         self._say_too_long(limit)
         self._say_renumbered(batch)
         self._sizes.look_at(cut)
+        if not self._num_cut and not self._is_list:
+            for strategy in self._strategies.values():
+                strategy.weight(batch)  # PerSample knows its lists from here on
         batches = [micro_batch.batch for micro_batch in cut]
         weights = weights_by_term(self._strategies, batches)
         parts = [
@@ -89,6 +105,11 @@ class Parts:
         if self._num_cut == 1:
             whole = None if self._is_list else batch
             refusals.verify_cut(whole, parts, self._strategies)
+        if self._may_hold_counts and len(parts) > 1:
+            self._may_hold_counts = False
+            announce_whole_counts(
+                batch, parts[0].micro_batch.batch, _counts(parts), self._shared
+            )
         nothing = dict.fromkeys(weights, 0)
         return parts + [
             replace(parts[-1], weights=nothing, counts=False)
@@ -129,6 +150,17 @@ def counts_of(parts: Sequence[Part]) -> dict[str, int]:
         "tokens": sum(m.padded for m in counting) if has_lengths else 0,
         "samples": sum(len(m.rows) for m in counting),
     }
+
+
+def _counts(parts: list[Part]) -> dict[int, str]:
+    """What the loader batch has, by how many: rows, and what each strategy counts."""
+    counts: dict[int, str] = {}
+    for term in parts[0].weights:
+        total = sum(float(part.weights[term]) for part in parts)
+        if total.is_integer():
+            counts[int(total)] = "of what the strategy counts"
+    counts[sum(len(part.micro_batch.rows) for part in parts)] = "rows"
+    return counts
 
 
 def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
-from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import parameters_of
 from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.lit._compat import (
     as_hook,
@@ -27,6 +28,7 @@ from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
+from trainkit.lit.split.lent import Windows
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.parts import Parts, counts_of
 from trainkit.lit.split.running import Running
@@ -34,24 +36,13 @@ from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
+from trainkit.lit.split.trim_check import rehearsed
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.taken_calls import taken_calls
 from trainkit.lit.window_end import say_dropped, window_ends
 
 NOTHING = nullcontext()
 KEPT = ("running", "is_apart", "num_loader_batches", "sizes", "_patch")
-
-
-class Windows(Protocol):
-    """What the callback that divides windows lends."""
-
-    accumulators: dict[int, Accumulator]
-
-    def slots(self) -> int: ...
-
-    def forget_means(self) -> None: ...
-
-    def follow(self, pl_module: Any) -> None: ...
 
 
 class SplitWindows:
@@ -212,7 +203,7 @@ class SplitWindows:
         """Forward and backward of every micro-batch."""
         if self._arrivals is not None:
             self._arrivals.begin()
-        parts = self._parts.of(batch)
+        parts = self._parts.of(batch, partial(self._rehearse, args, kwargs))
         size = self._trainer.accumulate_grad_batches
         tells = size == 1
         closes = window_ends(self._trainer, self._trainer.fit_loop.batch_idx, size)
@@ -255,6 +246,18 @@ class SplitWindows:
                 before.restore()
             if shared is not None:
                 shared.refuse_changed()
+
+    def _rehearse(self, args: Any, kwargs: Any, micro_batch: MicroBatch) -> Any:
+        """The terms of a micro-batch's loss; nothing else of it stays."""
+        self._metrics.open(2)  # as in a window of several, no rank waits for another
+        self._metrics.begin(1, is_muted=True)
+        try:
+            on_device = self._transfer(micro_batch.batch)
+            strategies = self._accumulator.strategies
+            return rehearsed(self._module, strategies, on_device, *args, **kwargs)
+        finally:
+            self._metrics.forget()
+            self._windows.forget_means()
 
     def _moved(self, running: Running) -> Iterator[Any]:
         coming = iter(running.parts)

@@ -1,0 +1,79 @@
+"""Counts of the whole batch that every micro-batch gets whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.core.batches import Path
+from trainkit.core.split.fields import is_list, named, parts_of
+
+
+def announce_whole_counts(
+    whole: Any, part: Any, counts: Mapping[int, str], shared: Sequence[Path]
+) -> bool:
+    """Name a number that counts the loader batch, and is in a micro-batch the same.
+
+    A loss that is divided by it is a mean over the whole batch, and is weighed by the
+    micro-batch's share once more.
+
+    Args:
+        whole: the loader batch.
+        part: a micro-batch of fewer rows.
+        counts: what the batch has so many of, by how many.
+        shared: what the user wants to be whole.
+
+    Returns:
+        Whether there was one.
+    """
+    allowed = set(map(str, shared))
+    for path, number in _same_numbers(whole, part, ""):
+        if number in counts and number not in (0, 1) and path not in allowed:
+            warnings.warn(
+                f"MicroBatching: {named(path)} is {number}, as the whole batch has "
+                f"{number} {counts[number]}, and every micro-batch gets it as it is. A "
+                f"loss divided by it is divided once too often: the strategy weighs "
+                f"means over what a micro-batch holds. Count in training_step what it "
+                f"gets; if nothing is divided by this number, say so: "
+                f"MicroBatching(shared=[{path!r}]).",
+                stacklevel=2,
+            )
+            return True
+    return False
+
+
+def _same_numbers(whole: Any, part: Any, path: str) -> Iterator[tuple[str, int]]:
+    """The whole numbers that are in both, each with its path."""
+    number = _number(part)
+    if number is not None:
+        if number == _number(whole):
+            yield path, number
+        return
+    parts, others = parts_of(part), parts_of(whole)
+    if parts is None or others is None or len(parts) != len(others):
+        return  # nothing of its kind, or a list that is cut
+    prefix = f"{path}." if path else ""
+    for (key, each), (_, other) in zip(parts, others, strict=True):
+        yield from _same_numbers(other, each, f"{prefix}{key}")
+    if not is_list(part) and hasattr(part, "__dict__"):
+        keys = {key for key, _ in parts}
+        for key, each in vars(part).items():
+            if key not in keys and _number(each) is not None:
+                other = vars(whole).get(key)
+                yield from _same_numbers(other, each, f"{prefix}{key}")
+
+
+def _number(value: Any) -> int | None:
+    """A whole number, as Python's, as numpy's, or as a 0-d tensor on the host."""
+    if isinstance(value, Tensor):
+        if value.ndim or not value.is_cpu or value.is_complex():
+            return None
+        value = value.item()
+    elif hasattr(value, "dtype") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if float(value).is_integer() else None
