@@ -42,7 +42,6 @@ class Arrivals:
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
-        self._strategies = accumulator.strategies
         self._of_window: list[_Compared] = []
         self._waiting: deque[tuple[int, list[str], LateReading]] = deque()
         self._is_first = True
@@ -61,7 +60,7 @@ class Arrivals:
             on_device: what `training_step` is about to get.
         """
         waits = self._is_first or self._accumulator.watch.checks == "now"
-        for term, strategy in self._strategies.items():
+        for term, strategy in self._accumulator.strategies.items():
             try:
                 arrived = strategy.weight(on_device)
             except (TrainkitError, LookupError, TypeError, AttributeError):
@@ -110,7 +109,7 @@ class Arrivals:
         is_late: bool,
     ) -> None:
         if not math.isclose(told, arrived, rel_tol=max(tolerance, 1e-9), abs_tol=1e-9):
-            name = type(self._strategies[term]).__name__
+            name = type(self._accumulator.strategies[term]).__name__
             raise refusals.other_weight(step, name, told, arrived, is_late=is_late)
 
 

@@ -157,7 +157,7 @@ def _counts(parts: list[Part]) -> dict[int, str]:
     counts: dict[int, str] = {}
     for term in parts[0].weights:
         total = sum(float(part.weights[term]) for part in parts)
-        if total.is_integer():
+        if total == int(total):
             counts[int(total)] = "of what the strategy counts"
     counts[sum(len(part.micro_batch.rows) for part in parts)] = "rows"
     return counts

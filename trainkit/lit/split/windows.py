@@ -104,9 +104,8 @@ class SplitWindows:
 
     def cut_anew(self) -> None:
         """Begin to cut by what the accumulator's strategies say now."""
-        strategies = self._accumulator.strategies
         refusals.refuse_before_training(
-            self._trainer, self._module, self._options, strategies
+            self._trainer, self._module, self._options, self._accumulator.strategies
         )
         self._parts = Parts(self._options, self._module, self._accumulator, self.sizes)
 
@@ -252,9 +251,9 @@ class SplitWindows:
         self._metrics.open(2)  # as in a window of several, no rank waits for another
         self._metrics.begin(1, is_muted=True)
         try:
-            on_device = self._transfer(micro_batch.batch)
-            strategies = self._accumulator.strategies
-            return rehearsed(self._module, strategies, on_device, *args, **kwargs)
+            moved_there = self._transfer(micro_batch.batch)
+            terms = self._accumulator.strategies
+            return rehearsed(self._module, terms, moved_there, *args, **kwargs)
         finally:
             self._metrics.forget()
             self._windows.forget_means()
@@ -381,7 +380,8 @@ class SplitWindows:
             running = self.running
             if running is None or not is_out_of_memory(error):
                 raise  # not even cut, or no matter of size
-            if self._cannot_be_repeated():
+            if self._several_ranks and self.sizes.is_proven():
+                # They may be waiting inside this window's backward passes.
                 raise refusals.out_of_memory_between_ranks() from error
             micro_batch = (running.at or running.parts[0]).micro_batch
             failure = Failure(
@@ -391,12 +391,6 @@ class SplitWindows:
             self.running = None
             return failure
         return None
-
-    def _cannot_be_repeated(self) -> bool:
-        """The other ranks may be waiting inside this window's backward passes."""
-        return self._several_ranks and self.sizes.is_proven()
-
-    # ---- small things ----------------------------------------------------------------
 
     def _parameters(self) -> list[Tensor]:
         """What holds the gradients of the window."""
