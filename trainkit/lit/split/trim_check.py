@@ -20,11 +20,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.core.expected import Strategies
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.cutting import Cutter, MicroBatch
-from trainkit.lit._compat import replaced, uncompiled
-from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.snapshot import Snapshot
 
 Run = Callable[[MicroBatch], list[Tensor]]
@@ -186,29 +183,6 @@ class TrimCheck:
             or (a.isnan() and b.isnan())
             for a, b in zip(losses, others, strict=True)
         )
-
-
-def rehearsed(
-    pl_module: Any, strategies: Strategies, batch: Any, *args: Any, **kwargs: Any
-) -> list[Tensor]:
-    """The terms of a loss, by `training_step` alone; what it logs is not heard.
-
-    Args:
-        pl_module: what trains.
-        strategies: of the loss, by term.
-        batch: on the device.
-        *args: what `training_step` gets besides.
-        **kwargs: the same, by name.
-    """
-    with replaced(pl_module, log=uncompiled(pl_module, _unheard)):
-        output = pl_module.training_step(batch, *args, **kwargs)
-    if output is None:
-        return []
-    loss, _ = taken_apart(output)
-    return list(terms_of(loss, strategies).values())
-
-
-def _unheard(*args: Any, **kwargs: Any) -> None: ...
 
 
 @contextmanager

@@ -31,12 +31,12 @@ from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.lent import Windows
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.parts import Parts, counts_of
+from trainkit.lit.split.rehearsal import rehearsed
 from trainkit.lit.split.running import Running
 from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
-from trainkit.lit.split.trim_check import rehearsed
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.taken_calls import taken_calls
 from trainkit.lit.window_end import say_dropped, window_ends
