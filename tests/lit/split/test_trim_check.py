@@ -175,7 +175,7 @@ class Rich(Pooled):
         )
 
 
-@pytest.mark.filterwarnings("ignore:micro_batching. training_step has changed")
+@pytest.mark.filterwarnings("ignore:training_step has changed")
 @pytest.mark.filterwarnings("ignore:BatchNorm")
 def test_all_that_it_changes_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
