@@ -172,9 +172,12 @@ def quiet_lightning() -> Iterator[None]:
 # ---- several ranks -------------------------------------------------------------------
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
-) -> list[Any]:
+PATIENCE = 240.0
+"""Seconds after which another process has hung: what a test waits for is an event. A
+machine may be busy with anything else besides."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `function(rank, world_size, *args)` in processes of their own, with gloo.
 
     The function must stand at the top level of a module. What it returns comes back
@@ -195,12 +198,12 @@ def run_ranks(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(timeout)
+            process.join(PATIENCE)
         hung = [rank for rank, p in enumerate(processes) if p.is_alive()]
         for process in processes:
             process.kill()
         if hung:
-            raise AssertionError(f"ranks {hung} hung for {timeout} s")
+            raise AssertionError(f"ranks {hung} hung for {PATIENCE} s")
         files = [Path(folder, f"{rank}.pt") for rank in range(world_size)]
         return [
             torch.load(f, weights_only=False) if f.exists() else RankError("died")
@@ -247,7 +250,7 @@ def _rank_main(
     written.rename(Path(folder, f"{rank}.pt"))
     # The first rank serves the others' store, and a socket that closes early fails
     # a rank that is still connecting: leave together, if nobody has failed.
-    leave_at = time.monotonic() + 20
+    leave_at = time.monotonic() + PATIENCE / 2
     while (
         not isinstance(result, RankError)
         and len(list(Path(folder).glob("*.pt"))) < world_size
@@ -257,9 +260,9 @@ def _rank_main(
     os._exit(0)  # without waiting for a process group whose other ranks have failed
 
 
-def start_gloo(seconds: float = 60) -> None:
+def start_gloo() -> None:
     """Join the ranks of `run_ranks`, for a plain training loop."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE / 2))
 
 
 def _free_port() -> int:

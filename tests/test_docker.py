@@ -81,7 +81,7 @@ def linted(path: Path) -> subprocess.CompletedProcess[str]:
         [program, "--no-color", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

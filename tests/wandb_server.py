@@ -163,6 +163,8 @@ class WandbServer:
             "WANDB_ENTITY": "local",
             "WANDB_PROJECT": "p",
             "WANDB_DIR": str(home),
+            # How long a trial that is asked to stop may take: it says when it has.
+            "WANDB_AGENT_KILL_DELAY": "240",
             "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
             "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.2",
             **more,
@@ -177,7 +179,7 @@ class WandbServer:
         """Tell the agent that has the run to stop it, at its next heartbeat."""
         self.to_stop.add(name)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         """Until something has arrived, or an AssertionError."""
         deadline = time.monotonic() + seconds
         while not condition():

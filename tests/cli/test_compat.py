@@ -45,4 +45,4 @@ def test_ranks_are_taken_over_and_lightning_watches_none(how: dict[str, Any]) ->
         trainer.strategy.launcher.procs.append(process)
         assert _compat.take_over_ranks(trainer) == [process]
         assert _compat.take_over_ranks(trainer) == []
-        process.wait(60)
+        process.wait(240)

@@ -181,7 +181,7 @@ print(sorted({"torch", "lightning", "hydra", "wandb", "rich"} & set(sys.modules)
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.splitlines()[-1] == "[]"
     assert "--target" in done.stdout
@@ -203,7 +203,7 @@ print("torch" in sys.modules)
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=240,
         )
         assert done.stdout.splitlines() == [
             "--trainer.max_epochs",
@@ -290,7 +290,7 @@ complete -p trainkit
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     *replied, registered = done.stdout.splitlines()
     assert [each for each in replied if each] == reply
@@ -329,14 +329,14 @@ def terminal(argv: list[str], env: dict[str, str], folder: Path) -> Iterator[int
         yield ours
     finally:
         program.kill()
-        program.wait(timeout=30)
+        program.wait(timeout=240)
         os.close(ours)
 
 
 def type_and_wait(keyboard: int, keys: str, ran: Path) -> str:
     """What the command was run with, once it was."""
     os.write(keyboard, keys.encode())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not ran.exists():
         assert time.monotonic() < deadline, f"nothing ran after {keys!r}"
         time.sleep(0.02)

@@ -331,7 +331,7 @@ def test_the_console_script_finds_the_users_modules(tmp_path: Path) -> None:
             cwd=tmp_path / "user",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
 
     done = run(*args)

@@ -27,7 +27,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

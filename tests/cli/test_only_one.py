@@ -26,7 +26,7 @@ with only_one(Path(sys.argv[1]), what="run"):
 
 def tries(folder: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", TRIES, str(folder)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, capture_output=True, text=True, timeout=240)
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
@@ -58,7 +58,9 @@ def test_and_so_is_the_same_one(tmp_path: Path) -> None:
 def test_what_a_process_has_forked_does_not_hold_it(tmp_path: Path) -> None:
     """The workers of a loader outlive a run that was killed by seconds."""
     with only_one(tmp_path, what="run"):
-        worker = get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        worker = get_context("fork").Process(
+            target=time.sleep, args=(600,), daemon=True
+        )
         worker.start()
     try:
         assert tries(tmp_path).returncode == 0

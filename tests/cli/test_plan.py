@@ -184,6 +184,6 @@ print(sorted(heavy & set(sys.modules)))
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.splitlines()[-1] == "[]"

@@ -185,6 +185,6 @@ def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": CHILD_PATH},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert "class_path: trainkit.PerToken" in done.stdout, done.stderr

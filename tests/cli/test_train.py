@@ -305,7 +305,7 @@ finally:
     print("loaded:", *sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
     )
     loaded = done.stdout.rpartition("loaded:")[2].split()
     assert "trainkit.cli.main" in loaded

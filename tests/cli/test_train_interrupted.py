@@ -48,7 +48,7 @@ def run_apart(where: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=240,
     )
 
 

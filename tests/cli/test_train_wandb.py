@@ -144,7 +144,9 @@ def test_under_an_agent_a_stop_a_mistake_and_a_whole_training(
         ],
     }  # fmt: skip
     (private_wandb / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-    wandb_server.should_stop = lambda run: len(run.history) >= 5
+    wandb_server.should_stop = lambda run: (  # the short one has as many at its end
+        run.config.get("trainer.max_steps") == steps[0] and len(run.history) >= 5
+    )
     env = wandb_server.env(private_wandb, PYTHONPATH=CHILD_PATH)
 
     def wandb(*words: str) -> subprocess.CompletedProcess[str]:

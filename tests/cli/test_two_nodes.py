@@ -58,7 +58,7 @@ def test_a_node_killed_and_started_again_trains_as_one_process(
     port = free_port()
     nodes = [node(tmp_path, port, KILLED, *SGD) for _ in range(2)]
     try:
-        said = [each.communicate(timeout=200)[0] for each in nodes]
+        said = [each.communicate(timeout=240)[0] for each in nodes]
     finally:
         for each in nodes:
             each.kill()

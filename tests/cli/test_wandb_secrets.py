@@ -54,7 +54,7 @@ def found(word: str, server: WandbServer, folder: Path) -> list[str]:
 def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
     git = ["git", "-c", "init.defaultBranch=main"]
     remote = "https://me:pwvalue@github.com/a/b.git"
-    subprocess.run([*git, "init", "-q", str(folder)], check=True, timeout=30)
+    subprocess.run([*git, "init", "-q", str(folder)], check=True, timeout=240)
     subprocess.run(
         [*git, "-C", str(folder), "remote", "add", "origin", remote], check=False
     )
@@ -70,7 +70,7 @@ def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
         WANDB_MODE=mode,
     )
     command = [sys.executable, "train.py", kind, f"password={ARGUMENT}"]
-    subprocess.run(command, env=env, cwd=folder, check=True, timeout=120)
+    subprocess.run(command, env=env, cwd=folder, check=True, timeout=240)
 
 
 @pytest.mark.slow

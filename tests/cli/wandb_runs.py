@@ -54,7 +54,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     """What the client has written, as its own command reads it."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True
+        command, capture_output=True, text=True, timeout=240, check=True
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -69,7 +69,7 @@ def sync(server: WandbServer, folder: Path, home: Path) -> None:
     """`wandb sync`, as a user would."""
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(folder)]
     subprocess.run(
-        command, env=server.env(home), capture_output=True, timeout=60, check=True
+        command, env=server.env(home), capture_output=True, timeout=240, check=True
     )
 
 

@@ -29,7 +29,7 @@ def test_configurations_work_without_a_warning(tmp_path: Path) -> None:
         pytest.skip("it is what runs now, or something else is wanted")
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target"]
     got = subprocess.run(
-        [*install, str(tmp_path), *PACKAGES], capture_output=True, timeout=120
+        [*install, str(tmp_path), *PACKAGES], capture_output=True, timeout=240
     )
     if got.returncode != 0:
         pytest.skip("needs a package index")

@@ -100,7 +100,7 @@ def backward_all(
 
 
 def train_ddp(rank: int, world_size: int, case: str, options: dict[str, Any]) -> Any:
-    start_gloo(15)
+    start_gloo()
     make, loss = CASES[case]
     net = fresh_net()
     wrapped = DDP(net)
@@ -171,7 +171,7 @@ def test_ddp_with_samples_equals_one_process() -> None:
 
 
 def sample_gradients(rank: int, world_size: int, windows: Any) -> list[torch.Tensor]:
-    start_gloo(15)
+    start_gloo()
     net = fresh_net()
     wrapped = DDP(net)
     accumulator = Accumulator(PerSample(), module=wrapped)
@@ -185,7 +185,7 @@ def sample_gradients(rank: int, world_size: int, windows: Any) -> list[torch.Ten
 
 
 def average_ddp(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo(15)
+    start_gloo()
     wrapped = DDP(fresh_net())
     accumulator = Accumulator(Uniform(), module=wrapped)
     backward_all(wrapped, accumulator, dealt(WINDOWS, world_size)[0][rank], token_loss)
@@ -205,7 +205,7 @@ def test_ddp_by_averages_differs_from_one_process() -> None:
 
 
 def compressed(rank: int, world_size: int, large: bool) -> torch.Tensor:
-    start_gloo(15)
+    start_gloo()
     net = fresh_net(torch.float32)
     wrapped = DDP(net)
     wrapped.register_comm_hook(None, fp16_compress_hook)
@@ -243,7 +243,7 @@ class TwoHeads(nn.Module):
 
 
 def unused_at_the_end(rank: int, world_size: int) -> Any:
-    start_gloo(15)
+    start_gloo()
     net = TwoHeads()
     wrapped = DDP(net, find_unused_parameters=True)
     accumulator = Accumulator(GivenWeight(), module=wrapped)
@@ -264,7 +264,7 @@ def test_parameter_unused_in_the_last_micro_batch_equals_one_process() -> None:
 
 
 def static_graph(rank: int, world_size: int) -> str:
-    start_gloo(15)
+    start_gloo()
     wrapped = DDP(fresh_net(), static_graph=True)
     accumulator = Accumulator(PerToken(), module=wrapped)
     cut = [padded(SAMPLES[:2]), padded(SAMPLES[2:4])]
@@ -284,7 +284,7 @@ def test_static_graph_with_several_micro_batches_is_refused() -> None:
 
 
 def count_collectives(rank: int, world_size: int, say_last: bool) -> list[int]:
-    start_gloo(15)
+    start_gloo()
     wrapped = DDP(fresh_net())
     accumulator = Accumulator(PerToken(), module=wrapped)
     counts = []
@@ -313,7 +313,7 @@ def test_each_window_after_the_first_makes_one_collective(say_last: bool) -> Non
 
 
 def refused_by_ddp(rank: int, world_size: int, case: str) -> str:
-    start_gloo(15)
+    start_gloo()
     net = fresh_net()
     outside = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
     net.embed.requires_grad_(case != "frozen")
@@ -364,7 +364,7 @@ def test_what_ddp_does_not_average_is_refused(case: str, text: str) -> None:
 
 def split_no_sync(rank: int, world_size: int, which: str) -> list[float]:
     """The forward and the backward pass on different sides of `no_sync()`."""
-    start_gloo(15)
+    start_gloo()
     p = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.ones_(p.weight)
     ddp = DDP(p)
@@ -391,7 +391,7 @@ def test_forward_pass_decides_whether_ranks_are_apart(which: str) -> None:
 
 
 def in_two_wrappers(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo(15)
+    start_gloo()
     torch.manual_seed(0)
     parts = [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
     net = nn.Sequential(DDP(parts[0]), nn.Tanh(), DDP(parts[1]))

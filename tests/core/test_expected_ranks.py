@@ -46,7 +46,7 @@ def terms_of(net: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def train_told(rank: int, world: int, aggregation: str) -> Any:
-    start_gloo(15)
+    start_gloo()
     net = fresh_net()
     model: Any = net if aggregation == "none" else DDP(net)
     if aggregation == "none":
@@ -106,7 +106,7 @@ class Buffered(torch.nn.Module):
 
 
 def unfinished(rank: int, world: int) -> tuple[str, bool, bool]:
-    start_gloo(15)
+    start_gloo()
     net = Buffered()
     ddp = DDP(net)
     accumulator = Accumulator(PerSample(), module=ddp)
@@ -131,7 +131,7 @@ def test_a_reduction_that_ddp_has_not_finished_is_refused_before_the_step() -> N
 
 
 def messages(rank: int, world: int) -> list[Any]:
-    start_gloo(15)
+    start_gloo()
     net = Buffered()
     ddp = DDP(net)
     x = torch.ones(3, 2, dtype=torch.float64)

@@ -40,7 +40,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def train_sharded(
     rank: int, world_size: int, syncs_each: bool, reduction: Any
 ) -> tuple[torch.Tensor, list[float]]:
-    start_gloo(15)
+    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     strategy = PerToken(loss_reduction=reduction)
@@ -82,7 +82,7 @@ def test_fsdp2_equals_one_process(syncs_each: bool, reduction: str) -> None:
 
 
 def narrow(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo(15)
+    start_gloo()
     net: Any = fresh_net(torch.float32)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -103,7 +103,7 @@ def test_fsdp2_in_bfloat16_equals_one_process_up_to_rounding() -> None:
 
 
 def adding(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo(15)
+    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     net.set_gradient_divide_factor(1.0)
@@ -123,7 +123,7 @@ def test_fsdp2_that_was_told_to_add_up_equals_one_process() -> None:
 
 
 def divided(rank: int, world_size: int, factor: float | None) -> Any:
-    start_gloo(15)
+    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     if factor is not None:
@@ -157,7 +157,7 @@ def test_fsdp2_that_divides_by_neither_is_refused() -> None:
 
 
 def saved_too_early(rank: int, world_size: int) -> str:
-    start_gloo(15)
+    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     accumulator = Accumulator(PerToken(), module=net)

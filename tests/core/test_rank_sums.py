@@ -46,7 +46,7 @@ def batches(cut: list[list[int]]) -> list[Any]:
 
 
 def any_assignment(rank: int, world_size: int, reduction: Any) -> list[Any]:
-    start_gloo(15)
+    start_gloo()
     net = fresh_net()
     strategy = PerToken(loss_reduction=reduction)
     accumulator = Accumulator(strategy, module=net, aggregation="none", checks="now")
@@ -76,7 +76,7 @@ def test_any_assignment_to_ranks_equals_big_batch(
 
 
 def averages(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo(15)
+    start_gloo()
     net = fresh_net()
     run_window(net, batches(assignments(world_size)[0][rank]), no_ranks())
     gradient = gradients(net)
@@ -123,7 +123,7 @@ class Parts(nn.Module):
 
 
 def unevenly_used(rank: int, world_size: int) -> dict[str, Any]:
-    start_gloo(15)
+    start_gloo()
     torch.manual_seed(0)
     parts = Parts()
     accumulator = Accumulator(GivenWeight(), aggregation="none")
@@ -150,7 +150,7 @@ def test_parameters_used_on_some_ranks_equal_big_batch() -> None:
 
 
 def empty_and_finished_twice(rank: int, world_size: int) -> str:
-    start_gloo(15)
+    start_gloo()
     p = nn.Parameter(torch.ones(()))
     accumulator = Accumulator(GivenWeight(), aggregation="none", checks="now")
     accumulator.backward(p * 2, 3)
@@ -168,7 +168,7 @@ def test_window_that_is_empty_on_every_rank_is_refused() -> None:
 
 
 def flagged(rank: int, world_size: int, kind: str, checks: Any) -> str:
-    start_gloo(15)
+    start_gloo()
     p = nn.Parameter(torch.ones(()))
     accumulator = Accumulator(GivenWeight(), aggregation="none", checks=checks)
 

@@ -31,7 +31,7 @@ def test_unknown_aggregation_is_refused(wrong: Any) -> None:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    start_gloo(15)
+    start_gloo()
     texts = []
     given: list[dict[str, Any]] = [
         {},
@@ -64,7 +64,7 @@ class Holder:
 
 
 def shown(rank: int, world_size: int) -> dict[str, Any]:
-    start_gloo(15)
+    start_gloo()
     ddp = DDP(fresh_net())
     sharded = fresh_net()
     fully_shard(sharded)
@@ -100,7 +100,7 @@ def test_aggregation_equals_what_the_module_shows() -> None:
 
 def said(rank: int, world_size: int, aggregation: Any) -> Any:
     """A backend of one's own: gradients are summed or averaged by hand."""
-    start_gloo(15)
+    start_gloo()
     p = nn.Parameter(torch.ones((), dtype=torch.float64))
     accumulator = Accumulator(GivenWeight(), aggregation=aggregation)
     found = []
@@ -126,7 +126,7 @@ def test_each_aggregation_equals_the_law(aggregation: str) -> None:
 
 
 def averaged_twice(rank: int, world_size: int) -> float:
-    start_gloo(15)
+    start_gloo()
     p = nn.Parameter(torch.ones((), dtype=torch.float64))
     accumulator = Accumulator(GivenWeight(), aggregation="sum")
     accumulator.backward(p * 1.0, 3)
@@ -143,7 +143,7 @@ def test_wrong_aggregation_differs_from_the_law() -> None:
 
 
 def subsets(rank: int, world_size: int) -> tuple[float, float]:
-    start_gloo(15)
+    start_gloo()
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
     p = nn.Parameter(torch.ones((), dtype=torch.float64))
     mine = groups[min(rank, 1)]
@@ -162,7 +162,7 @@ def test_window_of_a_process_group_equals_that_of_its_ranks() -> None:
 
 
 def rank_without_a_micro_batch(rank: int, world_size: int) -> str:
-    start_gloo(5)
+    start_gloo()
     ddp = DDP(fresh_net())
     accumulator = Accumulator(Uniform(), module=ddp)
     if rank == 0:
@@ -181,7 +181,7 @@ def test_rank_without_a_micro_batch_is_refused_where_others_wait_for_it() -> Non
 
 def made_too_early(rank: int, world_size: int) -> str:
     accumulator = Accumulator(GivenWeight(), aggregation="none")
-    start_gloo(15)
+    start_gloo()
     p = nn.Parameter(torch.ones(()))
     accumulator.backward(p * 1, 1)
     with pytest.raises(TrainkitError) as error:
@@ -197,7 +197,7 @@ def test_accumulator_made_before_the_ranks_started_is_refused() -> None:
 
 def on_a_grid(rank: int, world_size: int) -> str:
     """Sharded over one dimension, whole over the other: tensor parallelism, perhaps."""
-    start_gloo(15)
+    start_gloo()
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
     net = nn.Module()
     whole = torch.ones(4, 2)

@@ -153,7 +153,7 @@ def wrapped(kind: str) -> tuple[Any, Accumulator]:
 
 
 def save_and_go_on(rank: int, world_size: int, kind: str, over_ranks: bool) -> Any:
-    start_gloo(15)
+    start_gloo()
     net, accumulator = wrapped(kind)
     block = kind == "ddp"
     if block:
@@ -178,7 +178,7 @@ def save_and_go_on(rank: int, world_size: int, kind: str, over_ranks: bool) -> A
 
 
 def load_and_go_on(rank: int, world_size: int, kind: str, state: Any) -> Any:
-    start_gloo(15)
+    start_gloo()
     net, accumulator = wrapped(kind)
     accumulator.load_state_dict(state)
     cut = [SECOND[:1], SECOND[1:2], SECOND[2:]][rank]
@@ -214,7 +214,7 @@ def test_window_of_two_ranks_resumed_by_any_number_equals_big_batch(
 
 
 def one_rank_has_nothing(rank: int, world_size: int) -> Any:
-    start_gloo(5)
+    start_gloo()
     net, accumulator = wrapped("none")
     if rank == 1:
         run_open(accumulator, net, FIRST)
@@ -233,7 +233,7 @@ def test_state_over_ranks_waits_for_no_rank_without_a_micro_batch() -> None:
 
 
 def of_another_rank(rank: int, world_size: int) -> str:
-    start_gloo(15)
+    start_gloo()
     net, accumulator = wrapped("none")
     run_open(accumulator, net, FIRST)
     state = accumulator.state_dict()
@@ -272,7 +272,7 @@ class Branching(nn.Module):
 
 
 def branch(rank: int, world_size: int, resumes: bool) -> list[float]:
-    start_gloo(15)
+    start_gloo()
     net = Branching()
     ddp = DDP(net, find_unused_parameters=True)
     accumulator = Accumulator(GivenWeight(), module=ddp)
@@ -299,7 +299,7 @@ def test_weight_that_the_rest_of_a_window_does_not_use_equals_big_batch(
 
 
 def sparse(rank: int, world_size: int, resumes: bool) -> list[list[float]]:
-    start_gloo(15)
+    start_gloo()
     table = nn.Embedding(4, 1, sparse=True, dtype=torch.float64)
     nn.init.ones_(table.weight)
     ddp = DDP(table)

@@ -278,7 +278,7 @@ def adding_hook(state, bucket):  # DDP cannot read annotations that are strings
 
 
 def wide_over_ddp(rank: int, world_size: int, case: dict[str, Any]) -> Any:
-    start_gloo(20)
+    start_gloo()
     net = Parts()
     if case.get("all used"):
         net.alone.requires_grad_(False)
@@ -336,7 +336,7 @@ def test_ddp_of_unequal_windows_equals_the_exact_sum(case: dict[str, Any]) -> No
 
 
 def wide_without_backend(rank: int, world_size: int) -> Any:
-    start_gloo(20)
+    start_gloo()
     of_gradients.BUCKET = 8  # several messages
     net = Parts()
     wide = WideGradients(net.parameters(), ranks=find_ranks(net, "none"))
@@ -363,7 +363,7 @@ def test_ranks_without_a_backend_equal_the_exact_sum_and_so_does_their_checkpoin
 
 
 def wide_over_fsdp(rank: int, world_size: int) -> Any:
-    start_gloo(20)
+    start_gloo()
     net: Any = half_net()
     fully_shard(net)
     ranks = find_ranks(net)

@@ -140,7 +140,7 @@ def test_the_command_starts_its_ranks_and_one_speaks(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={**keep, "HOME": str(tmp_path), "PYTHONPATH": CHILD_PATH},
         text=True,
-        timeout=200,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -317,11 +317,11 @@ def test_process_that_is_interrupted_at_random(
         process = context.Process(target=_run, args=(folder, begun), daemon=True)
         process.start()
         try:
-            assert begun.wait(60)
+            assert begun.wait(240)
             process.join(draw.uniform(0, 0.2) * (1 + len(statuses) / 4))
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
-            process.join(60)
+            process.join(240)
             assert process.exitcode is not None
         finally:
             process.kill()

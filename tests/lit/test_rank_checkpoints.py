@@ -130,7 +130,7 @@ def test_resume_from_a_resumed_window_equals_the_big_batch(
     """Saved a second time inside the same window, at once or one micro-batch later."""
     first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
     run_ranks(train, 2, None, {"path": first, "after": INSIDE})
-    again = run_ranks(train, 2, first, {"path": second, **moment}, INSIDE, timeout=20)
+    again = run_ranks(train, 2, first, {"path": second, **moment}, INSIDE)
     assert off_big_batch(again) <= EXACT
     skip = INSIDE if "before" in moment else INSIDE + 1
     assert off_big_batch(run_ranks(train, 2, second, None, skip)) <= EXACT

@@ -105,7 +105,7 @@ def launched(
         env={"PATH": path, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

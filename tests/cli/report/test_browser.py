@@ -65,7 +65,7 @@ def browse(page: str, folder: Path, *options: str) -> tuple[str, list[str]]:
         env={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, re.findall(r"CONSOLE.*", done.stderr)

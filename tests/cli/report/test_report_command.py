@@ -29,7 +29,7 @@ def test_it_loads_neither_torch_nor_lightning(tmp_path: Path) -> None:
         env={"PATH": os.environ["PATH"], "PYTHONPATH": CHILD_PATH},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0 set()"

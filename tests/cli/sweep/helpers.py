@@ -59,7 +59,7 @@ def command(*words: str) -> list[str]:
 
 
 def run(
-    words: list[str], env: Mapping[str, str], cwd: Path, *, timeout: float = 120
+    words: list[str], env: Mapping[str, str], cwd: Path, *, timeout: float = 280
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         words,
@@ -78,7 +78,7 @@ def private_env(home: Path) -> dict[str, str]:
     return {**env, "HOME": str(home), "PYTHONPATH": CHILD_PATH}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain"

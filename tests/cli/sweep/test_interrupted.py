@@ -109,7 +109,7 @@ def test_an_interrupted_sweep_lets_trials_save_and_says_how_to_go_on(
 ) -> None:
     wait_until(lambda: states(tmp_path) == ["finished", "running"])
     held.send_signal(signal.SIGTERM)
-    output, news = held.communicate(timeout=60)
+    output, news = held.communicate(timeout=240)
 
     assert held.returncode == 143
     assert states(tmp_path) == ["finished", "waiting"]
@@ -133,7 +133,7 @@ def test_a_second_process_and_another_file_are_refused(
     assert f"is in use by process {held.pid}" in done.stderr
 
     held.terminate()
-    held.communicate(timeout=60)
+    held.communicate(timeout=240)
     toy(tmp_path, {"lr": {"values": [1, 2]}})
     done = go_on(tmp_path)
     assert done.returncode == 2

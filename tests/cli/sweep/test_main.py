@@ -99,7 +99,7 @@ def test_help_and_a_wrong_file_load_nothing_heavy(tmp_path: Path) -> None:
         env=private_env(tmp_path),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
 

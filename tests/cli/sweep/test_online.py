@@ -121,10 +121,10 @@ def test_ctrl_c_stops_the_agents_and_their_trials_save(
     )
     try:
         wandb_server.wait_until(
-            lambda: any(len(r.history) == 2 for r in wandb_server.runs.values()), 60
+            lambda: any(len(r.history) == 2 for r in wandb_server.runs.values())
         )
         process.send_signal(signal.SIGINT)
-        _, news = process.communicate(timeout=60)
+        _, news = process.communicate(timeout=240)
     finally:
         process.kill()
 
@@ -162,11 +162,11 @@ def test_a_server_that_dies_in_mid_run_loses_no_row(
     )
     try:
         wandb_server.wait_until(
-            lambda: any(len(r.history) == 2 for r in wandb_server.runs.values()), 60
+            lambda: any(len(r.history) == 2 for r in wandb_server.runs.values())
         )
         wandb_server.die()
         (tmp_path / "go").touch()
-        output, news = process.communicate(timeout=120)
+        output, news = process.communicate(timeout=240)
     finally:
         process.kill()
 

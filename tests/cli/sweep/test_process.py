@@ -21,7 +21,7 @@ if "stubborn" in sys.argv:
 file = open(sys.argv[1], "a")
 fcntl.flock(file, fcntl.LOCK_EX)
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -40,7 +40,7 @@ def holder(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(240)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -61,7 +61,7 @@ def test_an_orphan_is_asked_and_then_killed(
     monkeypatch.setenv(KILL_DELAY, "1" if words else "30")
     with holder(tmp_path, *words) as process:
         assert end_orphan(trial(process.pid), tmp_path)
-        assert process.wait(60) == status
+        assert process.wait(240) == status
 
 
 def test_one_that_cannot_be_ended_is_named(
@@ -70,7 +70,7 @@ def test_one_that_cannot_be_ended_is_named(
     monkeypatch.setenv(KILL_DELAY, "0.2")
     with holder(tmp_path):
         with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-            ended.wait(60)
+            ended.wait(240)
         with pytest.raises(TrainkitError, match="t: something that it has started"):
             end_orphan(trial(ended.pid), tmp_path)
         with pytest.raises(TrainkitError, match="t: a process still runs it"):

@@ -246,6 +246,6 @@ def test_memory_that_runs_out_at_a_proven_size_ends_the_run() -> None:
     nothing skipped, and nobody waits for ever."""
     memory = [Memory(), Memory(fits={0: 400, 12: 10}, place="backward")]
     case = Case(cut=AUTO, memory=memory, epochs=9)
-    mine = run_ranks(train_to_the_error, 2, case, timeout=60)[1]
+    mine = run_ranks(train_to_the_error, 2, case)[1]
     assert "after 12 steps: TrainkitError: MicroBatching" in str(mine)
     assert "memory ran out on this rank at a size that had fitted" in str(mine)
