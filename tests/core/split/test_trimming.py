@@ -221,3 +221,13 @@ def test_untrimmed_rows_count_as_full_in_the_budget() -> None:
     micros = Cutter(MicroBatching(tokens=14, trim=False), PerToken()).cut(batch)
     assert [(micro.padded, micro.real) for micro in micros] == [(14, 7), (14, 8)]
     assert all(micro.batch["ids"].shape == (2, 7) for micro in micros)
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 3], [2], [0, 1, 2, 3]], ids=str)
+def test_pair_is_the_same_rows_trimmed_and_untrimmed(rows: list[int]) -> None:
+    batch = {**ragged(LENGTHS), "weight": torch.arange(4.0)}
+    trimmed, whole = Cutter(MicroBatching(size=1), PerToken()).pair(batch, rows)
+    longest = max(LENGTHS[row] for row in rows)
+    for name, value in batch.items():
+        assert torch.equal(whole[name], value[rows])
+        assert torch.equal(trimmed[name], value[rows][..., :longest])

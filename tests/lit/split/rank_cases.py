@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -105,10 +105,7 @@ def terms_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 class Trained(Short):
     def __init__(self, case: Case, memory: Memory | None) -> None:
-        cut = case.cut
-        if cut is not None and case.norm:
-            cut = replace(cut, trim=False)  # its BatchNorm sees padding
-        super().__init__(memory, cut=cut, dtype=case.dtype)
+        super().__init__(memory, cut=case.cut, dtype=case.dtype)
         self.case, self.optimizer_name = case, case.optimizer
         self.body = Branches(case.dtype) if case.branches else None
         if case.branches:
@@ -128,7 +125,8 @@ class Trained(Short):
             return self.body(batch["ids"], batch["labels"])
         logits = self.net(batch["ids"])
         if self.norm is not None:
-            logits = self.norm(logits.flatten(0, 1)).view_as(logits)
+            real = batch["labels"] != -100  # else it would see padding
+            logits = logits.masked_scatter(real.unsqueeze(2), self.norm(logits[real]))
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -19,7 +19,7 @@ def slices_of(reading: Reading, parts: Sequence[Sequence[int]]) -> list[list[Any
         reading: the batch's fields and rows, and what to trim.
         parts: the rows of each micro-batch, ascending.
     """
-    sizes = _sizes_in_order(parts)
+    sizes = _sizes_in_order(parts, reading.rows.num_rows)
     spans, trims = reading.rows.spans, reading.trims
     columns = [columns_of(spans, rows) if trims else [] for rows in parts]
     indices: dict[tuple[int, torch.device], Tensor] = {}
@@ -41,14 +41,14 @@ def slices_of(reading: Reading, parts: Sequence[Sequence[int]]) -> list[list[Any
     return pieces
 
 
-def _sizes_in_order(parts: Sequence[Sequence[int]]) -> list[int] | None:
-    """How many rows each micro-batch has, if they are the rows in their order."""
+def _sizes_in_order(parts: Sequence[Sequence[int]], num_rows: int) -> list[int] | None:
+    """How many rows each micro-batch has, if they are all rows in their order."""
     behind = 0
     for rows in parts:
         if not rows or rows[0] != behind or rows[-1] - behind + 1 != len(rows):
             return None
         behind += len(rows)
-    return [len(rows) for rows in parts]
+    return [len(rows) for rows in parts] if behind == num_rows else None
 
 
 def _piece(
