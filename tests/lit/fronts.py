@@ -22,6 +22,7 @@ from trainkit import (
     PerToken,
     Uniform,
 )
+from trainkit.core.strategies import LossReduction
 from trainkit.lit.callback import WindowCallback
 
 Front = Literal["mixin", "callback", "loop"]
@@ -90,7 +91,7 @@ def make_strategy(name: str, reduction: Reduction = "mean") -> AccumulationStrat
 class SumOfEqualBatches(AccumulationStrategy):
     """`Uniform` over micro-batches of four, whose training_step returns the sum."""
 
-    loss_reduction: Reduction = "sum"
+    loss_reduction: LossReduction = "sum"
 
     def weight(self, batch: Any) -> int:
         return 4
