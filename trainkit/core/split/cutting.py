@@ -83,7 +83,12 @@ class Cutter:
         return self._measured[1].rows
 
     def cut(
-        self, batch: Any, limit: Limit | None = None, *, at_least: int = 1
+        self,
+        batch: Any,
+        limit: Limit | None = None,
+        *,
+        at_least: int = 1,
+        trim: bool = True,
     ) -> list[MicroBatch]:
         """Cut a loader batch, the largest micro-batch first.
 
@@ -94,6 +99,7 @@ class Cutter:
             limit: what a micro-batch may hold. Default: what the options say.
             at_least: make so many micro-batches, by halving the largest; fewer only
                 where there are not so many rows.
+            trim: leave out columns that are padding, if the options say so.
 
         Raises:
             TrainkitError: the batch cannot be cut; the text shows its structure.
@@ -106,6 +112,8 @@ class Cutter:
             batches = collated(batch, parts, self._options.collate)
             return _micro_batches(batches, parts, rows)
         reading = self._read(batch)
+        if not trim:
+            reading = reading.untrimmed()
         parts = self._parts(batch, reading.rows, limit, at_least)
         if not self.has_trimmed_left and reading.trims and reading.rows.begin_late:
             spans = reading.rows.spans
