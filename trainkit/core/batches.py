@@ -92,7 +92,8 @@ def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
             f"PerSample: cannot tell how many samples the batch holds: its tensors "
             f"must share one leading dimension, but the batch {found}. The batch is "
             f"{describe(batch)}. Name the tensor whose length counts: "
-            f"PerSample(size='path.to.tensor')."
+            f"PerSample(size='path.to.tensor'). Of a batch that is a list of samples, "
+            f"size='' counts the entries."
         )
     return lengths.pop()
 
@@ -191,9 +192,11 @@ def held_by(value: Any) -> dict[str, Any]:
         return {}
     held: dict[str, Any] = {}
     for name, attribute in vars(value).items():
-        if name.startswith("_") and isinstance(attribute, Mapping):
+        if not name.startswith("_"):
+            held[name] = attribute
+        elif isinstance(attribute, Mapping):
             held |= {str(key): each for key, each in attribute.items()}
-        else:
+        elif isinstance(attribute, Tensor):
             held[name] = attribute
     return held if any(True for _ in tensors(list(held.values()))) else {}
 

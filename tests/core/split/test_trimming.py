@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.core.split.common import mask_of, ragged
+from tests.core.split.common import Side, mask_of, ragged
 from trainkit import PerToken, TrainkitError, Uniform
 from trainkit.core.split.cutting import Cutter
 from trainkit.core.split.micro_batching import MicroBatching
@@ -231,3 +231,33 @@ def test_pair_is_the_same_rows_trimmed_and_untrimmed(rows: list[int]) -> None:
     for name, value in batch.items():
         assert torch.equal(whole[name], value[rows])
         assert torch.equal(trimmed[name], value[rows][..., :longest])
+
+
+def padded(side: Side, pad: float, rows: int) -> dict[str, Any]:
+    mask = mask_of([7] + [6] * rows, side=side)
+    values = torch.arange(7.0 * len(mask)).view(len(mask), 7) + 3
+    return {"attention_mask": mask, "field": torch.where(mask == 1, values, pad)}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_few_entries_are_padding_only_if_they_stand_for_nothing(side: Side) -> None:
+    """One column of one row always holds one value."""
+    for pad in (0.0, -100.0, float("nan"), float("-inf")):
+        assert columns(cut(padded(side, pad, 1)), "field") == [7, 6]
+    assert columns(cut(padded(side, 50256.0, 1)), "field") == [7, 7]  # no word of it
+    assert columns(cut(padded(side, 50256.0, 8)), "field") == [7] + [6] * 8
+
+
+def test_rows_padded_with_values_of_their_own_are_not_trimmed() -> None:
+    batch = ragged(LENGTHS)
+    own = torch.arange(4).unsqueeze(1) + 1
+    batch["decoder"] = torch.where(batch["ids"] == 0, own, batch["ids"])
+    cut_whole(batch, "field 'decoder' holds values")
+    batch["decoder"] = own.expand(
+        4, 7
+    )  # the same in all columns, as a speaker's number
+    assert columns(cut(batch), "decoder") == LENGTHS
+
+
+def test_weights_that_are_all_alike_count_everywhere() -> None:
+    cut_whole({**ragged(LENGTHS), "w": torch.full((4, 7), 0.5)}, "field 'w' holds")

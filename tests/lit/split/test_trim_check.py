@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 from tests.core.split.common import mask_of
 from tests.helpers import deviation, trainer, weights
-from trainkit import AccumulationMixin, PerSample
+from trainkit import AccumulationMixin, PerSample, TrainkitError
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.lit.split.trim_check import TrimCheck
 
@@ -301,3 +301,100 @@ def test_windows_of_several_loader_batches() -> None:
         fit(cut, BATCHES, window=3)
     fit(whole, [{k: torch.cat([b[k] for b in BATCHES]) for k in FULL}])
     assert deviation(cut, whole, MeanOfAll()) < 1e-12
+
+
+class Short(Pooled):
+    """Its memory runs out in these of its steps, counted with all that is measured."""
+
+    def __init__(
+        self, cut: MicroBatching | None = None, *, calls: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(cut)
+        self.calls = {"left": iter(range(1, 1000)), "fail": frozenset(calls)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if next(self.calls["left"]) in self.calls["fail"]:  # type: ignore[call-overload]
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+class ShortAndSeeing(Short, MeanOfAll): ...
+
+
+@pytest.mark.parametrize("calls", [(1,), (2,), (1, 2), (1, 2, 3), (2, 3, 4, 5), (3,)])
+@pytest.mark.parametrize("start", [None, 30])
+def test_memory_that_runs_out_while_it_is_measured_costs_no_exactness(
+    start: int | None, calls: tuple[int, ...]
+) -> None:
+    """The window is not trimmed then, and it is measured in the next one."""
+    cut = MicroBatching("auto", start=start)
+    module, whole = Short(cut, calls=calls), Pooled()
+    fit(module)
+    fit(whole)
+    assert deviation(module, whole, Pooled()) < 1e-12
+    seeing, whole = ShortAndSeeing(cut, calls=calls), MeanOfAll()
+    with pytest.warns(UserWarning, match=SEES):
+        fit(seeing)
+    fit(whole)
+    assert deviation(seeing, whole, Pooled()) < 1e-12
+
+
+def test_memory_that_always_runs_out_there_is_said() -> None:
+    module = Short(MicroBatching(size=2), calls=(2,))
+    with pytest.warns(UserWarning, match="not be measured.*OutOfMemoryError"):
+        fit(module, BATCHES[:1])
+
+
+class Counting(Pooled):
+    """Divides by the number of rows that the collate function has counted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = len(batch["y"])
+        return super().training_step(batch, batch_idx) * rows / batch["n"]
+
+
+def test_count_of_the_whole_batch_in_a_loss_is_named() -> None:
+    batches = [{**batch, "n": len(batch["y"])} for batch in BATCHES]
+    cut, whole = Counting(MicroBatching(size=2)), Counting()
+    with pytest.warns(UserWarning, match=r"field 'n' is 8, .* 8 rows.*shared=\['n'\]"):
+        fit(cut, batches)
+    fit(whole, batches)
+    assert deviation(cut, whole, Pooled()) > 0.1  # this is what it is said of
+    fit(Counting(MicroBatching(size=8)), batches)  # nothing is cut
+
+
+def test_lists_of_vectors_are_refused_in_any_window() -> None:
+    rows = [torch.arange(5.0) + i for i in range(7)]
+
+    class Listed(AccumulationMixin, pl.LightningModule):
+        def __init__(self, strategy: Any, cut: MicroBatching | None) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.accumulation, self.micro_batching = strategy, cut
+            self.net = nn.Linear(5, 1)
+            self.double()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(torch.stack(list(batch)).double()).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def trained(strategy: Any, cut: Any, size: int, window: int) -> Listed:
+        module = Listed(strategy, cut)
+        loader = DataLoader(rows, batch_size=size, collate_fn=list)  # type: ignore[arg-type]
+        trainer(window, max_epochs=1).fit(module, loader)
+        return module
+
+    for cut in (None, MicroBatching(size=2)):
+        with pytest.raises(TrainkitError, match=r"list of samples.*size=''"):
+            trained(PerSample(), cut, 4, 2)
+    whole = trained(PerSample(size=""), None, 7, 1)
+    start = Listed(PerSample(size=""), None)
+    for cut, size, window in (
+        (None, 3, 3),
+        (MicroBatching(size=2), 7, 1),
+        (MicroBatching(size=2, collate=list), 4, 2),
+    ):
+        other = trained(PerSample(size=""), cut, size, window)
+        assert deviation(other, whole, start) < 1e-12

@@ -103,7 +103,12 @@ class Cutter:
         return self._measured[1].rows
 
     def cut(
-        self, batch: Any, limit: Limit | None = None, *, at_least: int = 1
+        self,
+        batch: Any,
+        limit: Limit | None = None,
+        *,
+        at_least: int = 1,
+        trim: bool = True,
     ) -> list[MicroBatch]:
         """Cut a loader batch, the largest micro-batch first.
 
@@ -114,6 +119,7 @@ class Cutter:
             limit: what a micro-batch may hold. Default: what the options say.
             at_least: make so many micro-batches, by halving the largest; fewer only
                 where there are not so many rows.
+            trim: leave out columns that are padding, if the options say so.
 
         Raises:
             TrainkitError: the batch cannot be cut; the text shows its structure.
@@ -127,6 +133,8 @@ class Cutter:
             return _micro_batches(batches, parts, rows)
         reading = self._read(batch)
         self.shared = [f for i, f in enumerate(reading.fields) if i not in reading.cut]
+        if not trim:
+            reading = reading.untrimmed()
         parts = self._parts(batch, reading.rows, limit, at_least)
         if not self.has_trimmed_left and reading.trims and reading.rows.begin_late:
             spans = reading.rows.spans

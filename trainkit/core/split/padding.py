@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from trainkit.core.split.rows import Group
 
+Answer = Literal["yes", "no", "unknown"]
 
-def is_padding(values: Any, group: Group, padding: Tensor) -> bool:
+MANY = 8
+"""So many entries that hold the same are padding, whatever it is."""
+
+
+def is_padding(values: Any, group: Group, padding: Tensor) -> Answer:
     """Whether a field holds nothing where its rows are padding.
 
-    Each row may hold one value behind its end, and one before its beginning. Columns
-    may be numbered, or be the same in rows of different lengths, as positions are.
+    All rows must hold one and the same value behind their ends, and one before their
+    beginnings. Positions may go on, or stop, and rows may be constant or all alike:
+    then columns say nothing. A few entries could be the same by chance, so that they
+    must be 0 or something else that is no value.
 
     >>> group = Group.make(3, [(0, 3), (0, 1)])
     >>> padding = torch.tensor([[False, False, False], [False, True, True]])
     >>> is_padding(torch.tensor([[7, 8, 9], [7, 0, 0]]), group, padding)
-    True
+    'yes'
     >>> is_padding(torch.tensor([[7, 8, 9], [7, 0, 5]]), group, padding)
-    False
+    'no'
 
     Args:
         values: a tensor or array, rows by columns by anything.
@@ -31,44 +38,73 @@ def is_padding(values: Any, group: Group, padding: Tensor) -> bool:
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values)
     padding = padding.to(values.device)
-    if not _is_constant(values, group, padding):
-        return _is_alike(values, group)
-    return not _counts_everywhere(values, padding)
+    answer: Answer = "yes"
+    for side, number, is_left in _sides(group):
+        row = max(range(len(group.spans)), key=side.__getitem__)
+        one = values[row, 0 if is_left else -1]
+        where = padding
+        if group.begins_late:
+            starts = torch.tensor([start for start, _ in group.spans]).unsqueeze(1)
+            before = (torch.arange(group.padded_length) < starts).to(values.device)
+            where = padding & (before if is_left else ~before)
+        if not _is_all(values, one, where):
+            return "yes" if _says_nothing(values, group) else "no"
+        if _counts(values, one, padding):
+            return "no"
+        if number < MANY and not _is_nothing(one):
+            answer = "unknown"
+    if answer == "unknown" and _says_nothing(values, group):
+        return "yes"
+    return answer
 
 
-def _is_constant(values: Tensor, group: Group, padding: Tensor) -> bool:
-    """Whether each row holds one value on each side of what it has."""
-    where = padding.view(*padding.shape, *[1] * (values.ndim - 2))
-    edge = values[:, -1:]
-    if group.begins_late:
-        before = torch.tensor([[start] for start, _ in group.spans])
-        left = (torch.arange(group.padded_length) < before).to(values.device)
-        edge = torch.where(left.view(where.shape), values[:, :1], edge)
-    differs = (values != edge) & where
-    if not bool(differs.any()):
+def _sides(group: Group) -> list[tuple[list[int], int, bool]]:
+    """How much padding each row has, and all together, on each side that has some."""
+    right = [group.padded_length - stop for _, stop in group.spans]
+    left = [start for start, _ in group.spans]
+    sides = [(right, sum(right), False), (left, sum(left), True)]
+    return [side for side in sides if side[1]]
+
+
+def _is_all(values: Tensor, one: Tensor, where: Tensor) -> bool:
+    """Whether there is nothing else at some places; NaN is like NaN."""
+    where = where.view(*where.shape, *[1] * (values.ndim - 2))
+    differs = values != one
+    if values.is_floating_point() or values.is_complex():
+        differs &= (values == values) | (one == one)
+    return not bool((differs & where).any())
+
+
+def _is_nothing(one: Tensor) -> bool:
+    """Whether it is what commonly stands for no value."""
+    is_empty = (one == 0) | (one == -100)
+    if one.is_floating_point():
+        is_empty |= ~one.isfinite()
+    return bool(is_empty.all())
+
+
+def _says_nothing(values: Tensor, group: Group) -> bool:
+    """Whether columns are numbered, or rows are alike or constant."""
+    if len(set(group.spans)) > 1 and bool((values == values[:1]).all()):
+        return True  # of rows of different lengths
+    if values.ndim != 2 or values.is_floating_point() or values.is_complex():
+        return False
+    numbers = values.long()
+    steps = numbers[:, 1:] - numbers[:, :-1]
+    if not bool(((steps == 0) | (steps == 1)).all()):
+        return False
+    if not bool(steps.any()):
         return True
-    if not (values.is_floating_point() or values.is_complex()):
-        return False
-    differs &= (values == values) | (edge == edge)  # NaN is like NaN
-    return not bool(differs.any())
+    lowest, highest = int(numbers.min()), int(numbers.max())
+    return highest > 1 and highest - lowest < group.padded_length  # no marks, no tokens
 
 
-def _is_alike(values: Tensor, group: Group) -> bool:
-    """Whether all rows hold the same, which cannot be theirs: they are of different
-    lengths, or the columns are numbered."""
-    if not bool((values == values[:1]).all()):
+def _counts(values: Tensor, one: Tensor, padding: Tensor) -> bool:
+    """Whether it is a mask, or weights, and says that something counts there."""
+    if values.ndim != 2 or not bool(one != 0):
         return False
-    if len(set(group.spans)) > 1:
+    if values.is_floating_point() and bool((values == one).all()):
         return True
-    is_whole = not values.is_floating_point() and values.dtype is not torch.bool
-    return is_whole and bool((values[:1, 1:] == values[:1, :-1] + 1).all())
-
-
-def _counts_everywhere(values: Tensor, padding: Tensor) -> bool:
-    """Whether it is a mask, and says of a row with padding that all of it counts."""
-    if values.ndim != 2 or not bool((values[:, [0, -1]] == 1).all(1).any()):
+    if not bool(one == 1) or not bool(((values == 1) | (values == 0)).all()):
         return False
-    one = values == 1
-    if not bool((one.all(1) & padding.any(1)).any()):
-        return False
-    return bool((one | (values == 0)).all())
+    return bool(((values == 1) & ~padding).any())

@@ -93,16 +93,18 @@ class Trimming:
             if not is_table(field.value, num_rows):
                 continue
             extra = named.get(id(field.value))
+            dims = self._dims_of(field, found)
             if extra is not None:
-                dims = _named_dims(batch, field, extra, found)
-            else:
-                dims = self._dims_of(field, found)
+                dims = _named_dims(batch, field, extra, found, is_first=1 in dims)
             if not dims:
                 continue
             is_told = extra is not None or id(field.value) in told
             why = self._why_not(field, dims, found, targets, is_told)
             if why is not None:
-                self.say(f"field {field.path!r} {why}", _ways_out(field, dims), batch)
+                if why:
+                    self.say(
+                        f"field {field.path!r} {why}", _ways_out(field, dims), batch
+                    )
                 return None
             trims[number] = [(dim, found.number(field, dim)) for dim in dims]
         return trims
@@ -143,7 +145,7 @@ class Trimming:
         targets: Targets | None,
         is_told: bool,
     ) -> str | None:
-        """What speaks against trimming a field."""
+        """What speaks against trimming a field; "" where too little speaks for it."""
         shape = field.value.shape
         if not is_told and dims != [1]:
             return (
@@ -155,9 +157,10 @@ class Trimming:
             return None
         if targets is not None and targets[0] is field.value:
             return self._why_no_targets(group, targets[1], padding)
-        if is_told or is_padding(field.value, group, padding):
-            return None
-        return "holds values where the lengths say that its rows are padding"
+        answer = "yes" if is_told else is_padding(field.value, group, padding)
+        if answer == "no":
+            return "holds values where the lengths say that its rows are padding"
+        return None if answer == "yes" else ""
 
     def _why_no_targets(
         self, group: Group, counts: Tensor, padding: Tensor
@@ -225,12 +228,17 @@ def _ways_out(field: Field, dims: Sequence[int]) -> str:
 
 
 def _named_dims(
-    batch: Any, field: Field, extra: Sequence[int], found: _Lengths
+    batch: Any,
+    field: Field,
+    extra: Sequence[int],
+    found: _Lengths,
+    *,
+    is_first: bool,
 ) -> list[int]:
     """Those that the user names, and dimension 1 with them where it is ragged."""
     shape = field.value.shape
     dims = {dim % len(shape) for dim in extra}
-    if dims and shape[1] in found.all:
+    if dims and is_first:
         dims.add(1)
     for dim in dims:
         if shape[dim] not in found.all and found.padding:

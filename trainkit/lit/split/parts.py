@@ -81,12 +81,13 @@ class Parts:
         if self._sizes.catches:
             limit = self._sizes.begin(self._cutter.measure(batch))
         cut = self._cutter.cut(batch, limit)
-        if self._trim_check.refuses(self._cutter, batch, cut, rehearse):
-            cut = self._cutter.cut(batch, limit)
+        trim = not self._trim_check.refuses(self._cutter, batch, cut, rehearse)
+        if not trim:
+            cut = self._cutter.cut(batch, limit, trim=False)
         if self._run_alike:
             most = self._most(len(cut))
             if len(cut) < most:
-                cut = self._cutter.cut(batch, limit, at_least=most)
+                cut = self._cutter.cut(batch, limit, at_least=most, trim=trim)
         else:
             most = len(cut)
         self._say_too_long(limit)

@@ -82,7 +82,7 @@ class TrimCheck:
         """Whether a loader batch must be cut again without trimming.
 
         Args:
-            cutter: has cut it; it is told to trim no more.
+            cutter: has cut it; if the model sees padding, it is told to trim no more.
             batch: the loader batch.
             cut: its micro-batches.
             run: runs one.
@@ -103,6 +103,8 @@ class TrimCheck:
         found = self._measured(cutter, batch, most, max(m.padded for m in cut), run)
         if found.unmeasured:
             _announce_unmeasured(found.unmeasured)
+        if not self._is_done:
+            return True  # exact in any case, until it can be said
         if not self._anywhere(found.differs):
             return False
         cutter.stop_trimming()
@@ -160,11 +162,12 @@ class TrimCheck:
                         return Found(unmeasured="its loss is drawn at random")
                     except Exception as error:
                         return self._failed(error)
-        self._is_done = self._most is not None  # the window itself will raise it
+        # The window itself will raise it, and may be run again.
+        self._is_done = self._most is not None or not self._num_tries
         return Found()
 
     def _failed(self, error: Exception) -> Found:
-        """Memory may run out where a size is being found: then in the next attempt."""
+        """Memory may run out where a size is being found: then in the next window."""
         text = f"{type(error).__name__}: {error}"
         self._num_tries -= 1
         if self._num_tries and self._most is None and is_out_of_memory(error):
