@@ -18,7 +18,7 @@ from tests.lit.batch_norm.fits import (
     batches,
     fit,
 )
-from trainkit import AccumulationMixin, BatchNormGuard
+from trainkit import AccumulationMixin, BatchNormGuard, PerSample
 from trainkit.core.batch_norm.freeze import is_frozen
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
@@ -177,7 +177,8 @@ class Builds(ConvModule):
         self.net = ConvModule().net
 
 
-class MixinBuilds(AccumulationMixin, Builds): ...
+class MixinBuilds(AccumulationMixin, Builds):
+    accumulation = PerSample()
 
 
 def test_weights_made_in_configure_model_are_frozen_with_the_mixin() -> None:

@@ -113,6 +113,9 @@ class Draws(torch.nn.Module):
         return x + noise, y
 
 
+MOVES = pytest.mark.filterwarnings("ignore:training_step has changed queue:UserWarning")
+
+
 class Busy(AccumulationMixin, ConvModule):
     """Logs, draws, and keeps a state that its forward pass moves."""
 
@@ -181,6 +184,7 @@ WORKERS: list[Any] = [
 ]
 
 
+@MOVES
 @pytest.mark.parametrize("workers", WORKERS)
 def test_training_goes_on_bit_by_bit_as_without_the_guard(workers: Any) -> None:
     """Order of the data, augmentation, dropout, logs, buffers: all but statistics."""
@@ -200,6 +204,7 @@ def test_training_goes_on_bit_by_bit_as_without_the_guard(workers: Any) -> None:
     assert set(module.stages) == {(True, True)}
 
 
+@MOVES
 def test_every_pass_sees_the_same_augmented_rows() -> None:
     """Each ends at another layer, and has drawn more or fewer numbers on the way."""
     rows: dict[int, list[float]] = {}

@@ -186,7 +186,8 @@ class Builds(ConvModule):
             self.net = ConvNet()
 
 
-class MixinBuilds(AccumulationMixin, Builds): ...
+class MixinBuilds(AccumulationMixin, Builds):
+    accumulation = PerSample()
 
 
 class BelowMixin(MixinBuilds): ...
@@ -228,7 +229,8 @@ class BuildsInSetup(ConvModule):
             self.net = ConvNet()
 
 
-class MixinBuildsInSetup(AccumulationMixin, BuildsInSetup): ...
+class MixinBuildsInSetup(AccumulationMixin, BuildsInSetup):
+    accumulation = PerSample()
 
 
 @each_policy

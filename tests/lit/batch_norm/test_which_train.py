@@ -20,7 +20,7 @@ from tests.lit.batch_norm.fits import (
     fit,
     inputs,
 )
-from trainkit import AccumulationMixin, BatchNormGuard
+from trainkit import AccumulationMixin, BatchNormGuard, PerSample
 from trainkit.core.batch_norm.layers import every_layer, is_training
 from trainkit.errors import TrainkitError
 
@@ -136,6 +136,8 @@ def test_averaging_that_throws_statistics_away_is_refused_with_freeze() -> None:
 
 class StepsByTwo(AccumulationMixin, ConvModule):
     """Manual optimization with windows of a size of its own."""
+
+    accumulation = PerSample()
 
     def __init__(self) -> None:
         super().__init__()
