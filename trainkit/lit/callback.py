@@ -375,6 +375,8 @@ class WindowCallback(WindowOwner):
 
 
 def _num_samples(batch: Any) -> float:
+    if isinstance(batch, list) and all(getattr(x, "ndim", 0) == 2 for x in batch):
+        batch = tuple(batch)  # ids, mask and labels; only a strategy must know for sure
     try:
         return leading_dimension(batch)
     except TrainkitError:
