@@ -115,7 +115,10 @@ def own_count(value: Any) -> int | None:
     """How many samples an object that is no container says that it has: a batch of
     torch_geometric its `num_graphs`, one of dgl its `batch_size`."""
     for name in ("num_graphs", "batch_size"):
-        count = getattr(value, name, None)
+        try:
+            count = getattr(value, name, None)
+        except ValueError:  # a batch of torch_geometric that cannot infer it
+            continue
         if isinstance(count, int) and not isinstance(count, bool):
             return count
     return None

@@ -19,6 +19,8 @@ NUM_MEASURED = 8
 def num_samples(batch: Any) -> float:
     """How many samples a batch holds; NaN where that cannot be told, which is said
     where somebody asks for the effective batch."""
+    if isinstance(batch, list) and all(getattr(x, "ndim", 0) == 2 for x in batch):
+        batch = tuple(batch)  # ids, mask and labels; only a strategy must know for sure
     try:
         return leading_dimension(batch)
     except TrainkitError:

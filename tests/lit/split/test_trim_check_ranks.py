@@ -48,6 +48,7 @@ def sharded(kind: type[Pooled]) -> type[Pooled]:
     class Sharded(kind):  # type: ignore[misc,valid-type]
         def configure_model(self) -> None:
             if not any(isinstance(p, DTensor) for p in self.parameters()):
+                assert self.device_mesh is not None
                 mesh = self.device_mesh["data_parallel"]
                 for part in (self.embed, self.conv, self.head):
                     fully_shard(part, mesh=mesh)

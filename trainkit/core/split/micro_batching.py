@@ -45,12 +45,15 @@ class MicroBatching(_Chosen):
         ragged: further dimensions to trim, besides dimension 1:
             `{"mask4d": (2, 3)}`. An empty tuple: nothing of this field is trimmed.
         shared: paths of what is handed whole to every micro-batch, though it has as
-            many entries as there are rows, or any other number. Numbers, strings and
-            0-d tensors always are.
-        trim: whether columns that are padding in a whole micro-batch are left out. A
-            model that sees its padding is then not the same: one that numbers columns
-            by itself while rows are padded on the left (give it `position_ids`), or
-            pools over all of them. Say False for it.
+            many entries as there are rows, or any other number. Numbers, strings, 0-d
+            tensors, and arrays and lists of another length always are; a number that
+            counts the whole batch is named once, unless it is listed here.
+        trim: whether columns that are padding in a whole micro-batch are left out. All
+            that would go must be padding in this very batch, or nothing of it is
+            trimmed. A model that sees its padding is then not the same: one that pools
+            over all columns, which is measured in the first window with padding and
+            then not trimmed, or one that numbers columns by itself while rows are
+            padded on the left (give it `position_ids`, or say False).
         collate: what makes a batch of a list of samples, for a loader that yields
             lists (`collate_fn=list`).
         overhead: what a micro-batch costs by itself, in padded tokens. Default: a

@@ -80,7 +80,7 @@ def check_no_samples(batch: Any, known: KnownPairs) -> None:
             f"{describe(batch)}. Say MicroBatching(collate=your_collate_fn), or "
             f"PerSample(size='') if training_step takes lists; if these are fields, "
             f"not samples, PerSample(size=0), or name what tells their rows in "
-            f"lengths=."
+            f"lengths=, or make the batch a tuple or a dict."
         )
 
 

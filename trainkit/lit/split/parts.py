@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,8 +158,8 @@ def _counts(parts: list[Part]) -> dict[int, str]:
     """What the loader batch has, by how many: rows, and what each strategy counts."""
     counts: dict[int, str] = {}
     for term in parts[0].weights:
-        total = sum(float(part.weights[term]) for part in parts)
-        if total == int(total):
+        total = math.fsum(float(part.weights[term]) for part in parts)
+        if total.is_integer():
             counts[int(total)] = "of what the strategy counts"
     counts[sum(len(part.micro_batch.rows) for part in parts)] = "rows"
     return counts

@@ -211,14 +211,19 @@ def _kept(pl_module: Any) -> Iterator[Callable[[], None]]:
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # eval mode must not change it
-        kind = pl_module.device.type
-        with _uncompiled(), torch.autocast(kind, enabled=False):
+        with _uncompiled(), _full_precision(pl_module.device.type):
             yield put_back
     finally:
         torch.backends.mha.set_fastpath_enabled(has_fast_path)
         put_back()
         for module, was_training in modes:
             module.training = was_training
+
+
+def _full_precision(kind: str) -> Any:
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _uncompiled() -> Any:
