@@ -113,8 +113,9 @@ def test_a_command_that_is_not_there_is_a_crash(no_account: Path) -> None:
 
 
 def test_hyperband_stops_a_poor_trial_and_counts_it(no_account: Path) -> None:
-    rule = {"type": "hyperband", "min_iter": 2, "eta": 2, "strict": True}
-    lr = {"values": [0.01, 0.012, 1.0, 0.1]}
+    rule = {"type": "hyperband", "min_iter": 2, "eta": 3, "strict": True}
+    # Each of the others is the best so far: whenever the sweep looks, it stays.
+    lr = {"values": [0.1, 1.0, 0.03, 0.01]}
     hold = {"hold": "never", "hold_at": 1.0}
     path = toy(no_account, {"lr": lr, "rows": 4, **hold}, early_terminate=rule)
 
@@ -126,7 +127,44 @@ def test_hyperband_stops_a_poor_trial_and_counts_it(no_account: Path) -> None:
     assert trials[1.0].exit_code == 0  # it ended gracefully, and what it logged is read
     assert trials[1.0].metric == [pytest.approx(loss(0, n)) for n in (1, 2)]
     assert trials[1.0].note == "stopped after 2 values"
-    assert [trials[lr].state for lr in (0.01, 0.012, 0.1)] == ["finished"] * 3
+    assert [trials[lr].state for lr in (0.1, 0.03, 0.01)] == ["finished"] * 3
+
+
+ENDS_BY_ITSELF = """
+import os, pathlib, signal, time
+import wandb
+
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+run = wandb.init(settings=wandb.Settings(console="off"))
+for step in range(3):
+    run.log({"val/loss": 9.0 - run.config["lr"]})
+while run.config["lr"] == 0.1 and not stopped:
+    time.sleep(0.02)
+run.finish()
+path = pathlib.Path(os.environ["WANDB_DIR"], "summary.json")
+path.write_text('{"status": "%s"}')
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "state"), [("finished", "finished"), ("interrupted", "stopped")]
+)
+def test_a_trial_that_is_stopped_while_it_ends_has_finished(
+    status: str, state: str, no_account: Path
+) -> None:
+    """Its own summary knows."""
+    program = no_account / "ends.py"
+    program.write_text(ENDS_BY_ITSELF % status)
+    rule = {"type": "hyperband", "min_iter": 2, "eta": 3, "strict": True}
+    lr = {"values": [0.2, 0.1]}
+    path = toy(
+        no_account, {"lr": lr}, program=str(program), command=None, early_terminate=rule
+    )
+    sweep = offline(path)
+    sweep.run()
+    trials = by_lr(trials_of(sweep))
+    assert (trials[0.2].state, trials[0.1].state) == ("finished", state)
 
 
 def test_a_program_may_read_its_arguments_from_wandb(no_account: Path) -> None:

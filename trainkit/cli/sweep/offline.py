@@ -166,7 +166,9 @@ class OfflineSweep:
         trial = process.trial
         self._read(trial)
         trial.exit_code = code
-        if process.asked_to_stop:
+        summary = RunFolder(self._folder(trial)).read_summary() or {}
+        # It may have been over when it was asked.
+        if process.asked_to_stop and summary.get("status") != "finished":
             self._end(trial, "stopped", f"stopped after {len(trial.metric)} values")
         elif code != 0:
             self._crash(trial, f"exit {code}: {last_words(self._folder(trial))}")
