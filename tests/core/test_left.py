@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.core.common import relative
 from tests.helpers import TOLERANCE, TokenNet, gradients, pad, ragged_sequences
-from trainkit import Accumulator, PerToken
+from trainkit import Accumulator, PerSample, PerToken
 from trainkit.core.left import Left
 from trainkit.errors import TrainkitError
 
@@ -108,6 +108,66 @@ def test_gradients_that_are_looked_at_or_mended_equal_the_big_batch(
         warnings.simplefilter("error")
         net = run(between)
     assert relative(gradients(net), whole()) <= EXACT
+
+
+def clip(net: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+
+
+def window_that_begins_with_nothing(zeroing: Callable[[nn.Module], None]) -> TokenNet:
+    """A micro-batch without labels, then the others; something after each pass."""
+    nothing = {**PARTS[0], "labels": torch.full_like(PARTS[0]["labels"], -100)}
+    net = TokenNet(dtype=torch.float64)
+    accumulator = Accumulator(PerToken())
+    for part in (nothing, *PARTS):
+        logits = net(part["ids"]).flatten(0, 1)
+        total = nn.functional.cross_entropy(
+            logits, part["labels"].flatten(), reduction="sum"
+        )
+        count = (part["labels"] != -100).sum().clamp(min=1)
+        accumulator.backward(total / count, part)
+        zeroing(net)
+    accumulator.finish(net.parameters())
+    return net
+
+
+def test_gradients_that_were_zero_before_are_not_zeroed() -> None:
+    """Clipped after each pass, as in `on_after_backward`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = window_that_begins_with_nothing(clip)
+    assert relative(gradients(net), whole()) <= EXACT
+    with pytest.raises(TrainkitError, match=GONE):
+        window_that_begins_with_nothing(lambda net: net.zero_grad(set_to_none=False))
+
+
+@pytest.mark.parametrize("zeroing", [clip, nn.Module.zero_grad])
+def test_a_part_without_a_gradient_as_in_lora_is_no_zeroing(zeroing: Any) -> None:
+    """B begins as zeros, so A's gradient is 0 in the first window."""
+    torch.manual_seed(0)
+    lora = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3)).double()
+    nn.init.zeros_(lora[1].weight)
+    accumulator, rows = Accumulator(PerSample()), torch.randn(5, 4).double()
+
+    def window() -> None:
+        for part in rows.split(2):
+            accumulator.backward(lora(part).square().mean(1).sum() / len(part), part)
+            zeroing(lora)
+        accumulator.finish(lora.parameters())
+
+    nn.init.ones_(lora[1].bias)
+    if zeroing is not clip:
+        with pytest.raises(TrainkitError, match=GONE):
+            window()
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        window()
+    found = torch.cat([p.grad.flatten() for p in lora.parameters()])
+    lora.zero_grad()
+    (lora(rows).square().mean(1).sum() / len(rows)).backward()
+    big = torch.cat([p.grad.flatten() for p in lora.parameters()])
+    assert relative(found, big) <= EXACT
 
 
 def test_rows_masked_after_each_pass_are_no_zeroing() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import pytorch_lightning as old
 import torch
+from torch.nn.functional import cross_entropy
 
 from tests.helpers import (
     NAIVE,
@@ -22,6 +24,7 @@ from tests.helpers import (
 from tests.lit.fronts import plain_token_loss, sample_loss
 from trainkit import (
     AccumulationMixin,
+    AccumulationStrategy,
     MicroBatching,
     PerSample,
     PerToken,
@@ -257,6 +260,66 @@ def test_equal_strategy_inside_a_window_changes_nothing() -> None:
     module = fitted(Renews(0))
     start = TokenModule(dtype=torch.float64)
     assert deviation(module, reference(99), start) <= EXACT
+
+
+@dataclass
+class ByLabel(AccumulationStrategy):
+    """Two of them cannot be compared by ==."""
+
+    weights: torch.Tensor
+
+    def weight(self, batch: Any) -> torch.Tensor:
+        labels = batch["labels"]
+        return self.weights[labels[labels != -100]].sum()
+
+
+def loss_by_label(weights: torch.Tensor) -> Any:
+    return lambda net, batch: cross_entropy(
+        net(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), weight=weights
+    )
+
+
+class MadeAnew(AccumulationMixin, TokenModule):
+    """A strategy is made whenever it is asked for, of weights that turn."""
+
+    def __init__(self, turns: bool = True) -> None:
+        super().__init__(dtype=torch.float64)
+        self.turns = turns
+        self.choose(0)
+
+    def choose(self, epoch: int) -> None:
+        size = self.net.embed.num_embeddings
+        self.weights = torch.linspace(0.5, 2 + 5 * epoch, size, dtype=torch.float64)
+
+    @property
+    def accumulation(self) -> Any:
+        return ByLabel(self.weights)
+
+    def on_train_epoch_start(self) -> None:
+        if self.turns:
+            self.choose(self.current_epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return loss_by_label(self.weights)(self.net, batch)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_strategy_that_holds_tensors_may_be_made_anew(turns: bool) -> None:
+    """Made of the same weights it is the same; of others, another one."""
+    module, expected = MadeAnew(turns), MadeAnew(turns)
+    fitted(module, max_epochs=2)
+    optimizer = expected.configure_optimizers()
+    for epoch in range(2):
+        expected.choose(epoch if turns else 0)
+        for begin in (0, 16, 32):
+            optimizer.zero_grad()
+            batch = pad(DATA[begin : begin + 16])
+            loss_by_label(expected.weights)(expected.net, batch).backward()
+            optimizer.step()
+    start = MadeAnew()
+    assert deviation(module, expected, start) <= EXACT
+    if turns:
+        assert deviation(fitted(MadeAnew(False), max_epochs=2), expected, start) > NAIVE
 
 
 @pytest.mark.filterwarnings(DROPPED)

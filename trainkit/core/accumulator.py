@@ -217,6 +217,7 @@ class Accumulator(Weighing):
         from_opening = self._factor.to_opening(totals.device)
         is_divided = self._window.is_divided
         self._close()
+        self._is_first = False
         self.watch.submit(step, table, are_finite=self._are_finite(parameters))
         scale = None if is_divided else self._scale(totals, from_opening)
         rest = parameters

@@ -16,32 +16,43 @@ class Left:
 
     Autograd counts how often a tensor is written over, so a look at these counters
     tells, without a look at any number, whether somebody wrote into the gradients
-    between two passes. Only then are they looked at: what is zero now was zeroed.
+    between two passes. Only then are they looked at: what is zero now was zeroed,
+    unless it was zero before, as where nothing has weighed anything yet.
 
     Args:
         parameters: whose gradients.
+        looks_before: which are zero already is looked at; False takes them for none.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], *, looks_before: bool = False
+    ) -> None:
         self._held = [
             (p, p.grad, version_of(p.grad)) for p in parameters if p.grad is not None
         ]
+        self._were_zero = (
+            [_is_zero(gradient) for _, gradient, _ in self._held]
+            if looks_before
+            else [0] * len(self._held)
+        )
 
     def __len__(self) -> int:
         return len(self._held)
 
     def are_zeroed(self) -> Tensor | None:
-        """For each gradient, 1 where it has been written over since and is zero now;
-        None where nobody has written into any. Nothing waits for the device."""
+        """For each gradient, 1 where it has been written over since and is zero now, or
+        -1 where it was zero before; None where nobody has written into any. Nothing
+        waits for the device."""
         changed = [
             p.grad is not gradient or version_of(gradient) != version
             for p, gradient, version in self._held
         ]
         if not any(changed):
             return None
+        looked_at = zip(self._held, changed, self._were_zero, strict=True)
         flags = [
-            _is_zero(p.grad) if is_changed else 0
-            for (p, _, _), is_changed in zip(self._held, changed, strict=True)
+            _is_zero(p.grad) * (1 - 2 * was_zero) if is_changed else 0
+            for (p, _, _), is_changed, was_zero in looked_at
         ]
         return _stacked(flags)
 

@@ -83,7 +83,8 @@ def missing_terms(loss: Any, strategies: Mapping[str, Any]) -> TrainkitError:
 
 def refuse_zeroed(zeroed: Sequence[int], num_weighted: int) -> None:
     """Where passes have left gradients in the window, there must be some."""
-    if zeroed and all(zeroed):
+    found = [flag for flag in zeroed if flag >= 0]  # the others were zero before
+    if found and all(found):
         raise TrainkitError(
             f"backward(): the window is open, and the gradients of the "
             f"{num_weighted} micro-batches in it are gone: they were zeroed, or taken "
@@ -94,8 +95,8 @@ def refuse_zeroed(zeroed: Sequence[int], num_weighted: int) -> None:
 
 def announce_zeroed(zeroed: Sequence[int]) -> None:
     warnings.warn(
-        f"window: {sum(zeroed)} of its {len(zeroed)} gradients were written over while "
-        f"it was open, and are zero now. What is done to the gradients of every "
+        f"window: {zeroed.count(1)} of its {len(zeroed)} gradients were written over "
+        f"while it was open, and are zero now. What is done to the gradients of every "
         f"micro-batch alike, such as a mask, is exact; zero_grad() of a part of the "
         f"model is not: call it after optimizer.step(). Said once.",
         stacklevel=2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -215,6 +215,28 @@ def check_reduction(strategy: AccumulationStrategy) -> None:
 def kind_of(strategy: AccumulationStrategy) -> str:
     """What windows must share to be added up."""
     return f"{type(strategy).__qualname__} ({strategy.loss_reduction})"
+
+
+def weigh_alike(one: AccumulationStrategy, other: AccumulationStrategy) -> bool:
+    """Whether two strategies are of one class and hold the same. A tensor is the same
+    only as the same object: nothing waits for its values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    names = set(vars(one)) | set(vars(other))
+    if is_dataclass(one):
+        names = {f.name for f in fields(one) if f.compare}
+    return all(_is_same(getattr(one, n, None), getattr(other, n, None)) for n in names)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # holds tensors or arrays
+        return False
 
 
 def checked_weight(weight: Any) -> Weight:

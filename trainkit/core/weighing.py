@@ -64,6 +64,7 @@ class Weighing:
         self._factor = ScalerFactor(scaler)
         self._zeroed: deque[tuple[int, LateReading]] = deque()
         self._has_said_zeroed = False
+        self._is_first, self._is_written = True, False
         self.wide: WideGradients | None = None
 
     def keep_wide(self, training: Callable[[], Iterable[Tensor]]) -> None:
@@ -265,13 +266,15 @@ class Weighing:
             return
         # FSDP moves gradients about between passes, which is nobody's zeroing.
         if self.ranks.ddp is not None or not self.ranks.backend_sums:
-            self._window.left = Left(self.parameters)
+            looks = self._is_first or self._is_written
+            self._window.left = Left(self.parameters, looks_before=looks)
 
     def _look_at_left(self) -> None:
         """Refuse a window whose gradients have been zeroed between two passes."""
         left, self._window.left = self._window.left, None
         zeroed = None if left is None else left.are_zeroed()
         if zeroed is not None:
+            self._is_written = True
             self._zeroed.append((self._window.num_weighted, LateReading(zeroed)))
         self._read_zeroed()
 
@@ -280,7 +283,7 @@ class Weighing:
             num_weighted, reading = self._zeroed.popleft()
             flags = reading.values()
             refusals.refuse_zeroed(flags, num_weighted)
-            if any(flags) and not self._has_said_zeroed:
+            if 1 in flags and not self._has_said_zeroed:
                 self._has_said_zeroed = True
                 refusals.announce_zeroed(flags)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainkit.core.expected import Strategies
 from trainkit.core.ranks import find_ranks
+from trainkit.core.strategies import weigh_alike
 from trainkit.core.terms import named_strategies
 from trainkit.lit import refusals
 from trainkit.lit._compat import batches_into_epoch
@@ -70,7 +71,7 @@ class MixinCallback(SplitCallback):
         if pl_module.micro_batching is not self.micro_batching:
             refusals.refuse_other_micro_batching(self.micro_batching, pl_module)
         chosen = strategies_of(pl_module)
-        if chosen != self.strategies:
+        if not _are_alike(chosen, self.strategies):
             for accumulator in self.accumulators.values():
                 accumulator.weigh_by(pl_module.accumulation)
             self.strategies = chosen
@@ -159,3 +160,9 @@ def strategies_of(pl_module: Any) -> Strategies:
     """What a mixin module says a micro-batch weighs, by term."""
     refusals.refuse_no_strategy(pl_module)
     return named_strategies(pl_module.accumulation)
+
+
+def _are_alike(some: Strategies, others: Strategies) -> bool:
+    return some.keys() == others.keys() and all(
+        weigh_alike(each, others[name]) for name, each in some.items()
+    )
