@@ -173,6 +173,8 @@ def test_measured_run_resumed_early_equals_the_uninterrupted_one(
 class StepsBySix(AccumulationMixin, Scheduled):
     """Manual optimization with windows of a size of its own."""
 
+    accumulation = PerSample()
+
     def __init__(self) -> None:
         super().__init__(None)
         self.automatic_optimization = False
