@@ -80,10 +80,16 @@ class Short(Split):
         self.memory = memory or Memory()
 
     def need(self, place: Place, batch: Any) -> None:
-        if place != "backward" and not torch.is_grad_enabled():
-            return  # only the loss with and without padding is measured
+        if self.is_measured:
+            return
         ids = batch["ids"]
         self.memory.need(place, self.trainer.global_step, ids.numel(), len(ids))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it only runs with and without padding, to be compared."""
+        splits = (getattr(each, "split", None) for each in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return any(split is not None and split.running is None for split in splits)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer.training:

@@ -1,4 +1,4 @@
-"""Whether a model sees its padding is measured in the first window that has some."""
+"""Whether a model sees its padding is measured, from the first window that has some."""
 
 from __future__ import annotations
 
@@ -125,8 +125,9 @@ def test_model_that_masks_its_padding_is_trimmed(cut: MicroBatching) -> None:
     fit(Watching(MicroBatching(size=2)))
     assert widths[:2] == [2, 14]  # measured in the first window
     assert sorted(widths[2:6]) == [2, 4, 7, 12]
-    assert widths[6:10] == [14] * 4
-    assert len(widths) == 2 + 3 * 4
+    assert widths[6:10] == [14] * 4  # has no padding
+    assert widths[10:12] == [2, 14]  # and once more
+    assert len(widths) == 2 + 3 * 4 + 2
 
 
 def test_it_is_measured_in_the_first_window_that_has_padding() -> None:
@@ -340,7 +341,7 @@ def test_memory_that_runs_out_while_it_is_measured_costs_no_exactness(
 
 
 def test_memory_that_always_runs_out_there_is_said() -> None:
-    module = Short(MicroBatching(size=2), calls=(2,))
+    module = Short(MicroBatching(size=2), calls=(2, 4))
     with pytest.warns(UserWarning, match="not be measured.*OutOfMemoryError"):
         fit(module, BATCHES[:1])
 

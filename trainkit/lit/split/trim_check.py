@@ -1,4 +1,4 @@
-"""Whether a model sees its padding is measured once, in the first window that has some.
+"""Whether a model sees its padding is measured, from the first window on that has some.
 
 Nobody can read from a module whether what it computes depends on columns that only pad:
 a convolution does, and a mean over all columns, and BatchNorm over them.
@@ -12,12 +12,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.core.out_of_memory import is_out_of_memory, release
@@ -32,6 +34,13 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 NARROW = 2e-2
 
+OF_GRADIENT = 10
+"""So many times as much may the gradient of a parameter, as a share of the whole."""
+
+OF_NOTHING = 1e-2
+"""A share of the tolerance: so much may a loss differ of which hardly anything is left,
+as in policy gradients."""
+
 MOST_TRIES = 8
 """So often memory may run out in windows whose size is being found."""
 
@@ -39,27 +48,45 @@ MOST_FROZEN = 2**28
 """Bytes of frozen parameters that are kept, in case `training_step` moves them."""
 
 
-class Found(NamedTuple):
-    """What has been measured.
+class Measured(NamedTuple):
+    """One run of a micro-batch.
 
     Attributes:
-        whole: the losses as the loader padded the rows.
-        trimmed: those without the columns that are padding in all of them.
-        differs: whether these are not the same.
-        unmeasured: why nothing can be said.
+        losses: by term.
+        slopes: the size of each parameter's gradient; None where none were taken.
     """
 
-    whole: Sequence[Tensor] = ()
-    trimmed: Sequence[Tensor] = ()
+    losses: list[Tensor]
+    slopes: Tensor | None
+
+
+class Found(NamedTuple):
+    """What two runs have shown.
+
+    Attributes:
+        whole: what was measured as the loader padded the rows.
+        trimmed: the same without the columns that are padding in all of them.
+        differs: whether these are not the same.
+        unmeasured: why nothing can be said.
+        is_open: whether a later window may show it.
+    """
+
+    whole: Measured | None = None
+    trimmed: Measured | None = None
     differs: bool = False
     unmeasured: str = ""
+    is_open: bool = False
 
 
 class TrimCheck:
-    """Compares a micro-batch's loss, trimmed and not, in the first window with padding.
+    """Compares a micro-batch's loss and its gradient, trimmed and not.
 
-    Without gradients, in full precision and without dropout; BatchNorm stays as it is
-    in training. All that `training_step` changes is put back.
+    It looks in the first window with padding, and again 1, 2, 4, 8, ... loader batches
+    later: a branch may begin at 0, or be taken from some step on. The gradient shows
+    what the loss does not, where a layer is still 0.
+
+    In full precision, as in training; without dropout where the loss is drawn at random
+    otherwise. All that `training_step` changes is put back.
 
     Args:
         pl_module: what trains.
@@ -75,6 +102,12 @@ class TrimCheck:
         self._most = most
         self._num_tries = MOST_TRIES if may_retry else 1
         self._is_done = False
+        self._num_since = self._due = 0  # loader batches, from the first that was run
+        self._last = 0
+        # FSDP2 brings gradients together in its own backward pass.
+        self._takes_slopes = most is None and not any(
+            isinstance(p, DTensor) for p in pl_module.parameters()
+        )
 
     def refuses(
         self, cutter: Cutter, batch: Any, cut: Sequence[MicroBatch], run: Run
@@ -89,11 +122,14 @@ class TrimCheck:
         """
         if self._is_done or not cut:
             return False
-        most = max(cut, key=lambda micro_batch: micro_batch.trimmed)
-        if not self._anywhere(most.trimmed > 0):
+        self._num_since += self._due > 0
+        if self._num_since < self._due:
             return False
-        self._is_done = True
+        most = max(cut, key=lambda micro_batch: micro_batch.trimmed)
+        if not self._largest(most.trimmed > 0):
+            return False
         if self._is_sharded_whole():
+            self._is_done = True
             rank_zero_info(
                 "MicroBatching: under FSDP it is not measured whether the model sees "
                 "its padding. If it does (a convolution, a mean over all columns), say "
@@ -101,19 +137,24 @@ class TrimCheck:
             )
             return False
         found = self._measured(cutter, batch, most, max(m.padded for m in cut), run)
-        if found.unmeasured:
-            _announce_unmeasured(found.unmeasured)
-        if not self._is_done:
+        if found.is_open:
             return True  # exact in any case, until it can be said
-        if not self._anywhere(found.differs):
+        if found.unmeasured:
+            self._is_done = True
+            _announce_unmeasured(found.unmeasured)
+        last, self._last = self._last, self._num_since
+        self._due = max(1, 2 * self._num_since)
+        verdict = self._largest(2 if found.differs else self._is_done)
+        self._is_done = verdict > 0
+        if verdict < 2:
             return False
         cutter.stop_trimming()
         if found.differs:
-            _announce(found)
+            _announce(found, since=self._num_since - last)
         return True
 
-    def _anywhere(self, here: bool) -> bool:
-        return here if self._most is None else self._most(int(here)) > 0
+    def _largest(self, here: int) -> int:
+        return here if self._most is None else self._most(here)
 
     def _is_sharded_whole(self) -> bool:
         """Whether only FSDP's own wrapper may run it."""
@@ -134,64 +175,115 @@ class TrimCheck:
             MicroBatch(each, rows, 0, 0) for each in cutter.pair(batch, rows)
         )
         with _kept(self._module) as put_back:
+            for trains in (True, False):
+                found = self._compared(whole, trimmed, run, partial(put_back, trains))
+                if found is not None:
+                    return found
+        return Found(unmeasured="its loss is drawn at random")
 
-            def losses(micro_batch: MicroBatch) -> list[Tensor]:
-                put_back()
-                return run(copy.deepcopy(micro_batch))  # it may be written into
+    def _compared(
+        self,
+        whole: MicroBatch,
+        trimmed: MicroBatch,
+        run: Run,
+        put_back: Callable[[], None],
+    ) -> Found | None:
+        """What two runs show; None where they draw other random numbers."""
 
-            def drawn_anew(micro_batch: MicroBatch) -> list[Tensor]:
-                put_back()
+        def measured(micro_batch: MicroBatch, *, is_anew: bool = False) -> Measured:
+            put_back()
+            if is_anew:
                 state = Snapshot(self._module, random=False)
                 run(copy.deepcopy(micro_batch))
                 state.restore()
-                return run(copy.deepcopy(micro_batch))
+            losses = run(copy.deepcopy(micro_batch))  # it may be written into
+            return Measured(
+                [loss.detach() for loss in losses],
+                self._slopes(losses) if takes_slopes else None,
+            )
 
-            for gradients in (torch.no_grad, torch.enable_grad):
-                with gradients():
-                    try:
-                        short = losses(trimmed)
-                    except Exception as error:
+        for takes_slopes, gradients in self._ways():
+            with gradients():
+                try:
+                    short = measured(trimmed)
+                except Exception as error:
+                    _free(error)
+                    continue  # some steps take gradients themselves, some allow none
+                try:
+                    long = measured(whole)
+                    if self._are_same(long, short):
+                        return Found()
+                    if self._are_same(measured(trimmed, is_anew=True), short):
+                        return Found(long, short, differs=True)
+                    return None
+                except Exception as error:
+                    if takes_slopes:
                         _free(error)
-                        continue  # some steps take gradients themselves
-                    try:
-                        long = losses(whole)
-                        if self._are_same(long, short):
-                            return Found()
-                        if self._are_same(drawn_anew(trimmed), short):
-                            return Found(long, short, differs=True)
-                        return Found(unmeasured="its loss is drawn at random")
-                    except Exception as error:
-                        return self._failed(error)
+                        continue
+                    return self._failed(error)
         # The window itself will raise it, and may be run again.
-        self._is_done = self._most is not None or not self._num_tries
-        return Found()
+        return Found(is_open=self._most is None and self._num_tries > 0)
+
+    def _ways(self) -> list[tuple[bool, Any]]:
+        """Whether to take gradients, and the context."""
+        plain = [(False, torch.no_grad), (False, torch.enable_grad)]
+        return [(True, torch.enable_grad), *plain] if self._takes_slopes else plain
+
+    def _slopes(self, losses: list[Tensor]) -> Tensor | None:
+        """The size of each parameter's gradient."""
+        losses = [loss for loss in losses if loss.requires_grad]
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        if not losses or not parameters:
+            return None
+        found = torch.autograd.grad(
+            torch.stack([loss.sum() for loss in losses]).sum(),
+            parameters,
+            allow_unused=True,
+        )
+        zero = torch.zeros((), device=losses[0].device)
+        return torch.stack([zero if g is None else _size(g, zero) for g in found]).cpu()
 
     def _failed(self, error: Exception) -> Found:
         """Memory may run out where a size is being found: then in the next window."""
         text = f"{type(error).__name__}: {error}"
         self._num_tries -= 1
         if self._num_tries and self._most is None and is_out_of_memory(error):
-            self._is_done, text = False, ""
+            text = ""
         _free(error)
-        return Found(unmeasured=text)
+        return Found(unmeasured=text, is_open=not text)
 
-    def _are_same(self, losses: list[Tensor], others: list[Tensor]) -> bool:
+    def _are_same(self, one: Measured, other: Measured) -> bool:
         dtypes = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
-        return len(losses) == len(others) and all(
-            math.isclose(
-                a.item(),
-                b.item(),
-                rel_tol=max(TOLERANCES.get(d, NARROW) for d in {*dtypes, a.dtype}),
+        dtypes.update(loss.dtype for loss in one.losses)
+        tolerance = max((TOLERANCES.get(d, NARROW) for d in dtypes), default=NARROW)
+        near = partial(math.isclose, rel_tol=tolerance, abs_tol=OF_NOTHING * tolerance)
+        return (
+            len(one.losses) == len(other.losses)
+            and all(
+                near(a.item(), b.item()) or a.isnan() or b.isnan()  # it stops the run
+                for a, b in zip(one.losses, other.losses, strict=True)
             )
-            or (a.isnan() and b.isnan())
-            for a, b in zip(losses, others, strict=True)
+            and not _deviation(one, other) > OF_GRADIENT * tolerance
         )
 
 
+def _size(gradient: Tensor, like: Tensor) -> Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values, dtype=dtype).to(like)
+
+
+def _deviation(one: Measured, other: Measured) -> float:
+    """How far the gradients differ, as a share of their size; at least."""
+    if one.slopes is None or other.slopes is None:
+        return 0.0
+    return float((one.slopes - other.slopes).norm() / other.slopes.norm())
+
+
 @contextmanager
-def _kept(pl_module: Any) -> Iterator[Callable[[], None]]:
-    """The module without dropout and in full precision; yields what puts back all that
-    a training step changes."""
+def _kept(pl_module: Any) -> Iterator[Callable[[bool], None]]:
+    """The module in full precision; yields what puts back all that a training step
+    changes, and says whether all but BatchNorm is to be in training mode."""
     snapshot = Snapshot(pl_module)
     frozen = [p for p in pl_module.parameters() if not p.requires_grad]
     if sum(p.numel() * p.element_size() for p in frozen) > MOST_FROZEN:
@@ -199,14 +291,16 @@ def _kept(pl_module: Any) -> Iterator[Callable[[], None]]:
     values = [p.detach().clone() for p in frozen]
     modes = [(module, module.training) for module in pl_module.modules()]
 
-    def put_back() -> None:
+    def put_back(trains: bool) -> None:
         snapshot.restore()
         with torch.no_grad():
             for parameter, value in zip(frozen, values, strict=True):
                 if not torch.equal(parameter, value):
                     parameter.copy_(value)
         for module, was_training in modes:
-            module.training = was_training and isinstance(module, _BatchNorm)
+            module.training = was_training and (
+                trains or isinstance(module, _BatchNorm)
+            )
 
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -215,9 +309,7 @@ def _kept(pl_module: Any) -> Iterator[Callable[[], None]]:
             yield put_back
     finally:
         torch.backends.mha.set_fastpath_enabled(has_fast_path)
-        put_back()
-        for module, was_training in modes:
-            module.training = was_training
+        put_back(True)
 
 
 def _full_precision(kind: str) -> Any:
@@ -238,15 +330,27 @@ def _free(error: Exception) -> None:
         release(error)
 
 
-def _announce(found: Found) -> None:
+def _announce(found: Found, *, since: int) -> None:
+    assert found.whole is not None
+    assert found.trimmed is not None
     whole, trimmed = (
         " and ".join(f"{loss.item():.8g}" for loss in losses) or "None"
-        for losses in (found.whole, found.trimmed)
+        for losses in (found.whole.losses, found.trimmed.losses)
     )
+    seen = (
+        f"The loss of some rows is {whole} as the loader padded them, and {trimmed} "
+        f"without the columns that are padding in all of them"
+    )
+    if deviation := _deviation(found.whole, found.trimmed):
+        seen += f", and its gradient is off by {deviation:.2g} of its size"
+    if since:
+        seen += (
+            f". {since} loader batches ago there was no difference yet; a step since "
+            f"then may be off"
+        )
     warnings.warn(
-        f"MicroBatching: the model sees its padding. The loss of some rows is {whole} "
-        f"as the loader padded them, and {trimmed} without the columns that are "
-        f"padding in all of them. So nothing is trimmed from here on: every "
+        f"MicroBatching: the model sees its padding. {seen}. So nothing is trimmed "
+        f"from here on: every "
         f"micro-batch gets all columns, as the whole batch has them. Convolutions, "
         f"means over all columns, BatchNorm over them and attention without a mask see "
         f"padding; with a mask in these, trimming would be exact and save its cost. "
