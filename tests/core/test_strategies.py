@@ -23,6 +23,7 @@ from tests.core.common import (
 from tests.helpers import NAIVE, gradients, ragged_sequences
 from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken, Uniform
 from trainkit.core.batches import describe, tensors
+from trainkit.core.strategies import weigh_alike
 from trainkit.errors import TrainkitError
 
 LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
@@ -331,3 +332,25 @@ def test_size_of_a_batch_that_is_no_list_is_refused() -> None:
 def test_ignore_index_is_not_taken_around_by_narrow_labels() -> None:
     labels = torch.full((4,), 156, dtype=torch.uint8)
     assert int(PerToken().weight({"labels": labels})) == 4
+
+
+class ByTable(AccumulationStrategy):
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def weight(self, batch: Any) -> Any:
+        return self.table[batch].sum()
+
+
+def test_strategies_of_one_class_that_hold_the_same_weigh_alike() -> None:
+    table = torch.ones(3)
+    assert weigh_alike(ByTable(table), ByTable(table))
+    assert weigh_alike(ByTable([1, 2]), ByTable([1, 2]))
+    assert not weigh_alike(ByTable(table), ByTable(table.clone()))
+    assert not weigh_alike(ByTable([1, 2]), ByTable([1, 3]))
+    assert not weigh_alike(ByTable([table]), ByTable([table.clone()]))
+    used = PerSample()
+    used.weight([torch.ones(2, 8, 9, 9), torch.ones(2, 8, 9, 9)])
+    assert weigh_alike(used, PerSample())
+    assert not weigh_alike(used, PerSample(size="x"))
+    assert not weigh_alike(PerSample(), PerToken())
