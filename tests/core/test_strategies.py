@@ -354,3 +354,26 @@ def test_strategies_of_one_class_that_hold_the_same_weigh_alike() -> None:
     assert weigh_alike(used, PerSample())
     assert not weigh_alike(used, PerSample(size="x"))
     assert not weigh_alike(PerSample(), PerToken())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_transposed_samples_are_no_fields(channels: int) -> None:
+    """`collate_fn=lambda rows: tuple(zip(*rows))` leaves images apart: they weighed as
+    many as an image has channels, whatever their number."""
+    images = tuple(torch.zeros(channels, 8, 9) for _ in range(5))
+    batch = (images, (0, 1, 0, 1, 0))
+    with pytest.raises(TrainkitError, match=r"size='path\.to\.it'"):
+        PerSample().weight(batch)
+    assert PerSample(size=1).weight(batch) == 5
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ((torch.ones(5, 2), torch.ones(5, 3)), (torch.ones(5), torch.ones(5))),
+        [[torch.ones(2, 3), torch.ones(2, 4)], ["a", "b"]],  # names of two rows
+        ((torch.ones(4, 2), torch.ones(4)), 0, 1),  # of a sequential CombinedLoader
+    ],
+)
+def test_pairs_of_fields_are_not_taken_for_transposed_samples(batch: Any) -> None:
+    assert PerSample().weight(batch) == len(batch[0][0])
