@@ -23,6 +23,7 @@ from tests.core.common import (
 from tests.helpers import NAIVE, gradients, ragged_sequences
 from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken, Uniform
 from trainkit.core.batches import describe, tensors
+from trainkit.core.strategies import weigh_alike
 from trainkit.errors import TrainkitError
 
 LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
@@ -331,3 +332,48 @@ def test_size_of_a_batch_that_is_no_list_is_refused() -> None:
 def test_ignore_index_is_not_taken_around_by_narrow_labels() -> None:
     labels = torch.full((4,), 156, dtype=torch.uint8)
     assert int(PerToken().weight({"labels": labels})) == 4
+
+
+class ByTable(AccumulationStrategy):
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def weight(self, batch: Any) -> Any:
+        return self.table[batch].sum()
+
+
+def test_strategies_of_one_class_that_hold_the_same_weigh_alike() -> None:
+    table = torch.ones(3)
+    assert weigh_alike(ByTable(table), ByTable(table))
+    assert weigh_alike(ByTable([1, 2]), ByTable([1, 2]))
+    assert not weigh_alike(ByTable(table), ByTable(table.clone()))
+    assert not weigh_alike(ByTable([1, 2]), ByTable([1, 3]))
+    assert not weigh_alike(ByTable([table]), ByTable([table.clone()]))
+    used = PerSample()
+    used.weight([torch.ones(2, 8, 9, 9), torch.ones(2, 8, 9, 9)])
+    assert weigh_alike(used, PerSample())
+    assert not weigh_alike(used, PerSample(size="x"))
+    assert not weigh_alike(PerSample(), PerToken())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_transposed_samples_are_no_fields(channels: int) -> None:
+    """`collate_fn=lambda rows: tuple(zip(*rows))` leaves images apart: they weighed as
+    many as an image has channels, whatever their number."""
+    images = tuple(torch.zeros(channels, 8, 9) for _ in range(5))
+    batch = (images, (0, 1, 0, 1, 0))
+    with pytest.raises(TrainkitError, match=r"size='path\.to\.it'"):
+        PerSample().weight(batch)
+    assert PerSample(size=1).weight(batch) == 5
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ((torch.ones(5, 2), torch.ones(5, 3)), (torch.ones(5), torch.ones(5))),
+        [[torch.ones(2, 3), torch.ones(2, 4)], ["a", "b"]],  # names of two rows
+        ((torch.ones(4, 2), torch.ones(4)), 0, 1),  # of a sequential CombinedLoader
+    ],
+)
+def test_pairs_of_fields_are_not_taken_for_transposed_samples(batch: Any) -> None:
+    assert PerSample().weight(batch) == len(batch[0][0])

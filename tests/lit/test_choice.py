@@ -292,7 +292,7 @@ class MadeAnew(AccumulationMixin, TokenModule):
         self.weights = torch.linspace(0.5, 2 + 5 * epoch, size, dtype=torch.float64)
 
     @property
-    def accumulation(self) -> Any:
+    def accumulation(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return ByLabel(self.weights)
 
     def on_train_epoch_start(self) -> None:

@@ -76,6 +76,8 @@ def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
     lists: list[Any] = []
     lengths = _leading(batch, lists, set() if known is None else known)
     inside = {t.shape[0] for each in lists for t in tensors(each) if t.ndim > 0}
+    if _is_transposed(batch) and len(batch[0]) not in lengths:
+        lists, lengths = [batch], set()
     if lists and not (len(lengths) == 1 and inside == lengths):
         raise TrainkitError(
             f"PerSample: a list of samples has no leading dimension of its own, and "
@@ -109,6 +111,23 @@ def _leading(batch: Any, lists: list[Any], known: KnownPairs) -> set[int]:
     for child in _children(batch):
         found |= _leading(child, lists, known)
     return found
+
+
+def _is_transposed(batch: Any) -> bool:
+    """Whether these are samples with one sequence for each of their fields, as
+    `tuple(zip(*samples))` makes them: of tensors, and as many plain values, which
+    collating would have made a tensor."""
+    if not isinstance(batch, tuple | list) or not batch:
+        return False
+    kinds = tuple | list
+    if not all(
+        isinstance(each, kinds) and len(each) == len(batch[0]) for each in batch
+    ):
+        return False
+    return any(
+        bool(each) and all(isinstance(value, int | float | str) for value in each)
+        for each in batch
+    )
 
 
 def own_count(value: Any) -> int | None:
