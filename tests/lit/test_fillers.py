@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from tests.helpers import (
     NAIVE,
@@ -185,6 +188,36 @@ def test_filler_of_one_of_several_loaders_is_refused(mode: Any, of: Any) -> None
     fit(mask, CombinedLoader(both, mode), module=Two())
 
 
+class OfBoth(AccumulationStrategy):
+    """Relies on a batch of each loader, which there is where none ends before all."""
+
+    def weight(self, batch: Any) -> Tensor:
+        return batch["a"]["weight"].sum() + batch["b"]["weight"].sum()
+
+
+class Together(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = (batch["a"], batch["b"])
+        joined = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        return self.loss_of(joined)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+def test_strategy_that_relies_on_all_loaders_hears_nothing(mode: Any) -> None:
+    both = {"a": padded(10), "b": padded(9)}
+    module = fit(OfBoth(), CombinedLoader(both, mode), module=Together())
+    together = ResumableLoader(rows(10) + rows(9), 19)
+    assert deviation(module, fit(data=together, accumulate=1), Weighted()) < 1e-12
+    plain = {"a": padded(10), "b": ResumableLoader(rows(12), 4)}
+    fit(OfBoth(), CombinedLoader(plain, mode), module=Together())  # without a word
+
+
+def test_strategy_that_fails_where_a_loader_has_ended_is_spoken_of() -> None:
+    both = {"a": padded(10), "b": padded(9)}
+    with pytest.warns(UserWarning, match="OfBoth: .* this cannot be seen"):
+        fit(OfBoth(), CombinedLoader(both, "max_size"), module=Together())
+
+
 # ---- what cannot be weighed, and what must not change --------------------------------
 
 
@@ -258,6 +291,41 @@ def test_look_at_a_filler_draws_nothing_and_moves_no_row(num_workers: int) -> No
         found.append((drawn, torch.cat(seen)))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
+
+
+class Drawing(Dataset[Any]):
+    """Draws from a generator of its own, and counts."""
+
+    def __init__(self) -> None:
+        self.rows = rows()
+        self.draws, self.num_read = random.Random(0), 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_read += 1
+        row = self.rows[index]
+        return {**row, "x": row["x"] + self.draws.random(), "labels": self.num_read}
+
+
+def test_look_at_a_filler_leaves_the_data_set_as_it_is() -> None:
+    found = []
+    for strategy in (PerSample(mask="weight"), Uniform()):  # of which one is looked at
+        drawing = Drawing()
+        data = ResumableLoader(drawing, 4, last="pad", weigh_nothing=NOTHING)
+        module = Weighted()
+        seen: list[Tensor] = []
+        module.training_step = partial(_seen, module, seen)  # type: ignore[assignment]
+        fit(strategy, data, module=module)
+        found.append((torch.cat(seen), drawing.num_read))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == 24  # of two epochs
+
+
+def _seen(module: Any, seen: list[Tensor], batch: Any, batch_idx: int) -> Any:
+    seen.append(batch["x"].clone())
+    return module.loss_of(batch)
 
 
 # ---- ranks ---------------------------------------------------------------------------

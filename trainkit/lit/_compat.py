@@ -93,6 +93,11 @@ def combined_loader(trainer: Any) -> Any:
     return trainer.fit_loop._combined_loader
 
 
+def leaves_places_empty(combined: Any) -> bool:
+    """Whether a loader that has ended gives None beside a longer one, or is alone."""
+    return len(combined.flattened) == 1 or combined._mode == "max_size"
+
+
 def forget_iterator(loader: Any) -> Any:
     """A copied `DataLoader` that starts workers of its own, where they persist."""
     loader._iterator = None

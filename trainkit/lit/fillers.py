@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -15,8 +18,9 @@ from trainkit.core.strategies import Uniform
 from trainkit.data.filler import Filler
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import combined_loader
+from trainkit.lit._compat import combined_loader, leaves_places_empty
 from trainkit.lit.batch_norm.samples import on_device
+from trainkit.lit.probe.snapshot import Snapshot
 
 
 def refuse_fillers_that_count(
@@ -28,7 +32,7 @@ def refuse_fillers_that_count(
     """Weigh one filler of each training loader that is going to give some.
 
     It is read as in training, worker and hooks included, and weighed as `training_step`
-    gets it; random generators stay where they are.
+    gets it; random generators and the data set's attributes stay as they are.
 
     Raises:
         TrainkitError: it weighs something. In manual optimization, where the module may
@@ -50,11 +54,10 @@ def refuse_fillers_that_count(
         for strategy in weighing:
             weight: float | None = None
             try:
-                with isolate_rng():
+                with isolate_rng(), _unmoved(loader.dataset):
                     batch = _read(loader, micro_batching)
-                    batch = _among_ended(combined, loader, batch)
-                    batch = on_device(trainer, pl_module, batch)
-                    weight = float(strategy.weight(batch))
+                    weigh = partial(_weigh, trainer, pl_module, strategy)
+                    weight = _weight_among(combined, loader, batch, weigh)
                 found = f"it weighs {weight:g}"
             except Exception as error:
                 found = f"this cannot be seen ({type(error).__name__}: {error})"
@@ -67,11 +70,43 @@ def refuse_fillers_that_count(
                 warnings.warn(text, stacklevel=2)
 
 
-def _among_ended(combined: Any, loader: ResumableLoader, batch: Any) -> Any:
-    """What all loaders give where this one gives a batch and the others have ended."""
+def _weigh(trainer: Any, pl_module: Any, strategy: Any, batch: Any) -> float:
+    return float(strategy.weight(on_device(trainer, pl_module, batch)))
+
+
+def _weight_among(
+    combined: Any, loader: ResumableLoader, batch: Any, weigh: Callable[[Any], float]
+) -> float:
+    """What a batch weighs where the other loaders have ended, or else go on."""
+    try:
+        return weigh(_among(combined, loader, batch, None))
+    except Exception:
+        if leaves_places_empty(combined):
+            raise
+        # The strategy may rely on a batch of each loader: this one stands in for all.
+        with suppress(Exception):
+            if weigh(_among(combined, loader, batch, batch)) == 0:
+                return 0.0
+        raise
+
+
+def _among(combined: Any, loader: ResumableLoader, batch: Any, other: Any) -> Any:
+    """What all loaders give together: this one a batch, the others something else."""
     again = copy.copy(combined)
-    again.flattened = [batch if x is loader else None for x in combined.flattened]
+    again.flattened = [batch if x is loader else other for x in combined.flattened]
     return again.iterables
+
+
+@contextmanager
+def _unmoved(dataset: Any) -> Iterator[None]:
+    """Leave a data set's attributes and generators as they are: without workers, the
+    look at a row would let it draw, and count, once more than in training."""
+    held = (dataset, getattr(dataset, "dataset", None))
+    before = Snapshot(others=tuple(each for each in held if hasattr(each, "__dict__")))
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def _read(loader: ResumableLoader, micro_batching: MicroBatching | None) -> Any:
