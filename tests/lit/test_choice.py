@@ -56,7 +56,7 @@ def test_module_without_a_strategy_is_refused_when_fit_begins(accumulate: int) -
     module = Says()
     with pytest.raises(TrainkitError, match=NO_STRATEGY) as refused:
         fitted(module, accumulate)
-    for name in ("PerToken()", "Uniform()", "Says.accumulation"):
+    for name in ("PerToken()", "Uniform()", "Says.accumulation", "--accumulation="):
         assert name in str(refused.value)
     fresh = Says()
     assert torch.equal(module.net.head.weight, fresh.net.head.weight)

@@ -47,7 +47,8 @@ def refuse_no_strategy(pl_module: Any) -> None:
             f"loss of training_step is a mean over: PerSample() for a mean over "
             f"samples; PerToken() for a mean over labels that are not ignored; "
             f"Uniform() only where all micro-batches hold equally much, which nobody "
-            f"checks. On the command line: accumulation=per_sample."
+            f"checks. On the command line: accumulation=per_sample for trainkit train, "
+            f"--accumulation=PerSample for trainkit fit."
         )
 
 
