@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -76,9 +76,6 @@ class PerSample(AccumulationStrategy):
     size: Path | None = None
     mask: Path | None = None
     loss_reduction: LossReduction = "mean"
-    _known: KnownPairs = field(
-        default_factory=set, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         check_reduction(self)
@@ -96,7 +93,9 @@ class PerSample(AccumulationStrategy):
         if self.mask is not None:
             return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
         if self.size is None:
-            return leading_dimension(batch, self._known)
+            # No field of it: two strategies that have seen other batches are the same.
+            known: KnownPairs = vars(self).setdefault("_known", set())
+            return leading_dimension(batch, known)
         found = batch if self.size == "" else lookup(batch, self.size)
         if isinstance(found, list | tuple):
             return len(found)
