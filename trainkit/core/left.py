@@ -30,11 +30,9 @@ class Left:
         self._held = [
             (p, p.grad, version_of(p.grad)) for p in parameters if p.grad is not None
         ]
-        self._were_zero = (
-            [_is_zero(gradient) for _, gradient, _ in self._held]
-            if looks_before
-            else [0] * len(self._held)
-        )
+        self._were_zero: list[Tensor | int] | None = None
+        if looks_before:
+            self._were_zero = [_is_zero(gradient) for _, gradient, _ in self._held]
 
     def __len__(self) -> int:
         return len(self._held)
@@ -47,9 +45,10 @@ class Left:
             p.grad is not gradient or version_of(gradient) != version
             for p, gradient, version in self._held
         ]
-        if not any(changed):
+        if True not in changed:
             return None
-        looked_at = zip(self._held, changed, self._were_zero, strict=True)
+        were_zero = self._were_zero or [0] * len(changed)
+        looked_at = zip(self._held, changed, were_zero, strict=True)
         flags = [
             _is_zero(p.grad) * (1 - 2 * was_zero) if is_changed else 0
             for (p, _, _), is_changed, was_zero in looked_at

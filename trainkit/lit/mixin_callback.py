@@ -6,7 +6,7 @@ from typing import Any
 
 from trainkit.core.expected import Strategies
 from trainkit.core.ranks import find_ranks
-from trainkit.core.strategies import weigh_alike
+from trainkit.core.strategies import AccumulationStrategy, weigh_alike
 from trainkit.core.terms import named_strategies
 from trainkit.lit import refusals
 from trainkit.lit._compat import batches_into_epoch
@@ -39,6 +39,7 @@ class MixinCallback(SplitCallback):
 
     def _forget(self) -> None:
         super()._forget()
+        self._chosen: Any = None
         self.is_apart: dict[int, bool] = {}
         self.means = ExactMeans()
 
@@ -66,11 +67,15 @@ class MixinCallback(SplitCallback):
         """Take over what the module says by now, perhaps in its `setup`."""
         self.strategies = strategies_of(pl_module)
         self.micro_batching = pl_module.micro_batching
+        self._chosen = pl_module.accumulation
 
     def follow(self, pl_module: Any) -> None:
         if pl_module.micro_batching is not self.micro_batching:
             refusals.refuse_other_micro_batching(self.micro_batching, pl_module)
-        chosen = strategies_of(pl_module)
+        is_same = pl_module.accumulation is self._chosen
+        if is_same and isinstance(self._chosen, AccumulationStrategy):
+            return  # a dict may have been written into
+        self._chosen, chosen = pl_module.accumulation, strategies_of(pl_module)
         if not _are_alike(chosen, self.strategies):
             for accumulator in self.accumulators.values():
                 accumulator.weigh_by(pl_module.accumulation)

@@ -50,9 +50,12 @@ class _Steps:
 
     def _watched(self) -> AbstractContextManager[Any]:
         """Look what the first step of a window moves, if the window has several."""
-        is_open = any(a.is_open for a in self._windows.accumulators.values())
-        several = self._trainer.accumulate_grad_batches > 1
-        return self._moved.watch() if several and not is_open else NOTHING
+        if self._trainer.accumulate_grad_batches == 1:
+            return NOTHING
+        for accumulator in self._windows.accumulators.values():
+            if accumulator.is_open:
+                return NOTHING
+        return self._moved.watch()
 
     def _weigh(self, batch: Any) -> None:
         windows = self._windows
