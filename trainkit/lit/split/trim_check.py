@@ -211,11 +211,14 @@ class TrimCheck:
                     continue  # some steps take gradients themselves, some allow none
                 try:
                     long = measured(whole)
-                    if self._are_same(long, short):
+                    # Where forward passes communicate, all ranks run as many.
+                    differs = not self._are_same(long, short)
+                    if not self._largest(differs):
                         return Found()
-                    if self._are_same(measured(trimmed, is_anew=True), short):
-                        return Found(long, short, differs=True)
-                    return None
+                    anew = measured(trimmed, is_anew=True)
+                    if self._largest(not self._are_same(anew, short)):
+                        return None
+                    return Found(long, short, differs)
                 except Exception as error:
                     if takes_slopes:
                         _free(error)
@@ -344,10 +347,8 @@ def _announce(found: Found, *, since: int) -> None:
     if deviation := _deviation(found.whole, found.trimmed):
         seen += f", and its gradient is off by {deviation:.2g} of its size"
     if since:
-        seen += (
-            f". {since} loader batches ago there was no difference yet; a step since "
-            f"then may be off"
-        )
+        ago = "The batch before" if since == 1 else f"{since} batches before"
+        seen += f". {ago} there was no difference yet: steps since then may be off"
     warnings.warn(
         f"MicroBatching: the model sees its padding. {seen}. So nothing is trimmed "
         f"from here on: every "
