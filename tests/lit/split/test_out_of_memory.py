@@ -286,7 +286,7 @@ class Watch:
     def __init__(self) -> None:
         self.alive: list[bool] = []
         self.num_known = 0
-        self.held: weakref.ref[Any] | None = None
+        self.held: weakref.ref[Any] = weakref.ref(self)  # such objects are not put back
 
 
 class Holding(Short):
@@ -300,7 +300,6 @@ class Holding(Short):
         watch, num_failures = self.watch, self.memory.num_failures
         if num_failures > watch.num_known:
             watch.num_known = num_failures
-            assert watch.held is not None
             watch.alive.append(watch.held() is not None)
         held = torch.ones(100, 100, requires_grad=True, dtype=torch.float64)
         watch.held = weakref.ref(held)

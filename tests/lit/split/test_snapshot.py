@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from typing import Any
 
@@ -15,6 +16,26 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
+
+
+class Meter:
+    """As people write their own."""
+
+    def __init__(self) -> None:
+        self.count, self.values = 0, [[0.0]]
+
+    def update(self) -> None:
+        self.count += 1
+        self.values[0].append(1.0)
+        self.last = self.count
+
+
+class Worker(Meter):
+    """Another thread may be changing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
 
 
 class Model(pl.LightningModule):
@@ -33,6 +54,8 @@ class Model(pl.LightningModule):
         self.recent = deque([1, 2], maxlen=2)
         self.seen = {"ids": {1}, "sums": {"x": torch.zeros(())}}
         self.given = object()
+        self.meter, self.meters = Meter(), [{"a": Meter()}]
+        self.seen["self"] = self.seen
 
 
 def changed(model: Any) -> None:
@@ -49,6 +72,8 @@ def changed(model: Any) -> None:
     model.seen["ids"].add(2)
     model.seen["sums"]["x"] += 1
     model.seen["new"] = 1
+    model.meter.update()
+    model.meters[0]["a"].update()
     model.layer.made_late = 5
     random.random()
     np.random.rand()
@@ -60,6 +85,7 @@ def shown(model: Any) -> Any:
         [
             {name: b.tolist() for name, b in model.named_buffers()},
             (model.number, model.flag, model.text, model.nothing, model.tensor),
+            [vars(each) for each in (model.meter, model.meters[0]["a"])],
             (model.losses, model.recent, model.seen, hasattr(model.layer, "made_late")),
             (model.mean.update_count, model.mean.metric_state, model.mean._computed),
             [(m.update_count, m.metric_state) for m in model.both.values()],
@@ -89,6 +115,15 @@ def test_the_same_objects_are_put_back() -> None:
     changed(model)
     snapshot.restore()
     assert all(getattr(model, name) is held[name] for name in names)
+
+
+def test_what_another_thread_may_change_is_left_alone() -> None:
+    model: Any = Model()
+    model.worker = Worker()
+    snapshot = Snapshot(model)
+    model.worker.update()
+    snapshot.restore()
+    assert model.worker.count == 1
 
 
 def test_weights_and_gradients_are_not_touched() -> None:

@@ -111,3 +111,26 @@ def test_without_gradients_the_loss_alone_is_compared() -> None:
     fit(TakingNone(CUTS[0]), BATCHES)
     with pytest.warns(UserWarning, match=SEES):
         fit(Seeing(CUTS[0]), BATCHES)
+
+
+class WithFeatures(Pooled):
+    """It has as many features as there are columns, and most of them are 0."""
+
+    def __init__(self, cut: MicroBatching | None = None) -> None:
+        super().__init__(cut)
+        self.of_features = nn.Linear(14, 6, dtype=torch.float64)
+
+    def pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return super().pooled(hidden, mask) + self.features
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.features = self.of_features(batch["features"])
+        return super().training_step(batch, batch_idx)
+
+
+def test_features_that_look_like_padding_are_kept() -> None:
+    features = torch.zeros(8, 14, dtype=torch.float64)
+    features[:, 0] = 1
+    batches = [{**batch, "features": features} for batch in MANY]
+    with pytest.warns(UserWarning, match=rf"{SEES}.*training_step raises RuntimeError"):
+        assert off(WithFeatures, CUTS[0], batches) < 1e-12

@@ -18,13 +18,20 @@ for the buffers, of which there is a public list."""
 
 PutBack = Callable[[], None]
 
+PLAIN = (int, float, complex, str, bytes, type(None), list, tuple, dict, set, deque)
+
+MOST_ENTRIES = 1000
+"""A longer list is a store, whose entries are not looked at."""
+
 
 class Snapshot:
     """A module's buffers and attributes, those of its metrics, and random generators.
 
     Of attributes it keeps what they refer to, tensors by value, and the entries of
-    lists, sets and dicts; tensors in a list by reference, since such a list grows with
-    each batch. Parameters are not among it: nothing but the step changes them.
+    lists, sets and dicts, also inside one another; tensors in a list by reference,
+    since such a list grows with each batch. Of other objects it keeps those that hold
+    plain values alone, such as a meter of the user's own. Parameters are not among it:
+    nothing but the step changes them.
 
     Args:
         pl_module: what trains.
@@ -35,6 +42,7 @@ class Snapshot:
         self._device = pl_module.device
         self._put_back: list[PutBack] = []
         self._keeps_random = random
+        self._seen: set[int] = set()
         for module in pl_module.modules():
             self._keep_buffers(module)
             self._keep_attributes(module)
@@ -71,18 +79,43 @@ class Snapshot:
             self._keep_tensor(value)
         elif type(value) in (list, deque):
             self._put_back.append(_refilled(value, value.extend))
+            for each in value if len(value) <= MOST_ENTRIES else ():
+                if not isinstance(each, Tensor):
+                    self._keep_inner(each)
         elif isinstance(value, dict | set):
             self._put_back.append(_refilled(value, value.update))
             for each in value.values() if isinstance(value, dict) else ():
-                self._keep(each)
+                self._keep_inner(each)
+        elif _holds_plain_values(value):
+            held = vars(value)
+            self._put_back.append(_refilled(held, held.update))
+            for each in held.values():
+                self._keep_inner(each)
         elif self._keeps_random and (put_back := generator_keeper(value)) is not None:
             self._put_back.append(put_back)
+
+    def _keep_inner(self, value: Any) -> None:
+        """Once each, though it may hold itself."""
+        if type(value) in (int, float, str) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._keep(value)
 
     def _keep_tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter):
             return
         value = tensor.detach().clone()
         self._put_back.append(lambda: _write(tensor, value))
+
+
+def _holds_plain_values(value: Any) -> bool:
+    """Whether it is an object that nothing else works on, such as a thread."""
+    if isinstance(value, type | nn.Module) or callable(value):
+        return False
+    held = getattr(value, "__dict__", None)
+    return type(held) is dict and all(
+        isinstance(each, (*PLAIN, Tensor)) for each in held.values()
+    )
 
 
 def _refilled(container: Any, fill: Callable[[Any], None]) -> PutBack:

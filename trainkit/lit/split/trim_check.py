@@ -69,6 +69,7 @@ class Found(NamedTuple):
         differs: whether these are not the same.
         unmeasured: why nothing can be said.
         is_open: whether a later window may show it.
+        error: what `training_step` has raised for the trimmed rows alone.
     """
 
     whole: Measured | None = None
@@ -76,6 +77,7 @@ class Found(NamedTuple):
     differs: bool = False
     unmeasured: str = ""
     is_open: bool = False
+    error: str = ""
 
 
 class TrimCheck:
@@ -202,11 +204,14 @@ class TrimCheck:
                 self._slopes(losses) if takes_slopes else None,
             )
 
+        raised = ""
         for takes_slopes, gradients in self._ways():
             with gradients():
                 try:
                     short = measured(trimmed)
                 except Exception as error:
+                    is_memory = is_out_of_memory(error)
+                    raised = "" if is_memory else f"{type(error).__name__}: {error}"
                     _free(error)
                     continue  # some steps take gradients themselves, some allow none
                 try:
@@ -224,8 +229,20 @@ class TrimCheck:
                         _free(error)
                         continue
                     return self._failed(error)
-        # The window itself will raise it, and may be run again.
-        return Found(is_open=self._most is None and self._num_tries > 0)
+        return self._unless_both_raise(raised, lambda: measured(whole))
+
+    def _unless_both_raise(self, raised: str, run: Callable[[], Any]) -> Found:
+        """The trimmed rows raise an error: the window will too, and may be run again,
+        but for the trimming that makes it."""
+        may_run_again = Found(is_open=self._most is None and self._num_tries > 0)
+        if not raised or self._most is not None:
+            return may_run_again
+        try:
+            run()
+        except Exception as error:
+            _free(error)
+            return may_run_again
+        return Found(differs=True, error=raised)
 
     def _ways(self) -> list[tuple[bool, Any]]:
         """Whether to take gradients, and the context."""
@@ -333,19 +350,27 @@ def _free(error: Exception) -> None:
         release(error)
 
 
-def _announce(found: Found, *, since: int) -> None:
-    assert found.whole is not None
-    assert found.trimmed is not None
-    whole, trimmed = (
-        " and ".join(f"{loss.item():.8g}" for loss in losses) or "None"
-        for losses in (found.whole.losses, found.trimmed.losses)
+def _compared(whole: Measured, trimmed: Measured) -> str:
+    padded, short = (
+        " and ".join(f"{loss.item():.8g}" for loss in each.losses) or "None"
+        for each in (whole, trimmed)
     )
     seen = (
-        f"The loss of some rows is {whole} as the loader padded them, and {trimmed} "
+        f"The loss of some rows is {padded} as the loader padded them, and {short} "
         f"without the columns that are padding in all of them"
     )
-    if deviation := _deviation(found.whole, found.trimmed):
+    if deviation := _deviation(whole, trimmed):
         seen += f", and its gradient is off by {deviation:.2g} of its size"
+    return seen
+
+
+def _announce(found: Found, *, since: int) -> None:
+    seen = found.error and (
+        f"Without the columns that are padding in all of some rows, training_step "
+        f"raises {found.error}"
+    )
+    if found.whole is not None and found.trimmed is not None:
+        seen = _compared(found.whole, found.trimmed)
     if since:
         ago = "The batch before" if since == 1 else f"{since} batches before"
         seen += f". {ago} there was no difference yet: steps since then may be off"
