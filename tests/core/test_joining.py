@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.core.common import relative
 from tests.helpers import TOLERANCE, gradients
-from trainkit import Accumulator, PerSample
+from trainkit import Accumulator, PerSample, Uniform
 
 EXACT = TOLERANCE[torch.float64]
 ROWS = torch.randn(
@@ -68,3 +68,21 @@ def test_parameters_outside_of_the_module_are_divided_too() -> None:
     accumulator.finish(net.parameters())
     loss_of(whole, ROWS).backward()
     assert relative(gradients(net), gradients(whole)) <= EXACT
+
+
+def test_who_joins_is_summed_in_float32_too() -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    net = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    net.extra = nn.Parameter(torch.ones(1, dtype=torch.bfloat16), requires_grad=False)
+    parts = [256.0, *64 * [1.0]]
+    accumulator = Accumulator(Uniform(), module=net, wide_gradients=True)
+    for window in range(2):
+        net.extra.requires_grad_(window == 1)
+        net.zero_grad()
+        for part in parts:
+            loss = (net.weight.sum() + net.extra.sum()) * part
+            accumulator.backward(loss, weight=1)
+        accumulator.finish(net.parameters())
+    for parameter in (net.weight, net.extra):
+        assert parameter.grad is not None
+        assert abs(float(parameter.grad.sum()) - 320 / 65) < 0.02

@@ -133,6 +133,16 @@ def test_what_it_leaves_out(callbacks: list[Callback]) -> None:
     assert comparison.deviation is None
 
 
+@pytest.mark.parametrize("reduction", ["sum", "total"])
+def test_a_loss_that_is_no_mean_is_left_out(reduction: Any) -> None:
+    """What plain Lightning makes of sums is no mean to be compared."""
+    comparison = PlainComparison()
+    ours = AccumulationCallback(PerSample(loss_reduction=reduction))
+    fit(RAGGED, [ours, comparison])
+    assert not comparison.is_measuring
+    assert comparison.deviation is None
+
+
 def test_uniform_is_no_measure_of_plain_accumulation() -> None:
     """It would say that plain accumulation is off by nothing."""
     comparison = PlainComparison()
