@@ -27,6 +27,7 @@ from trainkit import (
     PlainComparison,
     WindowMonitor,
 )
+from trainkit.lit._compat import leaves_fit
 
 EXACT = TOLERANCE[torch.float64]
 DATA = ragged_sequences(38)
@@ -96,5 +97,18 @@ def test_plain_accumulation_of_edited_batches_does_not() -> None:
 
 def test_strategy_object_is_as_before_afterwards() -> None:
     fit = trainer(4, callbacks=[AccumulationCallback(PerToken())])
+    fit.fit(TokenModule(), loader(DATA, 4))
+    assert "training_step" not in vars(fit.strategy)
+
+
+class Leaves(Callback):
+    """Leaves `fit` as Lightning's finders do: no hook but `teardown` hears of it."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        raise leaves_fit(trainer)
+
+
+def test_strategy_object_is_as_before_where_fit_is_left_in_between() -> None:
+    fit = trainer(4, callbacks=[AccumulationCallback(PerToken()), Leaves()])
     fit.fit(TokenModule(), loader(DATA, 4))
     assert "training_step" not in vars(fit.strategy)

@@ -321,6 +321,7 @@ class WindowCallback(WindowOwner):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Nothing of a `fit` stays behind but its numbers."""
+        self._calls.close()  # a finder that leaves `fit` early calls this hook alone
         self._wants_weights.clear()
         self._scaler = self.weight = self._meeting_point = None
         self.accumulators = emptied(self.accumulators)
