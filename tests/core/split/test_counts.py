@@ -15,6 +15,7 @@ from trainkit import PerSample
 from trainkit.core.split.counts import announce_whole_counts
 from trainkit.core.split.cutting import Cutter
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.errors import TrainkitError
 
 X = torch.arange(12.0).view(6, 2)
 
@@ -58,6 +59,8 @@ def is_named(batch: Any, *, shared: list[Any] | None = None) -> bool:
         ({"x": X, "n": np.int64(6)}, "field 'n' is 6"),
         ({"x": X, "n": 6.0}, "field 'n' is 6"),
         ({"x": X, "meta": {"n": (6,)}}, "field 'meta.n.0' is 6"),
+        ({"x": X, "inv": 1 / 6}, "field 'inv' is 1 / 6.* multiplied by it"),
+        ({"x": X, "inv": torch.tensor(1 / 17)}, "field 'inv' is 1 / 17.* 17 labels"),
         ((X, 6), "field '1' is 6"),
         (Counted(X), "field 'total' is 6"),
         ({"in": Counted(X)}, "field 'in.total' is 6"),
@@ -75,6 +78,10 @@ def test_count_of_the_whole_batch_is_named(batch: Any, text: str) -> None:
         {"x": X, "n": 5},
         {"x": X, "n": True},
         {"x": X, "n": 6.5},
+        {"x": X, "scale": 0.1},
+        {"x": X, "scale": 0.1667},
+        {"x": X, "scale": 1e-320},
+        {"x": X, "scale": float("inf")},
         {"x": X, "ids": list(range(1, 7))},
         {"x": X, "infos": tuple({"n": 6} for _ in range(6))},
         {"x": X, "y": torch.full((6,), 6)},
@@ -95,3 +102,15 @@ def test_zero_and_one_are_not_named() -> None:
     batch = {"x": X[:2], "first": 1, "none": 0}
     part = Cutter(MicroBatching(size=1), PerSample()).cut(batch)[0].batch
     assert not announce_whole_counts(batch, part, {1: "rows", 0: "labels"}, ())
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_mask": torch.ones(6, 3)}])
+def test_refused_tensor_of_one_number_is_not_to_be_shared_if_it_counts(
+    more: dict[str, Tensor],
+) -> None:
+    batch = {"x": X, "n": torch.tensor([6]), **more}
+    with pytest.raises(TrainkitError, match="shared=.* A count that the loss is"):
+        Cutter(MicroBatching(size=4), PerSample()).cut(batch)
+    with pytest.raises(TrainkitError) as other:
+        Cutter(MicroBatching(size=4), PerSample()).cut({**batch, "n": torch.ones(2)})
+    assert "A count" not in str(other.value)

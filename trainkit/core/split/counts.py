@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ def announce_whole_counts(
 ) -> bool:
     """Name a number that counts the loader batch, and is in a micro-batch the same.
 
-    A loss that is divided by it is a mean over the whole batch, and is weighed by the
-    micro-batch's share once more.
+    A loss that is divided by it, or multiplied by one over it, is a mean over the whole
+    batch, and is weighed by the micro-batch's share once more.
 
     Args:
         whole: the loader batch.
@@ -31,22 +32,35 @@ def announce_whole_counts(
     """
     allowed = set(map(str, shared))
     for path, number in _same_numbers(whole, part, ""):
-        if number in counts and number not in (0, 1) and path not in allowed:
-            warnings.warn(
-                f"MicroBatching: {named(path)} is {number}, as the whole batch has "
-                f"{number} {counts[number]}, and every micro-batch gets it as it is. A "
-                f"loss divided by it is divided once too often: the strategy weighs "
-                f"means over what a micro-batch holds. Count in training_step what it "
-                f"gets; if nothing is divided by this number, say so: "
-                f"MicroBatching(shared=[{path!r}]).",
-                stacklevel=2,
-            )
-            return True
+        count = _count(number)
+        if count is None or count < 2 or count not in counts or path in allowed:
+            continue
+        seen, divided = str(count), "divided"
+        if number < 1:
+            seen, divided = f"1 / {count}", "multiplied"
+        warnings.warn(
+            f"MicroBatching: {named(path)} is {seen}, as the whole batch has {count} "
+            f"{counts[count]}, and every micro-batch gets it as it is. A loss "
+            f"{divided} by it is divided once too often: the strategy weighs means "
+            f"over what a micro-batch holds. Count in training_step what it gets; if "
+            f"no loss is {divided} by this number, say so: "
+            f"MicroBatching(shared=[{path!r}]).",
+            stacklevel=2,
+        )
+        return True
     return False
 
 
-def _same_numbers(whole: Any, part: Any, path: str) -> Iterator[tuple[str, int]]:
-    """The whole numbers that are in both, each with its path."""
+def _count(number: float) -> int | None:
+    """The whole number that it is, or one over it is as far as float32 can tell."""
+    if 1e-9 < number < 1:
+        whole = round(1 / number)
+        return whole if math.isclose(number * whole, 1, rel_tol=1e-6) else None
+    return int(number) if float(number).is_integer() else None
+
+
+def _same_numbers(whole: Any, part: Any, path: str) -> Iterator[tuple[str, float]]:
+    """The numbers that are in both, each with its path."""
     number = _number(part)
     if number is not None:
         if number == _number(whole):
@@ -66,8 +80,8 @@ def _same_numbers(whole: Any, part: Any, path: str) -> Iterator[tuple[str, int]]
                 yield from _same_numbers(other, each, f"{prefix}{key}")
 
 
-def _number(value: Any) -> int | None:
-    """A whole number, as Python's, as numpy's, or as a 0-d tensor on the host."""
+def _number(value: Any) -> float | None:
+    """A finite number, as Python's, as numpy's, or as a 0-d tensor on the host."""
     if isinstance(value, Tensor):
         if value.ndim or not value.is_cpu or value.is_complex():
             return None
@@ -76,4 +90,4 @@ def _number(value: Any) -> int | None:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return int(value) if float(value).is_integer() else None
+    return value if math.isfinite(value) else None

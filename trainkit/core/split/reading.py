@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +122,7 @@ class Reader:
                 f"share one leading dimension, but the batch {has}. The batch is "
                 f"{describe(batch)}. Name what every micro-batch gets whole in "
                 f"shared=, what tells the rows' lengths in lengths=, or for a list of "
-                f"samples the function that collates: collate=."
+                f"samples the function that collates: collate=.{_no_count(found)}"
             )
         return found.pop()
 
@@ -166,6 +166,7 @@ class Reader:
                 f"to have all of it, name it in shared=; if it holds the rows in "
                 f"another dimension, or comes from a loader of another batch size, "
                 f"bring them to dimension 0 of {num_rows} rows."
+                f"{_no_count({value.shape[0]})}"
             )
         return True
 
@@ -221,6 +222,13 @@ class Reader:
         if targets is None or targets[0].ndim > 2:  # a map of labels is no sequence
             return []
         return [group_of_targets(*targets, cut)]
+
+
+def _no_count(lengths: Collection[int]) -> str:
+    """What not to share, where a tensor of one number may be a count."""
+    if 1 not in lengths:
+        return ""
+    return " A count that the loss is divided by is made in training_step, not shared."
 
 
 def _either(path: str, value: Any) -> str:
