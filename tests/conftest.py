@@ -5,6 +5,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -15,3 +16,9 @@ def pytest_collection_finish() -> None:
     that ran out of memory asks for, then looks at the tests' own objects only."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests that wait for a process leave one idle."""
+    return (os.cpu_count() or 1) + 1

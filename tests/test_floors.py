@@ -21,57 +21,37 @@ HEAVY = [
     "torchmetrics",
     "jsonargparse",
 ]
-ABOVE_CORE = [name for name in HEAVY if name != "torch"]
-
-
-def loaded_by(program: str) -> set[str]:
-    """Which of the heavy packages a fresh process has loaded after a program."""
-    program = f"{program}\nimport sys\nprint('loaded:', *sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    modules = done.stdout.rpartition("loaded:")[2].split()
-    return {name.partition(".")[0] for name in modules} & set(HEAVY)
-
-
-@pytest.mark.parametrize(
-    "package",
-    [
-        "trainkit",
-        "trainkit.core",
-        "trainkit.core.batch_norm",
-        "trainkit.data",
-        "trainkit.config",
-        "trainkit.config.translate",
-        "trainkit.cli",
-        "trainkit.cli.main",
-        "trainkit.cli.plan",
-        "trainkit.cli.sweep.main",
-        "trainkit.errors",
-    ],
-)
-def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
-    assert loaded_by(f"import {package}; dir({package})") == set()
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "batch_plan",
-        "effective",
-        "epoch_plan",
-        "scaling",
-        "stages",
-        "whole",
-        "window_size",
-    ],
-)
-def test_plain_arithmetic_loads_nothing_heavy(module: str) -> None:
-    assert loaded_by(f"from trainkit.core.{module} import *") == set()
-
-
-def test_core_loads_torch_alone() -> None:
-    use = """
+LIGHT = [
+    "import trainkit.errors",
+    "import trainkit; dir(trainkit)",
+    *(
+        f"import trainkit.{package}; dir(trainkit.{package})"
+        for package in (
+            "core",
+            "core.batch_norm",
+            "data",
+            "config",
+            "config.translate",
+            "cli",
+            "cli.main",
+            "cli.plan",
+            "cli.sweep.main",
+        )
+    ),
+    *(
+        f"from trainkit.core.{module} import *"
+        for module in (
+            "batch_plan",
+            "effective",
+            "epoch_plan",
+            "scaling",
+            "stages",
+            "whole",
+            "window_size",
+        )
+    ),
+]
+USE_OF_CORE = """
 import torch
 from trainkit.core import *
 from trainkit.core.batch_norm import *
@@ -83,25 +63,45 @@ accumulator.backward(model(x).mean(), x)
 accumulator.state_dict()
 accumulator.finish(model.parameters())
 """
-    assert loaded_by(use) == {"torch"}
 
 
-def test_data_loads_torch_alone() -> None:
-    assert loaded_by("from trainkit.data import *") == {"torch"}
+def loaded_by(*programs: str) -> list[set[str]]:
+    """Which of the heavy packages a fresh process has loaded after each program."""
+    show = "import sys\nprint('loaded:', *sys.modules)"
+    lines = [line for program in programs for line in (program, show)]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = [
+        {name.partition(".")[0] for name in line.split()[1:]} & set(HEAVY)
+        for line in done.stdout.splitlines()
+        if line.startswith("loaded:")
+    ]
+    assert len(found) == len(programs)
+    return found
 
 
-def test_lit_knows_no_configuration() -> None:
-    loaded = loaded_by("from trainkit.lit import *; import trainkit.lit.graceful_stop")
-    assert not loaded & {"hydra", "omegaconf", "wandb", "jsonargparse"}
+def test_importing_packages_and_plain_arithmetic_loads_nothing_heavy() -> None:
+    loaded = dict(zip(LIGHT, loaded_by(*LIGHT), strict=True))
+    assert {program: heavy for program, heavy in loaded.items() if heavy} == {}
 
 
-def test_configuration_knows_no_tracker() -> None:
-    assert "wandb" not in loaded_by("import trainkit.config.build")
+def test_data_and_core_load_torch_alone() -> None:
+    """The control: that torch is loaded is seen."""
+    loaded = loaded_by("from trainkit.data import *", USE_OF_CORE)
+    assert loaded == [{"torch"}, {"torch"}]
 
 
-def test_loading_is_noticed() -> None:
-    """The control."""
-    assert "torch" in loaded_by("import torch")
+def test_lit_knows_no_configuration_and_configuration_no_tracker() -> None:
+    lit, config = loaded_by(
+        "from trainkit.lit import *; import trainkit.lit.graceful_stop",
+        "import trainkit.config.build",
+    )
+    assert not lit & {"hydra", "omegaconf", "wandb", "jsonargparse"}
+    assert "wandb" not in config
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.cli.training import SMALL, run_dirs, summary_of, train
-from tests.startup import CHILD_PATH
+from tests.startup import CHILD_PATH, forked
 
 LAUNCHERS = {
     "joblib": ["hydra.launcher.n_jobs=2"],
@@ -55,6 +55,8 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     env |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     env |= {"PYTHONPATH": CHILD_PATH, "TRAINKIT_ALLOW": "my_model"}
+    if launcher in ("joblib", "submitit_local"):  # ray knows its workers' numbers
+        env |= forked()
     command = [str(Path(sys.executable).with_name("trainkit")), "train", "-m"]
     return subprocess.run(
         [*command, f"hydra/launcher={launcher}", *LAUNCHERS[launcher], *SMALL, *words],

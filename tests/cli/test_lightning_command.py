@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.cli.lightning_user import (
     Net,
 )
 from tests.helpers import weights
+from tests.startup import forked
 from trainkit import (
     TrainkitError,
 )
@@ -329,6 +331,7 @@ def test_the_console_script_finds_the_users_modules(tmp_path: Path) -> None:
         return subprocess.run(
             [sys.executable, script, *words],
             cwd=tmp_path / "user",
+            env={**os.environ, **forked()},
             capture_output=True,
             text=True,
             timeout=240,

@@ -18,7 +18,7 @@ from tests.cli.training import (
     train,
     weights_of,
 )
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +35,7 @@ RUN = [
 
 def run_apart(where: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which can be killed."""
-    environ = {
-        **os.environ,
-        "TRAINKIT_ALLOW": "tests",
-        "PYTHONPATH": CHILD_PATH,
-        # The bits of a sum depend on how many threads share it.
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
+    environ = {**os.environ, "TRAINKIT_ALLOW": "tests", **forked()}
     return subprocess.run(
         [sys.executable, "-m", "trainkit", "train", *words],
         cwd=where,

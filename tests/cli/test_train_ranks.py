@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train, weights_of
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def run(
     program: list[str], *words: str, cwd: Path, **more: str
 ) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    env |= {"PYTHONPATH": CHILD_PATH, "HOME": str(cwd), "OMP_NUM_THREADS": "1"}
+    env |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1", **forked()}
     env |= {"TRAINKIT_ALLOW": "tests", **more}
     return subprocess.run(
         [*program, "train", *SMALL, *TWO_RANKS, *words],

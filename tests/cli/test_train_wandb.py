@@ -13,7 +13,7 @@ import yaml
 from recipes.code_lm import CodeLM
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from tests.cli.wandb_runs import axes, connect, folders, records, sync, window_losses
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from tests.wandb_server import Run, WandbServer
 from trainkit.config import allow_targets
 
@@ -147,7 +147,7 @@ def test_under_an_agent_a_stop_a_mistake_and_a_whole_training(
     wandb_server.should_stop = lambda run: (  # the short one has as many at its end
         run.config.get("trainer.max_steps") == steps[0] and len(run.history) >= 5
     )
-    env = wandb_server.env(private_wandb, PYTHONPATH=CHILD_PATH)
+    env = wandb_server.env(private_wandb, **forked())
 
     def wandb(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

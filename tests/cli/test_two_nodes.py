@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.test_train_ranks import SGD, furthest, steps_logged
 from tests.cli.training import SMALL, summary_of, the_run, train
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 
 KILLED = "model._target_=tests.cli.rank_models.KilledOnce"
 TWO_NODES = [
@@ -34,7 +34,7 @@ def free_port() -> int:
 def node(where: Path, port: int, *words: str) -> subprocess.Popen[str]:
     """Each node is given the same command, and its own number of restarts counts."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    env |= {"PYTHONPATH": CHILD_PATH, "HOME": str(where), "OMP_NUM_THREADS": "1"}
+    env |= {"HOME": str(where), "OMP_NUM_THREADS": "1", **forked()}
     env |= {"TRAINKIT_ALLOW": "tests", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
     agent += ["--nproc-per-node=1", "--max-restarts=2", "--rdzv-id=job"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.wandb_runs import connect, folders, sync
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from tests.wandb_server import WandbServer
 from trainkit import WandbRunLogger
 
@@ -32,8 +32,9 @@ def test_a_server_that_dies_in_mid_run_costs_seconds_and_no_row(
     wandb_server: WandbServer, tmp_path: Path
 ) -> None:
     """Without a bound the client goes on trying, for hours."""
-    command = [sys.executable, "-c", TRAINING, "3"]
-    env = wandb_server.env(tmp_path, PYTHONPATH=CHILD_PATH)
+    (tmp_path / "training.py").write_text(TRAINING)
+    command = [sys.executable, "training.py", "3"]
+    env = wandb_server.env(tmp_path, **forked())
     child = subprocess.Popen(
         command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )

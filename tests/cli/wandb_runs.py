@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 
 from tests.helpers import TokenModule, loader, ragged_sequences, trainer
+from tests.startup import forked
 from tests.wandb_server import WandbServer
 from trainkit import AccumulationCallback, PerToken, WindowMonitor
 
@@ -54,7 +56,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
     """What the client has written, as its own command reads it."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=True
+        command,
+        env={**os.environ, **forked()},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -69,7 +76,11 @@ def sync(server: WandbServer, folder: Path, home: Path) -> None:
     """`wandb sync`, as a user would."""
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(folder)]
     subprocess.run(
-        command, env=server.env(home), capture_output=True, timeout=240, check=True
+        command,
+        env=server.env(home, **forked()),
+        capture_output=True,
+        timeout=240,
+        check=True,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.cli.training import SMALL
 from tests.helpers import RankError, raise_rank_errors, run_ranks, weights
 from tests.lit.probe.finding import Data, Limited, Net, exact, found, quick
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from trainkit.lit.probe.attempt import Attempts
 
 WORLD = 2
@@ -138,7 +138,7 @@ def test_the_command_starts_its_ranks_and_one_speaks(tmp_path: Path) -> None:
         [sys.executable, "-m", "trainkit", *words],
         capture_output=True,
         cwd=tmp_path,
-        env={**keep, "HOME": str(tmp_path), "PYTHONPATH": CHILD_PATH},
+        env={**keep, "HOME": str(tmp_path), **forked()},
         text=True,
         timeout=240,
     )

@@ -1,8 +1,45 @@
-"""What the processes that tests start find on their path."""
+"""How tests start processes that need not import everything once more.
 
+A process whose environment has `forked()` becomes a fork of a server that has imported
+torch, Lightning, Hydra and W&B: five seconds less for each. So does each process that
+it starts: ranks, trials, agents. `CHILD_PATH` alone gives a fresh interpreter.
+"""
+
+import atexit
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
 CHILD_PATH = os.pathsep.join([str(HERE), str(HERE.parents[1])])
 """Their PYTHONPATH: `sitecustomize.py` of this folder, and the repository."""
+
+
+def forked() -> dict[str, str]:
+    """The part of an environment that makes a process a fork."""
+    return {"PYTHONPATH": CHILD_PATH, "TESTS_FORK_SERVER": _server()}
+
+
+@cache
+def _server() -> str:
+    """Start this process's server; it ends with this process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = f"{folder}/socket"
+    env = {"PATH": os.environ["PATH"], "HOME": folder, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, str(HERE / "fork_server.py"), address],
+        env={**env, "PYTHONPATH": CHILD_PATH},
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    atexit.register(server.kill)
+    return address

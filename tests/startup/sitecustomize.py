@@ -1,5 +1,6 @@
 """Quicker processes: each that a test starts runs this first.
 
+- It becomes a fork of a server, where its environment names one: see `forked`.
 - transformers and scipy seem not to be installed, as with many users. torchmetrics
   imports them wherever they are, for two seconds of each start. Who asks for them by
   name is given them.
@@ -8,6 +9,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, PackageNotFoundError
@@ -31,7 +33,17 @@ def _no_spec_of_hidden(name: str, package: "str | None" = None) -> "ModuleSpec |
 importlib.metadata.distribution = _without_hidden
 importlib.util.find_spec = _no_spec_of_hidden
 
-if sys.orig_argv[1:4] == ["-m", "wandb", "agent"]:
-    from wandb.wandb_agent import Agent
 
-    Agent.POLL_INTERVAL = 0.5  # type: ignore[assignment]
+def ask_often() -> None:
+    if sys.orig_argv[1:4] == ["-m", "wandb", "agent"]:
+        from wandb.wandb_agent import Agent
+
+        Agent.POLL_INTERVAL = 0.5  # type: ignore[assignment]
+
+
+if server := os.environ.get("TESTS_FORK_SERVER"):
+    from fork_client import become_fork, words
+
+    if asked := words():
+        become_fork(server, asked)
+ask_often()

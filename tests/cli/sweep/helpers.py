@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from trainkit.cli.sweep.offline import OfflineSweep
 from trainkit.cli.sweep.state import SweepState
 from trainkit.cli.sweep.sweep_file import SweepFile
@@ -75,7 +75,7 @@ def run(
 def private_env(home: Path) -> dict[str, str]:
     """The environment of a user without an account."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    return {**env, "HOME": str(home), "PYTHONPATH": CHILD_PATH}
+    return {**env, "HOME": str(home), **forked()}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:

@@ -35,7 +35,7 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command("toy.yaml", "--offline"),
         cwd=tmp_path,
-        env=private_env(tmp_path),
+        env={**private_env(tmp_path), "TESTS_FORK_SERVER": ""},  # its number is told
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.sweep.helpers import LR, command, run, toy
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from tests.wandb_server import Run, WandbServer
 from trainkit.cli.sweep.agents import shares
 
@@ -35,7 +35,7 @@ print(json.dumps([trial.as_dict() for trial in online.trials()]))
 
 
 def env_of(server: WandbServer, home: Path, **more: str) -> dict[str, str]:
-    return server.env(home, PYTHONPATH=CHILD_PATH, **more)
+    return server.env(home, **forked(), **more)
 
 
 def by_lr(server: WandbServer) -> dict[float, Run]:

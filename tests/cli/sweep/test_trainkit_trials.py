@@ -17,7 +17,7 @@ from tests.cli.sweep.helpers import (
     read_state,
     run,
 )
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from tests.wandb_server import WandbServer
 
 SHORT = [
@@ -62,7 +62,7 @@ def test_the_law_makes_micro_batches_of_one_rate_train_alike_with_and_without_a_
 
     # W&B's own commands run the same file.
     shortened(name, tmp_path, optimizer__lr=[0.003], data__batch_size=[32])
-    env = wandb_server.env(tmp_path, PYTHONPATH=CHILD_PATH)
+    env = wandb_server.env(tmp_path, **forked())
     wandb = [sys.executable, "-m", "wandb"]
     assert run([*wandb, "sweep", name], env, tmp_path).returncode == 0
     run([*wandb, "agent", "local/p/sw0"], env, tmp_path, timeout=280)

@@ -1,0 +1,185 @@
+"""A process that has imported everything, and forks one for each that asks.
+
+The asking process (`fork_client`) sends its command line, environment, folder and open
+files. It stays: it hands signals on, and ends as its fork ends. If it is killed, its
+fork is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from types import ModuleType
+from typing import Any
+
+IMPORTED = (
+    "numpy",
+    "requests",
+    "psutil",
+    "torch.distributed.run",
+    "lightning.pytorch.cli",
+    "lightning.pytorch.loggers",
+    "hydra.main",
+    "hydra.experimental.callback",
+    "hydra._internal.core_plugins.basic_launcher",
+    "hydra_plugins.trainkit_searchpath",
+    "wandb.cli.cli",
+)
+MOST_FILES = 64
+ABOVE = 1000  # the numbers of any process's files
+
+
+class Server:
+    """Forks for each process that asks; ends when its standard input does."""
+
+    def __init__(self, address: str) -> None:
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(address)
+        self._listening.listen(64)
+        self._woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+        self._forks: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        for each in (self._listening, self._woken, sys.stdin.fileno()):
+            self._selector.register(each, selectors.EVENT_READ)
+
+    def serve(self) -> dict[str, Any]:
+        """Returns in a fork, with what was asked for."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == sys.stdin.fileno():
+                    for pid in self._forks:
+                        _kill(pid)
+                    os._exit(0)
+                elif key.fd == self._woken:
+                    os.read(self._woken, 4096)
+                    self._reap()
+                elif key.fd == self._listening.fileno():
+                    if wanted := self._fork():
+                        return wanted
+                elif key.fd in self._selector.get_map():  # who asked was killed
+                    self._selector.unregister(key.fd)
+                    _kill(key.data)
+
+    def _fork(self) -> dict[str, Any] | None:
+        connection, _ = self._listening.accept()
+        head, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
+        text, size = b"", int.from_bytes(head, "big")
+        while len(text) < size:
+            text += connection.recv(size - len(text))
+        pid = os.fork() if text else -1
+        if pid == 0:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            wanted = json.loads(text)
+            _take(wanted["files"], files)
+            return wanted
+        for file in files:
+            os.close(file)
+        if pid > 0:
+            self._forks[pid] = connection
+            connection.sendall(pid.to_bytes(8, "big"))
+            self._selector.register(connection, selectors.EVENT_READ, pid)
+        return None
+
+    def _reap(self) -> None:
+        for pid in list(self._forks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            connection = self._forks.pop(pid)
+            if connection.fileno() in self._selector.get_map():
+                self._selector.unregister(connection)
+            try:
+                connection.sendall(status.to_bytes(8, "big"))
+            except OSError:
+                pass  # it was killed
+            connection.close()
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)  # it has not made its session yet
+
+
+def _take(numbers: list[int], files: list[int]) -> None:
+    """Have the files of the process that asked, and none of the server's."""
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, ABOVE) for file in files]
+    os.closerange(0, ABOVE)
+    for number, file in zip(numbers, high, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def become(wanted: dict[str, Any]) -> None:
+    """Be the process that asked, but for its number."""
+    os.chdir(wanted["folder"])
+    os.umask(wanted["umask"])
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    os.getppid = lambda: wanted["parent"]
+    if signal.SIGINT not in wanted["ignored"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in wanted["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    sys.orig_argv[:] = wanted["words"]
+    sys.path[:] = wanted["path"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        is_buffered = name != "stderr" and "PYTHONUNBUFFERED" not in os.environ
+        file = os.fdopen(
+            number,
+            "w" if number else "r",
+            buffering=-1 if is_buffered and not os.isatty(number) else 1,
+            errors="backslashreplace" if name == "stderr" else None,
+            closefd=False,
+        )
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    sys.modules["numpy"].random.seed()  # Python's own is seeded anew in a fork
+    sys.modules["sitecustomize"].ask_often()
+
+
+def run(words: list[str]) -> None:
+    """Run `-m MODULE ...` or `SCRIPT ...`."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = words[0]
+    with open(words[0]) as file:
+        program = compile(file.read(), words[0], "exec")
+    exec(program, vars(main))
+
+
+if __name__ == "__main__":
+    import trainkit
+
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for found in pkgutil.walk_packages(trainkit.__path__, "trainkit."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+    gc.collect()
+    gc.freeze()
+    server = Server(sys.argv[1])
+    print("ready", flush=True)
+    wanted = server.serve()
+    become(wanted)
+    run(wanted["words"][1:])
