@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -18,7 +19,15 @@ from lightning.pytorch.callbacks import (
 )
 from torch.utils.data import IterableDataset
 
-from tests.helpers import pad, quiet_lightning
+from tests.helpers import (
+    NAIVE,
+    TokenModule,
+    deviation,
+    pad,
+    quiet_lightning,
+    ragged_sequences,
+    trainer,
+)
 from tests.lit.interrupting import (
     TRAIN,
     Dropping,
@@ -29,6 +38,7 @@ from tests.lit.interrupting import (
     state_of,
     train,
 )
+from trainkit import AccumulationCallback, PerToken, ResumableLoader
 from trainkit.lit.epoch_sums import KEY
 
 pytestmark = [
@@ -236,6 +246,43 @@ def test_what_ends_in_mid_epoch_goes_on_there(batch: int, tmp_path: Path) -> Non
         train(folder, others=[StopSoon(batch)], every=50)
     found = train(folder, resume=True, every=50)
     assert differing(state_of(*whole), state_of(*found)) == []
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "text"),
+    [(2, "inside an epoch.*what the loader had left is not read"), (4, None)],
+)
+def test_a_checkpoint_of_an_end_in_mid_epoch_is_said_to_leave_rows_out(
+    max_steps: int, text: str | None, tmp_path: Path
+) -> None:
+    """`trainer.save_checkpoint` after `fit`: with plain Lightning too."""
+
+    def fitted(max_steps: int, **resume: Any) -> tuple[pl.Trainer, TokenModule]:
+        torch.manual_seed(0)
+        module = TokenModule(dtype=torch.float64)
+        each = trainer(
+            3,
+            max_steps=max_steps,
+            max_epochs=-1,
+            callbacks=[AccumulationCallback(PerToken())],
+        )
+        rows = ResumableLoader(ragged_sequences(38), batch_size=4, collate_fn=pad)
+        each.fit(module, rows, weights_only=False, **resume)
+        return each, module
+
+    path = tmp_path / "end.ckpt"
+    fitted(max_steps)[0].save_checkpoint(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, resumed = fitted(8, ckpt_path=path)
+    said = [str(w.message) for w in caught if str(w.message).startswith("checkpoint:")]
+    off = deviation(resumed, fitted(8)[1], TokenModule(dtype=torch.float64))
+    if text is None:  # four windows are an epoch
+        assert said == []
+        assert off < 1e-12
+    else:
+        assert re.search(text, said[0])
+        assert off > NAIVE
 
 
 @pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")

@@ -207,12 +207,6 @@ def restore_loaders(trainer: Any) -> None:
         iter(loop._data_fetcher)
 
 
-def go_on_exactly(trainer: Any) -> None:
-    """What a resumed run needs before its first batch; nothing where a run begins."""
-    restore_loaders(trainer)
-    leave_ended_epoch(trainer)
-
-
 def is_within_epoch(trainer: Any) -> bool:
     """Whether a run goes on within an epoch; to be called in `on_train_start`."""
     return bool(trainer.fit_loop.restarted_mid_epoch)
@@ -248,17 +242,20 @@ def end_restart(trainer: Any) -> None:
     trainer.fit_loop._restarting = False
 
 
-def leave_ended_epoch(trainer: Any) -> None:
+def leave_ended_epoch(trainer: Any) -> bool:
     """Go on with the next epoch where a checkpoint was written after one had ended.
 
     With `max_epochs=-1` Lightning would begin the next with the batch index at which
     the last one ended, and end it too late. To be called in `on_train_start`.
+
+    Returns:
+        Whether that epoch ended before its last batch.
     """
-    loop = trainer.fit_loop
-    epochs, batches = loop.epoch_progress.total, loop.epoch_loop.batch_progress
-    has_ended = epochs.ready == epochs.completed > 0 and batches.is_last_batch
-    if loop.epoch_loop.restarting and has_ended:
-        loop.epoch_loop.restarting = False
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.total
+    has_ended = loop.restarting and epochs.ready == epochs.completed > 0
+    if has_ended and loop.batch_progress.is_last_batch:
+        loop.restarting = False
+    return has_ended and not loop.batch_progress.is_last_batch
 
 
 def steps_by_metric(trainer: Any) -> bool:

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from trainkit.lit._compat import (
     end_restart,
     follows_validation,
-    go_on_exactly,
+    leave_ended_epoch,
+    restore_loaders,
     steps_by_metric,
 )
 
@@ -38,7 +39,8 @@ class AtCleanMoments(Callback):
         """Save, stop, or do nothing."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        go_on_exactly(trainer)
+        restore_loaders(trainer)
+        leave_ended_epoch(trainer)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

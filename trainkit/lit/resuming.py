@@ -7,9 +7,10 @@ from typing import Any
 
 from trainkit.lit._compat import (
     end_restart,
-    go_on_exactly,
     is_within_epoch,
+    leave_ended_epoch,
     reads_ahead,
+    restore_loaders,
 )
 from trainkit.lit.base import has_callback
 from trainkit.lit.refusals import why_data_differ
@@ -19,7 +20,16 @@ _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 def go_on(trainer: Any, pl_module: Any) -> None:
     """To be called in `on_train_start`; does nothing where a run begins."""
-    go_on_exactly(trainer)
+    restore_loaders(trainer)
+    if leave_ended_epoch(trainer) and trainer.is_global_zero:
+        warnings.warn(
+            "checkpoint: it was written after its training had ended inside an epoch, "
+            "at max_steps for instance. Lightning takes that epoch for finished and "
+            "begins the next: what the loader had left is not read. Resume from a "
+            "checkpoint that a callback wrote during training, such as "
+            "RunCheckpoint's last.ckpt.",
+            stacklevel=2,
+        )
     if is_within_epoch(trainer) and trainer.is_global_zero:
         _announce_missed_hooks(trainer, pl_module)
         _announce_other_data(trainer)
