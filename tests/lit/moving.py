@@ -11,7 +11,21 @@ from torch import Tensor
 
 from tests.lit.fronts import Mixed
 
-WAYS = ("in place", "by data", "data replaced", "buffer", "buffer replaced", "queue")
+WAYS = (
+    "in place",
+    "by data",
+    "data replaced",
+    "buffer",
+    "buffer replaced",
+    "queue",
+    "float",
+)
+NAMES = {
+    "buffer": "center",
+    "buffer replaced": "center",
+    "queue": "queue",
+    "float": "offset",
+}
 ONCE = "on_before_optimizer_step"
 
 
@@ -33,6 +47,7 @@ class Moving(Mixed):
         width = self.net.head.out_features
         self.register_buffer("center", torch.zeros(width, dtype=torch.float64))
         self.queue = torch.zeros(6, width, dtype=torch.float64)
+        self.offset = 0.0
         self.seen: list[tuple[Tensor, int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -40,7 +55,7 @@ class Moving(Mixed):
         logits = self.net(batch["ids"])[keep]
         with torch.no_grad():
             taught = self.follower(batch["ids"])[keep]
-        target = taught - self.center + self.queue.mean(0)
+        target = taught - self.center + self.queue.mean(0) - self.offset
         loss = F.cross_entropy(logits, batch["labels"][keep])
         self.seen.append((taught.sum(0), len(taught)))
         if self.where == "training_step":
@@ -66,6 +81,8 @@ class Moving(Mixed):
             self.center.mul_(0.8).add_(mean, alpha=0.2)
         elif self.way == "buffer replaced":
             self.center = 0.8 * self.center + 0.2 * mean
+        elif self.way == "float":
+            self.offset = 0.8 * self.offset + 0.2 * mean.abs().sum().item()
         elif self.way == "queue":
             self.queue = torch.cat([self.queue[1:], mean[None]])
         else:

@@ -61,7 +61,7 @@ class Holder(nn.Module):
         self.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
         self.register_buffer("nothing", None)
         self.register_buffer("sparse", torch.eye(2).to_sparse())
-        self.steps = 0
+        self.steps, self.rate = 0, 1.0
         optimizer = torch.optim.SGD(self.net.parameters(), lr=1.0)
         self.trainer = SimpleNamespace(optimizers=[optimizer])
 
@@ -84,6 +84,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "attribute": lambda m: m.attribute.add_(1),
     "brief": lambda m: m.brief[0].add_(1),
     "flags": lambda m: m.flags[0].logical_not_(),
+    "rate": lambda m: setattr(m, "rate", 0.9 * m.rate),
     "turns": lambda m: setattr(m, "turns", m.turns * 2j),
 }
 
@@ -96,7 +97,7 @@ def test_each_kind_of_state_is_named(name: str) -> None:
 
 def test_three_are_named() -> None:
     (said,) = after(lambda m: [change(m) for change in CHANGES.values()])
-    assert " and 4 more, which no optimizer moves" in said
+    assert " and 5 more, which no optimizer moves" in said
 
 
 def run_parts(m: Any) -> None:
@@ -114,7 +115,7 @@ QUIET: dict[str, Callable[[Any], object]] = {
     "another dtype": lambda m: setattr(m, "brief", torch.zeros(3)),
     "the first value": lambda m: setattr(m, "new", torch.ones(2)),
     "taken away": lambda m: delattr(m, "maybe"),
-    "numbers": lambda m: setattr(m, "steps", 7),
+    "counters": lambda m: setattr(m, "steps", 7),
 }
 
 

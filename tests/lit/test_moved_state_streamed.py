@@ -9,10 +9,8 @@ import pytest
 
 from tests.helpers import trainer
 from tests.lit.fronts import RAGGED, WINDOW, micro_batches
-from tests.lit.moving import ONCE, WAYS, Moving
+from tests.lit.moving import NAMES, ONCE, WAYS, Moving
 from tests.lit.split.common import SEQUENCES
-
-NAMES = {"buffer": "center", "buffer replaced": "center", "queue": "queue"}
 
 
 def said_in(where: str, way: str, window: int = WINDOW, **how: Any) -> list[str]:

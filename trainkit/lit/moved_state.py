@@ -29,12 +29,13 @@ Print = tuple[Tensor, torch.Size, torch.dtype]
 class MovedState:
     """Looks whether a call of `training_step` changes what no optimizer moves.
 
-    That is parameters that are frozen or in no optimizer, buffers, and tensors that are
-    attributes of the module or its parts. Values are compared, not versions, which
-    `p.data.mul_()` does not count. Left out: running statistics of normalisation layers
-    and metric objects, of which others speak; what has another shape afterwards, as
-    caches have that follow the input's length; what holds a graph, as kept activations
-    do.
+    That is parameters that are frozen or in no optimizer, buffers, and tensors and
+    floats that are attributes of the module or its parts. Values are compared, not
+    versions, which `p.data.mul_()` does not count. Left out: running statistics of
+    normalisation layers and metric objects, of which others speak; what has another
+    shape afterwards, as caches have that follow the input's length; what holds a graph,
+    as kept activations do; whole numbers, which mostly count, and lists, which mostly
+    gather.
 
     It looks in windows 0, 1, 2, 4, 8, ... of several micro-batches, until it has found
     something: what moves may begin to move later. It waits for the device there; in
@@ -87,6 +88,8 @@ class MovedState:
         for path, module in _parts(self._module):
             held = {**vars(module), **dict(module.named_buffers(recurse=False))}
             for name, value in held.items():
+                if type(value) is float:
+                    value = torch.tensor(value, dtype=torch.float64)
                 if isinstance(value, Tensor) and not value.requires_grad:
                     yield f"{path}.{name}".lstrip("."), value
 

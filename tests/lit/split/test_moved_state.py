@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import NAIVE, deviation, weights
-from tests.lit.moving import ONCE, WAYS, Moving
+from tests.lit.moving import NAMES, ONCE, WAYS, Moving
 from tests.lit.split.common import CUTS, SIZES, fit
 from trainkit import PerToken
 from trainkit.core.split.micro_batching import MicroBatching
-
-NAMES = {"buffer": "center", "buffer replaced": "center", "queue": "queue"}
 
 
 class Cut(Moving):
