@@ -20,8 +20,9 @@ CHILD_PATH = os.pathsep.join([str(HERE), str(HERE.parents[1])])
 
 
 def forked() -> dict[str, str]:
-    """The part of an environment that makes a process a fork."""
-    return {"PYTHONPATH": CHILD_PATH, "TESTS_FORK_SERVER": _server()}
+    """The part of an environment that makes a process a fork, on Linux."""
+    server = _server() if sys.platform == "linux" else ""
+    return {"PYTHONPATH": CHILD_PATH, "TESTS_FORK_SERVER": server}
 
 
 @cache
