@@ -42,6 +42,6 @@ def test_nested_schedulers_equal_those_that_were_given() -> None:
 
 def test_version_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
-    before = _compat.version_of(tensor)
+    before = _compat.versions_of([tensor])
     torch._foreach_zero_([tensor])  # pyright: ignore[reportPrivateImportUsage]
-    assert _compat.version_of(tensor) > before
+    assert _compat.versions_of([tensor]) > before

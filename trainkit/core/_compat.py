@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,6 +105,6 @@ def scheduler_milestones(scheduler: Any) -> list[int]:
     return scheduler._milestones
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been written over in place, as autograd counts it."""
-    return tensor._version
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor has been written over in place, as autograd counts it."""
+    return [tensor._version for tensor in tensors]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainkit.core._compat import version_of
+from trainkit.core._compat import versions_of
 
 
 class Left:
@@ -27,32 +28,30 @@ class Left:
     def __init__(
         self, parameters: Iterable[Tensor], *, looks_before: bool = False
     ) -> None:
-        self._held = [
-            (p, p.grad, version_of(p.grad)) for p in parameters if p.grad is not None
-        ]
+        held = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._parameters = [parameter for parameter, _ in held]
+        self._gradients = [gradient for _, gradient in held]
+        self._versions = versions_of(self._gradients)
         self._were_zero: list[Tensor | int] | None = None
         if looks_before:
-            self._were_zero = [_is_zero(gradient) for _, gradient, _ in self._held]
+            self._were_zero = [_is_zero(gradient) for gradient in self._gradients]
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._gradients)
 
     def are_zeroed(self) -> Tensor | None:
         """For each gradient, 1 where it has been written over since and is zero now, or
         -1 where it was zero before; None where nobody has written into any. Nothing
         waits for the device."""
-        changed = [
-            p.grad is not gradient or version_of(gradient) != version
-            for p, gradient, version in self._held
-        ]
-        if True not in changed:
+        found = [parameter.grad for parameter in self._parameters]
+        versions = versions_of(self._gradients)
+        if versions == self._versions and all(map(is_, found, self._gradients)):
             return None
-        were_zero = self._were_zero or [0] * len(changed)
-        looked_at = zip(self._held, changed, were_zero, strict=True)
-        flags = [
-            _is_zero(p.grad) * (1 - 2 * was_zero) if is_changed else 0
-            for (p, _, _), is_changed, was_zero in looked_at
-        ]
+        flags: list[Tensor | int] = [0] * len(found)
+        for index, (new, old) in enumerate(zip(found, self._gradients, strict=True)):
+            if new is not old or versions[index] != self._versions[index]:
+                was_zero = self._were_zero[index] if self._were_zero else 0
+                flags[index] = _is_zero(new) * (1 - 2 * was_zero)
         return _stacked(flags)
 
 

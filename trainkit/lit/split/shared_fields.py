@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core._compat import version_of
+from trainkit.core._compat import versions_of
 from trainkit.core.split.fields import Field, is_array, parts_of, take_apart
 from trainkit.errors import TrainkitError
 
@@ -57,7 +57,7 @@ class SharedFields:
 
     def _state_of(self, value: Any) -> int | bytes:
         if isinstance(value, Tensor):
-            return 0 if value.is_inference() else version_of(value)
+            return 0 if value.is_inference() else versions_of([value])[0]
         if self._with_arrays and is_array(value) and hasattr(value, "tobytes"):
             return value.tobytes()
         return 0
