@@ -42,5 +42,5 @@ def _server() -> str:
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-    atexit.register(server.kill)
+    atexit.register(server.communicate)  # closes its input: it kills its forks and ends
     return address

@@ -7,6 +7,7 @@ fork is killed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -74,10 +75,13 @@ class Server:
     def _fork(self) -> dict[str, Any] | None:
         connection, _ = self._listening.accept()
         head, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
-        text, size = b"", int.from_bytes(head, "big")
-        while len(text) < size:
-            text += connection.recv(size - len(text))
-        pid = os.fork() if text else -1
+        size = int.from_bytes(head, "big")
+        text = connection.recv(size, socket.MSG_WAITALL)
+        if not text or len(text) < size:  # who asked was killed
+            connection.close()
+            pid = -1
+        else:
+            pid = os.fork()
         if pid == 0:
             os.setsid()
             signal.set_wakeup_fd(-1)
@@ -109,10 +113,9 @@ class Server:
 
 
 def _kill(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        os.kill(pid, signal.SIGKILL)  # it has not made its session yet
+    for kill in (os.killpg, os.kill):  # it may not have made its session yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _take(numbers: list[int], files: list[int]) -> None:

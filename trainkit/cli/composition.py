@@ -43,7 +43,7 @@ class Composition:
             return compose(name, overrides)
 
     def options(self, group: str) -> list[str]:
-        """The choices of a group, a user's own among them; of what is none, none."""
+        """The choices of a group, with a user's own; empty if there is no such one."""
         if group not in self._options:
             with self._hydra() as (name, overrides):
                 loader = GlobalHydra.instance().config_loader()

@@ -15,7 +15,7 @@ def check_whole(name: str, value: object) -> None:
         value: what was received; a bool is no number.
 
     Raises:
-        TrainkitError: it is none.
+        TrainkitError: the value is not a whole number.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or not 1 <= value <= LARGEST:  # type: ignore[operator]

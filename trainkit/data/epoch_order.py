@@ -96,14 +96,14 @@ class EpochOrder(DistributedSampler[Any], ABC):
 
 
 def check_seed(name: str, seed: object) -> None:
-    """Refuse what is no whole number.
+    """Refuse a seed that is not a whole number.
 
     Args:
         name: whose seed it is.
         seed: what was received.
 
     Raises:
-        TrainkitError: it is none.
+        TrainkitError: the seed is not a whole number.
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TrainkitError(f"{name} seed: must be a whole number, received {seed!r}.")

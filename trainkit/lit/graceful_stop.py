@@ -92,7 +92,7 @@ class GracefulStop(AtCleanMoments):
     def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size == 1:
             self._request.look(trainer)  # it may have come in a validation
-        # What ends by itself is not to be gone on with.
+        # A run that ends by itself needs no checkpoint to resume from.
         if self._request.agreed and not is_ending(trainer):
             self._save(trainer)
             self._stop(trainer)

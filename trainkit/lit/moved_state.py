@@ -6,6 +6,7 @@ times a step.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -63,9 +64,14 @@ class MovedState:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        before = self._prints()
+        before, floats = self._prints(), self._floats()
         yield
         names = _changed(before, self._prints())
+        names += [
+            name
+            for name, value in self._floats().items()
+            if floats.get(name, value) != value
+        ]
         if names:
             self._has_said = True
             _announce(names)
@@ -88,10 +94,16 @@ class MovedState:
         for path, module in _parts(self._module):
             held = {**vars(module), **dict(module.named_buffers(recurse=False))}
             for name, value in held.items():
-                if type(value) is float:
-                    value = torch.tensor(value, dtype=torch.float64)
                 if isinstance(value, Tensor) and not value.requires_grad:
                     yield f"{path}.{name}".lstrip("."), value
+
+    def _floats(self) -> dict[str, float]:
+        return {
+            f"{path}.{name}".lstrip("."): value
+            for path, module in _parts(self._module)
+            for name, value in vars(module).items()
+            if type(value) is float and not math.isnan(value)
+        }
 
 
 def _parts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

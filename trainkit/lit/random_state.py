@@ -65,7 +65,7 @@ class RandomState(Callback):
 
 
 def generator_keeper(value: Any) -> Callable[[], None] | None:
-    """What puts a generator back to where it is now; None if it is none.
+    """What puts a generator back to where it is now; None for other objects.
 
     >>> own = random.Random(0)
     >>> put_back = generator_keeper(own)
