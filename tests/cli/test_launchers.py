@@ -56,6 +56,7 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     env |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     env |= {"PYTHONPATH": CHILD_PATH, "TRAINKIT_ALLOW": "my_model"}
+    env["RAY_worker_niceness"] = "0"  # by default 15: they starve beside busy loops
     env["MPLCONFIGDIR"] = get_configdir()  # with the cache of fonts, which takes long
     if launcher in ("joblib", "submitit_local"):  # ray knows its workers' numbers
         env |= forked()
