@@ -40,6 +40,18 @@ def test_nested_schedulers_equal_those_that_were_given() -> None:
     assert _compat.nested_schedulers(inner[0]) == []
 
 
+@pytest.mark.parametrize(
+    "register", ["register_hook", "register_post_accumulate_grad_hook"]
+)
+def test_a_gradient_hook_is_found_until_it_is_removed(register: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    assert not _compat.has_gradient_hook(parameter)
+    handle = getattr(parameter, register)(lambda gradient: None)
+    assert _compat.has_gradient_hook(parameter)
+    handle.remove()
+    assert not _compat.has_gradient_hook(parameter)
+
+
 def test_version_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
     before = _compat.versions_of([tensor])

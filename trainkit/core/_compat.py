@@ -108,3 +108,8 @@ def scheduler_milestones(scheduler: Any) -> list[int]:
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """How often each tensor has been written over in place, as autograd counts it."""
     return [tensor._version for tensor in tensors]
+
+
+def has_gradient_hook(tensor: Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

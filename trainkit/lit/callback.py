@@ -25,6 +25,7 @@ from trainkit.lit.base import Stopped, WindowOwner
 from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.effective import loader_size, plan_of_windows
 from trainkit.lit.first_windows import FirstWindows
+from trainkit.lit.gradient_hooks import early_hooks
 from trainkit.lit.left_behind import copied_without_fit, emptied
 from trainkit.lit.plan import Row
 from trainkit.lit.resuming import begin_batch, go_on
@@ -175,7 +176,8 @@ class WindowCallback(WindowOwner):
 
     def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = plan_of_windows(trainer, self.strategies)
-        return rows + unguarded(trainer, pl_module, self)
+        rows += unguarded(trainer, pl_module, self)
+        return rows + early_hooks(trainer, pl_module, self)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.accumulators:

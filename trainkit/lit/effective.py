@@ -12,7 +12,7 @@ from trainkit.core.expected import Strategies
 from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
 from trainkit.core.window_size import WindowSize
 from trainkit.errors import TrainkitError
-from trainkit.lit.base import WindowOwner
+from trainkit.lit.base import WindowOwner, has_callback
 from trainkit.lit.plan import Row
 from trainkit.lit.unlike import counts_alike, row_before
 
@@ -85,6 +85,19 @@ def longest_window(trainer: Any) -> int:
     size = int(window_size(trainer))
     num_batches = trainer.num_training_batches
     return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
+
+
+def may_be_several(trainer: Any, pl_module: Any, windows: WindowOwner) -> bool:
+    """Whether a window may have more than one micro-batch."""
+    if windows.is_split or not pl_module.automatic_optimization:
+        return True
+    sizes = [longest_window(trainer)]
+    for callback in trainer.callbacks:
+        if has_callback([callback], "AccumulationSchedule"):
+            sizes += callback.stages.sizes
+        elif has_callback([callback], "GradientAccumulationScheduler"):
+            sizes += callback.scheduling.values()
+    return min(max(sizes), trainer.num_training_batches) > 1
 
 
 def num_replicas(trainer: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.lit.base import WindowOwner, has_callback
-from trainkit.lit.effective import longest_window
+from trainkit.lit.effective import may_be_several
 from trainkit.lit.plan import Row
 
 
@@ -21,7 +21,7 @@ def unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> list[Row]:
     """
     names = normalising_by_batch(pl_module)
     is_guarded = has_callback(trainer.callbacks, "BatchNormGuard")
-    if not names or is_guarded or not _may_be_several(trainer, pl_module, windows):
+    if not names or is_guarded or not may_be_several(trainer, pl_module, windows):
         return []
     text = (
         f"{len(names)} layer{'s' * (len(names) != 1)} in training mode "
@@ -30,16 +30,3 @@ def unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> list[Row]:
         f"BatchNormGuard has remedies"
     )
     return [("BatchNorm", text)]
-
-
-def _may_be_several(trainer: Any, pl_module: Any, windows: WindowOwner) -> bool:
-    """Whether a window may have more than one micro-batch."""
-    if windows.is_split or not pl_module.automatic_optimization:
-        return True
-    sizes = [longest_window(trainer)]
-    for callback in trainer.callbacks:
-        if has_callback([callback], "AccumulationSchedule"):
-            sizes += callback.stages.sizes
-        elif has_callback([callback], "GradientAccumulationScheduler"):
-            sizes += callback.scheduling.values()
-    return min(max(sizes), trainer.num_training_batches) > 1
