@@ -184,7 +184,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     in the order of the ranks; an exception comes back as a `RankError`.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers", "trainkit.lit.mixin"])
+    context.set_forkserver_preload(["tests.helpers", "trainkit.lit.front.mixin"])
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         processes = [

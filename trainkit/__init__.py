@@ -25,30 +25,30 @@ if TYPE_CHECKING:
         PerToken,
         Uniform,
     )
-    from trainkit.core.window import WindowStats
+    from trainkit.core.window_stats import WindowStats
     from trainkit.data.filler import WeighNothing
     from trainkit.data.length_grouped import LengthGroupedSampler
     from trainkit.data.padding import PadCollate
     from trainkit.data.resumable import ResumableLoader
     from trainkit.data.token_budget import TokenBudgetSampler
     from trainkit.errors import TrainkitError
-    from trainkit.lit.accumulation_callback import AccumulationCallback
-    from trainkit.lit.batch_norm_guard import BatchNormGuard
-    from trainkit.lit.effective import read_effective_batch
-    from trainkit.lit.epoch_sums import EpochSums
-    from trainkit.lit.find_micro_batch import FoundMicroBatch, find_micro_batch
-    from trainkit.lit.graceful_stop import GracefulStop
-    from trainkit.lit.learning_rates import LearningRates
-    from trainkit.lit.lr_scaling import LRScaling
-    from trainkit.lit.metric_rows import MetricRows
-    from trainkit.lit.metrics_csv import MetricsCSVLogger
-    from trainkit.lit.mixin import AccumulationMixin
-    from trainkit.lit.monitor import WindowMonitor
-    from trainkit.lit.plain_comparison import PlainComparison
-    from trainkit.lit.random_state import RandomState
-    from trainkit.lit.run_checkpoint import RunCheckpoint
-    from trainkit.lit.schedule import AccumulationSchedule
-    from trainkit.lit.step_progress import StepProgress
+    from trainkit.lit.batch_norm.guard import BatchNormGuard
+    from trainkit.lit.batch_size.effective import read_effective_batch
+    from trainkit.lit.front.accumulation_callback import AccumulationCallback
+    from trainkit.lit.front.mixin import AccumulationMixin
+    from trainkit.lit.logs.metric_rows import MetricRows
+    from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
+    from trainkit.lit.logs.monitor import WindowMonitor
+    from trainkit.lit.logs.plain_comparison import PlainComparison
+    from trainkit.lit.logs.step_progress import StepProgress
+    from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
+    from trainkit.lit.rates.learning_rates import LearningRates
+    from trainkit.lit.rates.lr_scaling import LRScaling
+    from trainkit.lit.resume.epoch_sums import EpochSums
+    from trainkit.lit.resume.graceful_stop import GracefulStop
+    from trainkit.lit.resume.random_state import RandomState
+    from trainkit.lit.resume.run_checkpoint import RunCheckpoint
+    from trainkit.lit.schedule.callback import AccumulationSchedule
 
 __version__ = "0.1.0"
 
@@ -95,42 +95,42 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "AccumulationCallback": ".lit.accumulation_callback",
-        "AccumulationMixin": ".lit.mixin",
-        "AccumulationSchedule": ".lit.schedule",
+        "AccumulationCallback": ".lit.front.accumulation_callback",
+        "AccumulationMixin": ".lit.front.mixin",
+        "AccumulationSchedule": ".lit.schedule.callback",
         "AccumulationStrategy": ".core.strategies",
         "Accumulator": ".core.accumulator",
-        "BatchNormGuard": ".lit.batch_norm_guard",
+        "BatchNormGuard": ".lit.batch_norm.guard",
         "BatchPlan": ".core.batch_plan",
         "EffectiveBatch": ".core.effective",
         "EpochPlan": ".core.epoch_plan",
-        "EpochSums": ".lit.epoch_sums",
-        "FoundMicroBatch": ".lit.find_micro_batch",
-        "GracefulStop": ".lit.graceful_stop",
-        "LearningRates": ".lit.learning_rates",
-        "LRScaling": ".lit.lr_scaling",
+        "EpochSums": ".lit.resume.epoch_sums",
+        "FoundMicroBatch": ".lit.probe.find",
+        "GracefulStop": ".lit.resume.graceful_stop",
+        "LearningRates": ".lit.rates.learning_rates",
+        "LRScaling": ".lit.rates.lr_scaling",
         "LengthGroupedSampler": ".data.length_grouped",
-        "MetricRows": ".lit.metric_rows",
-        "MetricsCSVLogger": ".lit.metrics_csv",
+        "MetricRows": ".lit.logs.metric_rows",
+        "MetricsCSVLogger": ".lit.logs.metrics_csv",
         "MicroBatching": ".core.split.micro_batching",
         "PadCollate": ".data.padding",
         "PerSample": ".core.strategies",
         "PerToken": ".core.strategies",
-        "PlainComparison": ".lit.plain_comparison",
-        "RandomState": ".lit.random_state",
+        "PlainComparison": ".lit.logs.plain_comparison",
+        "RandomState": ".lit.resume.random_state",
         "ResumableLoader": ".data.resumable",
-        "RunCheckpoint": ".lit.run_checkpoint",
-        "StepProgress": ".lit.step_progress",
+        "RunCheckpoint": ".lit.resume.run_checkpoint",
+        "StepProgress": ".lit.logs.step_progress",
         "TokenBudgetSampler": ".data.token_budget",
         "TrainkitCLI": ".cli.lightning_cli",
         "TrainkitError": ".errors",
         "Uniform": ".core.strategies",
         "WandbRunLogger": ".cli.wandb_logger",
         "WeighNothing": ".data.filler",
-        "WindowMonitor": ".lit.monitor",
-        "WindowStats": ".core.window",
-        "find_micro_batch": ".lit.find_micro_batch",
-        "read_effective_batch": ".lit.effective",
+        "WindowMonitor": ".lit.logs.monitor",
+        "WindowStats": ".core.window_stats",
+        "find_micro_batch": ".lit.probe.find",
+        "read_effective_batch": ".lit.batch_size.effective",
         "warmup_cosine": ".core.curves",
     },
 )

@@ -10,7 +10,7 @@ import pytest
 from trainkit.cli.errors import Interrupted
 from trainkit.cli.job import _leave
 from trainkit.cli.run_folder import RunFolder
-from trainkit.lit.graceful_stop import GracefulStop
+from trainkit.lit.resume.graceful_stop import GracefulStop
 
 STATUSES = [
     (signal.SIGINT, None, 130),

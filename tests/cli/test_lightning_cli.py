@@ -216,7 +216,7 @@ def older_union(*tried: str, kind: str) -> ValueError:
     return error
 
 
-OURS = "trainkit.lit.lr_scaling.LRScaling"
+OURS = "trainkit.lit.rates.lr_scaling.LRScaling"
 REFUSED = "LRScaling reference_batch: must be a positive number, received -1.0."
 
 

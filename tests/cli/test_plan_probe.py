@@ -28,7 +28,7 @@ def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     seconds = itertools.count()
     attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
-    monkeypatch.setattr("trainkit.lit.find_micro_batch.Attempts", attempts)
+    monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
 
 
 def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:

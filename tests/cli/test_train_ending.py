@@ -23,7 +23,7 @@ from tests.cli.training import (
 )
 from trainkit.cli.report import write
 from trainkit.config import allow_targets
-from trainkit.lit.metrics_csv import MetricsCSVLogger
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 
 allow_targets("tests")
 

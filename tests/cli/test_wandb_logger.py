@@ -32,7 +32,7 @@ from tests.wandb_server import WandbServer
 from trainkit import WandbRunLogger
 from trainkit.cli import wandb_id
 from trainkit.errors import TrainkitError
-from trainkit.lit.base import Stopped
+from trainkit.lit.callback.base import Stopped
 
 GROUP_FILE = Path(__file__).parents[2] / "conf/logger/wandb.yaml"
 

@@ -23,7 +23,7 @@ from trainkit import (
     Uniform,
 )
 from trainkit.core.strategies import LossReduction
-from trainkit.lit.callback import WindowCallback
+from trainkit.lit.windows.callback import WindowCallback
 
 Front = Literal["mixin", "callback", "loop"]
 Clip = Literal["norm", "value"] | None

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainkit.lit.stop_request import SIGNALS
+from trainkit.lit.resume.stop_request import SIGNALS
 
 
 class Ending(Callback):

@@ -33,11 +33,11 @@ from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
-from trainkit.lit.epoch_sums import EpochSums
-from trainkit.lit.graceful_stop import GracefulStop
-from trainkit.lit.metric_rows import MetricRows
-from trainkit.lit.random_state import RandomState
-from trainkit.lit.window_summary import WindowSummary
+from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.logs.window_summary import WindowSummary
+from trainkit.lit.resume.epoch_sums import EpochSums
+from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.random_state import RandomState
 
 
 def run(config: DictConfig) -> float | None:

@@ -15,13 +15,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from trainkit.cli import shared_yaml
 from trainkit.cli.lightning_parser import TrainkitParser, readable
+from trainkit.config.attach import attach_accumulation
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
-from trainkit.lit.attach import attach_accumulation
-from trainkit.lit.batch_norm_guard import BatchNormGuard
-from trainkit.lit.lr_scaling import LRScaling
-from trainkit.lit.schedule import AccumulationSchedule
+from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit.rates.lr_scaling import LRScaling
+from trainkit.lit.schedule.callback import AccumulationSchedule
 
 ACCUMULATION = "accumulation"
 MICRO_BATCHING = "micro_batching"

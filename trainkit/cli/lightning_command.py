@@ -19,10 +19,10 @@ from trainkit.cli.lightning_cli import TrainkitCLI
 from trainkit.cli.words import find_modules_here
 from trainkit.config.redact import redact_file
 from trainkit.errors import TrainkitError
-from trainkit.lit.epoch_sums import EpochSums
-from trainkit.lit.graceful_stop import GracefulStop
-from trainkit.lit.metric_rows import MetricRows
-from trainkit.lit.random_state import RandomState
+from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.resume.epoch_sums import EpochSums
+from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.random_state import RandomState
 
 _EVERY_RUN_HAS = (EpochSums, MetricRows, RandomState, GracefulStop)
 """What lets an interrupted run go on exactly. Nothing here takes the place of the

@@ -14,10 +14,10 @@ from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.scaling import RULES
 from trainkit.errors import TrainkitError
-from trainkit.lit.plan import show
+from trainkit.lit.callback.table import show
 
 if TYPE_CHECKING:
-    from trainkit.lit.find_micro_batch import FoundMicroBatch
+    from trainkit.lit.probe.find import FoundMicroBatch
 
 PLACES = {"-cd": CONFIG_DIR, "-cn": CONFIG_NAME, "-cp": CONFIG_PATH}
 """Where configurations are looked for: options of Hydra that --probe passes on."""

@@ -15,7 +15,7 @@ from trainkit.cli.ranks import ranks_of_one_run
 from trainkit.cli.words import find_modules_here, options_first
 from trainkit.config.build import build
 from trainkit.errors import TrainkitError
-from trainkit.lit.find_micro_batch import FoundMicroBatch, find_micro_batch
+from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
 
 
 def probe(

@@ -8,7 +8,7 @@ from typing import Any
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.effective import brief
 from trainkit.core.epoch_plan import EpochPlan
-from trainkit.lit.plan import Row
+from trainkit.lit.callback.table import Row
 
 
 def make_report(

@@ -16,12 +16,12 @@ from omegaconf import DictConfig
 from trainkit.cli import summary_rows
 from trainkit.cli.run_folder import RunFolder
 from trainkit.config.build import Training
-from trainkit.lit.effective import find_effective_batch, windows_of
-from trainkit.lit.plain_comparison import PlainComparison
-from trainkit.lit.plan import Row
-from trainkit.lit.plan import show as show_rows
+from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
+from trainkit.lit.callback.table import Row
+from trainkit.lit.callback.table import show as show_rows
+from trainkit.lit.logs.plain_comparison import PlainComparison
+from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.split.callback import SplitCallback
-from trainkit.lit.window_summary import WindowSummary
 
 _PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
 

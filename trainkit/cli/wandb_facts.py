@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import WandbLogger
 
 from trainkit.core.effective import EffectiveBatch, Unit
-from trainkit.lit.effective import find_effective_batch, windows_of
+from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
 
 
 class WandbFacts(Callback):

@@ -15,14 +15,14 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainkit.config.attach import attach_accumulation, attach_optimizer
 from trainkit.config.check import AUTO, check_all
 from trainkit.config.kinds import CALLBACK_GROUPS
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
-from trainkit.lit.attach import attach_accumulation, attach_optimizer
-from trainkit.lit.mixin import AccumulationMixin
-from trainkit.lit.monitor import WindowMonitor
-from trainkit.lit.total import total_steps
+from trainkit.lit.front.mixin import AccumulationMixin
+from trainkit.lit.logs.monitor import WindowMonitor
+from trainkit.lit.schedule.total_steps import total_steps
 
 
 @dataclass(frozen=True)

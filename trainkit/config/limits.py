@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainkit.config.targets import TARGET, locate
 from trainkit.errors import TrainkitError
-from trainkit.lit.monitor import WindowMonitor
+from trainkit.lit.logs.monitor import WindowMonitor
 
 
 @dataclass(frozen=True)

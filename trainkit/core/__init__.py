@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         PerToken,
         Uniform,
     )
-    from trainkit.core.window import WindowStats
+    from trainkit.core.window_stats import WindowStats
 
 __all__ = [
     "AccumulationStrategy",
@@ -45,7 +45,7 @@ __getattr__, __dir__ = lazy_exports(
         "PerSample": ".strategies",
         "PerToken": ".strategies",
         "Uniform": ".strategies",
-        "WindowStats": ".window",
+        "WindowStats": ".window_stats",
         "warmup_cosine": ".curves",
     },
 )

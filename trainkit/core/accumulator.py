@@ -29,7 +29,7 @@ from trainkit.core.state import load_weights, load_window, save_weights, save_wi
 from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
 from trainkit.core.terms import leading, named_strategies
 from trainkit.core.weighing import Weighing
-from trainkit.core.window import DIVISOR, WEIGHT, WindowStats
+from trainkit.core.window_stats import DIVISOR, WEIGHT, WindowStats
 from trainkit.errors import TrainkitError
 
 

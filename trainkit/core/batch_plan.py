@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from trainkit.core.effective import EffectiveBatch
 from trainkit.core.epoch_plan import EpochPlan
 from trainkit.core.scaling import checked_factor, make_rule
-from trainkit.core.whole import check_whole
+from trainkit.core.whole_number import check_whole
 from trainkit.errors import TrainkitError
 
 NEARBY = 0.05

@@ -10,16 +10,9 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from trainkit.core.reading import LateReading
+from trainkit.core.late_reading import LateReading
 from trainkit.core.strategies import AccumulationStrategy
-from trainkit.core.window import (
-    BARE_LOSS,
-    COUNT,
-    LARGEST,
-    LOSS,
-    SMALLEST,
-    WEIGHT,
-)
+from trainkit.core.window_stats import BARE_LOSS, COUNT, LARGEST, LOSS, SMALLEST, WEIGHT
 from trainkit.errors import TrainkitError
 
 Checks = Literal["late", "now"]

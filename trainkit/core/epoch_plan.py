@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainkit.core.whole import check_whole
+from trainkit.core.whole_number import check_whole
 from trainkit.errors import TrainkitError
 
 

@@ -16,7 +16,7 @@ from trainkit.core.strategies import (
     Weight,
     checked_weight,
 )
-from trainkit.core.window import vector
+from trainkit.core.totals import vector
 from trainkit.errors import TrainkitError
 
 Strategies = Mapping[str, AccumulationStrategy]

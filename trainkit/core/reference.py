@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import Weight
-from trainkit.core.window import scalar
+from trainkit.core.totals import scalar
 
 HEADROOM = 256
 """Under a gradient scaler, how much heavier a run's first window may be than its first

@@ -13,7 +13,8 @@ from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import Weight
 from trainkit.core.wide_gradients import WideGradients
-from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged
+from trainkit.core.window import merged
+from trainkit.core.window_stats import COLUMNS, COUNT, WEIGHT
 from trainkit.errors import TrainkitError
 
 

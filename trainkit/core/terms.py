@@ -16,7 +16,7 @@ from trainkit.core.strategies import (
     Weight,
     check_strategy,
 )
-from trainkit.core.window import scalar
+from trainkit.core.totals import scalar
 from trainkit.errors import TrainkitError
 
 ONE = ""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from trainkit.core import refusals
 from trainkit.core.expected import Expected, weights_by_term
 from trainkit.core.gradients import HALF, leaves_of
+from trainkit.core.late_reading import LateReading
 from trainkit.core.left import Left
 from trainkit.core.ranks import Ranks
-from trainkit.core.reading import LateReading
 from trainkit.core.reference import Reference
 from trainkit.core.scaler import ScalerFactor
 from trainkit.core.strategies import (
@@ -24,8 +24,10 @@ from trainkit.core.strategies import (
     checked_weight,
 )
 from trainkit.core.terms import join, leading, named_strategies
+from trainkit.core.totals import default_device
 from trainkit.core.wide_gradients import WideGradients
-from trainkit.core.window import COUNT, Window, default_device
+from trainkit.core.window import Window
+from trainkit.core.window_stats import COUNT
 
 
 class Weighing:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.whole import check_whole
+from trainkit.core.whole_number import check_whole
 from trainkit.data.length_sampler import Batch, LengthSampler
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.whole import check_whole
+from trainkit.core.whole_number import check_whole
 from trainkit.data.length_sampler import Batch, LengthSampler
 from trainkit.errors import TrainkitError
 

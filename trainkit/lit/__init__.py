@@ -5,23 +5,23 @@ from typing import TYPE_CHECKING
 from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from trainkit.lit.accumulation_callback import AccumulationCallback
-    from trainkit.lit.batch_norm_guard import BatchNormGuard
-    from trainkit.lit.effective import read_effective_batch
-    from trainkit.lit.epoch_sums import EpochSums
-    from trainkit.lit.find_micro_batch import FoundMicroBatch
-    from trainkit.lit.graceful_stop import GracefulStop
-    from trainkit.lit.learning_rates import LearningRates
-    from trainkit.lit.lr_scaling import LRScaling
-    from trainkit.lit.metric_rows import MetricRows
-    from trainkit.lit.metrics_csv import MetricsCSVLogger
-    from trainkit.lit.mixin import AccumulationMixin
-    from trainkit.lit.monitor import WindowMonitor
-    from trainkit.lit.plain_comparison import PlainComparison
-    from trainkit.lit.random_state import RandomState
-    from trainkit.lit.run_checkpoint import RunCheckpoint
-    from trainkit.lit.schedule import AccumulationSchedule
-    from trainkit.lit.step_progress import StepProgress
+    from trainkit.lit.batch_norm.guard import BatchNormGuard
+    from trainkit.lit.batch_size.effective import read_effective_batch
+    from trainkit.lit.front.accumulation_callback import AccumulationCallback
+    from trainkit.lit.front.mixin import AccumulationMixin
+    from trainkit.lit.logs.metric_rows import MetricRows
+    from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
+    from trainkit.lit.logs.monitor import WindowMonitor
+    from trainkit.lit.logs.plain_comparison import PlainComparison
+    from trainkit.lit.logs.step_progress import StepProgress
+    from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
+    from trainkit.lit.rates.learning_rates import LearningRates
+    from trainkit.lit.rates.lr_scaling import LRScaling
+    from trainkit.lit.resume.epoch_sums import EpochSums
+    from trainkit.lit.resume.graceful_stop import GracefulStop
+    from trainkit.lit.resume.random_state import RandomState
+    from trainkit.lit.resume.run_checkpoint import RunCheckpoint
+    from trainkit.lit.schedule.callback import AccumulationSchedule
 
 __all__ = [
     "AccumulationCallback",
@@ -40,28 +40,30 @@ __all__ = [
     "RunCheckpoint",
     "StepProgress",
     "WindowMonitor",
+    "find_micro_batch",
     "read_effective_batch",
 ]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "AccumulationCallback": ".accumulation_callback",
-        "AccumulationMixin": ".mixin",
-        "AccumulationSchedule": ".schedule",
-        "BatchNormGuard": ".batch_norm_guard",
-        "EpochSums": ".epoch_sums",
-        "FoundMicroBatch": ".find_micro_batch",
-        "GracefulStop": ".graceful_stop",
-        "LearningRates": ".learning_rates",
-        "LRScaling": ".lr_scaling",
-        "MetricRows": ".metric_rows",
-        "MetricsCSVLogger": ".metrics_csv",
-        "PlainComparison": ".plain_comparison",
-        "RandomState": ".random_state",
-        "RunCheckpoint": ".run_checkpoint",
-        "StepProgress": ".step_progress",
-        "WindowMonitor": ".monitor",
-        "read_effective_batch": ".effective",
+        "AccumulationCallback": ".front.accumulation_callback",
+        "AccumulationMixin": ".front.mixin",
+        "AccumulationSchedule": ".schedule.callback",
+        "BatchNormGuard": ".batch_norm.guard",
+        "EpochSums": ".resume.epoch_sums",
+        "FoundMicroBatch": ".probe.find",
+        "GracefulStop": ".resume.graceful_stop",
+        "LearningRates": ".rates.learning_rates",
+        "LRScaling": ".rates.lr_scaling",
+        "MetricRows": ".logs.metric_rows",
+        "MetricsCSVLogger": ".logs.metrics_csv",
+        "PlainComparison": ".logs.plain_comparison",
+        "RandomState": ".resume.random_state",
+        "RunCheckpoint": ".resume.run_checkpoint",
+        "StepProgress": ".logs.step_progress",
+        "WindowMonitor": ".logs.monitor",
+        "find_micro_batch": ".probe.find",
+        "read_effective_batch": ".batch_size.effective",
     },
 )

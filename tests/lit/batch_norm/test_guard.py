@@ -11,7 +11,7 @@ from tests.helpers import trainer
 from tests.lit.batch_norm.fits import At, ConvModule, batches, fit
 from trainkit import AccumulationCallback, BatchNormGuard, LRScaling, PerSample
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_norm_guard import PolicyName
+from trainkit.lit.batch_norm.guard import PolicyName
 
 POLICIES = get_args(PolicyName)
 

@@ -16,8 +16,8 @@ from torchmetrics import MeanMetric
 
 from tests.helpers import trainer
 from trainkit import AccumulationCallback, PerSample, ResumableLoader
-from trainkit.lit.find_micro_batch import FoundMicroBatch, find_micro_batch
 from trainkit.lit.probe.attempt import Attempts
+from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
 
 ROWS = 96
 TARGET = 32
@@ -164,7 +164,7 @@ def larger_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every measure takes one second, so that memory alone decides."""
     seconds = itertools.count()
     attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
-    monkeypatch.setattr("trainkit.lit.find_micro_batch.Attempts", attempts)
+    monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
 
 
 def quick(accumulate: int = 1, **options: Any) -> pl.Trainer:

@@ -31,8 +31,8 @@ from trainkit import (
     WindowMonitor,
 )
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.lit.effective import read_effective_batch
-from trainkit.lit.plain_comparison import PlainComparison
+from trainkit.lit.batch_size.effective import read_effective_batch
+from trainkit.lit.logs.plain_comparison import PlainComparison
 
 MANY = (9, 7, 12, 11)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.helpers import deviation, trainer, weights
 from tests.lit.fronts import big_batch
-from tests.lit.resuming import SEQUENCES, START, Resumable, Saving, holds
+from tests.lit.resume.resuming import SEQUENCES, START, Resumable, Saving, holds
 from tests.lit.split.common import Split
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.lit.epoch_sums import EpochSums
+from trainkit.lit.resume.epoch_sums import EpochSums
 
 CUT = MicroBatching(size=2)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import NAIVE, deviation, weights
-from tests.lit.moving import NAMES, ONCE, WAYS, Moving
 from tests.lit.split.common import CUTS, SIZES, fit
+from tests.lit.windows.moving import NAMES, ONCE, WAYS, Moving
 from trainkit import PerToken
 from trainkit.core.split.micro_batching import MicroBatching
 

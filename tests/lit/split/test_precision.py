@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import TOLERANCE, deviation, weights
 from tests.lit.fronts import Plain, sample_loss, windows_of
-from tests.lit.half import precise
 from tests.lit.split.common import CUTS, FIXED, START, Split, fit
+from tests.lit.windows.half import precise
 from trainkit import PerSample, PerToken
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError

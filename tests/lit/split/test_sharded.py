@@ -17,7 +17,7 @@ from tests.helpers import deviation, pad, raise_rank_errors, run_ranks, trainer
 from tests.lit.fronts import cut as parted
 from tests.lit.fronts import windows_of
 from tests.lit.split.rank_cases import SHARES, Case, Trained, data_of, reference
-from tests.lit.test_sharded import mesh_strategy, whole
+from tests.lit.windows.test_sharded import mesh_strategy, whole
 from trainkit import WindowMonitor
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.core.test_terms import ce_of, kl_of
 from tests.helpers import NAIVE, TOLERANCE, deviation, weights
 from tests.lit.fronts import Plain, windows_of
-from tests.lit.half import precise
 from tests.lit.split.common import (
     CUTS,
     START,
@@ -22,6 +21,7 @@ from tests.lit.split.common import (
     fit,
     logged,
 )
+from tests.lit.windows.half import precise
 from trainkit import PerSample, PerToken
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError

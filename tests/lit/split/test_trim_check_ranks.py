@@ -24,7 +24,7 @@ from tests.lit.split.test_trim_check import (
     batch_of,
     fit,
 )
-from tests.lit.test_sharded import mesh_strategy, whole
+from tests.lit.windows.test_sharded import mesh_strategy, whole
 from trainkit.core.split.micro_batching import MicroBatching
 
 KINDS: dict[str, type[Pooled]] = {

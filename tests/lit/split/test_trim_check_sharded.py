@@ -21,7 +21,7 @@ from tests.lit.split.test_trim_check import (
     Pooled,
     fit,
 )
-from tests.lit.test_sharded import mesh_strategy, whole
+from tests.lit.windows.test_sharded import mesh_strategy, whole
 
 RAGGED = [BATCHES[0], BATCHES[2], BATCHES[0]]
 Seen = tuple[Tensor, list[str]]

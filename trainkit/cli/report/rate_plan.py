@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 from trainkit.cli.run_folder import RunFolder
 from trainkit.core.rate_plan import RatePlan
-from trainkit.lit.planned_rates import plan_rates
+from trainkit.lit.rates.planned_rates import plan_rates
 
 
 class RatePlanFile(Callback):

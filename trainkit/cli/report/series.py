@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainkit.lit.metric_file import Row
+from trainkit.lit.logs.metric_file import Row
 
 WINDOW = "window/"
 """The columns of `WindowMonitor`, all of which a logged window fills."""

@@ -15,7 +15,7 @@ from trainkit.cli.summary_rows import Row, rows
 from trainkit.core.effective import EffectiveBatch
 from trainkit.core.rate_plan import RatePlan
 from trainkit.errors import TrainkitError
-from trainkit.lit.metric_file import read_rows
+from trainkit.lit.logs.metric_file import read_rows
 
 _SHOWN = {"status", "steps", "windows", "metrics", "micro_batching", "versions"}
 _SHOWN |= {"learning_rates", "plain_accumulation"}

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from trainkit.core.batches import Path
-from trainkit.core.whole import check_whole
+from trainkit.core.whole_number import check_whole
 from trainkit.errors import TrainkitError
 
 

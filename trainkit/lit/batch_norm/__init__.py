@@ -1,1 +1,1 @@
-"""The policies of `BatchNormGuard`, and what they need."""
+"""BatchNorm in micro-batches: warnings and remedies."""

@@ -10,7 +10,7 @@ from trainkit.core.effective import brief
 from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policy import Policy
-from trainkit.lit.effective import find_effective_batch
+from trainkit.lit.batch_size.effective import find_effective_batch
 
 REMEDIES = (
     "For the running statistics: BatchNormGuard('momentum') makes them forget as "

@@ -9,9 +9,9 @@ from torch import nn
 from trainkit.core.batch_norm.freeze import freeze, thaw
 from trainkit.core.batch_norm.layers import BatchNorm, layers_to_train
 from trainkit.errors import TrainkitError
-from trainkit.lit.base import has_callback
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.structure import refuse_left_over
+from trainkit.lit.callback.base import has_callback
 
 
 class Freeze(Policy):

@@ -15,14 +15,14 @@ from trainkit.core.batch_norm.recalibration import recalibrate
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_by_time
-from trainkit.lit.base import has_callback
-from trainkit.lit.batch_norm.aside import muted, other_buffers_kept, seed
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.samples import (
     loader_of_samples,
     on_device,
     refuse_unreadable,
 )
+from trainkit.lit.callback.base import has_callback
+from trainkit.lit.rerun.quietly import muted, other_buffers_kept, seed
 
 SEED = 20050709
 """Every pass sees the same batches, with the same augmentation."""

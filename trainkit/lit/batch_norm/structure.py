@@ -14,7 +14,7 @@ from trainkit.core.batch_norm.replace import to_group_norm, to_renorm, to_sync
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import average_of
 from trainkit.lit.batch_norm.policy import Policy
-from trainkit.lit.effective import num_replicas
+from trainkit.lit.batch_size.effective import num_replicas
 
 
 class GroupNormInstead(Policy):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
-from trainkit.lit.base import WindowOwner, has_callback
-from trainkit.lit.effective import may_be_several
-from trainkit.lit.plan import Row
+from trainkit.lit.batch_size.effective import may_be_several
+from trainkit.lit.callback.base import WindowOwner, has_callback
+from trainkit.lit.callback.table import Row
 
 
 def unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> list[Row]:

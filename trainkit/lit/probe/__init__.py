@@ -1,1 +1,1 @@
-"""The parts of `find_micro_batch`, each with one thing to do."""
+"""Find the largest micro-batch that fits."""

@@ -17,11 +17,11 @@ from trainkit.core.batches import describe
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import before_batch_transfer, scaler_of
-from trainkit.lit.batch_norm.aside import muted
 from trainkit.lit.probe.refusals import refuse_loss
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
-from trainkit.lit.probe.snapshot import Snapshot
+from trainkit.lit.rerun.objects import Snapshot
+from trainkit.lit.rerun.quietly import muted
 
 FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
 

@@ -1,1 +1,1 @@
-"""Split windows: each loader batch is cut into micro-batches inside one step."""
+"""Windows of one loader batch, cut into micro-batches on the host."""

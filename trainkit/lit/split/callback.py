@@ -11,13 +11,13 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.search import SizeSearch
-from trainkit.core.window import WindowStats
-from trainkit.lit.callback import WindowCallback
-from trainkit.lit.fillers import refuse_fillers_that_count
-from trainkit.lit.plan import Row
+from trainkit.core.window_stats import WindowStats
+from trainkit.lit.callback.table import Row
 from trainkit.lit.split import refusals
+from trainkit.lit.split.fillers import refuse_fillers_that_count
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 from trainkit.lit.split.windows import SplitWindows
+from trainkit.lit.windows.callback import WindowCallback
 
 KEY = "trainkit_micro_batching"
 """The size that was found, in a checkpoint."""

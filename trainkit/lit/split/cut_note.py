@@ -8,7 +8,7 @@ from trainkit.core.batches import describe
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.split.fields import take_apart
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.running import Running
+from trainkit.lit.split.current_window import Running
 
 MOST_SHOWN = 8
 

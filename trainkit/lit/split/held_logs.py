@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from trainkit.core.expected import Strategies
 from trainkit.core.strategies import AccumulationStrategy, Weight
-from trainkit.core.window import vector
+from trainkit.core.totals import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, current_hook
 from trainkit.lit.split.window_metrics import Source, WindowMetrics

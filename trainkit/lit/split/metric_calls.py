@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from trainkit.lit._compat import forget_computed, replaced, uncompiled
-from trainkit.lit.split.snapshot import Snapshot
+from trainkit.lit.rerun.window import Snapshot
 
 NAMES = ("forward", "update", "compute", "reset")
 

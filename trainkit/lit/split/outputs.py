@@ -14,9 +14,10 @@ from trainkit.core.split.fields import take_apart
 from trainkit.core.split.partition import Span
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.terms import refuse_other_terms
-from trainkit.core.window import are_numbers, vector, weighted_sum
+from trainkit.core.totals import vector
+from trainkit.core.window import are_numbers, weighted_sum
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.parts import Part
+from trainkit.lit.split.micro_batches import Part
 
 Columns: TypeAlias = Sequence[tuple[int, Span]]
 """For each group of ragged tensors, the loader batch's padded length and the columns of

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from trainkit.core.batches import describe
 from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Uniform
 from trainkit.errors import TrainkitError
-
-if TYPE_CHECKING:
-    from trainkit.lit.split.parts import Part
 
 
 def refuse_wrong_type(options: Any) -> None:
@@ -112,30 +107,6 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
     return any(isinstance(m, kinds) for m in pl_module.modules()) or any(
         isinstance(p, DTensor) for p in pl_module.parameters()
     )
-
-
-def verify_cut(whole: Any, parts: Sequence[Part], strategies: Strategies) -> None:
-    """In the first window: are the parts what was to be cut, and weigh they as much?"""
-    rows = sorted(row for part in parts for row in part.micro_batch.rows)
-    if rows != list(range(len(rows))):
-        raise TrainkitError(
-            f"MicroBatching: the micro-batches hold the rows {rows}, and each row must "
-            f"be in exactly one. The batch is {describe(whole)}."
-        )
-    if whole is None:  # a list of samples, which nobody can weigh before collating
-        return
-    for term, strategy in strategies.items():
-        if isinstance(strategy, Uniform):
-            continue  # announced before training
-        in_parts = sum(float(part.weights[term]) for part in parts)
-        in_all = float(strategy.weight(whole))
-        if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
-            raise TrainkitError(
-                f"{type(strategy).__name__}: what micro-batches weigh must add up to "
-                f"what their batch weighs, and {len(parts)} of them weigh {in_parts:g} "
-                f"together, the batch {in_all:g}. The batch is {describe(whole)}. Let "
-                f"weight() return a sum over rows."
-            )
 
 
 def other_weight(

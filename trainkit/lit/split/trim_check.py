@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.cutting import Cutter, MicroBatch
-from trainkit.lit.split.snapshot import Snapshot
+from trainkit.lit.rerun.window import Snapshot
 
 Run = Callable[[MicroBatch], list[Tensor]]
 """The terms of a micro-batch's loss, none for None; keeps nothing else of it."""

@@ -22,24 +22,24 @@ from trainkit.lit._compat import (
     transfers_plainly,
     uncompiled,
 )
-from trainkit.lit.base import OrderedCallback
-from trainkit.lit.moved_state import MovedState
+from trainkit.lit.callback.base import OrderedCallback
+from trainkit.lit.callback.window_end import say_dropped, window_ends
+from trainkit.lit.rerun.window import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
+from trainkit.lit.split.current_window import Running
 from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.lent import Windows
+from trainkit.lit.split.micro_batches import Parts, counts_of
 from trainkit.lit.split.outputs import taken_apart, terms_of
-from trainkit.lit.split.parts import Parts, counts_of
 from trainkit.lit.split.rehearsal import rehearsed
-from trainkit.lit.split.running import Running
 from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
-from trainkit.lit.split.snapshot import KeptGradients, SetAside, Snapshot
 from trainkit.lit.split.transfer import moved
 from trainkit.lit.split.window_metrics import WindowMetrics
-from trainkit.lit.taken_calls import taken_calls
-from trainkit.lit.window_end import say_dropped, window_ends
+from trainkit.lit.windows.moved_state import MovedState
+from trainkit.lit.windows.taken_calls import taken_calls
 
 NOTHING = nullcontext()
 KEPT = ("running", "is_apart", "num_loader_batches", "sizes", "_patch")

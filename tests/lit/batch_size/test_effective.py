@@ -1,0 +1,344 @@
+"""The effective batch of a Trainer: known, or measured, and said which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+)
+
+from tests.helpers import pad, ragged_sequences, raise_rank_errors, run_ranks, trainer
+from tests.lit.fronts import RAGGED, Mixed, Plain, micro_batches
+from tests.lit.schedule.scheduling import (
+    FRONTS,
+    SEQUENCES,
+    batches,
+    fitted,
+    make,
+    token_counts,
+)
+from tests.lit.windows.test_sharded import ShardedModule
+from trainkit import (
+    AccumulationCallback,
+    AccumulationSchedule,
+    AccumulationStrategy,
+    EffectiveBatch,
+    PerSample,
+    PerToken,
+    Uniform,
+    read_effective_batch,
+)
+from trainkit.errors import TrainkitError
+from trainkit.lit.callback.first_windows import NUM_MEASURED
+
+WINDOW = 4
+
+
+class Asks(pl.Callback):
+    """Asks in every batch; None where it is not known yet."""
+
+    def __init__(self, unit: Any = "samples") -> None:
+        self.unit = unit
+        self.found: list[EffectiveBatch | None] = []
+        self.errors: list[str] = []
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        try:
+            self.found.append(read_effective_batch(trainer, unit=self.unit))
+        except TrainkitError as error:
+            self.found.append(None)
+            self.errors.append(str(error))
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Of unknown length."""
+
+    def __init__(self, samples: Any = SEQUENCES) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+class Subclass(BatchSampler):
+    """May yield anything."""
+
+
+def asked(
+    loader: Any, unit: Any = "samples", accumulate: int = WINDOW, **how: Any
+) -> Asks:
+    asks = Asks(unit)
+    fitted("mixin", asks, loader=loader, accumulate=accumulate, max_epochs=1, **how)
+    return asks
+
+
+# ---- known ---------------------------------------------------------------------------
+
+
+def known_loaders() -> dict[str, Any]:
+    samples: Any = SEQUENCES
+    sampler = SequentialSampler(samples)
+    return {
+        "a batch size": batches(4),
+        "the last one dropped": batches(4, drop_last=True),
+        "a batch sampler of torch": DataLoader(
+            samples, batch_sampler=BatchSampler(sampler, 4, False), collate_fn=pad
+        ),
+        "a stream": DataLoader(Stream(), batch_size=4, collate_fn=pad),
+    }
+
+
+@pytest.mark.parametrize("name", known_loaders())
+def test_known_batch_is_exact_from_the_first_batch_on(name: str) -> None:
+    asks = asked(known_loaders()[name])
+    assert asks.errors == []
+    assert set(asks.found) == {EffectiveBatch(micro_batch=4, accumulate=WINDOW)}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_known_batch_in_configure_optimizers(front: str) -> None:
+    """Where a learning rate may be made from it."""
+    module, ours = make(front)
+    found = []
+
+    def configure_optimizers() -> Any:
+        found.append(read_effective_batch(module.trainer).size)
+        if front != "callback":
+            found.append(module.effective_batch.size)
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    module.configure_optimizers = configure_optimizers
+    options = {"callbacks": ours, "max_epochs": 1}
+    if front == "manual":  # Lightning refuses the Trainer's number there
+        options["callbacks"] = [AccumulationSchedule({0: 3})]
+        trainer(**options).fit(module, batches(4))
+    else:
+        trainer(3, **options).fit(module, batches(4))
+    assert set(found) == {12}
+
+
+def test_manual_number_of_the_trainer_is_known_everywhere() -> None:
+    """Lightning refuses the number in manual optimization, so the mixin holds it while
+    Lightning looks; whoever asks afterwards reads what the user gave."""
+    module, _ = make("manual")
+    found: list[Any] = []
+
+    def configure_optimizers() -> Any:
+        found.append(module.trainer.estimated_stepping_batches)
+        found.append(module.effective_batch.size)
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    module.configure_optimizers = configure_optimizers
+    fit = trainer(3, max_epochs=2)
+    fit.fit(module, batches(4))
+    assert found == [8, 12]
+    assert fit.global_step == 8
+    assert fit.accumulate_grad_batches == 3
+
+
+@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=25. the epoch has only 10")
+def test_window_longer_than_the_epoch_counts_the_epoch() -> None:
+    (found,) = set(asked(batches(4), accumulate=25).found)
+    assert found == EffectiveBatch(micro_batch=4, accumulate=10)
+
+
+@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=4. the epoch has only 1")
+def test_batch_larger_than_the_data_counts_the_data() -> None:
+    (found,) = set(asked(batches(100)).found)
+    assert found == EffectiveBatch(micro_batch=38, accumulate=1)
+
+
+class Several(Mixed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parts = list(batch.values()) if isinstance(batch, dict) else list(batch)
+        return super().training_step(parts[0], batch_idx)
+
+
+class First(AccumulationStrategy):
+    """Weighs the samples of the first loader."""
+
+    def weight(self, batch: Any) -> int:
+        part = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        return len(part["ids"])
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_several_loaders_that_agree_are_known(kind: str) -> None:
+    pair = [batches(4), batches(4)]
+    loader = dict(zip("ab", pair, strict=True)) if kind == "dict" else pair
+    module = Several()
+    module.accumulation = First()
+    (found,) = set(asked(loader, module=module).found)
+    assert found == EffectiveBatch(micro_batch=4, accumulate=WINDOW)
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_several_loaders_that_disagree_are_not_known(kind: str) -> None:
+    pair = [batches(4), batches(2)]
+    loader = dict(zip("ab", pair, strict=True)) if kind == "dict" else pair
+    module = Several()
+    module.accumulation = First()
+    asks = asked(loader, module=module)
+    assert set(asks.found) == {None}
+    assert (
+        "the loader does not say it, and the tensors of a batch have no leading"
+        in (asks.errors[-1])
+    )
+
+
+# ---- measured ------------------------------------------------------------------------
+
+
+def unknown_loaders() -> dict[str, Any]:
+    samples: Any = SEQUENCES
+    ready: Any = list(micro_batches(SEQUENCES))
+    sampler = Subclass(SequentialSampler(samples), 4, False)
+    return {
+        "a batch sampler": (micro_batches(SEQUENCES), RAGGED),
+        "a subclass of torch's": (
+            DataLoader(samples, batch_sampler=sampler, collate_fn=pad),
+            [4] * 9 + [2],
+        ),
+        "ready batches": (DataLoader(Stream(ready), batch_size=None), RAGGED),
+        "batches as a data set": (DataLoader(ready, batch_size=None), RAGGED),
+    }
+
+
+@pytest.mark.parametrize("name", unknown_loaders())
+def test_unknown_batch_equals_the_mean_over_the_windows_so_far(name: str) -> None:
+    loader, sizes = unknown_loaders()[name]
+    asks = asked(loader)
+    assert asks.found[:WINDOW] == [None] * WINDOW
+    assert "Ask again after the first window" in asks.errors[0]
+    for at, found in enumerate(asks.found[WINDOW:], WINDOW):
+        assert found is not None
+        closed = at // WINDOW
+        mean = sum(sizes[: closed * WINDOW]) / (closed * WINDOW)
+        assert found.micro_batch == pytest.approx(mean)
+        assert found.windows_measured == closed
+        assert found.accumulate == WINDOW
+        assert f"(measured over {closed} window" in str(found)
+
+
+def test_measuring_stops_after_the_first_windows() -> None:
+    asks = asked(micro_batches(SEQUENCES), accumulate=1)
+    found = asks.found[-1]
+    assert found is not None
+    assert found.windows_measured == NUM_MEASURED == 8
+    assert found.micro_batch == pytest.approx(sum(RAGGED[:8]) / 8)
+
+
+@pytest.mark.parametrize("loader", ["known", "ragged"])
+def test_tokens_equal_the_mean_over_the_windows_so_far(loader: str) -> None:
+    sizes = (4,) * 9 + (2,) if loader == "known" else RAGGED
+    data = batches(4) if loader == "known" else micro_batches(SEQUENCES)
+    asks = asked(data, "tokens")
+    assert asks.found[0] is None
+    found = asks.found[-1]
+    assert found is not None
+    assert found.unit == "tokens"
+    assert found.micro_batch == pytest.approx(sum(token_counts(sizes)[:8]) / 8)
+    assert found.windows_measured == 2
+
+
+@pytest.mark.parametrize("strategy", [PerSample(), Uniform()])
+def test_tokens_without_a_strategy_that_weighs_them_are_refused(strategy: Any) -> None:
+    asks = Asks("tokens")
+    ours = AccumulationCallback(strategy)
+    fitted("mixin", ours, asks, module=Plain(), max_epochs=1)
+    assert set(asks.found) == {None}
+    name = type(strategy).__name__
+    assert f"in tokens: {name} does not weigh tokens. Use PerToken()" in asks.errors[-1]
+
+
+def test_unknown_batch_that_nobody_measures_is_refused() -> None:
+    asks = Asks()
+    fitted("mixin", asks, module=Plain(), max_epochs=1)
+    assert "nothing measures windows. Add AccumulationCallback" in asks.errors[0]
+
+
+def test_unknown_unit_is_refused() -> None:
+    unit: Any = "pixels"
+    with pytest.raises(TrainkitError, match="read_effective_batch unit: must be one"):
+        read_effective_batch(trainer(), unit=unit)
+
+
+class Uncountable(Mixed):
+    """Asks for its own effective batch, whose samples have no common length."""
+
+    found: EffectiveBatch | None = None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WINDOW:
+            self.found = self.effective_batch
+
+
+def test_module_falls_back_on_tokens_where_samples_cannot_be_counted() -> None:
+    ready = [{**b, "odd": torch.zeros(1)} for b in micro_batches(SEQUENCES)]
+    module, loader = Uncountable(), DataLoader(ready, batch_size=None)  # type: ignore[arg-type]
+    fitted("mixin", module=module, loader=loader, accumulate=WINDOW, max_epochs=1)
+    assert module.found is not None
+    assert module.found.unit == "tokens"
+    assert module.found.micro_batch == sum(token_counts()[:WINDOW]) / WINDOW
+
+
+def test_schedule_changes_the_window_and_not_the_micro_batch() -> None:
+    asks = Asks()
+    ours = AccumulationSchedule({0: 4, 1: 3, 3: 1}, unit="step")
+    fitted("mixin", ours, asks, loader=batches(4), max_epochs=1)
+    sizes = [4, 4, 4, 4, 3, 3, 3, 3, 3, 3]
+    assert [found and found.size for found in asks.found] == [4 * n for n in sizes]
+
+
+# ---- several ranks -------------------------------------------------------------------
+
+SHARED = ragged_sequences(36)
+
+
+def ask_on_ranks(rank: int, world: int, kind: str) -> list[Any]:
+    how: dict[str, Any] = {"strategy": "ddp", "use_distributed_sampler": True}
+    module: Any = Mixed()
+    callbacks: list[Any] = []
+    if kind == "tensor parallel":
+        module = ShardedModule(dtype=torch.float64)
+        how["strategy"] = ModelParallelStrategy(
+            data_parallel_size=1,
+            tensor_parallel_size=world,
+            process_group_backend="gloo",
+            save_distributed_checkpoint=False,
+        )
+        callbacks = [AccumulationCallback(PerToken())]
+    asks, tokens = Asks(), Asks("tokens")
+    data: Any = SHARED
+    loader = DataLoader(data, batch_size=4, collate_fn=pad)
+    fit = trainer(
+        2, devices=world, max_epochs=1, callbacks=[*callbacks, asks, tokens], **how
+    )
+    fit.fit(module, loader)
+    return [asks.found[-1], tokens.found[-1], fit.num_training_batches]
+
+
+@pytest.mark.parametrize(("kind", "replicas"), [("ddp", 2), ("tensor parallel", 1)])
+def test_replicas_equal_the_ranks_with_data_of_their_own(
+    kind: str, replicas: int
+) -> None:
+    """World size is not the number of replicas."""
+    first, second = raise_rank_errors(run_ranks(ask_on_ranks, 2, kind))
+    assert first == second
+    samples, tokens, num_batches = first
+    assert num_batches == 9 // replicas + (replicas == 2)
+    assert samples == EffectiveBatch(micro_batch=4, accumulate=2, replicas=replicas)
+    assert (tokens.replicas, tokens.unit) == (replicas, "tokens")
+    total = sum(len(ids) for ids, _ in SHARED)
+    assert tokens.micro_batch == pytest.approx(total / 9, rel=0.25)

@@ -1,0 +1,139 @@
+"""The table before training: once, on rank 0, in order, plain or rich."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.helpers import pad, ragged_sequences, run_ranks, trainer
+from tests.lit.fronts import Mixed, micro_batches
+from tests.lit.schedule.scheduling import FRONTS, SEQUENCES, batches, fitted, make
+from trainkit import AccumulationSchedule
+from trainkit.lit.callback.table import show
+
+SCHEDULE = {0: 4, 3: 3, 5: 1}
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_plan_is_printed_once_in_order(
+    front: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sizes of windows, then the step."""
+    ours = AccumulationSchedule(SCHEDULE)
+    fitted(front, ours, loader=batches(4), max_epochs=2)
+    assert lines(capsys) == [
+        "trainkit | accumulation: 4 from epoch 0 on, 3 from epoch 3 on, "
+        "1 from epoch 5 on: 6 steps in all",
+        "trainkit | step: per-device batch 4 x accumulation 4 x ranks 1 = 16 samples a "
+        "step, weighed by PerToken",
+    ]
+
+
+def test_plan_of_an_unknown_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    fitted("mixin", accumulate=5, max_epochs=1)
+    assert lines(capsys) == [
+        "trainkit | step: per-device batch not known (measured over the first windows) "
+        "x accumulation 5 x ranks 1, weighed by PerToken",
+        "trainkit | windows: 2 full windows an epoch",
+    ]
+
+
+def test_plan_of_a_long_schedule_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = AccumulationSchedule.ramp(start=1, end=16, over=15_000)
+    fitted("mixin", ours, max_epochs=1)
+    assert lines(capsys)[0] == (
+        "trainkit | accumulation: 1 from step 0 on, 2 from step 1,000 on, "
+        "3 from step 2,000 on, ..., 16 from step 15,000 on: 10 steps in all"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=12. the epoch has only 10")
+def test_plan_of_an_epoch_shorter_than_the_window(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The window is what an epoch can fill (pytorch-lightning#21808)."""
+    fitted("mixin", loader=batches(4), accumulate=12, max_epochs=1)
+    step, epoch = lines(capsys)
+    assert "x accumulation 10 x ranks 1 = 40 samples a step" in step
+    assert epoch == "trainkit | windows: 1 full window an epoch"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plan_in_a_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    show([("step", "64 samples"), ("epoch", "97 windows")])
+    text = terminal.getvalue()
+    assert "trainkit |" not in text
+    title, top, first, second, bottom = text.splitlines()
+    assert "trainkit" in title
+    assert "step" in first
+    assert "97 windows" in second
+    assert len(top) == len(bottom)
+
+
+def test_plan_of_brackets_is_shown_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no markup."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    show([("lr", "[0.1] -> [0.2] [bold]")])
+    assert "[0.1] -> [0.2] [bold]" in terminal.getvalue()
+
+
+def test_empty_plan_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show([])
+    assert lines(capsys) == []
+
+
+def test_plan_without_a_standard_output_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under pythonw, where print() writes nowhere as well."""
+    monkeypatch.setattr(sys, "stdout", None)
+    show([("step", "64 samples")])
+
+
+def train_printing(rank: int, world: int) -> str:
+    sys.stdout = io.StringIO()
+    trainer(
+        2, strategy="ddp", devices=world, max_epochs=1, use_distributed_sampler=True
+    ).fit(Mixed(), even_loader())
+    return sys.stdout.getvalue()
+
+
+def even_loader() -> Any:
+    data: Any = ragged_sequences(36)
+    return DataLoader(data, batch_size=4, collate_fn=pad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plan_is_printed_on_the_first_rank_alone() -> None:
+    first, second = run_ranks(train_printing, 2)
+    assert second == ""
+    assert first.splitlines() == [
+        "trainkit | step: per-device batch 4 x accumulation 2 x ranks 2 = 16 samples a "
+        "step, weighed by PerToken",
+        "trainkit | windows: 2 full windows + 1 short one (1 of 2 micro-batches) "
+        "an epoch",
+    ]
+
+
+def test_each_fit_prints_its_own_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    for size in (2, 5):
+        module, ours = make("callback")
+        fit = trainer(size, callbacks=ours, max_epochs=1)
+        fit.fit(module, micro_batches(SEQUENCES))
+    assert len(lines(capsys)) == 4

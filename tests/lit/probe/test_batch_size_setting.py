@@ -1,0 +1,163 @@
+"""The batch size is set where its owner keeps it, or the owner is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from tests.lit.probe.finding import (
+    Data,
+    HparamsData,
+    Net,
+    found,
+    quick,
+    resumable_loader,
+    rows,
+    shuffled_loader,
+)
+from trainkit.errors import TrainkitError
+from trainkit.lit.probe.batch_size_setting import find_place
+
+
+class PrivateLoader(Net):
+    """Keeps the size in its hyperparameters, and shows it as an attribute."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    @property
+    def batch_size(self) -> int:
+        return self.hparams["batch_size"]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(), self.batch_size)  # type: ignore[arg-type]
+
+
+class Both(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(), self.batch_size)  # type: ignore[arg-type]
+
+
+def test_an_attribute_and_its_hyperparameter_stay_the_same() -> None:
+    both = Both()
+    place = find_place(Net(), both, "batch_size")
+    assert (place.read(), place.text) == (4, "Both.batch_size")
+    place.write(8)
+    assert (both.batch_size, both.hparams["batch_size"]) == (8, 8)
+
+
+def test_a_module_with_its_own_loader() -> None:
+    module, fit = PrivateLoader(), quick(max_epochs=1)
+    plan = found(module, None, fit, max_micro_batch=8).plan
+    assert module.batch_size == plan.micro_batch
+    fit.fit(module)
+    assert set(module.sizes) == {plan.micro_batch}
+
+
+def test_under_another_name() -> None:
+    class Named(Data):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.train_size = 4
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(rows(), self.train_size)  # type: ignore[arg-type]
+
+    data = Named()
+    plan = found(Net(), data, attribute="train_size", max_micro_batch=8).plan
+    assert (data.train_size, data.batch_size) == (plan.micro_batch, 4)
+
+
+@pytest.mark.parametrize("make", [shuffled_loader, resumable_loader])
+def test_a_loader_cuts_by_the_size_that_was_written(make: Any) -> None:
+    loader = make(4)
+    find_place(Net(), loader, "batch_size").write(16)
+    assert [len(x) for x, _ in loader] == [16] * 6
+    assert len(loader) == 6
+    fit, module = quick(max_epochs=1), Net()
+    fit.fit(module, loader)  # Lightning makes loaders anew
+    assert module.sizes == [16] * 6
+
+
+def test_a_plain_batch_sampler_is_a_size() -> None:
+    sampler = BatchSampler(SequentialSampler(rows()), 4, drop_last=False)
+    loader = DataLoader(rows(), batch_sampler=sampler)  # type: ignore[arg-type]
+    plan = found(Net(), loader, max_micro_batch=8).plan
+    module = Net()
+    quick(max_epochs=1).fit(module, loader)
+    assert set(module.sizes) == {plan.micro_batch}
+
+
+class Buckets(BatchSampler):
+    pass
+
+
+def cut_by_buckets() -> Any:
+    sampler = Buckets(SequentialSampler(rows()), 4, drop_last=False)
+    return DataLoader(rows(), batch_sampler=sampler)  # type: ignore[arg-type]
+
+
+class Deaf(Data):
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(), 4)  # type: ignore[arg-type]
+
+
+class Silent(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(), 4)  # type: ignore[arg-type]
+
+
+class Fixed(Data):
+    @property
+    def rows_each(self) -> int:
+        return 4
+
+
+class Several(Data):
+    def train_dataloader(self) -> Any:
+        return [super().train_dataloader(), super().train_dataloader()]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (Deaf(), {}, r"Deaf.batch_size was set to 1, and .* is 4 all the same"),
+        (Silent(), {}, r"Silent has neither batch_size nor hparams.batch_size"),
+        (None, {}, r"Net has neither batch_size"),
+        (Data(0), {}, "must be a whole number of at least 1, received 0"),
+        (Data(True), {}, "must be a whole number of at least 1, received True"),
+        (Fixed(), {"attribute": "rows_each"}, "Fixed.rows_each cannot be set"),
+        (Several(), {}, "must be one DataLoader, received list"),
+        ([1, 2], {}, "a LightningDataModule or one DataLoader, received list"),
+        (cut_by_buckets(), {}, "cut by Buckets"),
+        (DataLoader(rows(), batch_size=None), {}, "cut by batch_size=None"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(
+    data: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TrainkitError, match=message):
+        found(Net(), data, **options)
+
+
+@pytest.mark.parametrize("make", [Data, HparamsData, Both])
+def test_a_search_that_fails_leaves_the_size(make: Any) -> None:
+    class Mistaken(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("labels")
+
+    data = make(4)
+    with pytest.raises(KeyError, match="labels"):
+        found(Mistaken(), data)
+    assert find_place(Net(), data, "batch_size").read() == 4
+    loader = data.train_dataloader()
+    assert loader.batch_size == 4

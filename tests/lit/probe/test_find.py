@@ -1,0 +1,277 @@
+"""`find_micro_batch` changes two numbers and leaves everything else as it was."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.helpers import weights
+from tests.lit.probe.finding import (
+    MAKERS,
+    TARGET,
+    Data,
+    Net,
+    exact,
+    fit_data,
+    found,
+    limited,
+    quick,
+)
+from trainkit import AccumulationMixin, PerSample
+from trainkit.lit.batch_size.effective import micro_batch_of
+from trainkit.lit.probe.find import find_micro_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*IterableDataset.*")
+
+
+class MixinNet(AccumulationMixin, Net):
+    accumulation = PerSample()
+
+
+def trained(fit: pl.Trainer, module: pl.LightningModule, data: Any) -> Any:
+    fit.fit(module, **fit_data(data))
+    states = [weights(module), *(b.double().flatten() for b in module.buffers())]
+    return torch.cat([each.flatten() for each in states])
+
+
+def read_size(data: Any) -> Any:
+    if isinstance(data, pl.LightningDataModule):
+        return micro_batch_of(data.train_dataloader())
+    return micro_batch_of(data)
+
+
+# ---- training after it ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", list(MAKERS))
+def test_fit_after_it_equals_fit_with_the_sizes_written_by_hand(where: str) -> None:
+    make = MAKERS[where]
+    torch.manual_seed(11)
+    fit, module, data = quick(callbacks=[exact()]), Net(), make(4)
+    plan = found(module, data, fit, max_micro_batch=16).plan
+    assert (plan.effective, plan.exact) == (TARGET, True)
+    assert read_size(data) == plan.micro_batch
+    assert fit.accumulate_grad_batches == plan.accumulate
+    after = trained(fit, module, data)
+
+    torch.manual_seed(11)
+    by_hand = quick(plan.accumulate, callbacks=[exact()])
+    reference = trained(by_hand, Net(), make(plan.micro_batch))
+    assert torch.equal(after, reference)
+    assert fit.global_step == by_hand.global_step == 2 * 96 // TARGET
+
+    torch.manual_seed(12)  # the comparison sees dropout's and the order's numbers
+    other = trained(quick(plan.accumulate), Net(), make(plan.micro_batch))
+    assert not torch.equal(after, other)
+
+
+def test_the_mixin_trains_after_it_as_by_hand() -> None:
+    torch.manual_seed(1)
+    fit, module, data = quick(), MixinNet(), Data()
+    plan = found(module, data, fit, max_micro_batch=8).plan
+    after = trained(fit, module, data)
+    torch.manual_seed(1)
+    by_hand = trained(quick(plan.accumulate), MixinNet(), Data(plan.micro_batch))
+    assert torch.equal(after, by_hand)
+
+
+def test_it_can_be_asked_twice() -> None:
+    fit, module, data = quick(), limited(rows=9), Data()
+    first, second = found(module, data, fit), found(module, data, fit)
+    assert first.plan.micro_batch <= 8
+    assert read_size(data) == second.plan.micro_batch
+
+
+def test_it_can_be_asked_between_two_fits() -> None:
+    """Progress stays where the first fit left it: the second goes on from there."""
+
+    def run(*, asks: bool) -> tuple[Any, int, int]:
+        torch.manual_seed(4)
+        fit, module, data = quick(max_epochs=1), Net(), Data(8)
+        fit.fit(module, data)
+        if asks:
+            fit.fit_loop.max_epochs = 2
+            found(module, data, fit, target=8, max_micro_batch=8)
+            assert (fit.current_epoch, fit.global_step) == (1, 12)
+            data.batch_size, fit.accumulate_grad_batches = 8, 1
+        fit.fit_loop.max_epochs = 2
+        return trained(fit, module, data), fit.global_step, fit.current_epoch
+
+    asked, plain = run(asks=True), run(asks=False)
+    assert torch.equal(asked[0], plain[0])
+    assert asked[1:] == plain[1:] == (24, 2)
+
+
+# ---- what is put back ----------------------------------------------------------------
+
+
+def kept(fit: Any, module: Net) -> dict[str, Any]:
+    """All that a fit could change, by value."""
+    loop = fit.fit_loop
+    return {
+        "weights": copy.deepcopy(module.state_dict()),
+        "gradients": [p.grad for p in module.parameters()],
+        "metric": float(module.mean.mean_value), "updates": module.mean.update_count,
+        "attributes": (module.num_rows, list(module.sizes), sorted(vars(module))),
+        "callbacks": list(fit.callbacks),
+        "loggers": list(fit.loggers),
+        "optimizers": list(fit.optimizers),
+        "progress": copy.deepcopy(loop.state_dict()),
+        "flags": (loop.restarting, fit.should_stop, fit.limit_val_batches),
+        "sanity": fit.num_sanity_val_steps,
+        "logged": dict(fit.callback_metrics),
+        "state": copy.deepcopy(fit.state),
+        "profiler": fit.profiler,
+        "training": module.training,
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False)["state"]["key"].tolist(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["finds", "fails"])
+def test_everything_else_is_as_it_was(how: str, tmp_path: Path) -> None:
+    class Validated(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise AssertionError("validation has no part in it")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            random.random()
+            np.random.rand()
+            if how == "fails" and len(batch[0]) > 8:
+                raise KeyError("a mistake of the user's")
+            return super().training_step(batch, batch_idx)
+
+    class Both(Data):
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    module, data = Validated(), Both()
+    first = next(module.parameters())
+    first.grad = torch.ones_like(first)
+    fit = quick(
+        callbacks=[ModelCheckpoint(tmp_path), pl.Callback()],
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=True,
+        limit_val_batches=3,
+    )
+    before = kept(fit, module)
+    if how == "fails":
+        with pytest.raises(KeyError, match="a mistake of the user's"):
+            found(module, data, fit)
+        assert (data.batch_size, fit.accumulate_grad_batches) == (4, 1)
+    else:
+        found(module, data, fit)
+    after = kept(fit, module)
+    torch.testing.assert_close(after.pop("torch"), before.pop("torch"), rtol=0, atol=0)
+    for name in ("weights", "gradients"):
+        torch.testing.assert_close(after.pop(name), before.pop(name), rtol=0, atol=0)
+    assert after == before
+    assert data.num_setups == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_callbacks_and_loggers_see_nothing() -> None:
+    class Calls:
+        """Each hook says that it was called."""
+
+        def __init__(self) -> None:
+            self.called: list[str] = []
+
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_") or name in ("setup", "teardown"):
+                self.called.append(name)
+            return super().__getattribute__(name)
+
+    class Watching(Calls, pl.Callback): ...
+
+    class Brought(Calls, pl.Callback): ...  # of the same type it would replace it
+
+    class Bringing(Net):
+        def configure_callbacks(self) -> Any:
+            return [brought]
+
+    watching, brought = Watching(), Brought()
+    fit, data = quick(callbacks=[watching]), Data()
+    watching.called.clear()
+    module = Bringing()
+    found(module, data, fit)
+    assert watching.called == brought.called == []
+    fit.fit(module, data)
+    assert "on_train_batch_end" in watching.called
+    assert "on_train_batch_end" in brought.called
+
+
+def test_what_setup_makes_is_made_anew() -> None:
+    """A module that is built in `setup`, if it is not there yet, is not left trained,
+    and draws in `fit` what it would have drawn."""
+
+    class Late(Net):
+        def setup(self, stage: str) -> None:
+            if not hasattr(self, "head"):
+                self.head = torch.nn.Linear(1, 1).double()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + self.head.weight.sum() ** 2
+
+    torch.manual_seed(6)
+    fit, module, data = quick(), Late(), Data()
+    plan = found(module, data, fit).plan
+    assert not hasattr(module, "head")
+    after = trained(fit, module, data)
+    torch.manual_seed(6)
+    by_hand = trained(quick(plan.accumulate), Late(), Data(plan.micro_batch))
+    assert torch.equal(after, by_hand)
+
+
+def test_a_scaler_is_put_back_and_its_optimizer_has_stepped() -> None:
+    """Its first steps are skipped, with which no state of the optimizer is made."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Half(Net):
+        states: list[int] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.float()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.states.append(len(self.trainer.optimizers[0].state))
+            x, y = batch
+            return self.net(x.float()).squeeze(1).sub(y.float()).square().mean() * 1e4
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    fit = quick(plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    before = scaler.state_dict()
+    found(Half(), Data(), fit, target=4)
+    assert Half.states[0] == 0
+    assert Half.states[-1] > 0, "batches are timed beside the optimizer's state"
+    assert scaler.state_dict() == before
+
+
+def test_no_worker_is_left() -> None:
+    before = set(multiprocessing.active_children())
+    loader = MAKERS["workers"](4)
+    found(Net(), loader)
+    assert set(multiprocessing.active_children()) == before
+
+
+def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    data, fit = Data(), quick()
+    result = find_micro_batch(fit, limited(rows=9), data, target=32)
+    sizes = data.batch_size, fit.accumulate_grad_batches
+    assert (result.micro_batch, result.accumulate) == sizes
+    out = capsys.readouterr().out
+    assert "trainkit | micro-batch 16: does not fit" in out
+    assert "samples/s on each rank" in out
+    assert "= 32 (exactly the target)" in out

@@ -1,0 +1,211 @@
+"""Sizes that do not fit are found out, with room to spare, and leave nothing."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.helpers import TokenModule, pad, ragged_sequences, weights
+from tests.lit.probe.finding import (
+    Data,
+    Net,
+    found,
+    larger_is_faster,
+    limited,
+    quick,
+    rows,
+    run_out,
+)
+from trainkit.errors import TrainkitError
+from trainkit.lit.probe.attempt import ROUNDS, Attempts
+
+
+@pytest.fixture(autouse=True)
+def _memory_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    larger_is_faster(monkeypatch)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("start", [1, 4, 32])
+def test_the_largest_that_fits_is_found_from_above_and_from_below(
+    where: str, start: int
+) -> None:
+    """pytorch-lightning#8954: a first size that does not fit is where it began."""
+    module, data = limited(rows=9, where=where), Data(start)
+    result = found(module, data)
+    assert (result.plan.micro_batch, result.plan.accumulate) == (8, 4)
+    assert {t.size: t.fits for t in result.trials}[16] is False
+    assert 8 in module.seen, "the size that is taken was tried (orobix/quadra#118)"
+
+
+@pytest.mark.parametrize(("margin", "size"), [(0.0, 8), (0.1, 4), (0.5, 4)])
+def test_a_size_is_proven_by_more_rows_than_it_has(margin: float, size: int) -> None:
+    """pytorch-lightning#8028, #9625: what just fitted runs out while training."""
+    module = limited(rows=8)
+    result = found(module, Data(), margin=margin)
+    assert result.plan.micro_batch == size
+    assert result.plan.effective == 32
+
+
+def test_it_trains_with_what_was_found() -> None:
+    """pytorch-lightning#13851: after the first size nothing was trained."""
+    module, data, fit = limited(rows=5), Data(32), quick(max_epochs=1)
+    start = weights(module)
+    found(module, data, fit)
+    module.seen.clear()
+    fit.fit(module, data)
+    assert set(module.seen) == {4}
+    assert fit.global_step == 96 // 32
+    assert not torch.equal(weights(module), start)
+
+
+def test_validation_after_it_is_whole() -> None:
+    """pytorch-lightning#18394, #18834: the finder leaves its own limit behind."""
+
+    class Validated(Net):
+        num_validated = 0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.num_validated += len(batch[0])
+
+    class Both(Data):
+        def val_dataloader(self) -> Any:
+            return DataLoader(rows(50), batch_size=5)  # type: ignore[arg-type]
+
+    fit, module, data = quick(max_epochs=1, num_sanity_val_steps=0), Validated(), Both()
+    found(module, data, fit)
+    fit.fit(module, data)
+    assert module.num_validated == 50
+
+
+def test_no_size_is_larger_than_the_data_set() -> None:
+    """orobix/quadra#118: a batch of all rows proves nothing about larger ones."""
+    module, data = Net(), Data(number=10)
+    result = found(module, data, target=64)
+    assert max(trial.size for trial in result.trials) == 8
+    assert result.plan.effective == 64
+
+
+def test_max_micro_batch_is_a_cap() -> None:
+    result = found(Net(), Data(), max_micro_batch=7)
+    assert max(trial.size for trial in result.trials) == 4
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_row_that_does_not_fit_alone_is_shown(where: str) -> None:
+    module, data, fit = limited(rows=0, where=where), Data(), quick()
+    with pytest.raises(TrainkitError, match=r"one row does not fit.*float64\[1, 4\]"):
+        found(module, data, fit)
+    assert (data.batch_size, fit.accumulate_grad_batches) == (4, 1)
+
+
+def test_an_optimizer_whose_state_does_not_fit_is_found_out() -> None:
+    class Greedy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                closure()
+            run_out()
+
+    class Unbounded(type(limited(rows=100))):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return Greedy(self.parameters(), lr=0.1)
+
+    with pytest.raises(TrainkitError, match="one row does not fit"):
+        found(Unbounded(), Data(1))
+
+
+def test_the_cpu_allocators_own_error_is_known() -> None:
+    class Absurd(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) > 9:
+                torch.empty(2**60)
+            return super().training_step(batch, batch_idx)
+
+    assert found(Absurd(), Data()).plan.micro_batch == 8
+
+
+def test_what_did_not_fit_is_freed_before_the_next_size() -> None:
+    held: list[weakref.ref[Tensor]] = []
+    still_there: list[bool] = []
+
+    class Holding(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            still_there.extend(each() is not None for each in held)
+            held.clear()
+            activations = self.net(batch[0])
+            if len(activations) > 9:
+                held.append(weakref.ref(activations))
+                run_out()
+            return super().training_step(batch, batch_idx)
+
+    found(Holding(), Data(32))
+    assert still_there == [False, False]
+
+
+def test_an_error_of_another_kind_goes_on() -> None:
+    """A shape that is wrong is no lack of memory, however large the batch."""
+
+    class Mistaken(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return batch[0] @ batch[0]
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch"):
+        found(Mistaken(), Data())
+
+
+def test_a_smaller_size_that_cannot_be_trained_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all sizes are as fast, smaller ones are tried, and BatchNorm refuses one
+    row."""
+    attempts = functools.partial(Attempts, clock=lambda: 0.0)
+    monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
+    result = found(Net(), Data(4))
+    assert result.plan.micro_batch == 2
+    assert "cannot be trained: ValueError: Expected more than 1" in str(
+        result.trials[0]
+    )
+
+
+def test_the_longest_rows_come_first() -> None:
+    sequences = ragged_sequences(300, longest=60)
+    shapes: list[tuple[int, int]] = []
+
+    class Watching(TokenModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            shapes.append(tuple(batch["ids"].shape))
+            return super().training_step(batch, batch_idx)
+
+    loader = DataLoader(sequences, 8, collate_fn=pad)  # type: ignore[arg-type]
+    found(Watching(), loader, target=8, max_micro_batch=8, margin=0.25)
+    lengths = sorted((len(ids) for ids, _ in sequences[:64]), reverse=True)
+    assert shapes[0] == shapes[1] == (10, lengths[0])
+    in_order = [max(len(ids) for ids, _ in sequences[i : i + 8]) for i in (0, 8, 16)]
+    assert shapes[2:11] == [(8, width) for width in in_order for _ in range(ROUNDS)]
+
+
+def test_a_list_of_samples_is_collated_by_the_users_own_function() -> None:
+    class Listed(TokenModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert isinstance(batch, list)
+            return super().training_step(pad(batch), batch_idx)
+
+    loader = DataLoader(ragged_sequences(40), 4, collate_fn=list)  # type: ignore[arg-type]
+    assert found(Listed(), loader, target=16).plan.effective == 16
+
+
+def test_plain_lightning_leaves_the_size_to_its_owner() -> None:
+    """Batches of one sampler are cut as ever after it, the last one short."""
+    module, data = Net(), Data(4, number=70)
+    plan = found(module, data, target=32, max_micro_batch=16).plan
+    fit = quick(plan.accumulate, max_epochs=1)
+    fit.fit(module, data)
+    assert isinstance(fit, pl.Trainer)
+    assert module.sizes == [16, 16, 16, 16, 6]

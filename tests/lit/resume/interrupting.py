@@ -1,0 +1,272 @@
+"""A small training that can be killed anywhere, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from tests.helpers import TokenNet, pad, ragged_sequences
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    PerToken,
+    WindowMonitor,
+)
+from trainkit.data.resumable import ResumableLoader
+from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, Row
+from trainkit.lit.resume.epoch_sums import EpochSums
+from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.random_state import RandomState
+from trainkit.lit.resume.run_checkpoint import RunCheckpoint
+
+TRAIN = ragged_sequences(38)
+"""Ten batches an epoch: windows of 3, 3, 3 and 1."""
+VALIDATION = ragged_sequences(8, seed=1)
+NUM_EPOCHS = 2
+
+
+class Killed(BaseException):
+    """As sudden as SIGKILL for all that is on the disk."""
+
+
+class Dropping(pl.LightningModule):
+    """A model with dropout, a schedule, and logs of every kind."""
+
+    def __init__(self, *, scheduler: str = "step", logs_late: bool = False) -> None:
+        super().__init__()
+        self.net = TokenNet(dtype=torch.float64)
+        self.scheduler = scheduler
+        self.logs_late = logs_late
+
+    def _loss(self, batch: Any) -> Tensor:
+        hidden = torch.tanh(self.net.embed(batch["ids"]))
+        logits = self.net.head(dropout(hidden, 0.3, self.training)).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        size = len(batch["ids"])
+        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=size)
+        self.log("train/mean", loss, on_step=False, on_epoch=True, batch_size=size)
+        self.log("train/max", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.logs_late:  # after all callbacks, and so after a checkpoint
+            self.log("train/late", float(self.global_step))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self._loss(batch), batch_size=len(batch["ids"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.scheduler == "plateau":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=10.0
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"},
+            }
+        steps = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
+        return [optimizer], [{"scheduler": steps, "interval": self.scheduler}]
+
+
+class Exactly(AccumulationMixin, Dropping):
+    """Logs exact means in training; one of them in the first batches only."""
+
+    accumulation = PerToken()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_exact("train/exact", loss.detach(), batch)
+        if batch_idx < 2:
+            self.log_exact("train/first", loss.detach(), batch)
+        return loss
+
+
+class Counting(Dropping):
+    """Asks how many steps there will be, which has the loaders made early."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+class KillAt(pl.Callback):
+    """Dies in a hook of a certain batch, counted over all epochs from 0."""
+
+    def __init__(self, hook: str, batch: int, die: Any = None) -> None:
+        self.hook, self.batch = hook, batch
+        self.die = die
+        self.has_died = False
+        setattr(self, hook, self._look)
+
+    def _look(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.sanity_checking or self.has_died:
+            return
+        if trainer.fit_loop.total_batch_idx >= self.batch:
+            self.has_died = True
+            if self.die is None:
+                raise Killed
+            self.die(trainer)
+
+
+def callbacks(*, without: Sequence[str] = (), every: int = 1) -> list[pl.Callback]:
+    """All that a run needs to go on exactly, except what is named."""
+    ours: list[pl.Callback] = [
+        AccumulationCallback(PerToken()),
+        WindowMonitor(every_n_steps=1),
+        RandomState(),
+        EpochSums(),
+        MetricRows(),
+        RunCheckpoint(every_n_train_steps=every),
+        GracefulStop(),
+    ]
+    return [each for each in ours if type(each).__name__ not in without]
+
+
+def train(
+    folder: Path,
+    *,
+    resume: bool = False,
+    kill: pl.Callback | None = None,
+    last: bool = False,
+    without: Sequence[str] = (),
+    loader: Any = None,
+    logger: Any = None,
+    every: int = 1,
+    scheduler: str = "step",
+    num_workers: int = 0,
+    logs_late: bool = False,
+    others: Sequence[pl.Callback] = (),
+    seed: int = 7,
+    kind: type[Dropping] = Dropping,
+    **options: Any,
+) -> tuple[Dropping, pl.Trainer]:
+    """Train from the start, or from `last.ckpt` where there is one.
+
+    Args:
+        folder: of the run.
+        resume: whether to go on.
+        kill: ends it early.
+        last: whether `kill` comes after all other callbacks.
+        without: names of our callbacks that are left out.
+        loader: in place of the shuffled one.
+        logger: in place of ours.
+        every: how many optimizer steps lie between checkpoints.
+        scheduler: the interval of a schedule, or "plateau".
+        num_workers: of the shuffled loader.
+        logs_late: whether the module logs in `on_train_batch_end`.
+        others: more callbacks.
+        seed: of the dropout.
+        kind: of the module; one with a mixin brings its callback itself.
+        **options: of the Trainer.
+    """
+    torch.manual_seed(seed)
+    if issubclass(kind, AccumulationMixin):
+        without = [*without, "AccumulationCallback"]
+    used = [*others, *callbacks(without=without, every=every)]
+    if kill is not None:
+        if last:
+            kill.late_place = 9  # type: ignore[attr-defined]
+        used = [kill, *used]
+    how: dict[str, Any] = {
+        "max_epochs": NUM_EPOCHS,
+        "val_check_interval": 4,
+        "accumulate_grad_batches": 3,
+        "log_every_n_steps": 1,
+        "devices": 1,
+    }
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=used,
+        logger=logger or MetricsCSVLogger(folder),
+        **{**how, **options},
+    )
+    module = kind(scheduler=scheduler, logs_late=logs_late)
+    path = folder / "checkpoints" / "last.ckpt"
+    trainer.fit(
+        module,
+        shuffled(num_workers=num_workers) if loader is None else loader,
+        ResumableLoader(VALIDATION, 4, collate_fn=pad),
+        ckpt_path=path if resume and path.exists() else None,
+        weights_only=True,
+    )
+    return module, trainer
+
+
+def shuffled(**options: Any) -> ResumableLoader:
+    return ResumableLoader(TRAIN, 4, shuffle=True, seed=5, collate_fn=pad, **options)
+
+
+def interrupted(
+    folder: Path, kill: pl.Callback, **options: Any
+) -> tuple[Dropping, pl.Trainer]:
+    """Train until it is killed, then go on in what could be another process."""
+    first = {name: options.pop(name) for name in ("last",) if name in options}
+    try:
+        train(folder, kill=kill, **first, **options)
+    except (Killed, SystemExit):
+        pass
+    return train(folder, resume=True, **options)
+
+
+def rows(folder: Path) -> list[Row]:
+    return MetricsCSVLogger(folder).rows()
+
+
+def state_of(module: Dropping, trainer: pl.Trainer) -> dict[str, Any]:
+    """All that must be the same, for `same`."""
+    optimizer = trainer.optimizers[0]
+    return {
+        "weights": {n: p.detach().clone() for n, p in module.named_parameters()},
+        "optimizer": optimizer.state_dict(),
+        "lr": [group["lr"] for group in optimizer.param_groups],
+        "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
+
+
+def differing(one: Any, other: Any, at: str = "") -> list[str]:
+    """Where two states differ, to the last bit."""
+    if isinstance(one, Tensor):
+        return [] if torch.equal(one, other) else [at]
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return [f"{at}: {sorted(map(str, one.keys() ^ other.keys()))}"]
+        return [x for k in one for x in differing(one[k], other[k], f"{at}.{k}")]
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return [f"{at}: {len(one)} and {len(other)}"]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [x for i, (a, b) in pairs for x in differing(a, b, f"{at}.{i}")]
+    return [] if one == other else [f"{at}: {one!r} and {other!r}"]
+
+
+def close(one: list[Row], other: list[Row]) -> list[str]:
+    """Where rows differ by more than rounding: sums over a window that a checkpoint has
+    cut in two are added up in another order."""
+    if len(one) != len(other):
+        return [f"{len(one)} and {len(other)} rows"]
+    return [
+        f"row {number}, {name}: {a.get(name)} and {b.get(name)}"
+        for number, (a, b) in enumerate(zip(one, other, strict=True))
+        for name in a.keys() | b.keys()
+        if name not in a or name not in b or not _is_close(a[name], b[name])
+    ]
+
+
+def _is_close(one: str, other: str) -> bool:
+    return one == other or abs(float(one) - float(other)) <= 1e-12 * abs(float(one))

@@ -1,0 +1,319 @@
+"""What Lightning leaves out where a run goes on within an epoch."""
+
+from __future__ import annotations
+
+import re
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch.utils.data import IterableDataset
+
+from tests.helpers import (
+    NAIVE,
+    TokenModule,
+    deviation,
+    pad,
+    quiet_lightning,
+    ragged_sequences,
+    trainer,
+)
+from tests.lit.resume.interrupting import (
+    TRAIN,
+    Dropping,
+    KillAt,
+    differing,
+    interrupted,
+    rows,
+    state_of,
+    train,
+)
+from trainkit import AccumulationCallback, PerToken, ResumableLoader
+from trainkit.lit.resume.epoch_sums import KEY
+
+pytestmark = [
+    pytest.mark.usefixtures("quiet"),
+    pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
+]
+
+
+@pytest.fixture
+def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
+    with quiet_lightning():
+        yield
+
+
+def stop_at(hook: str, batch: int) -> KillAt:
+    return KillAt(hook, batch, lambda _: signal.raise_signal(signal.SIGTERM))
+
+
+class StopSoon(pl.Callback):
+    """Ends training in mid-epoch, as a `Timer` does."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.should_stop = True
+
+
+# ---- schedulers, windows, hooks ------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [5, 12])
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_scheduler_by_metric_moves_without_a_run_checkpoint(
+    how: str, batch: int, tmp_path: Path
+) -> None:
+    """A run that is stopped saves where Lightning's own checkpoints are; one that is
+    killed has these alone. Lightning leaves the scheduler out of a resumed epoch."""
+    is_killed = how == "killed"
+    options: dict[str, Any] = {
+        "scheduler": "plateau",
+        "without": ["RunCheckpoint", *["GracefulStop"] * is_killed],
+        "enable_checkpointing": True,
+        "val_check_interval": 1.0,
+    }
+
+    def keeps(folder: Path) -> ModelCheckpoint:
+        every = {"every_n_train_steps": 1, "save_last": True} if is_killed else {}
+        return ModelCheckpoint(folder / "checkpoints", save_top_k=0, **every)
+
+    whole = train(tmp_path, others=[keeps(tmp_path)], **options)
+    kill = KillAt("on_train_batch_start", batch + 1)
+    kill = kill if is_killed else stop_at("on_train_batch_end", batch)
+    folder = tmp_path / "run"
+    found = interrupted(folder, kill, others=[keeps(folder)], **options)
+    assert differing(state_of(*whole)["lr"], state_of(*found)["lr"]) == []
+    assert differing(state_of(*whole), state_of(*found)) == []
+
+
+def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None:
+    """It sets the size in `on_train_epoch_start` alone."""
+
+    def sizes(folder: Path) -> list[str]:
+        name = "window/micro_batches"
+        return [row[name] for row in rows(folder) if row.get(name)]
+
+    how: dict[str, Any] = {"accumulate_grad_batches": 1}
+    train(
+        tmp_path / "whole", others=[GradientAccumulationScheduler({0: 4, 2: 2})], **how
+    )
+    folder = tmp_path / "run"
+    kill, again = stop_at("on_train_batch_end", 5), {0: 4, 2: 2}
+    interrupted(folder, kill, others=[GradientAccumulationScheduler(again)], **how)
+    assert sizes(tmp_path / "whole") == ["4.0", "4.0", "2.0"] * 2
+    assert sizes(folder) == sizes(tmp_path / "whole")
+
+
+class Annealing(Dropping):
+    def on_train_epoch_start(self) -> None:
+        self.drop = 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*SWA|.*Swapping scheduler")
+def test_what_an_epochs_beginning_would_have_set_is_said(tmp_path: Path) -> None:
+    kill = stop_at("on_train_batch_end", 5)
+    with pytest.warns(UserWarning, match=r"within epoch 0, .* what Annealing sets"):
+        interrupted(tmp_path / "module", kill, kind=Annealing)
+    averages = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    kill = stop_at("on_train_batch_end", 5)
+    with pytest.warns(UserWarning, match="what StochasticWeightAveraging sets there"):
+        interrupted(tmp_path / "swa", kill, others=[averages], max_epochs=3)
+
+
+# ---- loaders -------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Says where it is, and goes on there."""
+
+    def __init__(self) -> None:
+        self.row, self.goes_on = 0, False
+
+    def __iter__(self) -> Any:
+        self.row, self.goes_on = self.row if self.goes_on else 0, False
+        while self.row < len(TRAIN):
+            self.row += 1
+            yield TRAIN[self.row - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.row, self.goes_on = state["row"], True
+
+
+class Counted(Stream):
+    def __len__(self) -> int:
+        return len(TRAIN)
+
+
+class Loader:
+    """With the state of its stream, and its length."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.state_dict = stream.state_dict
+        self.load_state_dict = stream.load_state_dict
+
+    def __iter__(self) -> Any:
+        loader = torch.utils.data.DataLoader(self.stream, 4, collate_fn=pad)
+        return iter(loader)
+
+
+class CountedLoader(Loader):
+    def __len__(self) -> int:
+        return -(-len(TRAIN) // 4)
+
+
+@pytest.mark.parametrize(("kind", "is_exact"), [(Loader, False), (CountedLoader, True)])
+def test_a_loader_without_a_length_is_said_to_leave_a_batch_out(
+    kind: type[Loader], is_exact: bool, tmp_path: Path
+) -> None:
+    def train_on(folder: Path, **options: Any) -> Any:
+        stream = Counted() if kind is CountedLoader else Stream()
+        return train(folder, loader=kind(stream), val_check_interval=1.0, **options)
+
+    whole = state_of(*train_on(tmp_path / "whole"))
+    kill = stop_at("on_train_batch_end", 5)
+    with pytest.raises(SystemExit):
+        train_on(tmp_path, kill=kill)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = train_on(tmp_path, resume=True)
+    leaves_out = [w for w in said if "leaves a batch out" in str(w.message)]
+    assert bool(leaves_out) == (not is_exact)
+    assert (differing(whole, state_of(*found)) == []) == is_exact
+
+
+# ---- sums of ranks that are no more --------------------------------------------------
+
+
+def test_sums_of_ranks_that_are_no_more_are_added(tmp_path: Path) -> None:
+    """As if another rank had logged what this one had."""
+
+    def mean_of(folder: Path) -> float:
+        names = [row.get("train/mean") for row in rows(folder)]
+        return float(next(name for name in names if name))
+
+    def resumed_with(name: str, states: Any) -> float:
+        folder = tmp_path / name
+        with pytest.raises(SystemExit):
+            train(folder, kill=stop_at("on_train_batch_end", 5))
+        path = folder / "checkpoints" / "last.ckpt"
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint[KEY] = states(checkpoint[KEY])
+        torch.save(checkpoint, path)
+        train(folder, resume=True)
+        return mean_of(folder)
+
+    def before(states: Any) -> Any:
+        (sums,) = states[0]["sums"]["training_step.train/mean"]
+        seen.append((float(sums["value"]), float(sums["weight"])))
+        return states
+
+    seen: list[tuple[float, float]] = []
+    one = resumed_with("one", before)
+    two = resumed_with("two", lambda states: states * 2)
+    ((value, weight),) = seen
+    whole = sum(len(row) > 0 for row in TRAIN)
+    assert two == pytest.approx((one * whole + value) / (whole + weight), rel=1e-6)
+    assert two != pytest.approx(one, rel=1e-4)
+
+
+# ---- runs that end by themselves -----------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [4, 5])
+def test_what_ends_in_mid_epoch_goes_on_there(batch: int, tmp_path: Path) -> None:
+    """From its end the rest of the epoch would be left out."""
+    whole = train(tmp_path / "whole")
+    folder = tmp_path / "run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the window that was open
+        train(folder, others=[StopSoon(batch)], every=50)
+    found = train(folder, resume=True, every=50)
+    assert differing(state_of(*whole), state_of(*found)) == []
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "text"),
+    [(2, "inside an epoch.*what the loader had left is not read"), (4, None)],
+)
+def test_a_checkpoint_of_an_end_in_mid_epoch_is_said_to_leave_rows_out(
+    max_steps: int, text: str | None, tmp_path: Path
+) -> None:
+    """`trainer.save_checkpoint` after `fit`: with plain Lightning too."""
+
+    def fitted(max_steps: int, **resume: Any) -> tuple[pl.Trainer, TokenModule]:
+        torch.manual_seed(0)
+        module = TokenModule(dtype=torch.float64)
+        each = trainer(
+            3,
+            max_steps=max_steps,
+            max_epochs=-1,
+            callbacks=[AccumulationCallback(PerToken())],
+        )
+        rows = ResumableLoader(ragged_sequences(38), batch_size=4, collate_fn=pad)
+        each.fit(module, rows, weights_only=False, **resume)
+        return each, module
+
+    path = tmp_path / "end.ckpt"
+    fitted(max_steps)[0].save_checkpoint(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, resumed = fitted(8, ckpt_path=path)
+    said = [str(w.message) for w in caught if str(w.message).startswith("checkpoint:")]
+    off = deviation(resumed, fitted(8)[1], TokenModule(dtype=torch.float64))
+    if text is None:  # four windows are an epoch
+        assert said == []
+        assert off < 1e-12
+    else:
+        assert re.search(text, said[0])
+        assert off > NAIVE
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. an open window:UserWarning")
+def test_a_run_that_ends_by_itself_is_not_stopped(tmp_path: Path) -> None:
+    """A signal in the batch before the validation in which `EarlyStopping` decides."""
+
+    def stops() -> EarlyStopping:
+        return EarlyStopping("val/loss", patience=1, min_delta=10.0)
+
+    _, whole = train(tmp_path / "whole", others=[stops()], max_epochs=4)
+    kill = stop_at("on_validation_start", 7)
+    _, found = train(tmp_path / "run", kill=kill, others=[stops()], max_epochs=4)
+    assert found.global_step == whole.global_step < 16
+    assert kill.has_died
+
+
+def test_a_signal_is_heard_while_a_stop_has_to_wait(tmp_path: Path) -> None:
+    """`should_stop` ends nothing before `min_epochs`."""
+    kill = stop_at("on_train_batch_end", 5)
+    with pytest.raises(SystemExit):
+        train(tmp_path, kill=kill, others=[StopSoon(3)], min_epochs=2)
+
+
+def test_a_module_that_was_stopped_in_a_validation_can_train_on(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    class Kept(Dropping):
+        def __init__(self, **how: Any) -> None:
+            super().__init__(**how)
+            made.append(self)
+
+    with pytest.raises(SystemExit):
+        train(tmp_path, kill=stop_at("on_validation_start", 3), kind=Kept)
+    assert all(part.training for part in made[0].modules())

@@ -1,0 +1,179 @@
+"""`last.ckpt`, and when it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from tests.helpers import TokenModule, loader, quiet_lightning, ragged_sequences
+from tests.helpers import trainer as quiet_trainer
+from tests.lit.resume.interrupting import KillAt, Killed
+from trainkit.errors import TrainkitError
+from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.resume.between_steps import put_in_order
+from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.run_checkpoint import RunCheckpoint, _put_in_place
+
+SEQUENCES = ragged_sequences(40)
+"""Ten batches of four."""
+
+
+class Validated(TokenModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
+class Steps(RunCheckpoint):
+    """Notes when it is written."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.written: list[tuple[int, int]] = []
+
+    def save(self, trainer: Any) -> None:
+        before = self._saved_batch
+        super().save(trainer)
+        if self._saved_batch != before:
+            self.written.append((trainer.global_step, self._saved_batch + 1))
+
+
+def fit(saver: RunCheckpoint, *others: Callback, **how: Any) -> Any:
+    ckpt_path = how.pop("ckpt_path", None)
+    module = how.pop("module", None) or TokenModule()
+    with quiet_lightning():
+        each = quiet_trainer(
+            callbacks=[saver, *others], **{"enable_checkpointing": True, **how}
+        )
+        each.fit(
+            module,
+            loader(SEQUENCES, 4),
+            loader(SEQUENCES, 20) if isinstance(module, Validated) else None,
+            ckpt_path=ckpt_path,
+        )
+    return each
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "every", "written"),
+    [
+        (1, 4, [(4, 4), (8, 8), (12, 12), (16, 16), (20, 20)]),
+        (1, 5, [(5, 5), (11, 11), (16, 16), (20, 20)]),  # 10 ends an epoch
+        (3, 2, [(2, 6), (5, 13), (7, 19), (8, 20)]),  # 4 does, with its tenth batch
+        (10, 1, [(1, 11), (2, 20)]),  # every window ends an epoch
+    ],
+)
+def test_it_is_written_at_clean_moments(
+    tmp_path: Path, accumulate: int, every: int, written: list[Any]
+) -> None:
+    saver = Steps(tmp_path, every_n_train_steps=every)
+    fit(saver, accumulate=accumulate)
+    assert saver.written == written
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_it_waits_for_a_validation(tmp_path: Path) -> None:
+    saver, order = Steps(tmp_path, every_n_train_steps=4), []
+
+    class Watch(Callback):
+        late_place = 9
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                order.append((trainer.global_step, list(saver.written)))
+
+    fit(saver, Watch(), module=Validated(), val_check_interval=4, max_epochs=1)
+    assert order == [(4, [(4, 4)]), (8, [(4, 4), (8, 8)])]
+
+
+def test_epoch_of_one_batch_is_saved_at_its_end(tmp_path: Path) -> None:
+    saver = Steps(tmp_path, every_n_train_steps=1)
+    fit(saver, limit_train_batches=1, max_epochs=3)
+    assert [step for step, _ in saver.written] == [1, 2, 3]
+
+
+def test_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    whole = TokenModule(optimizer="adamw")
+    fit(RunCheckpoint(tmp_path / "whole"), module=whole, max_epochs=3)
+    fit(RunCheckpoint(tmp_path), module=TokenModule(optimizer="adamw"))
+    longer = TokenModule(optimizer="adamw")
+    each = fit(RunCheckpoint(tmp_path), module=longer, max_epochs=3, ckpt_path="last")
+    assert each.global_step == 30
+    pairs = zip(whole.parameters(), longer.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+def test_best_checkpoint_is_known_to_the_last(tmp_path: Path) -> None:
+    def run(max_steps: int, **how: Any) -> str:
+        best = ModelCheckpoint(tmp_path / "best", monitor="val/loss")
+        each = fit(
+            RunCheckpoint(tmp_path, every_n_train_steps=1),
+            best,
+            module=Validated(),
+            val_check_interval=4,
+            max_steps=max_steps,
+            **how,
+        )
+        assert each.global_step == max_steps
+        return best.best_model_path
+
+    found = run(4)
+    assert found
+    assert run(6, ckpt_path=tmp_path / "last.ckpt") == found
+
+
+def test_savers_come_last(tmp_path: Path) -> None:
+    class Fake:
+        callbacks: list[Any]
+
+    each, other = Fake(), Callback()
+    best = ModelCheckpoint()
+    ours = [GracefulStop(), RunCheckpoint(), best, MetricRows(), other]
+    each.callbacks = ours
+    put_in_order(each)
+    assert each.callbacks == [other, ours[3], best, ours[1], ours[0]]
+
+
+def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    fit(RunCheckpoint(tmp_path, every_n_train_steps=1), fast_dev_run=3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
+    saver = RunCheckpoint(tmp_path, every_n_train_steps=2)
+    with pytest.raises(Killed):
+        fit(saver, KillAt("on_after_backward", 5))
+    assert torch.load(saver.path, weights_only=True)["global_step"] == 4
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_interval_is_checked(value: Any) -> None:
+    with pytest.raises(TrainkitError, match="every_n_train_steps: must be at least 1"):
+        RunCheckpoint(every_n_train_steps=value)
+
+
+def test_checkpoint_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lightning.pytorch.Trainer.save_checkpoint", lambda *args, **how: None
+    )
+    with pytest.raises(TrainkitError, match="must be written when it has been saved"):
+        fit(RunCheckpoint(tmp_path, every_n_train_steps=1))
+
+
+def test_sharded_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
+    """A folder in place of a file, and of a folder."""
+    part, last = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
+    last.write_text("of another backend")
+    for content in "abc":
+        part.mkdir()
+        (part / "shard").write_text(content)
+        _put_in_place(part, last)
+        assert (last / "shard").read_text() == content
+        assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]

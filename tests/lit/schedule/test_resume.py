@@ -1,0 +1,267 @@
+"""A scheduled training that is resumed, at any batch, equals the uninterrupted one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import NAIVE
+from tests.lit.fronts import micro_batches, plain_token_loss
+from tests.lit.resume.resuming import Resumable, Saving
+from tests.lit.schedule.scheduling import (
+    EPOCHS,
+    FRONTS,
+    PLANS,
+    SEQUENCES,
+    Manual,
+    Watch,
+    big_batch_over,
+    fitted,
+    off,
+    reference,
+    schedule,
+    token_counts,
+    windows_of_plan,
+)
+from trainkit import AccumulationSchedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.. the epoch")
+EXACT = 1e-10
+RESUMED = ["up and down in mid-epoch", "every step another", "by tokens"]
+
+
+class Keeping(Saving):
+    """Saves at every batch, into a file of its own."""
+
+    def __init__(self, folder: Path, hook: str = "on_train_batch_end") -> None:
+        self.folder = folder
+        setattr(self, hook, self.keep)
+
+    def keep(self, trainer: Any, *args: Any) -> None:
+        at = trainer.fit_loop.epoch_loop.total_batch_idx
+        trainer.save_checkpoint(self.folder / f"{at:02}.ckpt")
+
+
+def files(folder: Path, number: int) -> Iterator[Path]:
+    found = sorted(folder.glob("*.ckpt"))
+    assert len(found) == number
+    yield from found
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("plan", RESUMED)
+def test_resumed_at_any_batch_equals_uninterrupted(
+    tmp_path: Path, plan: str, front: str
+) -> None:
+    """pytorch-lightning#5334, #8493: inside windows, at their edges, at the end of an
+    epoch, with AdamW."""
+    end, num_steps = reference(plan)
+    ours = schedule(plan)
+    module, _ = fitted(front, ours, Keeping(tmp_path), loader=Resumable())
+    assert off(module, end) <= EXACT
+    for path in files(tmp_path, 10 * EPOCHS):
+        held = torch.load(path, weights_only=True)["callbacks"]
+        kinds = {type(value) for value in held["AccumulationSchedule"].values()}
+        assert kinds <= {int, float, str}
+        again, fit = fitted(front, schedule(plan), loader=Resumable(), resume=path)
+        assert off(again, end) <= EXACT, path.name
+        assert fit.global_step == num_steps
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("plan", ["fewer by epoch", "more by epoch"])
+def test_resumed_between_epochs_equals_uninterrupted(
+    tmp_path: Path, plan: str, front: str
+) -> None:
+    """From `on_train_epoch_start` Lightning itself loses an epoch, with any window."""
+    end, num_steps = reference(plan)
+    keeping = Keeping(tmp_path, "on_train_epoch_end")
+    fitted(front, schedule(plan), keeping, loader=Resumable())
+    for path in files(tmp_path, EPOCHS):
+        again, fit = fitted(front, schedule(plan), loader=Resumable(), resume=path)
+        assert off(again, end) <= EXACT, path.name
+        assert fit.global_step == num_steps
+
+
+def resumed_without_its_state(folder: Path, at: int) -> float:
+    """How far off a run ends that lacks the schedule's state."""
+    plan = "every step another"
+    path = folder / "at.ckpt"
+    fitted("mixin", schedule(plan), Saving(path, at), loader=Resumable())
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["callbacks"]["AccumulationSchedule"]
+    torch.save(checkpoint, path)
+    again, _ = fitted("mixin", schedule(plan), loader=Resumable(), resume=path)
+    return off(again, reference(plan)[0])
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 12])
+@pytest.mark.filterwarnings("ignore:accumulation. an open window")
+def test_resumed_inside_a_window_without_the_state_of_the_schedule_deviates(
+    tmp_path: Path, at: int
+) -> None:
+    """Negative control: where the open window began is not in the batch's number."""
+    assert resumed_without_its_state(tmp_path, at) > NAIVE
+
+
+@pytest.mark.parametrize("at", [0, 3, 8, 9, 14])
+def test_resumed_at_an_edge_without_the_state_equals_uninterrupted(
+    tmp_path: Path, at: int
+) -> None:
+    assert resumed_without_its_state(tmp_path, at) <= EXACT
+
+
+class Validated(Manual):
+    """With a validation, which saves."""
+
+    def __init__(self, *, automatic: bool) -> None:
+        super().__init__(optimizer="adamw")
+        self.automatic_optimization = automatic
+        self.automatic = automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.automatic:
+            return super().training_step(batch, batch_idx)
+        return plain_token_loss(self.net, batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        plain_token_loss(self.net, batch)
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("plan", ["up and down in mid-epoch", "by tokens"])
+def test_resumed_from_validation_equals_uninterrupted(
+    tmp_path: Path, plan: str, interval: int, automatic: bool
+) -> None:
+    """A validation inside a window leaves its gradients alone, also in manual
+    optimization."""
+    end, _ = reference(plan)
+
+    def run(*callbacks: Any, resume: Any = None) -> float:
+        module = Validated(automatic=automatic)
+        module.val_dataloader = lambda: micro_batches(SEQUENCES, [4])
+        fitted(
+            "mixin",
+            schedule(plan),
+            *callbacks,
+            module=module,
+            loader=Resumable(),
+            resume=resume,
+            val_check_interval=interval,
+            num_sanity_val_steps=0,
+        )
+        return off(module, end)
+
+    assert run(Keeping(tmp_path, "on_validation_end")) <= EXACT
+    for path in sorted(tmp_path.glob("*.ckpt")):
+        assert run(resume=path) <= EXACT, path.name
+
+
+# ---- an edited plan ------------------------------------------------------------------
+
+EDITED = {0: 1, 4: 3, 5: 2}
+
+
+def edited_windows(old: dict[int, int], at: int, *, unit: str) -> list[list[range]]:
+    """By the old plan until a batch is over and its window full, then by the new."""
+    before = windows_of_plan(old, unit, token_counts())
+    counts = token_counts()
+    made: list[list[range]] = []
+    weighed: list[int] = []
+    for epoch in range(EPOCHS):
+        made.append([])
+        first = 0
+        while first < len(counts):
+            if 10 * epoch + first <= at:
+                window = next(w for w in before[epoch] if w.start == first)
+            else:
+                begun = {"epoch": epoch, "step": len(weighed), "tokens": 0}
+                begun["tokens"] = sum(weighed[:-1])
+                start = max(s for s in EDITED if s <= begun[unit])
+                window = range(first, min(first + EDITED[start], len(counts)))
+            made[-1].append(window)
+            weighed.append(sum(counts[i] for i in window))
+            first = window.stop
+    return made
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("unit", ["epoch", "step"])
+@pytest.mark.parametrize("at", range(0, 20, 3))
+def test_resumed_with_an_edited_plan_finishes_the_open_window(
+    tmp_path: Path, unit: Any, at: int, front: str
+) -> None:
+    """speculators#859, transformers#43708: the first window after a resume is not cut
+    short; the new plan holds from the next on, within the same epoch."""
+    path = tmp_path / "old.ckpt"
+    old = {0: 4, 1: 5, 3: 3}
+    ours = AccumulationSchedule(old, unit=unit)
+    fitted(front, ours, Saving(path, at), loader=Resumable())
+    new = AccumulationSchedule(EDITED, unit=unit)
+    module, fit = fitted(front, new, loader=Resumable(), resume=path)
+    windows = edited_windows(old, at, unit=unit)
+    assert fit.global_step == sum(map(len, windows))
+    assert off(module, big_batch_over(windows)) <= EXACT
+
+
+def test_resumed_without_a_schedule_is_exact_between_epochs(tmp_path: Path) -> None:
+    """The schedule was taken out: the Trainer's own number holds again."""
+    path = tmp_path / "old.ckpt"
+    ours = AccumulationSchedule({0: 4, 1: 2})
+    saving = Saving(path, 9)
+    fitted("mixin", ours, saving, loader=Resumable())
+    windows = windows_of_plan({0: 4, 1: 1}, "epoch", token_counts())
+    with pytest.warns(
+        UserWarning, match="Please add the following callbacks: ..AccumulationSchedule"
+    ):
+        module, _ = fitted("mixin", loader=Resumable(), resume=path)
+    assert off(module, big_batch_over(windows)) <= EXACT
+
+
+def test_schedule_added_to_a_checkpoint_begins_at_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "old.ckpt"
+    fitted("mixin", Saving(path, 9), loader=Resumable(), accumulate=2)
+    ours = AccumulationSchedule({0: 2, 7: 5}, unit="step")
+    module, _ = fitted("mixin", ours, loader=Resumable(), resume=path)
+    windows = windows_of_plan({0: 2, 7: 5}, "step", token_counts())
+    assert off(module, big_batch_over(windows)) <= EXACT
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("size", [3, 5])
+def test_schedule_added_in_mid_epoch_begins_with_a_whole_window(
+    tmp_path: Path, size: int, front: str
+) -> None:
+    """At the edge of a window of four. By the batch's number alone, the next window
+    would end at batch 6 (or 5), where it has one micro-batch or two."""
+    path = tmp_path / "old.ckpt"
+    fitted(front, Saving(path, 3), loader=Resumable(), accumulate=4)
+    ours, watch = AccumulationSchedule({0: size}), Watch()
+    module, _ = fitted(front, ours, watch, loader=Resumable(), resume=path)
+    windows = windows_of_plan({0: size}, "epoch", token_counts())
+    first = [range(4), range(4, 4 + size), range(4 + size, 10)]
+    assert watch.stepped[:2] == [size - 1, 5]
+    assert off(module, big_batch_over([first, *windows[1:]])) <= EXACT
+    assert off(module, big_batch_over(windows)) > NAIVE
+
+
+def test_plans_that_are_resumed_change_in_mid_epoch() -> None:
+    """Else this page proves less than it says."""
+    for plan in RESUMED:
+        windows = windows_of_plan(*PLANS[plan], token_counts())
+        assert any(len({len(w) for w in ws[:-1]}) > 1 for ws in windows)
+
+
+def test_tokens_that_nobody_counted_are_spoken_of(tmp_path: Path) -> None:
+    """A plan by steps counts none; one by tokens that resumes it starts at 0."""
+    by_steps = AccumulationSchedule({0: 2, 3: 4}, unit="step")
+    fitted("mixin", by_steps, Keeping(tmp_path), loader=Resumable())
+    by_tokens = AccumulationSchedule({0: 2, 50: 4}, unit="tokens")
+    path = sorted(tmp_path.iterdir())[5]
+    with pytest.warns(UserWarning, match="went by the step and counted no tokens"):
+        fitted("mixin", by_tokens, loader=Resumable(), resume=path)

@@ -1,0 +1,119 @@
+"""How much was seen equals the sum over all windows, logged or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.helpers import TokenModule, loader, pad, trainer
+from tests.lit.front.test_optimizers import Gan
+from tests.lit.logs.test_monitor import BATCH, DATA, WINDOW, Record, recorded
+from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
+
+EPOCHS = 5  # fifteen windows, more than the first ones, which count samples anyway
+
+
+def totals(epochs: int = EPOCHS) -> list[tuple[float, float]]:
+    """Tokens and samples seen after each window, from the data."""
+    found, tokens, samples = [], 0, 0
+    for _ in range(epochs):
+        for start in range(0, len(DATA), BATCH * WINDOW):
+            window = DATA[start : start + BATCH * WINDOW]
+            tokens += sum(len(labels) for _, labels in window)
+            samples += len(window)
+            found.append((tokens, samples))
+    return found
+
+
+def seen(record: Record) -> list[tuple[float, float]]:
+    rows = record.of_windows().values()
+    return [(row["window/seen"], row["window/samples_seen"]) for row in rows]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_totals_count_the_windows_that_are_not_logged_too(every: int) -> None:
+    record = recorded(TokenModule(), PerToken(), every=every, max_epochs=EPOCHS)
+    assert seen(record) == totals()[::every]
+
+
+@pytest.mark.parametrize(("strategy", "unit"), [(PerSample(), 1), (Uniform(), None)])
+def test_what_was_seen_is_in_the_unit_of_the_strategy(strategy: Any, unit: Any) -> None:
+    record = recorded(TokenModule(), strategy, max_epochs=EPOCHS)
+    last = seen(record)[-1]
+    micro_batches = 10 * EPOCHS
+    assert last == (totals()[-1][1] if unit else micro_batches, totals()[-1][1])
+
+
+def test_two_monitors_do_not_count_twice() -> None:
+    record = Record()
+    monitors = [WindowMonitor(1), WindowMonitor(4)]
+    callbacks = [AccumulationCallback(PerToken()), *monitors]
+    train(record, EPOCHS, *callbacks)
+    assert seen(record)[-1] == totals()[-1]
+
+
+def train(record: Record, epochs: int, *callbacks: Any, resume: Any = None) -> None:
+    fit = trainer(
+        WINDOW,
+        logger=record,
+        max_epochs=epochs,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        log_every_n_steps=1,
+        callbacks=list(callbacks),
+    )
+    fit.fit(TokenModule(), loader(DATA, BATCH), ckpt_path=resume, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. ")  # the loader starts again
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended")
+@pytest.mark.parametrize("step", [5, 12])
+def test_a_resumed_run_goes_on_where_the_checkpoint_was_written(
+    tmp_path: Path, step: int
+) -> None:
+    """In mid-epoch, and at the end of one."""
+
+    def callbacks() -> list[Any]:
+        return [AccumulationCallback(PerToken()), WindowMonitor(1)]
+
+    straight, resumed = Record(), Record()
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    train(straight, EPOCHS, *callbacks(), saves)
+    (saved,) = tmp_path.glob(f"*step={step}.ckpt")
+    train(resumed, EPOCHS, *callbacks(), resume=saved)
+    assert seen(straight) == totals()
+    first = next(iter(resumed.of_windows().values()))
+    assert first["window/seen"] - first["window/weight"] == totals()[step - 1][0]
+    if step == 12:
+        assert seen(resumed) == totals()[step:]
+
+
+def test_a_second_training_with_the_same_callback_starts_at_nothing() -> None:
+    callbacks = [AccumulationCallback(PerToken()), WindowMonitor(1)]
+    for _ in range(2):
+        record = Record()
+        train(record, 1, *callbacks)
+        assert seen(record) == totals(1)
+
+
+def test_each_optimizer_has_its_own_totals() -> None:
+    record = recorded(Gan(), accumulate=1, max_epochs=1)
+    for index in (0, 1):
+        rows = [row for _, row in record.rows if f"window/{index}/seen" in row]
+        weights = torch.tensor([row[f"window/{index}/weight"] for row in rows])
+        found = torch.tensor([row[f"window/{index}/seen"] for row in rows])
+        assert torch.equal(found, weights.cumsum(0))
+
+
+def test_samples_that_cannot_be_counted_are_not_shown() -> None:
+    def ragged(samples: Any) -> dict[str, Any]:
+        return pad(samples) | {"other": torch.zeros(7)}
+
+    record = recorded(TokenModule(), PerToken(), collate=ragged)
+    rows = list(record.of_windows().values())
+    assert "window/samples_seen" not in rows[0]
+    assert rows[0]["window/seen"] == totals()[0][0]

@@ -1,0 +1,135 @@
+"""What a configuration chooses, given to a module that somebody else wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import Callback
+
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import AccumulationStrategy, check_strategy
+from trainkit.errors import TrainkitError
+from trainkit.lit.front.accumulation_callback import AccumulationCallback
+from trainkit.lit.front.mixin import AccumulationMixin
+
+Interval = Literal["epoch", "step"]
+MakeOptimizer = Callable[[Iterable[Any]], Any]
+MakeScheduler = Callable[[Any], Any]
+
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+
+
+def attach_accumulation(
+    module: Any,
+    strategy: AccumulationStrategy | None,
+    *,
+    micro_batching: MicroBatching | None = None,
+    wide_gradients: bool = False,
+) -> list[Callback]:
+    """Let a module of either kind accumulate by a strategy.
+
+    A module with `AccumulationMixin` gets it as `module.accumulation`, in place of what
+    its class says; any other is left alone and gets a callback.
+
+    Args:
+        module: a `LightningModule`, of either of Lightning's namespaces.
+        strategy: says what a micro-batch weighs; None keeps what the module says.
+        micro_batching: how to cut loader batches; None keeps what the module says.
+        wide_gradients: keep the window's gradient in float32.
+
+    Returns:
+        what must be added to the Trainer's callbacks.
+
+    Raises:
+        TrainkitError: nothing says what a micro-batch weighs, and it must be known.
+    """
+    if strategy is not None:
+        check_strategy(strategy)
+    if isinstance(module, AccumulationMixin):
+        if strategy is not None:
+            module.accumulation = strategy
+        if micro_batching is not None:
+            module.micro_batching = micro_batching
+        if wide_gradients:
+            module.accumulation_wide_gradients = True
+        return []
+    if strategy is not None:
+        options = {"micro_batching": micro_batching, "wide_gradients": wide_gradients}
+        return [AccumulationCallback(strategy, **options)]
+    if micro_batching is not None or wide_gradients:
+        asked = "wide_gradients" if micro_batching is None else "micro_batching"
+        raise TrainkitError(
+            f"{asked}: what a micro-batch weighs must be known, and "
+            f"{type(module).__name__} is no AccumulationMixin, which says it, and no "
+            f"accumulation was chosen. Choose accumulation=per_sample or per_token."
+        )
+    return []
+
+
+def attach_optimizer(
+    module: Any,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None = None,
+    *,
+    interval: Interval = "step",
+    monitor: str | None = None,
+) -> None:
+    """Give `configure_optimizers` to a module that does not define it.
+
+    Both are made when Lightning asks for them, so that `module.trainer` can be asked
+    how many steps there will be. (Lightning's own CLI makes them at once, when there is
+    no Trainer yet, and counts a scheduler's epochs.)
+
+    Args:
+        module: a `LightningModule`, of either of Lightning's namespaces.
+        make_optimizer: takes the module's parameters.
+        make_scheduler: takes the optimizer.
+        interval: what the scheduler counts, `"step"` or `"epoch"`.
+        monitor: the logged metric that the scheduler looks at, as ReduceLROnPlateau
+            does.
+
+    Raises:
+        TrainkitError: the module defines `configure_optimizers` itself.
+    """
+    if interval not in get_args(Interval):
+        raise TrainkitError(
+            f"interval: must be 'step' or 'epoch', received {interval!r}. It is what "
+            f"the scheduler counts."
+        )
+    if _has_own_optimizer(module):
+        raise TrainkitError(
+            f"{type(module).__name__}: it defines configure_optimizers itself, so an "
+            f"optimizer of the configuration would never be used. Choose "
+            f"optimizer=none and scheduler=none, or take configure_optimizers out of "
+            f"the class."
+        )
+    # A partial, which Lightning sees through and which can be pickled and copied along
+    # with the module: a bound method of the instance could not.
+    module.configure_optimizers = partial(
+        _configure, module, make_optimizer, make_scheduler, interval, monitor
+    )
+
+
+def _has_own_optimizer(module: Any) -> bool:
+    if "configure_optimizers" in vars(module):
+        return True
+    owner = next(c for c in type(module).__mro__ if "configure_optimizers" in vars(c))
+    return not owner.__module__.startswith(_LIGHTNING)
+
+
+def _configure(
+    module: Any,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+    interval: Interval,
+    monitor: str | None,
+) -> dict[str, Any]:
+    optimizer = make_optimizer(module.parameters())
+    if make_scheduler is None:
+        return {"optimizer": optimizer}
+    scheduler = {"scheduler": make_scheduler(optimizer), "interval": interval}
+    if monitor is not None:
+        scheduler["monitor"] = monitor
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}

@@ -1,0 +1,264 @@
+"""The effective batch of a Trainer: known from its loader, or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from trainkit.core.effective import EffectiveBatch, Unit, check_unit
+from trainkit.core.expected import Strategies
+from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
+from trainkit.core.window_size import WindowSize
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.unlike import counts_alike, row_before
+from trainkit.lit.callback.base import WindowOwner, has_callback
+from trainkit.lit.callback.table import Row
+
+
+def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBatch:
+    """What one optimizer step of a Trainer sees.
+
+    Samples are known where the loader has a batch size. Otherwise, and for tokens, the
+    first windows are measured: ask once a window has closed.
+
+    Args:
+        trainer: in `fit`; in `configure_optimizers` already.
+        unit: what to count.
+
+    Raises:
+        TrainkitError: it is not known, and no window has closed yet.
+    """
+    check_unit("read_effective_batch", unit)
+    found = find_effective_batch(trainer, unit=unit)
+    if found is None:
+        raise TrainkitError(
+            f"effective batch: it is not known in {unit}: "
+            f"{why_unknown(trainer, unit)} Ask again after the first window."
+        )
+    return found
+
+
+def find_effective_batch(
+    trainer: Any,
+    *,
+    unit: Unit,
+    micro_batch: float | None = None,
+    accumulate: int | None = None,
+) -> EffectiveBatch | None:
+    """The same, or None where it is not known yet.
+
+    Args:
+        trainer: in `fit`.
+        unit: what to count.
+        micro_batch: what a micro-batch holds, where the user has said it.
+        accumulate: how many of them a step took; default: as windows are now.
+    """
+    loader = train_loader(trainer)
+    measured = 0
+    if micro_batch is None and unit == "samples":
+        micro_batch = micro_batch_of(loader)
+    if micro_batch is None:
+        micro_batch, measured = _measured(trainer, unit)
+    if micro_batch is None:
+        return None
+    return EffectiveBatch(
+        micro_batch=micro_batch,
+        accumulate=longest_window(trainer) if accumulate is None else accumulate,
+        replicas=num_replicas(trainer),
+        unit=unit,
+        windows_measured=measured,
+    )
+
+
+def window_size(trainer: Any) -> int:
+    """How many micro-batches the windows now have: manual optimization may make them
+    of a size of its own."""
+    windows = windows_of(trainer)
+    own_sizes = () if windows is None else windows.own_sizes
+    return max(own_sizes, default=trainer.accumulate_grad_batches)
+
+
+def longest_window(trainer: Any) -> int:
+    """How many micro-batches a full window has; an epoch may be shorter than that."""
+    size = int(window_size(trainer))
+    num_batches = trainer.num_training_batches
+    return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
+
+
+def may_be_several(trainer: Any, pl_module: Any, windows: WindowOwner) -> bool:
+    """Whether a window may have more than one micro-batch."""
+    if windows.is_split or not pl_module.automatic_optimization:
+        return True
+    sizes = [longest_window(trainer)]
+    for callback in trainer.callbacks:
+        if has_callback([callback], "AccumulationSchedule"):
+            sizes += callback.stages.sizes
+        elif has_callback([callback], "GradientAccumulationScheduler"):
+            sizes += callback.scheduling.values()
+    return min(max(sizes), trainer.num_training_batches) > 1
+
+
+def num_replicas(trainer: Any) -> int:
+    """How many ranks hold data of their own: tensor-parallel ranks share theirs."""
+    return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+
+
+def steps_taken(trainer: Any) -> int:
+    """How many optimizer steps have been taken; with several optimizers, by the first
+    of them, while Lightning adds up those of all."""
+    windows = windows_of(trainer)
+    if trainer.lightning_module.automatic_optimization or windows is None:
+        return trainer.global_step
+    if not windows.accumulators:
+        return 0  # made in its on_train_start, which comes after the schedule's
+    return windows.accumulators[0].num_windows
+
+
+def train_loader(trainer: Any) -> Any:
+    """The training loader, or loaders, as the Trainer uses them."""
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()  # as `estimated_stepping_batches` does
+    return trainer.train_dataloader
+
+
+def loader_size(trainer: Any) -> int | None:
+    """By what a measure of an earlier run is known to be of such batches as these."""
+    return micro_batch_of(train_loader(trainer))
+
+
+def micro_batch_of(loader: Any) -> int | None:
+    """The batch size that a loader announces, or the one that several share."""
+    if isinstance(loader, Mapping):
+        loader = list(loader.values())
+    if isinstance(loader, list | tuple):
+        sizes = {micro_batch_of(each) for each in loader}
+        return sizes.pop() if len(sizes) == 1 else None
+    size = getattr(loader, "batch_size", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if size is None and type(batch_sampler) is BatchSampler:
+        size = batch_sampler.batch_size
+    if not isinstance(size, int) or size < 1:
+        return None
+    try:
+        return min(size, len(loader.sampler)) or None
+    except (AttributeError, TypeError):
+        return size  # an iterable data set has no length
+
+
+def _measured(trainer: Any, unit: Unit) -> tuple[float | None, int]:
+    windows = windows_of(trainer)
+    if windows is None:
+        return None, 0
+    first = windows.first_windows
+    if unit == "samples":
+        return first.micro_batch("samples"), len(first)
+    if not _weighs_tokens(windows.strategy):
+        return None, 0
+    return first.micro_batch("weight"), len(first)
+
+
+def windows_of(trainer: Any) -> WindowOwner | None:
+    """The callback that divides windows, or None."""
+    return next((c for c in trainer.callbacks if isinstance(c, WindowOwner)), None)
+
+
+def _weighs_tokens(strategy: AccumulationStrategy) -> bool:
+    return not isinstance(strategy, PerSample | Uniform)  # a user's own may
+
+
+def why_unknown(trainer: Any, unit: Unit) -> str:
+    """In a sentence, for an error."""
+    windows = windows_of(trainer)
+    if windows is None:
+        return (
+            "the loader does not say it, and nothing measures windows. Add "
+            "AccumulationCallback or AccumulationMixin, which do."
+        )
+    if unit == "tokens" and not _weighs_tokens(windows.strategy):
+        return (
+            f"{type(windows.strategy).__name__} does not weigh tokens. Use PerToken(), "
+            f"or count in samples."
+        )
+    if not len(windows.first_windows):
+        return "the loader does not say it, and no window has closed yet."
+    return (
+        "the loader does not say it, and the tensors of a batch have no leading "
+        "dimension in common."
+    )
+
+
+def check_measurable(trainer: Any, unit: Unit) -> None:
+    """Refuse now what no window could measure later.
+
+    Raises:
+        TrainkitError: nothing measures windows, or they do not weigh tokens.
+    """
+    windows = windows_of(trainer)
+    if windows is None or (unit == "tokens" and not _weighs_tokens(windows.strategy)):
+        raise TrainkitError(
+            f"effective batch: it is not known in {unit}: {why_unknown(trainer, unit)}"
+        )
+
+
+def plan_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
+    """What a step and an epoch will be, for the table before training."""
+    batch = find_effective_batch(trainer, unit="samples")
+    each = f"weighed by {_names(strategies)}"
+    if batch is not None:
+        rows = [("step", f"{batch}, {each}")]
+    else:
+        rows = [
+            (
+                "step",
+                f"per-device batch not known (measured over the first windows) x "
+                f"accumulation {longest_window(trainer)} x ranks "
+                f"{num_replicas(trainer)}, {each}",
+            )
+        ]
+    num_batches = trainer.num_training_batches
+    is_scheduled = isinstance(trainer.accumulate_grad_batches, WindowSize)
+    if num_batches != float("inf") and not is_scheduled:
+        text = _windows_of_epoch(num_batches, longest_window(trainer))
+        rows.append(("windows", f"{text} an epoch"))
+    if counts_alike(strategies):
+        rows.append(row_before(*_sizes_of_batches(trainer)))
+    return rows
+
+
+def _sizes_of_batches(trainer: Any) -> tuple[int | None, int | None]:
+    """The samples of a loader's batches and of its last one, where they are known."""
+    loader = train_loader(trainer)
+    size = micro_batch_of(loader)
+    if size is None:
+        return None, None
+    try:
+        whole = trainer.num_training_batches == len(loader)
+        last = (len(loader.sampler) - 1) % size + 1 if whole else size
+    except (AttributeError, TypeError):
+        return size, None
+    return size, size if getattr(loader, "drop_last", False) else last
+
+
+def _names(strategies: Strategies) -> str:
+    """
+    >>> _names({"": PerSample()}), _names({"ce": Uniform(), "kl": PerSample()})
+    ('PerSample', 'Uniform (ce) and PerSample (kl)')
+    """
+    return " and ".join(
+        type(each).__name__ + (f" ({term})" if term else "")
+        for term, each in strategies.items()
+    )
+
+
+def _windows_of_epoch(num_batches: int, size: int) -> str:
+    """
+    >>> _windows_of_epoch(391, 4)
+    '97 full windows + 1 short one (3 of 4 micro-batches)'
+    """
+    num_full, left = divmod(num_batches, size)
+    text = f"{num_full} full window{'s' * (num_full != 1)}"
+    if left:
+        text += f" + 1 short one ({left} of {size} micro-batches)"
+    return text

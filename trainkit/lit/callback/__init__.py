@@ -1,0 +1,1 @@
+"""What callbacks share: their base, the table before training, the first windows."""

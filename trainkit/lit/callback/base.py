@@ -1,0 +1,126 @@
+"""What trainkit's callbacks have in common: their order, and one table for all."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.window_stats import WindowStats
+from trainkit.lit.callback.first_windows import FirstWindows
+from trainkit.lit.callback.left_behind import without_module
+from trainkit.lit.callback.table import Row, show
+
+
+class OrderedCallback(Callback):
+    """A callback that stands before all others, and in a fixed place among ours.
+
+    The size of a window is settled first, then its gradients, then what follows from
+    its size; every other callback, such as `LearningRateMonitor`, sees all of it done.
+
+    Attributes:
+        place: the lower, the earlier.
+    """
+
+    place: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_module(self)
+
+    def take_place(self, trainer: Any) -> None:
+        """To be called in `setup`."""
+        ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
+        others = [c for c in trainer.callbacks if not isinstance(c, OrderedCallback)]
+        # A new list: Lightning is walking through the old one to call `setup`.
+        trainer.callbacks = [*sorted(ours, key=lambda c: c.place), *others]
+
+    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+        """What it is going to do, for the table before training."""
+        return []
+
+    def on_cut(self, num_parts: int) -> None:
+        """The loader batch that is about to run was cut into so many micro-batches;
+        said again where it is run again in others."""
+
+    def show_plan(self, trainer: Any, pl_module: Any) -> None:
+        """To be called at the end of `on_train_start`: the last of ours to be ready
+        shows the table of all."""
+        ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
+        if ours[-1] is self and trainer.is_global_zero:
+            show([row for each in ours for row in each.plan(trainer, pl_module)])
+
+
+class WindowOwner(OrderedCallback):
+    """The callback that weighs and divides windows, as the others know it.
+
+    Attributes:
+        accumulators: one for each optimizer, by its index.
+        windows: the window that closed last, of each optimizer.
+        first_windows: those from which a size can be measured.
+        strategies: say what a micro-batch weighs in each term of the loss.
+        weight: what the micro-batch under way weighs, in a streamed window.
+        counts_samples: whether somebody wants the samples of all windows.
+        own_sizes: of the windows that manual optimization has asked for in the last
+            batch; none where Lightning ends them.
+    """
+
+    accumulators: dict[int, Accumulator]
+    windows: dict[int, WindowStats]
+    first_windows: FirstWindows
+    own_sizes: frozenset[int] = frozenset()
+    strategies: Mapping[str, AccumulationStrategy]
+    weight: Weight | None
+    counts_samples: bool
+
+    @property
+    @abstractmethod
+    def strategy(self) -> AccumulationStrategy:
+        """Says what a micro-batch weighs."""
+
+    def follow(self, pl_module: Any) -> None:
+        """Take over what has been assigned to the module while `fit` runs."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it cuts loader batches, and so looks at the micro-batches itself."""
+        return False
+
+
+def has_callback(callbacks: Iterable[Any], *names: str) -> bool:
+    """Whether one of Lightning's callbacks is there, of either of its namespaces."""
+    return any(
+        cls.__name__ in names for each in callbacks for cls in type(each).__mro__
+    )
+
+
+def is_taken_out(callback: Any, trainer: Any) -> bool:
+    """Whether Lightning has taken a callback out of the Trainer for a while, as its
+    finders do with all of them while they search, within a training too."""
+    return not any(each is callback for each in trainer.callbacks)
+
+
+def has_finder(trainer: Any) -> bool:
+    """Whether one of Lightning's finders is among the callbacks."""
+    return has_callback(trainer.callbacks, "LearningRateFinder", "BatchSizeFinder")
+
+
+def averages_statistics(trainer: Any) -> bool:
+    """Whether this is the extra epoch of `StochasticWeightAveraging`, which only
+    computes BatchNorm's statistics and takes no step."""
+    return any(
+        has_callback([each], "StochasticWeightAveraging")
+        and trainer.current_epoch > each.swa_end
+        for each in trainer.callbacks
+    )
+
+
+class Stopped(SIGTERMException):
+    """Ends a run that was asked to stop; its state is saved, open windows included.
+
+    It is a `SystemExit`: where nobody catches it, the process ends with its status.
+    """

@@ -1,0 +1,386 @@
+"""The mixin for a LightningModule of your own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.checks import Checks
+from trainkit.core.effective import EffectiveBatch
+from trainkit.core.expected import Strategies
+from trainkit.core.ranks import Aggregation
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    Weight,
+    checked_weight,
+)
+from trainkit.core.terms import leading
+from trainkit.core.window_stats import WindowStats
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import is_scaled, scaler_of
+from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit.batch_size.effective import find_effective_batch, read_effective_batch
+from trainkit.lit.callback.window_end import window_ends
+from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
+from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, listed
+from trainkit.lit.logs.exact_log import one_number, stage_of
+from trainkit.lit.windows.callback import WindowCallback
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule as _Base
+else:
+    _Base = object
+
+_IGNORED = "__jit_ignored_attributes__"
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+
+
+class AccumulationMixin(_Base):
+    """Exact gradient accumulation for a `LightningModule` of your own.
+
+        class MyModule(AccumulationMixin, LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.accumulation = PerToken()
+
+    The mixin stands before `LightningModule`. It brings the callback that does the
+    work; no hook of the module divides anything.
+
+    Attributes:
+        accumulation: says what a micro-batch weighs; for a loss of several terms, a
+            dict of strategies by the terms' names. There is no default: without one,
+            `fit` refuses. Assigned while `fit` runs, it counts from the next window on.
+        micro_batching: cuts each loader batch, which is then one optimizer step.
+        accumulation_checks: `"late"`, or `"now"` to refuse before a bad step is taken.
+        accumulation_aggregation: what the backend does to gradients across ranks,
+            where the Trainer's strategy does not show it.
+        accumulation_wide_gradients: True keeps the window's gradient in float32 beside
+            parameters of half precision (`precision="bf16-true"`), and rounds it once.
+        hold_schedulers: True keeps a learning-rate scheduler with `interval="step"`
+            where it is when a gradient scaler has skipped the optimizer's step.
+            Lightning moves it, and `global_step`, all the same. An `lr_scheduler_step`
+            of your own is then not called either.
+    """
+
+    accumulation: AccumulationStrategy | Strategies | None = None
+    micro_batching: MicroBatching | None = None
+    accumulation_checks: Checks = "late"
+    accumulation_aggregation: Aggregation = "auto"
+    accumulation_wide_gradients: bool = False
+    hold_schedulers: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse_wrong_order(cls)
+        if not isinstance(getattr_static(cls, CALLBACKS), OwnCallbacks):
+            setattr(cls, CALLBACKS, OwnCallbacks(_checked(cls.configure_callbacks)))
+        _hide_from_torchscript(cls, "effective_batch")
+        for name in ("setup", "configure_model"):
+            _replace_after(cls, name)
+
+    @property
+    @torch.jit.unused
+    def effective_batch(self) -> EffectiveBatch:
+        """What one optimizer step sees, over all ranks.
+
+        In samples; where no loader tells them, as measured over the first windows: in
+        samples, or in tokens where samples cannot be counted. To be asked in `fit`; in
+        `configure_optimizers` already.
+        """
+        trainer = self.trainer
+        for unit in ("samples", "tokens"):
+            found = find_effective_batch(trainer, unit=unit)
+            if found is not None:
+                return found
+        return read_effective_batch(trainer)
+
+    def __dir__(self) -> list[str]:
+        # Who walks through all attributes, as TorchScript's tracing does, would ask for
+        # it also where it is not known.
+        return [name for name in super().__dir__() if name != "effective_batch"]
+
+    # ---- hooks -----------------------------------------------------------------------
+
+    def configure_callbacks(self) -> Any:
+        return self._with_driver(super().configure_callbacks())
+
+    def _with_driver(self, callbacks: Any) -> list[Any]:
+        """Callbacks as Lightning takes them, and the mixin's."""
+        found = listed(callbacks)
+        if any(isinstance(each, MixinCallback) for each in found):
+            return found
+        return [*found, MixinCallback(self, AccumulationMixin)]
+
+    def _was_skipped(self, scheduler: Any) -> bool:
+        """Whether a gradient scaler has skipped the step after which it is to move."""
+        if self._find_windows() is None:
+            return False  # as under lr_find
+        by_step = any(
+            config.scheduler is scheduler and config.interval == "step"
+            for config in self.trainer.lr_scheduler_configs
+        )
+        return by_step and self._windows().skipped_last_step()
+
+    # ---- logging ---------------------------------------------------------------------
+
+    def log(
+        self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
+    ) -> None:
+        """As Lightning's. In split windows, what the micro-batches of a loader batch
+        log is put together into what the whole batch would have logged, once.
+
+        Args:
+            name: of the value.
+            value: a number, a 0-d tensor or a metric object.
+            *args: as Lightning's.
+            weight: by what a mean over a micro-batch is weighed there, where that is
+                not what weighs the loss: a number, a strategy, or the name of a term.
+            **kwargs: as Lightning's.
+        """
+        super().log(name, value, *args, **kwargs)
+
+    # ---- manual optimization ---------------------------------------------------------
+
+    def accumulate(
+        self,
+        loss: Tensor,
+        batch: Any = None,
+        *,
+        optimizer: Any = None,
+        weight: Weight | None = None,
+        sync: bool = True,
+        **backward_options: Any,
+    ) -> None:
+        """Run a micro-batch's backward pass, weighted, into an optimizer's window.
+
+        With several optimizers each has a window of its own; use `toggle_optimizer` as
+        ever, so that one's loss leaves no gradient in the other's parameters.
+
+        Args:
+            loss: what the strategy's `loss_reduction` says, undivided.
+            batch: what the strategy weighs.
+            optimizer: whose window; needed when there are several.
+            weight: the weight itself, in place of `batch`.
+            sync: False leaves the ranks' gradients apart, which saves time on all
+                micro-batches but a window's last: `sync=self.window_ends(batch_idx)`.
+            **backward_options: go on to `manual_backward`, such as `retain_graph`.
+        """
+        self._refuse_in_automatic("accumulate")
+        windows = self._windows()
+        index = self._index(windows, optimizer)
+        windows.follow(self)
+        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        with nullcontext() if sync else block():
+            windows.accumulators[index].backward(
+                loss,
+                batch,
+                weight=weight,
+                backward=functools.partial(self.manual_backward, **backward_options),
+            )
+        windows.is_apart[index] = not sync
+
+    def window_ends(self, batch_idx: int, every: int | None = None) -> bool:
+        """Whether a window closes with this batch: it is full, or the epoch is over.
+
+        Args:
+            batch_idx: as `training_step` got it.
+            every: how many micro-batches make a full window; default: what
+                `Trainer(accumulate_grad_batches=...)` says.
+        """
+        if every is not None and every < 1:
+            raise TrainkitError(
+                f"window_ends(every=...): a window must have at least one micro-batch, "
+                f"received {every!r}. Leave it out to go by the Trainer."
+            )
+        windows = self._windows()
+        num_expected = every or self.trainer.accumulate_grad_batches
+        windows.asked_sizes.add(int(num_expected))
+        windows.longest_window = max(windows.longest_window, num_expected)
+        return window_ends(self.trainer, batch_idx, num_expected)
+
+    def finish_window(self, optimizer: Any = None) -> WindowStats:
+        """Close an optimizer's window: its gradients become those of the big batch.
+
+        Then clip, `optimizer.step()` and `optimizer.zero_grad()` as ever.
+
+        Args:
+            optimizer: whose window; needed when there are several. Where one loss
+                trains the parameters of several optimizers, a list: the first is the
+                one that `accumulate` named.
+        """
+        self._refuse_in_automatic("finish_window")
+        windows = self._windows()
+        listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        index, *others = [self._index(windows, each) for each in listed]
+        if windows.is_apart.get(index):
+            raise TrainkitError(
+                f"finish_window(): the last micro-batch of optimizer {index} was "
+                f"accumulated with sync=False, so the ranks' gradients are still "
+                f"apart. Pass sync=True on the window's last one: "
+                f"accumulate(..., sync=self.window_ends(batch_idx))."
+            )
+        return windows.close(self.trainer, index, *others)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip, as ever, also in `training_step` under a gradient scaler.
+
+        There the gradients still carry the scaler's factor (lightning#18089), and the
+        limit is multiplied by it.
+        """
+        scaler = None if self.fabric else scaler_of(self.trainer)
+        if gradient_clip_val and scaler is not None and is_scaled(scaler, optimizer):
+            gradient_clip_val *= scaler.get_scale()
+        super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def _refuse_in_automatic(self, name: str) -> None:
+        if self.automatic_optimization:
+            raise TrainkitError(
+                f"{name}(): it is for manual optimization. With "
+                f"automatic_optimization=True return the loss from training_step; the "
+                f"window is weighted and divided by itself."
+            )
+
+    def _index(self, windows: WindowCallback, optimizer: Any) -> int:
+        if optimizer is not None:
+            return windows.index_of(self.trainer, optimizer)
+        if len(windows.accumulators) != 1:
+            raise TrainkitError(
+                f"optimizer: must be named where there are several, and there are "
+                f"{len(windows.accumulators)}. Pass optimizer=, one of "
+                f"self.optimizers()."
+            )
+        return 0
+
+    # ---- evaluation ------------------------------------------------------------------
+
+    def log_exact(
+        self,
+        name: str,
+        loss: Tensor | float,
+        batch: Any = None,
+        *,
+        weight: Weight | None = None,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+    ) -> None:
+        """Log a mean with the strategy's weights, over all batches and ranks.
+
+        Lightning's own `self.log` weighs an epoch's means by rows, or by nothing. One
+        name is one mean: with several loaders, put the loader's index into it. Rows
+        that Lightning's distributed sampler repeats to make ranks even count twice.
+
+        Args:
+            name: under which the mean is logged when the epoch ends.
+            loss: what the strategy's `loss_reduction` says.
+            batch: what the strategy weighs.
+            weight: the weight itself, in place of `batch`.
+            prog_bar: also show it in the progress bar.
+            logger: send it to the loggers; default: if there are any.
+        """
+        strategy = leading(strategies_of(self))
+        stage = stage_of(self.trainer)
+        windows = self._find_windows()
+        if windows is None:
+            return  # lr_find and scale_batch_size run without callbacks
+        if windows.fills_up:
+            return
+        windows.means.add(
+            stage,
+            name,
+            one_number(name, loss, self.device),
+            checked_weight(strategy.weight(batch) if weight is None else weight),
+            strategy.loss_reduction,
+            {"prog_bar": prog_bar, "logger": logger},
+        )
+
+    def _find_windows(self) -> MixinCallback | None:
+        trainer: Any = self.trainer
+        found = (c for c in trainer.callbacks if isinstance(c, MixinCallback))
+        return next(found, None)
+
+    def _windows(self) -> MixinCallback:
+        found = self._find_windows()
+        if found is not None:
+            return found
+        raise TrainkitError(
+            f"{type(self).__name__}: the callback that its AccumulationMixin brings is "
+            f"not among trainer.callbacks. lr_find and scale_batch_size take callbacks "
+            f"out while they run: nothing is weighted meanwhile, and manual "
+            f"optimization cannot run under them."
+        )
+
+
+def _refuse_wrong_order(cls: type) -> None:
+    order = [base.__name__ for base in cls.__mro__]
+    if "LightningModule" not in order:
+        return
+    if order.index("LightningModule") < order.index("AccumulationMixin"):
+        raise TrainkitError(
+            f"class {cls.__name__}: AccumulationMixin must come before "
+            f"LightningModule, whose hooks hide the mixin's otherwise. Write "
+            f"class {cls.__name__}(AccumulationMixin, LightningModule)."
+        )
+
+
+def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an override of `configure_callbacks` complain if it leaves ours out."""
+
+    @functools.wraps(hook)
+    def checked(self: AccumulationMixin) -> Any:
+        result = hook(self)
+        if not any(isinstance(each, MixinCallback) for each in listed(result)):
+            name = f"{type(self).__name__}.configure_callbacks()"
+            raise TrainkitError(
+                f"{name}: it must call super().configure_callbacks(), and return or "
+                f"extend what that returns; received {result!r}, without what "
+                f"AccumulationMixin brings."
+            )
+        return result
+
+    return checked
+
+
+def _hide_from_torchscript(cls: type, name: str) -> None:
+    """It would ask each module for the value of a property; which ones it is not to
+    ask for, it looks up in the class itself alone."""
+    own = getattr_static(AccumulationMixin, name)
+    if getattr_static(cls, name) is own:
+        setattr(cls, name, own)
+        ignored = getattr(cls, _IGNORED, ())
+        setattr(cls, _IGNORED, list({*ignored, name}))
+
+
+def _replace_after(cls: type[AccumulationMixin], name: str) -> None:
+    """Let `BatchNormGuard` see the layers that a `setup` or `configure_model` makes: no
+    hook of a callback stands between them and the optimizer."""
+    owners = [base for base in cls.__mro__ if name in base.__dict__]
+    if not owners or owners[0].__module__.startswith(_LIGHTNING):
+        return  # Lightning's own, which makes nothing
+    if owners[0] is not cls and issubclass(owners[0], AccumulationMixin):
+        return  # wrapped already
+    hook = getattr(cls, name)
+
+    @functools.wraps(hook)
+    def replacing(self: AccumulationMixin, *args: Any, **kwargs: Any) -> None:
+        hook(self, *args, **kwargs)
+        try:
+            trainer: Any = self.trainer
+        except RuntimeError:  # not attached to one
+            return
+        for callback in getattr(trainer, "callbacks", ()):
+            if isinstance(callback, BatchNormGuard):
+                callback.convert(self, trainer)
+
+    setattr(cls, name, replacing)

@@ -1,0 +1,173 @@
+"""The callback that a mixin module brings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainkit.core.expected import Strategies
+from trainkit.core.ranks import find_ranks
+from trainkit.core.strategies import AccumulationStrategy, weigh_alike
+from trainkit.core.terms import named_strategies
+from trainkit.lit._compat import batches_into_epoch
+from trainkit.lit.front.own_hooks import hold_schedulers, release_schedulers
+from trainkit.lit.logs.exact_log import KEY, ExactMeans, shared_out
+from trainkit.lit.resume.between_steps import ends_epoch
+from trainkit.lit.resume.rank_states import gather
+from trainkit.lit.split.callback import SplitCallback
+from trainkit.lit.windows import refusals
+
+
+class MixinCallback(SplitCallback):
+    """The callback that a mixin module brings."""
+
+    def __init__(self, module: Any, mixin: type) -> None:
+        super().__init__(
+            module.accumulation,
+            aggregation=module.accumulation_aggregation,
+            checks=module.accumulation_checks,
+            wide_gradients=module.accumulation_wide_gradients,
+        )
+        self._mixin = mixin
+        self._taken: int | None = None
+        asked = module.trainer.accumulate_grad_batches
+        if asked != 1 and not module.automatic_optimization:
+            # Lightning refuses `accumulate_grad_batches` in manual optimization, where
+            # nothing of its own would heed it; `window_ends` does. It looks between
+            # the making of this callback and its `setup`, which gives the number back.
+            self._taken = asked
+            module.trainer.accumulate_grad_batches = 1
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._chosen: Any = None
+        self.is_apart: dict[int, bool] = {}
+        self.means = ExactMeans()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._give_back_window_size(trainer)
+        if isinstance(pl_module, self._mixin):
+            release_schedulers(pl_module)  # a copy that was made within a fit
+            super().setup(trainer, pl_module, stage)
+        else:  # left in the list by the module of an earlier fit
+            trainer.callbacks = [c for c in trainer.callbacks if c is not self]
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._choose(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._choose(pl_module)
+        super().on_train_start(trainer, pl_module)
+        if self._scaler is not None:
+            hold_schedulers(pl_module)
+        # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
+        self.means.go_on("train", pl_module.device)
+
+    def _choose(self, pl_module: Any) -> None:
+        """Take over what the module says by now, perhaps in its `setup`."""
+        self.strategies = strategies_of(pl_module)
+        self.micro_batching = pl_module.micro_batching
+        self._chosen = pl_module.accumulation
+
+    def follow(self, pl_module: Any) -> None:
+        if pl_module.micro_batching is not self.micro_batching:
+            refusals.refuse_other_micro_batching(self.micro_batching, pl_module)
+        is_same = pl_module.accumulation is self._chosen
+        if is_same and isinstance(self._chosen, AccumulationStrategy):
+            return  # a dict may have been written into
+        self._chosen, chosen = pl_module.accumulation, strategies_of(pl_module)
+        if not _are_alike(chosen, self.strategies):
+            for accumulator in self.accumulators.values():
+                accumulator.weigh_by(pl_module.accumulation)
+            self.strategies = chosen
+            if self.split is not None:
+                self.split.cut_anew()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.means.open("train")
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.means.begin_batch("train")
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.means.end_batch()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._log_means(trainer, pl_module, "train")
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.means.open("validate")
+
+    def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.means.open("test")
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log_means(trainer, pl_module, "validate")
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log_means(trainer, pl_module, "test")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        release_schedulers(pl_module)
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        release_schedulers(pl_module)
+        self._give_back_window_size(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        # After an epoch's last batch Lightning goes on with the next epoch, without a
+        # hook that tells where that begins.
+        has_ended = ends_epoch(trainer) and not self.means.is_in_batch
+        mine = {} if has_ended else self.means.state_dict("train")
+        checkpoint[KEY] = gather(trainer, mine)
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if trainer.state.fn != "fit":
+            return
+        states = checkpoint.get(KEY, [None])
+        self.means.load_state_dict(
+            "train",
+            shared_out(states, trainer.global_rank, trainer.world_size),
+            is_whole=None not in states or not batches_into_epoch(checkpoint),
+        )
+
+    def forget_means(self) -> None:
+        self.means.begin_again("train")
+
+    def _give_back_window_size(self, trainer: Any) -> None:
+        if self._taken is not None:
+            trainer.accumulate_grad_batches, self._taken = self._taken, None
+
+    def _log_means(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # "mean": outside of fit nothing is wrapped; only the group matters here.
+        self.means.log(pl_module, stage, find_ranks(trainer.strategy, "mean"))
+
+
+def strategies_of(pl_module: Any) -> Strategies:
+    """What a mixin module says a micro-batch weighs, by term."""
+    refusals.refuse_no_strategy(pl_module)
+    return named_strategies(pl_module.accumulation)
+
+
+def _are_alike(some: Strategies, others: Strategies) -> bool:
+    return some.keys() == others.keys() and all(
+        weigh_alike(each, others[name]) for name, each in some.items()
+    )

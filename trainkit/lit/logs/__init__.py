@@ -1,0 +1,1 @@
+"""What a training says: monitors, exact means, CSV files, progress."""

@@ -1,0 +1,198 @@
+"""The window's true numbers, to whatever logger the Trainer has."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from trainkit.core.batches import Path, lookup_tensor
+from trainkit.core.gradients import parameters_of, total_norm
+from trainkit.core.late_reading import LateReading
+from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import PerSample, PerToken
+from trainkit.core.window_stats import WindowStats
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
+from trainkit.lit.callback.left_behind import without_module
+from trainkit.lit.windows.callback import WindowCallback
+from trainkit.lit.windows.seen import Seen
+
+SEEN = "trainkit_seen"
+"""The totals' entry in a checkpoint."""
+
+
+class WindowMonitor(Callback):
+    """Logs what each window was, every n optimizer steps.
+
+    - `window/loss`: its mean loss over all ranks;
+    - `window/weight`: its effective batch, in the strategy's unit;
+    - `window/micro_batches`: how many made it;
+    - `window/micro_batch_size`: what each was limited to, where that is found while the
+      training runs, in tokens, or in rows where batches have no lengths;
+    - `window/imbalance`: the largest share of a micro-batch times their number;
+    - `window/uniform_gap`: how far uniform averaging would have been from the true
+      weights, as a share of the gradient (total variation);
+    - `window/padding`: the share of tokens that only pad; in split windows after the
+      cut, by the lengths that it goes by;
+    - `window/grad_norm`: the exact gradient's 2-norm, before clipping;
+    - `window/seen`: the weights of all windows so far, in the strategy's unit;
+    - `window/samples_seen`: the samples of all windows so far, where every batch tells
+      how many it has.
+
+    The last two count every window, also those that are not logged, and go on where a
+    checkpoint was written: they are x-axes that a change of the batch does not bend.
+
+    With several optimizers the keys are `window/0/loss` and so on.
+
+    Args:
+        every_n_steps: how often.
+        attention_mask: path of the batch's 0/1 mask by which padding is counted.
+            Default: `"attention_mask"` where the batch has it, else what the strategy's
+            labels or mask leave out, a masked prompt included.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 50, *, attention_mask: Path | None = None
+    ) -> None:
+        super().__init__()
+        is_whole = isinstance(every_n_steps, int) and every_n_steps is not True
+        if not is_whole or every_n_steps < 1:
+            raise TrainkitError(
+                f"WindowMonitor every_n_steps: must be at least 1, and whole, received "
+                f"{every_n_steps!r}. 1 logs every window."
+            )
+        self.every_n_steps = every_n_steps
+        self.attention_mask = attention_mask
+        self._windows: WindowCallback | None = None
+        self._waiting: deque[tuple[int, list[str], LateReading]] = deque()
+        self._seen = Seen()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**without_module(self), "_windows": None, "_waiting": deque()}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._waiting.clear()
+        if trainer.global_step == 0:
+            self._seen = Seen()  # another training, with the same callback
+        found = [c for c in trainer.callbacks if isinstance(c, WindowCallback)]
+        if not found:
+            raise TrainkitError(
+                "WindowMonitor: it shows the windows of AccumulationCallback or "
+                "AccumulationMixin, and neither is there. Add "
+                "AccumulationCallback(PerToken()), say, to the Trainer's callbacks."
+            )
+        self._windows = found[0]
+        self._windows.keep_weights(self._is_due)
+        self._windows.counts_samples = True
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._windows is not None
+        if self._windows.is_split:
+            return
+        for accumulator in self._windows.accumulators.values():
+            if self._is_due(accumulator.num_windows):
+                counted = self._padding(batch)
+                if counted is not None:
+                    padding, tokens = counted
+                    accumulator.count(padding=padding, tokens=tokens)
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        assert self._windows is not None
+        index = self._windows.index_of(trainer, optimizer)
+        num_windows = self._windows.accumulators[index].num_windows
+        stats = self._windows.windows.get(index)
+        if stats is not None:
+            self._seen.add(index, stats)
+        if num_windows and self._is_due(num_windows - 1) and stats is not None:
+            several = len(self._windows.accumulators) > 1
+            prefix = f"window/{index}/" if several else "window/"
+            numbers = _numbers(stats) | self._seen.numbers(index)
+            size = self._windows.micro_batch_size
+            if size is not None:
+                numbers["micro_batch_size"] = torch.tensor(size)
+            ranks = self._windows.accumulators[index].ranks
+            norm = _grad_norm(trainer, optimizer, ranks)
+            if norm is not None:
+                numbers["grad_norm"] = norm
+            names = [prefix + name for name in numbers]
+            table = torch.stack([n.to(stats.weight) for n in numbers.values()])
+            self._waiting.append((logged_step(trainer), names, LateReading(table)))
+        self._log_arrived(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log_arrived(trainer, wait=True)
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._log_arrived(trainer, wait=True)  # a resumed run has none of these rows
+        checkpoint[SEEN] = self._seen.state_dict()
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._seen.load_state_dict(checkpoint.get(SEEN, {}))
+
+    def _is_due(self, window: int) -> bool:
+        return window % self.every_n_steps == 0
+
+    def _padding(self, batch: Any) -> tuple[Tensor, int] | None:
+        """How many of a micro-batch's tokens only pad, and how many it has."""
+        assert self._windows is not None
+        path = self.attention_mask
+        if path is None and isinstance(batch, Mapping) and "attention_mask" in batch:
+            path = "attention_mask"
+        if path is not None:
+            mask = lookup_tensor(batch, path, role="WindowMonitor attention_mask")
+            return mask.numel() - torch.count_nonzero(mask), mask.numel()
+        strategy = self._windows.strategy
+        if isinstance(strategy, PerToken | PerSample) and strategy.mask is not None:
+            mask = lookup_tensor(batch, strategy.mask, role="mask")
+            return mask.numel() - torch.count_nonzero(mask), mask.numel()
+        if isinstance(strategy, PerToken):
+            labels = lookup_tensor(batch, strategy.labels, role="labels")
+            ignored = labels.numel() - torch.count_nonzero(
+                labels.long() != strategy.ignore_index
+            )
+            return ignored, labels.numel()
+        return None
+
+    def _log_arrived(self, trainer: Any, *, wait: bool = False) -> None:
+        while self._waiting and (wait or self._waiting[0][2].arrived):
+            step, names, reading = self._waiting.popleft()
+            values = zip(names, reading.values(), strict=True)
+            known = {name: value for name, value in values if value == value}
+            for logger in trainer.loggers:
+                logger.log_metrics(known, step=step)
+
+
+def _numbers(stats: WindowStats) -> dict[str, Tensor]:
+    numbers = {
+        "loss": stats.loss,
+        "weight": stats.weight,
+        "micro_batches": stats.num_micro_batches,
+        "imbalance": stats.imbalance,
+        "uniform_gap": stats.uniform_gap,
+        "padding": stats.padding,
+    }
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _grad_norm(trainer: Any, optimizer: Any, ranks: Ranks) -> Tensor | None:
+    modules = trainer.lightning_module.modules()
+    is_flat = any(isinstance(m, FullyShardedDataParallel) for m in modules)
+    norm = total_norm(parameters_of(optimizer), ranks if is_flat else None)
+    scaler = scaler_of(trainer)
+    if norm is None or scaler is None or not unscales_itself(unwrapped(optimizer)):
+        return norm
+    return norm / scaler.scale(torch.ones_like(norm))

@@ -1,0 +1,147 @@
+"""What plain accumulation would have done to the same windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from trainkit.core.gradients import parameters_of
+from trainkit.core.strategies import Uniform
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import windows_of
+
+
+class PlainComparison(Callback):
+    """Measures, beside a training, the gradient that Lightning alone would have made.
+
+    Lightning divides each micro-batch's mean loss by `accumulate_grad_batches`, however
+    many samples or tokens it has and however many there are in the window. With d_i the
+    share of micro-batch i in the exact gradient, w_i its weight and N that number,
+
+        plain gradient = sum_i d_i (sum_j w_j) / (N w_i)
+
+    so it is known without a second backward pass. It is compared before clipping, and
+    not stepped with: the windows are those of the exact training.
+
+    Two more copies of the gradient are held meanwhile, so models with more parameters
+    than `max_parameters` are left out. So are several ranks, manual optimization,
+    losses that are no means, split windows, whose cut plain Lightning does not have,
+    and `Uniform()`, which is what plain accumulation does to all windows but the short
+    ones: from it, it is not seen how far both are from the big batch.
+
+    Args:
+        max_parameters: up to which it measures.
+
+    Attributes:
+        is_measuring: whether it does, in this training.
+    """
+
+    def __init__(self, *, max_parameters: int = 10_000_000) -> None:
+        super().__init__()
+        if not isinstance(max_parameters, int) or max_parameters < 0:
+            raise TrainkitError(
+                f"PlainComparison max_parameters: must be a whole number of at least "
+                f"0, received {max_parameters!r}. 0 never measures."
+            )
+        self.max_parameters = max_parameters
+        self.is_measuring = False
+        self._forget_window()
+        self._kept: Tensor | None = None  # sum, largest, how many
+
+    def _forget_window(self) -> None:
+        self._seen: Tensor | None = None
+        self._unweighted: Tensor | None = None
+        self._num_seen = 0
+
+    @property
+    def deviation(self) -> tuple[float, float] | None:
+        """Mean and largest distance from the exact gradient, as a share of its norm.
+
+        Asking waits for the device.
+        """
+        total, largest, count = (
+            (0.0,) * 3 if self._kept is None else self._kept.tolist()
+        )
+        return (total / count, largest) if count else None
+
+    # ---- hooks -----------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trained = [p for p in pl_module.parameters() if p.requires_grad]
+        windows = windows_of(trainer)
+        self.is_measuring = (
+            windows is not None
+            and not isinstance(windows.strategy, Uniform)
+            and windows.strategy.loss_reduction == "mean"
+            and not windows.is_split
+            and pl_module.automatic_optimization
+            and trainer.world_size == 1
+            and len({p.device for p in trained}) == 1
+            and sum(p.numel() for p in trained) <= self.max_parameters
+        )
+        self._forget_window()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if not self.is_measuring:
+            return
+        windows = windows_of(trainer)
+        assert windows is not None
+        self._num_seen += 1
+        now = _flat(trainer.optimizers[0])
+        share = now if self._seen is None else now - self._seen
+        weight = torch.as_tensor(windows.weight, device=now.device).to(now.dtype)
+        share = torch.where(weight == 0, torch.zeros_like(share), share / weight)
+        self._seen = now
+        self._unweighted = (
+            share if self._unweighted is None else self._unweighted + share
+        )
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        if not self.is_measuring or self._seen is None:
+            return
+        assert self._unweighted is not None
+        windows = windows_of(trainer)
+        assert windows is not None
+        stats = windows.windows[0]
+        exact = _flat(optimizer)
+        # The window was divided once, all of it by the same number.
+        divided = exact.norm() / self._seen.norm()
+        factor = divided * stats.weight / trainer.accumulate_grad_batches
+        plain = self._unweighted * factor.to(exact.dtype)
+        off = (plain - exact).norm() / exact.norm()
+        # One that a checkpoint brought back has micro-batches that were not seen here.
+        is_whole = stats.num_micro_batches == self._num_seen
+        new = torch.stack([off, off, torch.ones_like(off)]).double()
+        new = torch.where(is_whole & off.isfinite(), new, torch.zeros_like(new))
+        if self._kept is not None:
+            kept = self._kept.to(new)
+            new = torch.stack(
+                [kept[0] + new[0], torch.maximum(kept[1], new[1]), kept[2] + new[2]]
+            )
+        self._kept = new
+        self._forget_window()
+
+    # ---- checkpoints -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self._kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._kept = state_dict["kept"]
+
+
+def _flat(optimizer: Any) -> Tensor:
+    """All gradients as one vector; a parameter that has none so far counts as 0."""
+    return torch.cat([_dense(p).flatten() for p in parameters_of(optimizer)])
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()

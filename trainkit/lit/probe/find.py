@@ -1,0 +1,276 @@
+"""The micro-batch of streamed windows, found before training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch.utils.data import DataLoader
+
+from trainkit.core.batch_plan import BatchPlan
+from trainkit.core.whole_number import check_whole
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import leaves_fit, parts_of
+from trainkit.lit.batch_size.effective import num_replicas
+from trainkit.lit.callback.table import Row, show
+from trainkit.lit.front.own_hooks import no_callbacks
+from trainkit.lit.probe.attempt import Attempts
+from trainkit.lit.probe.batch_size_setting import (
+    Place,
+    find_place,
+    loader_batch_size,
+    refuse_own_batches,
+)
+from trainkit.lit.probe.refusals import refuse_before_fit, refuse_in_fit
+from trainkit.lit.probe.rows import Rows
+from trainkit.lit.probe.search import DoesNotFit, Trial, choose, search, sizes_for
+from trainkit.lit.rerun.generators import read_states, write_states
+from trainkit.lit.rerun.objects import Snapshot
+
+
+@dataclass(frozen=True)
+class FoundMicroBatch:
+    """What `find_micro_batch` has chosen, and how each size went.
+
+    Attributes:
+        plan: the micro-batch and how many make a window; its `max_micro_batch` is the
+            micro-batch that was chosen.
+        trials: the sizes tried, smallest first.
+    """
+
+    plan: BatchPlan
+    trials: tuple[Trial, ...]
+
+    @property
+    def micro_batch(self) -> int:
+        """What the loader's batch size now is."""
+        return self.plan.micro_batch
+
+    @property
+    def accumulate(self) -> int:
+        """What `trainer.accumulate_grad_batches` now is."""
+        return self.plan.accumulate
+
+    def tried(self) -> list[Row]:
+        """The sizes tried, as rows of a table."""
+        return [(f"micro-batch {each.size}", str(each)) for each in self.trials]
+
+    def rows(self) -> list[Row]:
+        """The same, and what was chosen."""
+        plan = self.plan
+        target = "exactly the target" if plan.exact else f"target {plan.target}"
+        made = f"{plan.micro_batch} x accumulation {plan.accumulate}"
+        chosen = f"{made} x ranks {plan.world_size} = {plan.effective} ({target})"
+        return [*self.tried(), ("chosen", chosen)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `find_micro_batch` was asked for, checked."""
+
+    target: int
+    max_micro_batch: int | None
+    margin: float
+    num_batches: int
+
+    def __post_init__(self) -> None:
+        check_whole("find_micro_batch target", self.target)
+        check_whole("find_micro_batch num_batches", self.num_batches)
+        if self.max_micro_batch is not None:
+            check_whole("find_micro_batch max_micro_batch", self.max_micro_batch)
+        if not 0 <= self.margin < 1:
+            raise TrainkitError(
+                f"find_micro_batch margin: must be a share from 0 to below 1, "
+                f"received {self.margin!r}. 0.1 proves a size with a tenth more rows."
+            )
+
+
+def find_micro_batch(
+    trainer: Any,
+    module: Any,
+    datamodule: Any = None,
+    *,
+    target: int = 512,
+    max_micro_batch: int | None = None,
+    margin: float = 0.1,
+    num_batches: int = 3,
+    attribute: str = "batch_size",
+    verbose: bool = True,
+) -> FoundMicroBatch:
+    """Choose the micro-batch that fits and is fastest; the effective batch is kept.
+
+        find_micro_batch(trainer, module, datamodule, target=512)
+        trainer.fit(module, datamodule)
+
+    Sizes that can make up the target are tried on rows of the training loader, on all
+    ranks at once: forward, backward, optimizer step, and again beside the optimizer's
+    state. First come the longest of the rows read (of twice as many as the size needs,
+    64 at least; by what they hold, before padding), and a tenth more of them than the
+    size says; then batches in the loader's order are timed, without loading. Of the
+    sizes that fit, the fastest is taken, and a larger one only where it is faster by 5
+    %.
+
+    Then the loader's batch size and `trainer.accumulate_grad_batches` are set, and all
+    else is put back: weights, buffers, the module's attributes, metrics, random states,
+    progress. `fit` then trains as if these two had been written by hand. Loggers and
+    callbacks see nothing. The module's and the data module's own hooks up to the first
+    batch do run, as does `configure_optimizers`; what they change outside of the module
+    stays changed. Options of the Trainer that count loader batches
+    (`limit_train_batches=100`, `val_check_interval=100`) are left as they are.
+
+    What a callback holds on the device, such as an average of the weights, is not
+    there when sizes are tried: a greater `margin` leaves room for it.
+
+    Args:
+        trainer: as it will train.
+        module: what will be trained.
+        datamodule: a LightningDataModule or the training DataLoader; left out where
+            the module has `train_dataloader`.
+        target: samples that one optimizer step is meant to see, over all ranks.
+        max_micro_batch: no size above it is tried.
+        margin: by how much more rows a size is proven, as a share of it.
+        num_batches: how many batches of each size are timed.
+        attribute: under which name the data module or the module keeps the batch size,
+            itself or in `hparams`.
+        verbose: print a table on the first rank.
+
+    Raises:
+        TrainkitError: one row alone does not fit, or no size can be found: the batch
+            size has no place, the loader is no plain DataLoader, a pass communicates.
+    """
+    options = Options(
+        target=target,
+        max_micro_batch=max_micro_batch,
+        margin=margin,
+        num_batches=num_batches,
+    )
+    refuse_before_fit(trainer, module)
+    place = find_place(module, datamodule, attribute)
+    start = place.read()
+    probe = _Probe(options, place, start=start)
+    with _put_back(trainer, module, datamodule, last=lambda: place.write(start)):
+        probe.borrow(trainer, module)
+        trainer.fit(module, **_data(datamodule))
+    found = probe.found
+    if found is None:
+        raise TrainkitError(
+            "find_micro_batch: the Trainer ran no batch, so no size could be tried. "
+            "Look for limit_train_batches=0, an empty loader, or max_epochs and "
+            "max_steps that are reached already."
+        )
+    place.write(found.plan.micro_batch)
+    trainer.accumulate_grad_batches = found.plan.accumulate
+    if verbose and trainer.is_global_zero:
+        show(found.rows())
+    return found
+
+
+class _Probe(Callback):
+    """Is the only callback while sizes are tried; leaves `fit` before its first batch
+    is trained."""
+
+    def __init__(self, options: Options, place: Place, *, start: int) -> None:
+        super().__init__()
+        self.found: FoundMicroBatch | None = None
+        self._options = options
+        self._place = place
+        self._start = start
+        # A size that is not the user's shows that the loader follows the attribute;
+        # and Lightning loads a batch of it.
+        self._asked = 2 if start == 1 else 1
+
+    def borrow(self, trainer: Any, module: Any) -> None:
+        """Prepare both for a fit of which nothing is to be seen."""
+        trainer.callbacks = [self]
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        trainer.profiler = PassThroughProfiler()
+        trainer.limit_val_batches = 0
+        trainer.num_sanity_val_steps = 0
+        module.configure_callbacks = no_callbacks
+        if self._place.name is not None:
+            self._place.write(self._asked)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        refuse_in_fit(trainer, pl_module)
+        loader = trainer.train_dataloader
+        refuse_own_batches(loader)
+        self._refuse_deaf(loader)
+        rows = Rows(loader)
+        sizes = self._sizes(num_replicas(trainer), _least(trainer, len(rows)))
+        attempts = Attempts(
+            trainer=trainer,
+            rows=rows,
+            num_batches=self._options.num_batches,
+            margin=self._options.margin,
+        )
+        try:
+            trials = search(sizes, self._start, attempts.try_size)
+        except DoesNotFit:
+            raise attempts.does_not_fit() from None
+        plan = BatchPlan.make(
+            target=self._options.target,
+            world_size=num_replicas(trainer),
+            max_micro_batch=choose(trials).size,
+        )
+        self.found = FoundMicroBatch(plan, tuple(trials))
+        raise leaves_fit(trainer)
+
+    def _sizes(self, world_size: int, num_rows: int) -> list[int]:
+        largest = min(self._options.max_micro_batch or num_rows, num_rows)
+        return sizes_for(
+            target=self._options.target, world_size=world_size, largest=largest
+        )
+
+    def _refuse_deaf(self, loader: Any) -> None:
+        size = loader_batch_size(loader)
+        if self._place.name is not None and size != self._asked:
+            raise TrainkitError(
+                f"find_micro_batch: {self._place.text} was set to {self._asked}, and "
+                f"the training loader's batch size is {size} all the same. Let "
+                f"train_dataloader() use it: DataLoader(..., "
+                f"batch_size=self.{self._place.name})."
+            )
+
+
+@contextlib.contextmanager
+def _put_back(
+    trainer: Any, module: Any, data: Any, *, last: Callable[[], None]
+) -> Iterator[None]:
+    """All that a fit changes, whatever happens within."""
+    strategy = trainer.strategy
+    device = strategy.root_device
+    others = [*parts_of(trainer), *([] if data is None else [data])]
+    snapshot = Snapshot(module, trainer.callbacks, others=tuple(others))
+    random_states = read_states(device)
+    optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
+    scaling = copy.deepcopy(trainer.precision_plugin.state_dict())
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        strategy.optimizers, strategy.lr_scheduler_configs = optimizers
+        if scaling:
+            trainer.precision_plugin.load_state_dict(scaling)
+        write_states(random_states, device)
+        last()
+
+
+def _data(data: Any) -> dict[str, Any]:
+    if isinstance(data, DataLoader):
+        return {"train_dataloaders": data}
+    return {"datamodule": data}
+
+
+def _least(trainer: Any, number: int) -> int:
+    """The least of all ranks."""
+    row = torch.tensor(-number, device=trainer.strategy.root_device)
+    return -int(trainer.strategy.reduce(row, reduce_op="max").item())

@@ -1,0 +1,126 @@
+"""What goes badly with scaled learning rates, said before training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from trainkit.core.effective import Unit
+from trainkit.core.learning_rates import every_scheduler
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import (
+    find_effective_batch,
+    why_unknown,
+    windows_of,
+)
+from trainkit.lit.callback.base import has_callback
+from trainkit.lit.schedule.callback import AccumulationSchedule
+
+
+def refuse_second(trainer: Any, scaling: Any) -> None:
+    count = sum(isinstance(c, type(scaling)) for c in trainer.callbacks)
+    if count > 1:
+        raise TrainkitError(
+            f"LRScaling: rates are scaled once, and {count} of them are among the "
+            f"Trainer's callbacks. Keep one."
+        )
+
+
+def announce_rate_finder(trainer: Any, scaling: Any) -> None:
+    """What lr_find finds is already meant for the batch in force."""
+    if not has_callback(trainer.callbacks, "LearningRateFinder"):
+        return
+    batch = find_effective_batch(
+        trainer, unit=scaling.unit, micro_batch=scaling.micro_batch
+    )
+    if batch is None or batch.size != scaling.reference_batch:
+        size = "that batch" if batch is None else f"{batch.size:g}"
+        warnings.warn(
+            f"LearningRateFinder: it searches with the batch in force, {size} "
+            f"in {scaling.unit}, and LRScaling(reference_batch="
+            f"{scaling.reference_batch:g}) then scales what it finds once more. Set "
+            f"reference_batch={size} to train with the rate that it finds.",
+            stacklevel=2,
+        )
+
+
+def refuse_unmeasured(trainer: Any, unit: Unit) -> None:
+    raise TrainkitError(
+        f"LRScaling: a window has closed, and it cannot be told how many {unit} it "
+        f"had: {why_unknown(trainer, unit)} Say it: LRScaling(micro_batch=...)."
+    )
+
+
+def has_windows_of_its_own(trainer: Any) -> bool:
+    """Whether manual optimization makes windows of another size than the Trainer's."""
+    windows = windows_of(trainer)
+    own = frozenset() if windows is None else windows.own_sizes
+    return bool(own) and max(own) != trainer.accumulate_grad_batches
+
+
+def refuse_windows_of_several_sizes(trainer: Any) -> None:
+    windows = windows_of(trainer)
+    sizes = [] if windows is None else sorted(windows.own_sizes)
+    if len(sizes) > 1:
+        raise TrainkitError(
+            f"LRScaling: one effective batch serves all optimizers, and their windows "
+            f"have {sizes} micro-batches (window_ends(every=...)). Give them one size, "
+            f"or scale their rates yourself, by self.effective_batch."
+        )
+
+
+def announce_frequency(trainer: Any) -> None:
+    """Lightning counts batches where a scheduler asks for every n-th step."""
+    size = int(trainer.accumulate_grad_batches)
+    scheduled = _schedule_of(trainer) is not None
+    for config in trainer.lr_scheduler_configs:
+        is_by_step = config.interval == "step" and config.frequency > 1
+        meant = config.frequency % size == 0 and not scheduled  # so many batches
+        if is_by_step and not meant:
+            fix = (
+                "Set frequency=1 and make the scheduler's own periods "
+                f"{config.frequency} times as long."
+                if scheduled
+                else f"Set frequency={config.frequency * size} ({config.frequency} "
+                f"steps of {size} batches)."
+            )
+            warnings.warn(
+                f"{type(config.scheduler).__name__}: its frequency is "
+                f"{config.frequency}, which Lightning counts in batches, not in "
+                f"optimizer steps: it steps where a window ends and batch_idx + 1 is a "
+                f"multiple of {config.frequency}. {fix}",
+                stacklevel=2,
+            )
+
+
+def announce_foreign_schedulers(trainer: Any, known: Sequence[str] | None) -> None:
+    """A scheduler of somebody else's may keep rates where nobody finds them."""
+    configs = trainer.lr_scheduler_configs
+    for scheduler in every_scheduler(config.scheduler for config in configs):
+        kind = type(scheduler)
+        if not kind.__module__.startswith("torch.") and known is None:
+            warnings.warn(
+                f"{kind.__name__}: it is not one of torch's schedulers. Its base_lrs, "
+                f"eta_min and the optimizer's rates are scaled; if it keeps other "
+                f"rates, name them: LRScaling(scheduler_rates=['warmup_lr']); [] says "
+                f"that it keeps none.",
+                stacklevel=2,
+            )
+
+
+def refuse_stages_out_of_reach(trainer: Any, scaling: Any) -> None:
+    """A later stage of the schedule must not be what stops the run."""
+    schedule = _schedule_of(trainer)
+    batch = scaling.effective_batch
+    if schedule is None or batch is None:
+        return
+    per_micro_batch = batch.size / batch.accumulate
+    for size in set(schedule.stages.sizes):
+        for scaled in scaling.scaled:
+            scaled.check_reach(per_micro_batch * size / scaling.reference_batch)
+
+
+def _schedule_of(trainer: Any) -> AccumulationSchedule | None:
+    found = (c for c in trainer.callbacks if isinstance(c, AccumulationSchedule))
+    return next(found, None)

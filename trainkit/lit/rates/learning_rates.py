@@ -1,0 +1,24 @@
+"""The learning rates of each optimizer step, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import LearningRateMonitor
+
+from trainkit.lit.batch_size.effective import windows_of
+
+
+class LearningRates(LearningRateMonitor):
+    """Lightning's `LearningRateMonitor`, for windows of several micro-batches.
+
+    Theirs logs with each micro-batch of a step that is due; this one with the first.
+    """
+
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        windows = windows_of(trainer)
+        is_open = windows is not None and any(
+            accumulator.is_open for accumulator in windows.accumulators.values()
+        )
+        if not is_open:
+            super().on_train_batch_start(trainer, *args, **kwargs)

@@ -1,0 +1,357 @@
+"""Learning rates that follow the effective batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainkit.core.effective import (
+    EffectiveBatch,
+    Unit,
+    brief,
+    check_size,
+    check_unit,
+)
+from trainkit.core.scaling import (
+    RuleName,
+    WeightDecayName,
+    check_weight_decay,
+    make_rule,
+)
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import logged_step
+from trainkit.lit.batch_size.effective import (
+    check_measurable,
+    find_effective_batch,
+    loader_size,
+    longest_window,
+    steps_taken,
+    windows_of,
+)
+from trainkit.lit.callback.base import OrderedCallback, averages_statistics
+from trainkit.lit.callback.table import Row, show
+from trainkit.lit.rates import checks
+from trainkit.lit.rates.ema import ModelAverages
+from trainkit.lit.rates.scaled_optimizer import (
+    ScaledOptimizer,
+    leave_scaled,
+    unscale_leftovers,
+)
+
+
+class LRScaling(OrderedCallback):
+    """Scales learning rates, and what goes with them, to the effective batch.
+
+        LRScaling("linear", reference_batch=256)  # lr=0.1 is meant for 256 samples
+
+    k is the effective batch (micro-batch x accumulation x ranks) over the reference
+    batch. Every curve becomes factor(k) x what it would have been, whatever scheduler
+    of torch's draws it, and follows when the window changes.
+
+    - `"linear"`: lr * k. Goyal et al. 2017, for SGD.
+    - `"sqrt"`: lr * sqrt(k). For Adam and its kin.
+    - `"adam-sde"`: also 1 - k (1 - beta) and eps / sqrt(k). Malladi et al. 2022.
+    - `"half-life"`: beta2 ** k, and the rate stays. Marek et al. 2025.
+    - `"none"`: nothing; only tells k.
+    - `"auto"`: linear for SGD, sqrt for the Adam family; says which.
+    - a callable: takes k, returns the rate's factor.
+
+    Args:
+        rule: one of these.
+        reference_batch: the batch that the configured rates are meant for, in `unit`.
+        unit: `"samples"`, or `"tokens"`, which are measured over the first windows.
+        micro_batch: what a micro-batch holds on one rank, where no loader tells it and
+            it is not to be measured.
+        warmup_steps: the rate's factor rises evenly from 1 over so many optimizer
+            steps (Goyal et al. 2017, section 2.2).
+        weight_decay: `"linear"`, `"sqrt"` or a callable multiply it by a factor of k;
+            `"time-scale"` by k / factor, so that weights decay as fast per sample (Wang
+            and Aitchison 2024); `"none"` leaves it.
+        ema_decay: True raises the decay of the model's moving averages (Lightning's
+            `EMAWeightAveraging`, torch's `AveragedModel`) to the power of k (Busbridge
+            et al. 2023); a string is the path of such a decay in the module.
+        scheduler_rates: attributes of schedulers that are not torch's which hold
+            learning rates too; None warns of such schedulers.
+
+    Attributes:
+        effective_batch: what a step sees; None before it is known.
+        k: the effective batch over the reference batch.
+        scaled: for each optimizer, what was scaled and by how much.
+    """
+
+    place = 2
+
+    def __init__(
+        self,
+        rule: RuleName | Callable[[float], float] = "auto",
+        *,
+        reference_batch: float,
+        unit: Unit = "samples",
+        micro_batch: float | None = None,
+        warmup_steps: int = 0,
+        weight_decay: WeightDecayName | Callable[[float], float] = "none",
+        ema_decay: bool | str = False,
+        scheduler_rates: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        make_rule(rule)  # for its check
+        check_size("LRScaling reference_batch", reference_batch)
+        check_unit("LRScaling", unit)
+        check_weight_decay(weight_decay)
+        if micro_batch is not None:
+            check_size("LRScaling micro_batch", micro_batch)
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise TrainkitError(
+                f"LRScaling warmup_steps: must be a whole number of at least 0, "
+                f"received {warmup_steps!r}. 0 scales at once."
+            )
+        self.rule = rule
+        self.reference_batch = float(reference_batch)
+        self.unit: Unit = unit
+        self.micro_batch = None if micro_batch is None else float(micro_batch)
+        self.warmup_steps = warmup_steps
+        self.weight_decay = weight_decay
+        self.ema_decay = ema_decay
+        self.scheduler_rates = scheduler_rates
+        self._forget()
+
+    def _forget(self) -> None:
+        self.effective_batch: EffectiveBatch | None = None
+        self.scaled: list[ScaledOptimizer] = []
+        self._averages: ModelAverages | None = None
+        self._restored: dict[str, Any] | None = None
+        self._known = self.micro_batch
+        self._done: tuple[int, int] | None = None
+        self._has_logged_k: float | None = None
+        self._loader_size: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the optimizers that it holds in a `fit`."""
+        return {**super().__getstate__(), "scaled": [], "_averages": None}
+
+    @property
+    def k(self) -> float:
+        """The effective batch over the reference batch."""
+        if self.effective_batch is None:
+            raise TrainkitError(
+                f"LRScaling k: the effective batch is not known yet in {self.unit}. "
+                f"Ask after the first window."
+            )
+        return self.effective_batch.over(self.reference_batch)
+
+    # ---- before training -------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        checks.refuse_second(trainer, self)
+        if stage == "fit":
+            self._forget()
+            self.take_place(trainer)
+            unscale_leftovers(pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        checks.announce_rate_finder(trainer, self)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        saved = self._restored or {}
+        self._restored = None
+        checks.announce_frequency(trainer)
+        checks.announce_foreign_schedulers(trainer, self.scheduler_rates)
+        self._loader_size = loader_size(trainer)
+        self._known = self.micro_batch or self._measured_before(trainer, saved)
+        self._take_over_optimizers(trainer, saved.get("optimizers", {}))
+        if self.ema_decay:
+            self._averages = ModelAverages(
+                trainer, pl_module, self.ema_decay, saved_k=saved.get("average_k", 1.0)
+            )
+        if not self._follow(trainer):
+            check_measurable(trainer, self.unit)
+        checks.refuse_stages_out_of_reach(trainer, self)
+        self._log(trainer, saved_k=saved.get("k"))
+        self.show_plan(trainer, pl_module)
+
+    def _measured_before(self, trainer: Any, saved: dict[str, Any]) -> float | None:
+        """What an earlier run has measured, unless the loader now says it."""
+        known = find_effective_batch(trainer, unit=self.unit)
+        measured = saved.get("measured", {})
+        if known is not None or measured.get("loader") != self._loader_size:
+            return None
+        return measured.get(self.unit)
+
+    def _take_over_optimizers(self, trainer: Any, states: dict[int, Any]) -> None:
+        for index, optimizer in enumerate(trainer.optimizers):
+            scaled = ScaledOptimizer(
+                optimizer,
+                trainer.lr_scheduler_configs,
+                rule=self.rule,
+                weight_decay=self.weight_decay,
+                scheduler_rates=self.scheduler_rates or (),
+            )
+            if index in states:
+                scaled.load_state_dict(states[index])
+            self.scaled.append(scaled)
+
+    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+        reference = f"reference {brief(self.reference_batch)}"
+        if self.unit != "samples":
+            reference += f" {self.unit}"
+        if self.effective_batch is None:
+            return [
+                ("learning rate", f"follows the first windows, measured; {reference}")
+            ]
+        several = len(self.scaled) > 1
+        rows = []
+        if windows_of(trainer) is None:  # who says it otherwise
+            rows.append(("step", str(self.effective_batch)))
+        for index, scaled in enumerate(self.scaled):
+            label = f"optimizer {index}" if several else "learning rate"
+            rule = (
+                f"auto: {scaled.rule.name}" if self.rule == "auto" else scaled.rule.name
+            )
+            text = f"{scaled.summary()} ({rule}, {reference})"
+            if self.warmup_steps and scaled.target > 1:
+                text += f", over {self.warmup_steps} steps"
+            rows.append((label, text))
+        if self._averages is not None:
+            rows.append(("model average", self._averages.summary()))
+        return rows
+
+    # ---- while training --------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._done = None  # the loader may be another one
+        self._follow_and_log(trainer)  # before others read the rates of the epoch
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            for scaled in self.scaled:
+                scaled.adopt(trainer.lr_scheduler_configs)
+            self._follow_and_log(trainer)
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        if self._is_known(trainer):
+            return
+        # This window has just closed: its own step is already scaled by its size.
+        self._done = None
+        windows = windows_of(trainer)
+        assert windows is not None  # see check_measurable
+        first = windows.first_windows
+        if not self._follow(trainer):
+            # A window of weight 0 has a gradient of 0, and tells nothing.
+            if first.num_weighty or first.is_complete:
+                checks.refuse_unmeasured(trainer, self.unit)
+            return
+        if first.is_complete:
+            assert self.effective_batch is not None
+            self._known = self.effective_batch.micro_batch
+            self._log(trainer)
+            self._show_again(trainer, pl_module)
+
+    def _is_known(self, trainer: Any) -> bool:
+        batch = self.effective_batch
+        return self._known is not None or (batch is not None and batch.is_exact)
+
+    def _show_again(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            batch = [("step", str(self.effective_batch))]
+            show([*batch, *self.plan(trainer, pl_module)])
+
+    def _follow_and_log(self, trainer: Any) -> None:
+        self._follow(trainer)
+        if self._is_known(trainer) and self._has_logged_k != self.k:
+            self._log(trainer)
+            if checks.has_windows_of_its_own(trainer):
+                self._show_again(trainer, trainer.lightning_module)
+
+    def _follow(self, trainer: Any) -> bool:
+        """Scale to the window under way; False where its size is not known yet."""
+        step = steps_taken(trainer)
+        now = longest_window(trainer), min(step, self.warmup_steps)
+        if now == self._done or averages_statistics(trainer):
+            return True
+        checks.refuse_windows_of_several_sizes(trainer)
+        batch = find_effective_batch(trainer, unit=self.unit, micro_batch=self._known)
+        if batch is None:
+            return False
+        self._done = now
+        before = self.effective_batch
+        if before is not None and before.micro_batch == batch.micro_batch:
+            measured = max(before.windows_measured, batch.windows_measured)
+            batch = replace(batch, windows_measured=measured)
+        self.effective_batch = batch
+        for scaled in self.scaled:
+            scaled.follow(self.k, step=step, warmup_steps=self.warmup_steps)
+        if self._averages is not None:
+            self._averages.follow(self.k)
+        return True
+
+    def _log(self, trainer: Any, *, saved_k: float | None = None) -> None:
+        """The reference, the effective batch, k, and each value before and after.
+
+        Hyperparameters are logged once: some loggers refuse another value. What
+        changes later is a metric.
+        """
+        if self.effective_batch is None or not self._is_known(trainer):
+            return
+        is_first = self._has_logged_k is None and saved_k in (None, self.k)
+        self._has_logged_k = self.k
+        if not is_first:
+            changed = {"k": self.k, "effective_batch": self.effective_batch.size}
+            for logger in trainer.loggers:
+                logger.log_metrics(
+                    {f"lr_scaling/{name}": value for name, value in changed.items()},
+                    step=logged_step(trainer),
+                )
+            return
+        values: dict[str, Any] = {
+            "reference_batch": self.reference_batch,
+            "effective_batch": self.effective_batch.size,
+            "unit": self.unit,
+            "k": self.k,
+        }
+        for index, scaled in enumerate(self.scaled):
+            values[f"optimizer_{index}/rule"] = scaled.rule.name
+            for name, (before, after) in scaled.values().items():
+                values[f"optimizer_{index}/{name}/before"] = before
+                values[f"optimizer_{index}/{name}/after"] = after
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"lr_scaling": values})
+
+    # ---- afterwards ------------------------------------------------------------------
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._leave()
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        for scaled in self.scaled:
+            leave_scaled(scaled)
+        if self._averages is not None:
+            self._averages.restore()
+            self._averages = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored  # lr_find saves and loads before training begins
+        if not self.scaled:
+            return {}
+        states = {i: scaled.state_dict() for i, scaled in enumerate(self.scaled)}
+        state: dict[str, Any] = {"optimizers": states, "average_k": 1.0}
+        if self._averages is not None:
+            state["average_k"] = self._averages.k
+        if self.effective_batch is not None:
+            state["k"] = self.k
+        if self.micro_batch is None and self._known is not None:
+            state["measured"] = {self.unit: self._known, "loader": self._loader_size}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict or None

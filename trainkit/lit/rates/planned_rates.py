@@ -1,0 +1,181 @@
+"""What the learning rates of a training are going to be, before it begins."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+
+from trainkit.core.rate_plan import RatePlan
+from trainkit.core.scaling import warmed_up
+from trainkit.core.stages import Stages
+from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import has_callback
+from trainkit.lit.rates.lr_scaling import LRScaling
+from trainkit.lit.rates.scheduler_copies import copy_schedulers
+from trainkit.lit.rerun.generators import read_states, write_states
+from trainkit.lit.schedule.callback import AccumulationSchedule
+from trainkit.lit.schedule.total_steps import total_steps
+
+_MOST_STEPS = 300_000
+"""Schedulers are asked step by step, which takes about a second for so many."""
+_MOST_SECONDS = 3.0
+"""Of slower ones the plan is of so many steps as are known by then."""
+_MOST_POINTS = 2_000
+
+
+def plan_rates(trainer: Any, pl_module: Any) -> RatePlan:
+    """Run copies of the schedulers ahead; the training does not notice.
+
+    Args:
+        trainer: in `on_train_start`, after `LRScaling` and `LearningRates`.
+        pl_module: its module.
+    """
+    why_not = _why_unknown(trainer, pl_module)
+    if why_not:
+        return RatePlan(why_not=why_not)
+    before = read_states(pl_module.device)
+    try:
+        with redirect_stdout(StringIO()):  # what schedulers print, they print later
+            plan = _run_ahead(trainer)
+    except Exception as error:  # a scheduler of the user's, which may do anything
+        is_own = isinstance(error, TrainkitError)
+        why = str(error) if is_own else f"{type(error).__name__}: {error}"
+        return RatePlan(why_not=f"the scheduler cannot be run ahead ({why})")
+    finally:
+        after = read_states(pl_module.device)
+        write_states(before, pl_module.device)
+    if not _are_same(before, after):
+        return RatePlan(why_not="the scheduler draws random numbers")
+    return plan
+
+
+def _are_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(state, after[name])
+        if isinstance(state, torch.Tensor)
+        else state == after[name]
+        for name, state in before.items()
+    )
+
+
+def _why_unknown(trainer: Any, pl_module: Any) -> str:
+    configs = trainer.lr_scheduler_configs
+    if not pl_module.automatic_optimization:
+        return "in manual optimization the module decides when a rate changes"
+    if any(config.reduce_on_plateau for config in configs):
+        return "ReduceLROnPlateau goes by a metric"
+    if _steps_itself(pl_module):
+        return "the module has an lr_scheduler_step of its own"
+    if any(config.frequency != 1 for config in configs):
+        return "the scheduler has a frequency other than 1"
+    if len(_names(trainer)) != len(trainer.optimizers[0].param_groups):
+        return "LearningRates does not log each group of parameters once"
+    try:
+        if total_steps(trainer) == math.inf:
+            return "the training has no end that is known beforehand"
+    except TrainkitError:
+        return "windows go by tokens, which are not known beforehand"
+    return _why_windows_unknown(trainer, _first(trainer, LRScaling))
+
+
+def _steps_itself(pl_module: Any) -> bool:
+    """Whether the user decides what a scheduler's step is."""
+    theirs = ("lightning.pytorch.", "pytorch_lightning.", "trainkit.lit.")
+    return not type(pl_module).lr_scheduler_step.__module__.startswith(theirs)
+
+
+def _why_windows_unknown(trainer: Any, scaling: LRScaling | None) -> str:
+    """Their sizes matter to what is scaled with them, or counts epochs."""
+    if scaling is not None and scaling.effective_batch is None:
+        return "the rate is scaled by what the first windows are measured to hold"
+    by_epoch = any(
+        config.interval == "epoch" for config in trainer.lr_scheduler_configs
+    )
+    if scaling is None and not by_epoch:
+        return ""
+    if has_callback(trainer.callbacks, "GradientAccumulationScheduler"):
+        return "Lightning's GradientAccumulationScheduler changes the windows"
+    if _stages(trainer).unit == "tokens":
+        return "windows go by tokens, which are not known beforehand"
+    return ""
+
+
+def _run_ahead(trainer: Any) -> RatePlan:
+    optimizer, schedulers = copy_schedulers(trainer)
+    until = time.monotonic() + _MOST_SECONDS
+    factor = _factors(trainer)
+    start, end = trainer.global_step, int(total_steps(trainer))
+    end = min(end, start + _MOST_STEPS)
+    every = math.ceil((end - start) / _MOST_POINTS) or 1
+    groups = optimizer.param_groups
+    steps: list[float] = []
+    rates: list[list[float]] = [[] for _ in groups]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedulers without optimizer.step()
+        for step, (size, ends_epoch) in enumerate(_windows(trainer, end)):
+            if step < start:
+                continue
+            if time.monotonic() > until:  # the other ranks wait
+                break
+            if (step - start) % every == 0 or step == end - 1:
+                steps.append(step)
+                for values, group in zip(rates, groups, strict=True):
+                    values.append(float(group["lr"]) * factor(step, size))
+            for interval, scheduler in schedulers:
+                if interval == "step" or ends_epoch:
+                    scheduler.step()
+    if not all(math.isfinite(rate) for values in rates for rate in values):
+        return RatePlan(why_not="the scheduler gives rates that are not finite")
+    return RatePlan(steps, dict(zip(_names(trainer), rates, strict=True)))
+
+
+def _factors(trainer: Any) -> Callable[[int, int], float]:
+    """By what `LRScaling` is going to have multiplied what stands there now."""
+    scaling = _first(trainer, LRScaling)
+    if scaling is None or scaling.effective_batch is None:
+        return lambda step, size: 1.0
+    batch, scaled = scaling.effective_batch, scaling.scaled[0]
+    now = scaled.factor
+
+    def factor(step: int, size: int) -> float:
+        k = replace(batch, accumulate=size).over(scaling.reference_batch)
+        return warmed_up(scaled.rule.lr(k), step, scaling.warmup_steps) / now
+
+    return factor
+
+
+def _windows(trainer: Any, end: int) -> Iterator[tuple[int, bool]]:
+    """For each optimizer step the size of its window, and whether it ends an epoch."""
+    stages, num_batches = _stages(trainer), trainer.num_training_batches
+    epoch, left = 0, num_batches
+    for step in range(end):
+        size = stages.at(epoch if stages.unit == "epoch" else step)
+        left -= min(size, left)
+        yield size, left == 0
+        if left == 0:
+            epoch, left = epoch + 1, num_batches
+
+
+def _stages(trainer: Any) -> Stages:
+    schedule = _first(trainer, AccumulationSchedule)
+    if schedule is not None:
+        return schedule.stages
+    return Stages((0,), (int(trainer.accumulate_grad_batches),), "step")
+
+
+def _names(trainer: Any) -> list[str]:
+    monitor = _first(trainer, LearningRateMonitor)
+    return [] if monitor is None else list(monitor.lrs)
+
+
+def _first(trainer: Any, kind: type[Any]) -> Any:
+    return next((each for each in trainer.callbacks if isinstance(each, kind)), None)

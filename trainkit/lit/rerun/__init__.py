@@ -1,0 +1,1 @@
+"""Run a training step again: put everything back, and run without a trace."""

@@ -1,0 +1,75 @@
+"""The states of random generators: read, written, kept."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def generator_keeper(value: Any) -> Callable[[], None] | None:
+    """What puts a generator back to where it is now; None for other objects.
+
+    >>> own = random.Random(0)
+    >>> put_back = generator_keeper(own)
+    >>> first = own.random()
+    >>> put_back()
+    >>> own.random() == first, generator_keeper("no generator")
+    (True, None)
+
+    Args:
+        value: a `torch.Generator`, a `random.Random`, one of NumPy's, or anything else.
+    """
+    if isinstance(value, torch.Generator):
+        on_torch = value.get_state()
+        return lambda: _nothing(value.set_state(on_torch))
+    if isinstance(value, random.Random):
+        of_python = value.getstate()
+        return lambda: value.setstate(of_python)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, numpy.RandomState):
+        old = value.get_state()
+        return lambda: value.set_state(old)
+    if numpy is not None and isinstance(value, numpy.Generator):
+        bits, state = value.bit_generator, value.bit_generator.state
+        return lambda: setattr(bits, "state", state)
+    return None
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+def read_states(device: torch.device) -> dict[str, Any]:
+    """The states of all generators as tensors, numbers and tuples, so that a file of
+    them loads as `weights_only`."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        name, keys, *rest = numpy.get_state()
+        states["numpy"] = (str(name), keys.tolist(), *(_plain(x) for x in rest))
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def write_states(states: dict[str, Any], device: torch.device) -> None:
+    """Put all generators back to what `read_states` has read."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(states["torch"].cpu())
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and "numpy" in states:
+        numpy.set_state(states["numpy"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+
+
+def _plain(number: Any) -> int | float:
+    return float(number) if isinstance(number, float) else int(number)

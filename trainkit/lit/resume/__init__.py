@@ -1,0 +1,1 @@
+"""Stop, save and resume a training without a trace."""

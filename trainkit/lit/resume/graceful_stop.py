@@ -1,0 +1,188 @@
+"""SIGINT and SIGTERM stop a run where it can go on exactly, and save it there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from trainkit.lit._compat import end_validation, is_ending
+from trainkit.lit.callback.base import Stopped
+from trainkit.lit.resume.between_steps import AtCleanMoments, put_in_order
+from trainkit.lit.resume.mid_epoch import why_data_differ
+from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_whole
+from trainkit.lit.resume.stop_request import StopRequest
+
+
+class GracefulStop(AtCleanMoments):
+    """Ends a run that is asked to stop, after the batch or validation under way.
+
+    The first SIGINT (Ctrl+C) or SIGTERM saves `last.ckpt` at the next moment from which
+    Lightning goes on exactly, and ends `fit` with `Stopped`, a `SystemExit` of status
+    130 or 143. The second SIGINT ends it at once, and the checkpoint before stands.
+    Several ranks stop together, whichever of them was asked, and all but the first one
+    with status 0. Validation, test and prediction by themselves end after a batch, each
+    rank by the signals that it got itself; there is nothing to save. If the run ends
+    before such a moment comes, or has taken its last step, it has ended, and was not
+    stopped.
+
+    Lightning's own handling of SIGTERM ends a run in states from which it does not go
+    on exactly, and lets ranks communicate inside a signal handler: it is out of force
+    while the run is under way. Python tells only the main thread of signals; a run in
+    another thread is left as it is.
+
+    Args:
+        dirpath: the folder of `last.ckpt`, where there is no `RunCheckpoint` that has
+            one; default: that of the first `ModelCheckpoint`. Where there is none of
+            these nothing is saved.
+
+    Attributes:
+        stopped_by: the signal that ended the run, or None.
+        checkpoint_path: from where the stopped run goes on, or None.
+        caveat: what is to be known of going on there, or empty.
+    """
+
+    late_place = 4
+
+    def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        self.dirpath = dirpath
+        self.stopped_by: signal.Signals | None = None
+        self.checkpoint_path: str | None = None
+        self.caveat = ""
+        self._request = StopRequest()
+        self._has_saved = False
+
+    @property
+    def heard(self) -> int:
+        """The first signal that came, also where the run then ended by itself; or 0."""
+        return self._request.heard
+
+    # ---- listening -------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.stopped_by = self.checkpoint_path = None
+        self._has_saved, self.caveat = False, ""
+        self._request = StopRequest()
+        put_in_order(trainer)
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        if trainer.received_sigterm and not self._request.heard:
+            self._request.heard = signal.SIGTERM  # Lightning has heard it before us
+        self._request.listen()
+        self._request.look(trainer, wait=True)
+        if self._request.agreed:
+            self._stop(trainer)  # nothing has been trained: nothing to save
+
+    # ---- while training --------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._request.look(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.world_size == 1:
+            self._request.look(trainer)  # it may have come in a validation
+        # A run that ends by itself needs no checkpoint to resume from.
+        if self._request.agreed and not is_ending(trainer):
+            self._save(trainer)
+            self._stop(trainer)
+
+    # ---- while evaluating ------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        self._request.listen()
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if args[0].state.fn != "fit":
+            self._after_batch(args[0])
+
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(args[0])
+
+    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._after_batch(args[0])
+
+    def _after_batch(self, trainer: Any) -> None:
+        # Here ranks may have different numbers of batches: where one asked the others
+        # after each, it would wait for those that have no more.
+        self._request.look_alone()
+        if self._request.agreed:
+            self._stop(trainer)
+
+    # ---- stopping --------------------------------------------------------------------
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        """Say how it ended where it was not we who stopped it; save nothing, since the
+        state is torn."""
+        if self.stopped_by is None and isinstance(exception, KeyboardInterrupt):
+            self._note(trainer, signal.SIGINT)
+        elif self.stopped_by is None and isinstance(exception, SIGTERMException):
+            self._note(trainer, signal.SIGTERM)
+
+    def _save(self, trainer: Any) -> None:
+        path = self._path(trainer)
+        if path is None or trainer.fast_dev_run:
+            return
+        saver = _run_checkpoint(trainer)
+        if saver is not None:
+            saver.save(trainer)  # nothing, where it has just been saved
+        else:
+            save_whole(trainer, path)
+        self._has_saved = True
+        if why := why_data_differ(trainer):
+            self.caveat = f" (with other data than the rest of this epoch: {why})"
+
+    def _stop(self, trainer: Any) -> None:
+        self._note(trainer, self._request.agreed)
+        if trainer.state.fn == "fit" and trainer.validating:
+            end_validation(trainer)  # the module may be trained on in this process
+        # Where Lightning has started the ranks, it kills the first one when another has
+        # ended otherwise than with 0; if all stop together it has the word.
+        is_together = trainer.state.fn == "fit" and not trainer.is_global_zero
+        raise Stopped(0 if is_together else 128 + self._request.agreed)
+
+    def _note(self, trainer: Any, number: int) -> None:
+        self.stopped_by = signal.Signals(number)
+        if trainer.state.fn != "fit":
+            return
+        path, saver = self._path(trainer), _run_checkpoint(trainer)
+        # What stands there may be an earlier run's, unless it is what a run goes on by.
+        is_ours = self._has_saved or saver is not None
+        if path is not None and is_ours and path.exists():
+            self.checkpoint_path = str(path)
+        elif trainer.ckpt_path is not None:
+            self.checkpoint_path = str(trainer.ckpt_path)
+
+    def _path(self, trainer: Any) -> Path | None:
+        saver = _run_checkpoint(trainer)
+        if saver is not None:
+            return saver.path
+        if self.dirpath is not None:
+            return Path(self.dirpath, "last.ckpt").absolute()
+        for each in trainer.checkpoint_callbacks:
+            if getattr(each, "dirpath", None) is not None:
+                return Path(each.dirpath, "last.ckpt").absolute()
+        return None
+
+
+def _run_checkpoint(trainer: Any) -> RunCheckpoint | None:
+    found = (c for c in trainer.callbacks if isinstance(c, RunCheckpoint))
+    return next(found, None)

@@ -1,0 +1,103 @@
+"""A run that goes on within an epoch, and what Lightning leaves out there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.lit._compat import (
+    end_restart,
+    is_within_epoch,
+    leave_ended_epoch,
+    reads_ahead,
+    restore_loaders,
+)
+from trainkit.lit.callback.base import has_callback
+
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+
+
+def go_on(trainer: Any, pl_module: Any) -> None:
+    """To be called in `on_train_start`; does nothing where a run begins."""
+    restore_loaders(trainer)
+    if leave_ended_epoch(trainer) and trainer.is_global_zero:
+        warnings.warn(
+            "checkpoint: it was written after its training had ended inside an epoch, "
+            "at max_steps for instance. Lightning takes that epoch for finished and "
+            "begins the next: what the loader had left is not read. Resume from a "
+            "checkpoint that a callback wrote during training, such as "
+            "RunCheckpoint's last.ckpt.",
+            stacklevel=2,
+        )
+    if is_within_epoch(trainer) and trainer.is_global_zero:
+        _announce_missed_hooks(trainer, pl_module)
+        _announce_other_data(trainer)
+
+
+def begin_batch(trainer: Any, pl_module: Any) -> None:
+    """To be called in `on_train_batch_start`; does something in a resumed run's first,
+    when every callback's `on_train_start` is over."""
+    if not trainer.fit_loop.restarting:
+        return
+    if is_within_epoch(trainer):
+        for callback in trainer.callbacks:
+            # Otherwise the rest of the epoch would have windows of one micro-batch.
+            if has_callback([callback], "GradientAccumulationScheduler"):
+                callback.on_train_epoch_start(trainer, pl_module)
+    end_restart(trainer)
+
+
+def _announce_missed_hooks(trainer: Any, pl_module: Any) -> None:
+    missed = [
+        callback
+        for callback in trainer.callbacks
+        if has_callback([callback], "StochasticWeightAveraging")
+    ]
+    hook = type(pl_module).on_train_epoch_start
+    if not hook.__module__.startswith(_LIGHTNING):
+        missed.append(pl_module)
+    if missed:
+        names = " and ".join(type(each).__name__ for each in missed)
+        warnings.warn(
+            f"checkpoint: it was taken within epoch {trainer.current_epoch}, and "
+            f"Lightning does not call on_train_epoch_start again when an epoch is gone "
+            f"on with: what {names} sets there is missing until the next epoch. Save "
+            f"it with the checkpoint, or set it in on_train_start as well.",
+            stacklevel=2,
+        )
+
+
+def _announce_other_data(trainer: Any) -> None:
+    """Of streams; of loaders with a length Lightning itself says it."""
+    why = why_data_differ(trainer)
+    if why and reads_ahead(trainer):
+        warnings.warn(
+            f"checkpoint: it was taken within an epoch, and {why}.",
+            stacklevel=2,
+        )
+
+
+def why_data_differ(trainer: Any) -> str:
+    """How a run that goes on within an epoch reads other rows than those that were
+    left, and why; empty where it is exact."""
+    loaders = _flattened(trainer.train_dataloader)
+    if not all(hasattr(each, "load_state_dict") for each in loaders):
+        return (
+            "the train_dataloader starts again at its first batch, since it has no "
+            "load_state_dict; ResumableLoader has"
+        )
+    if reads_ahead(trainer):
+        return (
+            "the train_dataloader leaves a batch out, since it has no length, and "
+            "Lightning reads such a one a batch ahead; give it a __len__"
+        )
+    return ""
+
+
+def _flattened(loaders: Any) -> list[Any]:
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, list | tuple):
+        return [leaf for each in loaders for leaf in _flattened(each)]
+    return [loaders]

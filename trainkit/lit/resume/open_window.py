@@ -1,0 +1,139 @@
+"""A checkpoint taken inside a window, and the run that resumes from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.gradients import load_partial, save_partial
+from trainkit.core.state import holders
+from trainkit.lit._compat import batches_into_epoch
+from trainkit.lit.resume.mid_epoch import why_data_differ
+
+KEY = "trainkit"
+
+
+def save(
+    accumulators: Mapping[int, Accumulator],
+    pl_module: Any,
+    *,
+    num_torn: int,
+    alone: bool,
+) -> dict[str, Any]:
+    """What a checkpoint must hold so that the resumed run is exact.
+
+    Args:
+        accumulators: one for each optimizer.
+        pl_module: whose partial gradients.
+        num_torn: how many micro-batches the window has, if the last of them is under
+            way. The resumed run will run that one again, and what it has left in the
+            gradients cannot be taken out.
+        alone: the other ranks may not be saving, so nothing can be asked of them.
+
+    Returns:
+        Tensors, numbers and strings only, so that `weights_only` loading works.
+    """
+    state: dict[str, Any] = {
+        "num_windows": {i: a.num_windows for i, a in accumulators.items()}
+    }
+    is_open = any(a.is_open for a in accumulators.values())
+    if num_torn == 1 or not (num_torn or is_open):
+        return state
+    held = sum(a.num_micro_batches for a in accumulators.values())
+    lost = num_torn - 1 if num_torn else held
+    why = _why_not(accumulators, pl_module, num_torn=num_torn, alone=alone)
+    if why is not None:
+        warnings.warn(
+            f"checkpoint: taken inside a window, of whose first {lost} micro-batches "
+            f"it does not hold the gradients, since {why}. A run resumed from it steps "
+            f"with the rest of that window alone.",
+            stacklevel=2,
+        )
+        state["lost"] = lost
+        return state
+    state["windows"] = {
+        i: a.state_dict(over_ranks=True) for i, a in accumulators.items()
+    }
+    first = next(iter(accumulators.values()))
+    named = _holders(pl_module, accumulators)
+    state["gradients"] = save_partial(named, first.ranks)
+    return state
+
+
+def _why_not(
+    accumulators: Mapping[int, Accumulator],
+    pl_module: Any,
+    *,
+    num_torn: int,
+    alone: bool,
+) -> str | None:
+    """Why a window's gradients cannot be saved, or None."""
+    ranks = next(iter(accumulators.values())).ranks
+    in_first = any(a.num_windows == 0 for a in accumulators.values())
+    if num_torn:
+        return "a micro-batch is under way"
+    if any(isinstance(m, FullyShardedDataParallel) for m in pl_module.modules()):
+        return "FSDP1 keeps gradients in flat shards that no other run can place"
+    if alone and ranks.size > 1:
+        return "the other ranks cannot be asked for theirs"
+    if ranks.size > 1 and not ranks.backend_sums and in_first:
+        return "ranks that no backend sums share no scale before a window has closed"
+    return None
+
+
+def without_state(
+    checkpoint: Mapping[str, Any], num_expected: int
+) -> dict[str, Any] | None:
+    """What a checkpoint that trainkit did not see written has lost, or None."""
+    lost = batches_into_epoch(checkpoint) % num_expected
+    return {"num_windows": {}, "lost": lost} if lost else None
+
+
+def restore(
+    state: Mapping[str, Any], accumulators: Mapping[int, Accumulator], pl_module: Any
+) -> None:
+    """Go on inside the window that `save` has saved."""
+    for index, num_windows in state["num_windows"].items():
+        if index in accumulators:
+            accumulators[index].num_windows = num_windows
+    if "lost" in state:
+        warnings.warn(
+            f"checkpoint: it was taken inside a window and does not hold the "
+            f"{state['lost']} micro-batches that the window had seen; its step is made "
+            f"from the rest alone.",
+            stacklevel=2,
+        )
+    if "windows" not in state:
+        return
+    for index, window in state["windows"].items():
+        accumulators[index].load_state_dict(window)
+    first = next(iter(accumulators.values()))
+    named = _holders(pl_module, accumulators)
+    load_partial(named, state["gradients"], first.ranks)
+
+
+def _holders(
+    pl_module: Any, accumulators: Mapping[int, Accumulator]
+) -> list[tuple[str, Tensor]]:
+    named = list(pl_module.named_parameters())
+    for accumulator in accumulators.values():
+        named = holders(named, accumulator.wide)
+    return named
+
+
+def announce_loader_that_starts_again(
+    trainer: Any, accumulators: Mapping[int, Accumulator]
+) -> None:
+    is_open = any(a.is_open for a in accumulators.values())
+    why = why_data_differ(trainer)
+    if is_open and why:
+        warnings.warn(
+            f"checkpoint: it was taken inside a window, and {why}. The rest of the "
+            f"window is not what was left of it.",
+            stacklevel=2,
+        )

@@ -1,0 +1,272 @@
+"""Windows of another size as training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainkit.core.late_reading import LateReading
+from trainkit.core.stages import Stages, StageUnit
+from trainkit.core.window_size import WindowSize
+from trainkit.core.window_stats import WindowStats
+from trainkit.lit._compat import num_batches_seen
+from trainkit.lit.batch_size.effective import num_replicas, steps_taken, train_loader
+from trainkit.lit.callback.base import OrderedCallback, has_callback
+from trainkit.lit.callback.table import Row
+from trainkit.lit.schedule import checks
+
+
+class AccumulationSchedule(OrderedCallback):
+    """More or fewer micro-batches in a window, as training goes on.
+
+        AccumulationSchedule({0: 8, 10: 4, 20: 1})  # from epoch 10 on, 4
+        AccumulationSchedule({0: 1, 500: 4}, unit="step")
+        AccumulationSchedule.ramp(start=1, end=16, over=1000)
+
+    A size changes at the edge of a window, in mid-epoch too, and an epoch begins with a
+    whole window. The Trainer's own `accumulate_grad_batches` says the size of the
+    window under way, to everybody; it is left out of the Trainer's arguments.
+
+    Args:
+        sizes: from each start on, how many micro-batches a window has; from 0 on, too.
+        unit: what the starts count: epochs, optimizer steps, or tokens: all that the
+            strategy has weighed, on all ranks. Tokens are read one window late, so that
+            nothing waits for the device.
+    """
+
+    place = 0
+
+    def __init__(self, sizes: Mapping[int, int], *, unit: StageUnit = "epoch") -> None:
+        super().__init__()
+        self.stages = Stages.make(sizes, unit)
+        self._forget()
+
+    @classmethod
+    def ramp(
+        cls, *, start: int, end: int, over: int, unit: StageUnit = "step"
+    ) -> AccumulationSchedule:
+        """Go from one size to another by ones, evenly.
+
+        >>> AccumulationSchedule.ramp(start=1, end=3, over=1000).stages.starts
+        (0, 500, 1000)
+
+        Args:
+            start: micro-batches of the first window.
+            end: micro-batches of a window from `over` on.
+            over: how many optimizer steps (epochs, tokens) it takes.
+            unit: what `over` counts.
+        """
+        stages = Stages.ramp(start, end, over, unit)
+        return cls(dict(zip(stages.starts, stages.sizes, strict=True)), unit=unit)
+
+    def _forget(self) -> None:
+        self._current: WindowSize | None = None
+        self._restored: dict[str, Any] | None = None
+        self._tokens = TokenCount()
+
+    def total_steps(
+        self,
+        trainer: Any = None,
+        *,
+        batches_per_epoch: int | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        tokens_per_micro_batch: float | None = None,
+    ) -> int:
+        """How many optimizer steps the whole training takes.
+
+        `trainer.estimated_stepping_batches` takes the first size for all. Give this to
+        a scheduler instead, in `configure_optimizers`.
+
+        >>> AccumulationSchedule({0: 4, 1: 2}).total_steps(
+        ...     batches_per_epoch=10, epochs=2
+        ... )
+        8
+
+        Args:
+            trainer: says what is left out of the following.
+            batches_per_epoch: micro-batches in an epoch, on one rank.
+            epochs: how many.
+            max_steps: where training stops anyway; -1 is nowhere.
+            tokens_per_micro_batch: the mean over one rank's micro-batches, needed
+                with `unit="tokens"`.
+        """
+        replicas = 1
+        if trainer is not None:
+            train_loader(trainer)
+            replicas = num_replicas(trainer)
+            if batches_per_epoch is None:
+                batches_per_epoch = trainer.num_training_batches
+            epochs = trainer.max_epochs if epochs is None else epochs
+            max_steps = trainer.max_steps if max_steps is None else max_steps
+        limit = float("inf") if max_steps in (None, -1) else float(max_steps)
+        checks.refuse_endless(batches_per_epoch, epochs, limit)
+        if batches_per_epoch == float("inf") or epochs == -1:
+            return int(limit)
+        assert batches_per_epoch is not None
+        assert epochs is not None
+        return self.stages.num_steps(
+            int(batches_per_epoch),
+            epochs,
+            max_steps=limit,
+            tokens=tokens_per_micro_batch and tokens_per_micro_batch * replicas,
+        )
+
+    # ---- before training -------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._forget()
+        checks.refuse_other_sources(trainer, self)
+        self.take_place(trainer)
+        # Already right for what configure_optimizers asks of the Trainer.
+        self._set(trainer, self.stages.at(0), first_batch=0)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        checks.refuse_other_hand(trainer, self._current)
+        windows = checks.require_windows(trainer)
+        checks.refuse_unfit(trainer, windows, self.stages)
+        if self._restored is not None:
+            checks.announce_uncounted_tokens(self._restored, self.stages)
+            self._tokens.load_state_dict(self._restored)
+            size, first = self._restored["size"], self._restored["first_batch"]
+            self._set(trainer, size, first_batch=first)
+            self._restored = None
+        else:
+            # A run that was resumed without a schedule's state may be in mid-epoch.
+            self._open(trainer, first_batch=num_batches_seen(trainer))
+        checks.look_for_wrong_totals(trainer, self)
+        self.show_plan(trainer, pl_module)
+
+    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+        starts, sizes = self.stages.starts, self.stages.sizes
+        pairs = [
+            f"{size} from {self.stages.unit} {start:,} on"
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+        shown = [*pairs[:3], "...", pairs[-1]] if len(pairs) > 5 else pairs
+        text = ", ".join(shown)
+        is_finite = trainer.num_training_batches != float("inf")
+        if is_finite and trainer.max_epochs != -1 and self.stages.unit != "tokens":
+            text += f": {self.total_steps(trainer):,} steps in all"
+        return [("accumulation", text)]
+
+    # ---- at the edge of a window -----------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._is_ours(trainer):
+            self._open(trainer, first_batch=0)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._is_ours(trainer):
+            return
+        # At 0 again: a run that is resumed from the last batch of an epoch, in its
+        # on_train_batch_end, begins the next one without on_train_epoch_start.
+        if batch_idx == 0 or batch_idx % trainer.accumulate_grad_batches == 0:
+            self._open(trainer, first_batch=batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.stages.unit == "tokens":
+            self._tokens.see(checks.require_windows(trainer).windows.get(0))
+
+    def _open(self, trainer: Any, *, first_batch: int) -> None:
+        size = self.stages.at(self._position(trainer))
+        self._set(trainer, size, first_batch=first_batch)
+
+    def _set(self, trainer: Any, size: int, *, first_batch: int) -> None:
+        self._current = WindowSize(size, first_batch)
+        trainer.accumulate_grad_batches = self._current
+
+    def _position(self, trainer: Any) -> float:
+        if self.stages.unit == "epoch":
+            return trainer.current_epoch
+        if self.stages.unit == "tokens":
+            return self._tokens.before_the_last
+        return steps_taken(trainer)
+
+    def _is_ours(self, trainer: Any) -> bool:
+        if trainer.accumulate_grad_batches is self._current:
+            return True
+        # Its last epoch updates BatchNorm's statistics and is to take no step; it gives
+        # the number back afterwards.
+        if not has_callback(trainer.callbacks, "StochasticWeightAveraging"):
+            checks.refuse_other_hand(trainer, self._current)
+        return False
+
+    # ---- afterwards ------------------------------------------------------------------
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._give_back(trainer)
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        self._give_back(trainer)
+
+    def _give_back(self, trainer: Any) -> None:
+        if self._current is not None and (
+            trainer.accumulate_grad_batches is self._current
+        ):
+            trainer.accumulate_grad_batches = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored  # lr_find saves and loads before training begins
+        if self._current is None:
+            return {}
+        return {
+            "size": int(self._current),
+            "first_batch": self._current.first_batch,
+            "unit": self.stages.unit,
+            **self._tokens.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict or None
+
+
+class TokenCount:
+    """All that has been weighed so far, read one window late."""
+
+    def __init__(self) -> None:
+        self._last: WindowStats | None = None
+        self._total: Any = 0.0
+        self._waiting: list[LateReading] = []
+        self._before: float = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The count as plain numbers."""
+        counted = TokenCount()
+        counted.load_state_dict(self.state_dict())
+        return vars(counted)
+
+    @property
+    def before_the_last(self) -> float:
+        """The count up to the window before the one that closed last: that has long
+        arrived, and is the same on all ranks."""
+        while len(self._waiting) > 1:
+            self._before = self._waiting.pop(0).values()
+        return self._before
+
+    def see(self, stats: WindowStats | None) -> None:
+        """Count a window, if it is a new one."""
+        if stats is None or stats is self._last:
+            return
+        self._last = stats
+        self._total = self._total + stats.weight
+        self._waiting.append(LateReading(self._total))
+
+    def state_dict(self) -> dict[str, float]:
+        before = self.before_the_last
+        return {"tokens_before": before, "tokens": float(self._total)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._before, self._total = state["tokens_before"], state["tokens"]
+        self._waiting = [LateReading(torch.tensor(self._total, dtype=torch.float64))]

@@ -1,0 +1,22 @@
+"""How many optimizer steps a training takes, whoever sets the size of its windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainkit.lit.schedule.callback import AccumulationSchedule
+
+
+def total_steps(trainer: Any) -> float:
+    """All optimizer steps of a `fit`, or infinity.
+
+    Args:
+        trainer: in `fit`; in `configure_optimizers` already.
+
+    Raises:
+        TrainkitError: a schedule in tokens cannot tell before tokens are known.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, AccumulationSchedule):
+            return callback.total_steps(trainer)
+    return trainer.estimated_stepping_batches

@@ -1,0 +1,63 @@
+"""What is known of a loader batch while its micro-batches run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from trainkit.core.expected import quotient
+from trainkit.core.strategies import Weight
+from trainkit.lit.split.held_logs import HeldLogs
+from trainkit.lit.split.micro_batches import Part
+from trainkit.lit.split.outputs import Returned
+
+
+@dataclass
+class Running:
+    """A loader batch that is being run.
+
+    Attributes:
+        parts: its micro-batches.
+        tells: whether the window is this loader batch alone, so that its total is known
+            beforehand.
+        closes: whether the window closes with it.
+        logs: what has been logged in it.
+        returned: what its micro-batches have returned.
+        part: the micro-batch that runs.
+        at: that which is being brought to the device, or runs: where memory runs out.
+        value: its loss, as reported.
+        weight: what it weighs.
+        is_forward_only: whether nothing runs backward.
+    """
+
+    parts: list[Part]
+    tells: bool
+    closes: bool
+    logs: HeldLogs
+    returned: Returned = field(default_factory=Returned)
+    part: Part | None = None
+    at: Part | None = None
+    value: Tensor | None = None
+    weight: Weight = 0
+    is_forward_only: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        return self.part is self.parts[-1]
+
+    @property
+    def share(self) -> Weight:
+        """How much of the loader batch the micro-batch is, as the loss is weighed."""
+        assert self.part is not None
+        return quotient(_leading(self.part), self._weight_of_all)
+
+    @cached_property
+    def _weight_of_all(self) -> Weight:
+        return sum(map(_leading, self.parts))
+
+
+def _leading(part: Part) -> Weight:
+    """What it weighs in the first term."""
+    return next(iter(part.weights.values()))

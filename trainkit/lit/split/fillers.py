@@ -1,0 +1,137 @@
+"""Rows that fill places must weigh nothing under the strategy that is used."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from trainkit.core.expected import Strategies
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import Uniform
+from trainkit.data.filler import Filler
+from trainkit.data.resumable import ResumableLoader
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import combined_loader, leaves_places_empty
+from trainkit.lit.batch_norm.samples import on_device
+from trainkit.lit.rerun.objects import Snapshot
+
+
+def refuse_fillers_that_count(
+    trainer: Any,
+    pl_module: Any,
+    strategies: Strategies,
+    micro_batching: MicroBatching | None,
+) -> None:
+    """Weigh one filler of each training loader that is going to give some.
+
+    It is read as in training, worker and hooks included, and weighed as `training_step`
+    gets it; random generators and the data set's attributes stay as they are.
+
+    Raises:
+        TrainkitError: it weighs something. In manual optimization, where the module may
+            say weights itself, this is a warning, and so is a filler that cannot be
+            weighed.
+    """
+    # Uniform() is exact with nothing; a total is divided by no weight.
+    weighing = [
+        each
+        for each in strategies.values()
+        if not isinstance(each, Uniform) and each.loss_reduction != "total"
+    ]
+    combined = combined_loader(trainer)
+    for loader in combined.flattened if weighing else ():
+        if not isinstance(loader, ResumableLoader) or not loader.gives_fillers:
+            continue
+        if trainer.num_training_batches < len(loader):
+            continue  # the epoch ends before it
+        for strategy in weighing:
+            weight: float | None = None
+            try:
+                with isolate_rng(), _unmoved(loader.dataset):
+                    batch = _read(loader, micro_batching)
+                    weigh = partial(_weigh, trainer, pl_module, strategy)
+                    weight = _weight_among(combined, loader, batch, weigh)
+                found = f"it weighs {weight:g}"
+            except Exception as error:
+                found = f"this cannot be seen ({type(error).__name__}: {error})"
+            if weight == 0:
+                continue
+            text = _text(strategy, loader, found)
+            if weight is not None and pl_module.automatic_optimization:
+                raise TrainkitError(text)
+            if trainer.is_global_zero:
+                warnings.warn(text, stacklevel=2)
+
+
+def _weigh(trainer: Any, pl_module: Any, strategy: Any, batch: Any) -> float:
+    return float(strategy.weight(on_device(trainer, pl_module, batch)))
+
+
+def _weight_among(
+    combined: Any, loader: ResumableLoader, batch: Any, weigh: Callable[[Any], float]
+) -> float:
+    """What a batch weighs where the other loaders have ended, or else go on."""
+    try:
+        return weigh(_among(combined, loader, batch, None))
+    except Exception:
+        if leaves_places_empty(combined):
+            raise
+        # The strategy may rely on a batch of each loader: this one stands in for all.
+        with suppress(Exception):
+            if weigh(_among(combined, loader, batch, batch)) == 0:
+                return 0.0
+        raise
+
+
+def _among(combined: Any, loader: ResumableLoader, batch: Any, other: Any) -> Any:
+    """What all loaders give together: this one a batch, the others something else."""
+    again = copy.copy(combined)
+    again.flattened = [batch if x is loader else other for x in combined.flattened]
+    return again.iterables
+
+
+@contextmanager
+def _unmoved(dataset: Any) -> Iterator[None]:
+    """Leave a data set's attributes and generators as they are: without workers, the
+    look at a row would let it draw, and count, once more than in training."""
+    held = (dataset, getattr(dataset, "dataset", None))
+    before = Snapshot(others=tuple(each for each in held if hasattr(each, "__dict__")))
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _read(loader: ResumableLoader, micro_batching: MicroBatching | None) -> Any:
+    batches: Any = [[Filler(0)]]
+    # Not by hand: a worker may open files that must not be open before it starts.
+    again = DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        collate_fn=loader.collate_fn,
+        num_workers=min(loader.num_workers, 1),
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+    (batch,) = again
+    if micro_batching is not None and micro_batching.collate is not None:
+        return micro_batching.collate(batch)
+    return batch
+
+
+def _text(strategy: Any, loader: ResumableLoader, what: str) -> str:
+    how = "last='pad'" if loader.last == "pad" else "weigh_nothing="
+    instead = "last='weight'" if loader.last == "pad" else "no weigh_nothing="
+    return (
+        f"{type(strategy).__name__}: a row with which ResumableLoader({how}) fills a "
+        f"place must weigh nothing, and {what}. Use PerSample(mask=...) with a field "
+        f"that weigh_nothing sets to 0, or PerToken() with labels that it sets to "
+        f"ignore_index; or {instead}."
+    )

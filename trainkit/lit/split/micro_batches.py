@@ -1,0 +1,198 @@
+"""A loader batch as the micro-batches that this rank will run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.batches import describe
+from trainkit.core.expected import Strategies, weights_by_term
+from trainkit.core.split.counts import announce_whole_counts
+from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import AccumulationStrategy, PerToken, Uniform, Weight
+from trainkit.core.terms import leading
+from trainkit.errors import TrainkitError
+from trainkit.lit.split import refusals
+from trainkit.lit.split.shared_fields import SharedFields
+from trainkit.lit.split.sizes import AutoSizes, FixedSizes
+from trainkit.lit.split.trim_check import Run, TrimCheck
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch and what it weighs, by term.
+
+    Attributes:
+        counts: False for one that is there only because all ranks must run as many.
+    """
+
+    micro_batch: MicroBatch
+    weights: Mapping[str, Weight]
+    counts: bool = True
+
+
+class Parts:
+    """Cuts loader batches and weighs what comes out.
+
+    Where forward passes communicate, all ranks make as many micro-batches as the one
+    that needs most: by cutting finer, and where rows run out, by repeating one with
+    weight 0.
+
+    Args:
+        options: how to cut.
+        pl_module: what trains.
+        accumulator: whose windows they make.
+        sizes: say how large a micro-batch may be.
+    """
+
+    def __init__(
+        self,
+        options: MicroBatching,
+        pl_module: Any,
+        accumulator: Accumulator,
+        sizes: FixedSizes | AutoSizes,
+    ) -> None:
+        self._strategies = accumulator.strategies
+        self._accumulator = accumulator
+        self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
+        self._sizes = sizes
+        self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
+        most = self._most if self._run_alike else None
+        self._trim_check = TrimCheck(pl_module, most, may_retry=sizes.catches)
+        self._device = pl_module.device
+        self._is_list = options.collate is not None
+        self._shared = options.shared
+        self._may_hold_counts = options.collate is None
+        self._num_cut = 0
+        self._has_shared = False
+        self._has_said_too_long = self._has_said_renumbered = False
+
+    def of(self, batch: Any, rehearse: Run) -> list[Part]:
+        """The micro-batches of a loader batch, the largest first.
+
+        Args:
+            batch: the loader batch.
+            rehearse: runs `training_step` with one and keeps nothing of it.
+        """
+        limit = None
+        if self._sizes.catches:
+            limit = self._sizes.begin(self._cutter.measure(batch))
+        cut = self._cutter.cut(batch, limit)
+        trim = not self._trim_check.refuses(self._cutter, batch, cut, rehearse)
+        if not trim:
+            cut = self._cutter.cut(batch, limit, trim=False)
+        if self._run_alike:
+            most = self._most(len(cut))
+            if len(cut) < most:
+                cut = self._cutter.cut(batch, limit, at_least=most, trim=trim)
+        else:
+            most = len(cut)
+        self._say_too_long(limit)
+        self._say_renumbered(batch)
+        self._sizes.look_at(cut)
+        if not self._num_cut and not self._is_list:
+            for strategy in self._strategies.values():
+                strategy.weight(batch)  # PerSample knows its lists from here on
+        batches = [micro_batch.batch for micro_batch in cut]
+        weights = weights_by_term(self._strategies, batches)
+        parts = [
+            Part(micro_batch, dict(zip(weights, each, strict=True)))
+            for micro_batch, *each in zip(cut, *weights.values(), strict=True)
+        ]
+        self._num_cut += 1
+        if self._num_cut == 1:
+            whole = None if self._is_list else batch
+            _verify_cut(whole, parts, self._strategies)
+        if self._may_hold_counts and len(parts) > 1:
+            self._may_hold_counts = False
+            announce_whole_counts(
+                batch, parts[0].micro_batch.batch, _counts(parts), self._shared
+            )
+        nothing = dict.fromkeys(weights, 0)
+        return parts + [
+            replace(parts[-1], weights=nothing, counts=False)
+            for _ in range(most - len(parts))
+        ]
+
+    def shared_fields(self) -> SharedFields | None:
+        """What every micro-batch of the loader batch gets whole, to be looked at."""
+        if not self._cutter.shared:
+            return None
+        is_first, self._has_shared = not self._has_shared, True
+        return SharedFields(self._cutter.shared, with_arrays=is_first)
+
+    def _most(self, number: int) -> int:
+        """The largest number of micro-batches on a rank; waits for all."""
+        ranks = self._accumulator.ranks
+        row = torch.tensor([float(number)], device=self._device)
+        return int(ranks.share(row).wait().amax())
+
+    def _say_too_long(self, limit: Limit | None) -> None:
+        longest = self._cutter.longest_over_budget
+        if longest is not None and limit is None and not self._has_said_too_long:
+            self._has_said_too_long = True
+            refusals.announce_too_long(longest)
+
+    def _say_renumbered(self, batch: Any) -> None:
+        if self._cutter.has_trimmed_left and not self._has_said_renumbered:
+            self._has_said_renumbered = True
+            refusals.announce_renumbered(batch)
+
+
+def counts_of(parts: Sequence[Part]) -> dict[str, int]:
+    """What `Accumulator.count` takes: tokens, those that only pad, samples."""
+    counting = [part.micro_batch for part in parts if part.counts]
+    has_lengths = any(m.padded != len(m.rows) for m in counting)
+    return {
+        "padding": sum(m.padded - m.real for m in counting),
+        "tokens": sum(m.padded for m in counting) if has_lengths else 0,
+        "samples": sum(len(m.rows) for m in counting),
+    }
+
+
+def _counts(parts: list[Part]) -> dict[int, str]:
+    """What the loader batch has, by how many: rows, and what each strategy counts."""
+    counts: dict[int, str] = {}
+    for term in parts[0].weights:
+        total = math.fsum(float(part.weights[term]) for part in parts)
+        if total.is_integer():
+            counts[int(total)] = "of what the strategy counts"
+    counts[sum(len(part.micro_batch.rows) for part in parts)] = "rows"
+    return counts
+
+
+def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:
+    for strategy in strategies.values():
+        if isinstance(strategy, PerToken):
+            return strategy
+    return leading(strategies)
+
+
+def _verify_cut(whole: Any, parts: Sequence[Part], strategies: Strategies) -> None:
+    """In the first window: are the parts what was to be cut, and weigh they as much?"""
+    rows = sorted(row for part in parts for row in part.micro_batch.rows)
+    if rows != list(range(len(rows))):
+        raise TrainkitError(
+            f"MicroBatching: the micro-batches hold the rows {rows}, and each row must "
+            f"be in exactly one. The batch is {describe(whole)}."
+        )
+    if whole is None:  # a list of samples, which nobody can weigh before collating
+        return
+    for term, strategy in strategies.items():
+        if isinstance(strategy, Uniform):
+            continue  # announced before training
+        in_parts = sum(float(part.weights[term]) for part in parts)
+        in_all = float(strategy.weight(whole))
+        if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
+            raise TrainkitError(
+                f"{type(strategy).__name__}: what micro-batches weigh must add up to "
+                f"what their batch weighs, and {len(parts)} of them weigh {in_parts:g} "
+                f"together, the batch {in_all:g}. The batch is {describe(whole)}. Let "
+                f"weight() return a sum over rows."
+            )

@@ -1,0 +1,296 @@
+"""What cannot be exact is refused by name, as early as it can be known."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import LBFGS
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import AccumulationStrategy, Uniform
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import (
+    averages_models,
+    num_batches_seen,
+    unwrapped,
+)
+from trainkit.lit.callback.base import has_callback
+
+PATIENCE = timedelta(minutes=5)
+"""How long a rank whose batches are over waits for the others to say the same."""
+
+
+def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:
+    others = [c for c in trainer.callbacks if isinstance(c, kind) and c is not callback]
+    if others:
+        names = sorted(type(c).__name__ for c in [callback, *others])
+        raise TrainkitError(
+            f"accumulation: a window must be divided by one driver, and {len(names)} "
+            f"are present ({', '.join(names)}). AccumulationMixin brings its own: with "
+            f"it, remove AccumulationCallback from the Trainer; without, give one only."
+        )
+
+
+def refuse_no_strategy(pl_module: Any) -> None:
+    if pl_module.accumulation is None:
+        raise TrainkitError(
+            f"{type(pl_module).__name__}.accumulation: a module with AccumulationMixin "
+            f"must say what a micro-batch weighs, and it is None. Set it to what the "
+            f"loss of training_step is a mean over: PerSample() for a mean over "
+            f"samples; PerToken() for a mean over labels that are not ignored; "
+            f"Uniform() only where all micro-batches hold equally much, which nobody "
+            f"checks. On the command line: accumulation=per_sample for trainkit train, "
+            f"--accumulation=PerSample for trainkit fit."
+        )
+
+
+def refuse_other_micro_batching(before: Any, pl_module: Any) -> None:
+    raise TrainkitError(
+        f"{type(pl_module).__name__}.micro_batching: it was {before!r} when training "
+        f"began, and {pl_module.micro_batching!r} was assigned since. How batches are "
+        f"cut stays as it is for a whole fit: assign it before trainer.fit()."
+    )
+
+
+def refuse_backend_that_accumulates(trainer: Any) -> None:
+    strategy = trainer.strategy
+    if strategy.handles_gradient_accumulation:
+        raise TrainkitError(
+            f"strategy {type(strategy).__name__}: it accumulates gradients by itself, "
+            f"out of reach of on_before_optimizer_step, and divides by its own count. "
+            f"Use ddp, fsdp or ModelParallelStrategy."
+        )
+
+
+def refuse_unknown_backend(trainer: Any) -> None:
+    strategy = trainer.strategy
+    if averages_models(strategy):
+        raise TrainkitError(
+            f"strategy {type(strategy).__name__}(model_averaging_period=...): with "
+            f"post-local SGD the ranks average weights, not gradients, so no gradient "
+            f"is the window's. Remove the averaging period and its communication hook."
+        )
+    if trainer.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise TrainkitError(
+            f"strategy {type(strategy).__name__}: it runs {trainer.world_size} ranks "
+            f"without torch.distributed, so their weights cannot be added up. Use ddp, "
+            f"fsdp or ModelParallelStrategy."
+        )
+
+
+def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
+    for optimizer in map(unwrapped, trainer.optimizers):
+        if isinstance(optimizer, LBFGS) and num_micro_batches > 1:
+            raise TrainkitError(
+                f"LBFGS: its closure runs only the last micro-batch of a window again, "
+                f"so a window must have one, and accumulate_grad_batches is "
+                f"{num_micro_batches}. Set it to 1, or use another optimizer."
+            )
+
+
+def refuse_second_closure(num_closed: int) -> None:
+    if num_closed > 1:
+        raise TrainkitError(
+            "optimizer: it ran its closure twice in one step, and the closure runs "
+            "only the last of the window's micro-batches again. With such an "
+            "optimizer, set accumulate_grad_batches=1."
+        )
+
+
+def refuse_static_graph(ranks: Ranks, num_micro_batches: int) -> None:
+    if ranks.ddp is not None and ranks.ddp.static_graph and num_micro_batches > 1:
+        raise TrainkitError(
+            f"static_graph=True: DDP cannot run a window of several micro-batches with "
+            f"it, and accumulate_grad_batches is {num_micro_batches}. Use "
+            f"DDPStrategy(static_graph=False)."
+        )
+
+
+def refuse_manual_optimization(pl_module: Any) -> None:
+    if not pl_module.automatic_optimization:
+        raise TrainkitError(
+            f"{type(pl_module).__name__}: with automatic_optimization=False it runs "
+            f"its own backward passes, which AccumulationCallback cannot weigh. Let "
+            f"the class inherit AccumulationMixin and call self.accumulate()."
+        )
+
+
+def refuse_unseen_batches(
+    pl_module: Any, strategy: AccumulationStrategy, num_micro_batches: int
+) -> None:
+    parameters = inspect.signature(pl_module.training_step).parameters
+    if "dataloader_iter" not in parameters or not pl_module.automatic_optimization:
+        return
+    if not isinstance(strategy, Uniform):
+        raise TrainkitError(
+            f"training_step(dataloader_iter): it fetches its batches itself, so "
+            f"{type(strategy).__name__} cannot weigh them. Take (batch, batch_idx), or "
+            f"use Uniform()."
+        )
+    if num_micro_batches > 1:
+        raise TrainkitError(
+            f"training_step(dataloader_iter): Lightning then zeroes gradients by an "
+            f"index that lags behind, inside windows, and accumulate_grad_batches is "
+            f"{num_micro_batches}. Take (batch, batch_idx), or set it to 1."
+        )
+
+
+def refuse_wide_under_scaler(scaler: Any) -> None:
+    if scaler is not None:
+        raise TrainkitError(
+            "wide_gradients=True: under a gradient scaler (precision='16-mixed') the "
+            "parameters are float32, and so are their gradients, which the scaler "
+            "wants to see before the window closes. Leave it out: it is for "
+            "precision='bf16-true'."
+        )
+
+
+def refuse_search_inside_window(accumulators: Iterable[Accumulator]) -> None:
+    """A finder has taken the callback out while a window is open."""
+    held = sum(a.num_micro_batches for a in accumulators if a.is_open)
+    if held:
+        raise TrainkitError(
+            f"trainer.callbacks: the callback that divides windows was taken out, as "
+            f"Lightning's finders do, inside a window of {held} micro-batches so far, "
+            f"whose gradients the search would zero. Begin the search between two "
+            f"windows: in on_train_epoch_start, say."
+        )
+
+
+def announce_taken_out(callback: Any) -> None:
+    warnings.warn(
+        f"{type(callback).__name__}: it is not among trainer.callbacks any more, so "
+        f"that batches run uncut and undivided until it is there again, with plain "
+        f"Lightning's gradients. Said once.",
+        stacklevel=2,
+    )
+
+
+def refuse_no_optimizer(trainer: Any) -> None:
+    groups = [group for o in trainer.optimizers for group in o.param_groups]
+    if not any(group["params"] for group in groups):
+        raise TrainkitError(
+            "configure_optimizers: it returned no optimizer, so there is nothing to "
+            "accumulate for. Return one, or leave out AccumulationCallback or "
+            "AccumulationMixin."
+        )
+
+
+def refuse_open_window(index: int, accumulator: Accumulator) -> None:
+    if accumulator.is_open:
+        raise TrainkitError(
+            f"optimizer {index}: step() was called while its window is open "
+            f"({accumulator.num_micro_batches} micro-batches, not divided yet). Call "
+            f"self.finish_window(optimizer) before it."
+        )
+
+
+def refuse_none_on_last_micro_batch() -> None:
+    raise TrainkitError(
+        "training_step: it returned None on the last micro-batch of a window under a "
+        "gradient scaler, and Lightning then skips the whole window. Return a loss "
+        "that weighs nothing instead, such as 0.0 * output.sum() for a batch of "
+        "weight 0."
+    )
+
+
+def refuse_unequal_loaders(trainer: Any, ranks: Ranks) -> None:
+    """Compare the lengths of the ranks' loaders; once an epoch, which waits."""
+    if ranks.size == 1:
+        return
+    length = trainer.num_training_batches
+    known = -1.0 if length == float("inf") else float(length)
+    row = torch.tensor([known], device=trainer.strategy.root_device)
+    lengths = [int(row[0]) for row in ranks.share(row).wait().tolist()]
+    if len(set(lengths)) > 1:
+        raise TrainkitError(
+            f"train_dataloader: all ranks must have the same number of batches, and "
+            f"they have {lengths} (-1: unknown). A rank without a batch leaves the "
+            f"others waiting. Use a distributed sampler, or limit_train_batches."
+        )
+
+
+def make_meeting_point(ranks: Ranks) -> Any:
+    """A group whose barrier can give up; every rank makes it together."""
+    if ranks.size == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def refuse_early_end(trainer: Any, meeting_point: Any) -> None:
+    """The epoch ends here before its announced length: on the other ranks as well?
+
+    Only a rank that sees its batches end waits, and only where their number was not
+    known: a rank that came alone says so, instead of leaving the others waiting.
+    """
+    num_seen = num_batches_seen(trainer)
+    if meeting_point is None or num_seen >= trainer.num_training_batches:
+        return
+    try:
+        dist.monitored_barrier(meeting_point, timeout=PATIENCE, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise TrainkitError(
+            f"train_dataloader: rank {trainer.global_rank} has run out of batches "
+            f"after {num_seen}, and other ranks have not ({error}). All ranks "
+            f"must yield the same number of batches: split the stream evenly, or set "
+            f"limit_train_batches to what every rank has."
+        ) from error
+
+
+def announce_scaled_gradients(optimizer: Any) -> None:
+    warnings.warn(
+        f"{type(optimizer).__name__}(fused=True) under a gradient scaler: it takes the "
+        f"scaler's factor off inside step(). The step is right; callbacks that read "
+        f"gradients in on_before_optimizer_step see them multiplied by that factor.",
+        stacklevel=2,
+    )
+
+
+def announce_finders(trainer: Any) -> None:
+    finders = [
+        type(callback).__name__
+        for callback in trainer.callbacks
+        if has_callback([callback], "LearningRateFinder", "BatchSizeFinder")
+    ]
+    if finders:
+        warnings.warn(
+            f"{', '.join(finders)}: Lightning takes all other callbacks out while it "
+            f"searches, so its trial steps use plain Lightning's gradients, not the "
+            f"big batch's. What it suggests may not suit the training that follows.",
+            stacklevel=2,
+        )
+
+
+def announce_short_epoch(trainer: Any) -> bool:
+    """Whether the epoch has fewer batches than a window."""
+    expected = trainer.accumulate_grad_batches
+    num_batches = trainer.num_training_batches
+    if num_batches >= expected or trainer.fast_dev_run:
+        return False
+    if trainer.is_global_zero:
+        warnings.warn(
+            f"accumulate_grad_batches={expected}: the epoch has only {num_batches} "
+            f"batch{'es' * (num_batches != 1)}, so no window ever fills; every step is "
+            f"divided by what those {num_batches} weigh. Lower it, or give longer "
+            f"epochs.",
+            stacklevel=2,
+        )
+    return True
+
+
+def announce_undivided_step(index: int) -> None:
+    warnings.warn(
+        f"optimizer {index}: it stepped with gradients that no window has divided, "
+        f"since self.finish_window() was not called for it. If its losses come from "
+        f"self.accumulate() of another optimizer, close both at once: "
+        f"self.finish_window([first, second]). If it has no windows on purpose, ignore "
+        f"this. Said once.",
+        stacklevel=2,
+    )

@@ -1,0 +1,78 @@
+"""What happens to each loader batch of a streamed window right before its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from trainkit.lit.batch_size.unlike import Unlike, counts_alike
+from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.first_windows import num_samples
+from trainkit.lit.callback.table import show
+from trainkit.lit.windows.moved_state import MovedState
+from trainkit.lit.windows.taken_calls import taken_calls
+
+NOTHING = nullcontext()
+
+
+@contextmanager
+def streamed_steps(
+    trainer: Any, pl_module: Any, windows: WindowOwner
+) -> Iterator[None]:
+    """Weigh each batch as `training_step` gets it.
+
+    Args:
+        trainer: in `fit`.
+        pl_module: what trains.
+        windows: the callback that divides windows; its `weight` is set.
+    """
+    steps = _Steps(trainer, pl_module, windows)
+    with taken_calls(trainer, windows, training_step=steps.run):
+        yield
+    steps.say_unlike()
+
+
+class _Steps:
+    def __init__(self, trainer: Any, pl_module: Any, windows: WindowOwner) -> None:
+        self._trainer = trainer
+        self._module = pl_module
+        self._windows = windows
+        self._training_step: Callable[..., Any] = trainer.strategy.training_step
+        self._moved = MovedState(pl_module)
+        self._unlike = Unlike()
+
+    def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """What Lightning runs as `training_step`."""
+        with self._watched():
+            self._weigh(batch)
+            return self._training_step(batch, *args, **kwargs)
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """Look what the first step of a window moves, if the window has several."""
+        if self._trainer.accumulate_grad_batches == 1:
+            return NOTHING
+        for accumulator in self._windows.accumulators.values():
+            if accumulator.is_open:
+                return NOTHING
+        return self._moved.watch()
+
+    def _weigh(self, batch: Any) -> None:
+        windows = self._windows
+        windows.follow(self._module)
+        if self._module.automatic_optimization:
+            windows.weight = windows.strategy.weight(batch)
+        is_measured = windows.first_windows.is_complete
+        if windows.counts_samples or not is_measured:
+            for accumulator in windows.accumulators.values():
+                accumulator.count(samples=num_samples(batch))
+        if counts_alike(windows.strategies):
+            self._unlike.look(batch)
+            if is_measured:
+                self.say_unlike()
+
+    def say_unlike(self) -> None:
+        """Say how unlike the first micro-batches were that counted alike."""
+        row = self._unlike.row()
+        if row is not None and self._trainer.is_global_zero:
+            show([row])

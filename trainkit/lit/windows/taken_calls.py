@@ -1,0 +1,62 @@
+"""Lightning's calls of its strategy object, taken while `fit` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from trainkit.lit._compat import replaced
+from trainkit.lit.callback.base import has_finder, is_taken_out
+from trainkit.lit.windows.refusals import (
+    announce_taken_out,
+    refuse_search_inside_window,
+)
+
+
+@contextmanager
+def taken_calls(trainer: Any, owner: Any, **mine: Callable[..., Any]) -> Iterator[None]:
+    """Let Lightning call methods of ours in place of its strategy object's.
+
+    No hook of a callback stands where these do: right around `training_step`, after all
+    hooks that may edit the batch.
+
+    Args:
+        trainer: in `fit`.
+        owner: the callback that divides windows.
+        **mine: the methods, by name.
+    """
+    strategy, taken = trainer.strategy, _Taken(trainer, owner)
+    calls = {
+        name: partial(taken.call, own, getattr(strategy, name))
+        for name, own in mine.items()
+    }
+    with replaced(strategy, **calls):
+        yield
+
+
+class _Taken:
+    """Calls ours, or Lightning's own while the callback is taken out: its finders do
+    that while they search, within a training too."""
+
+    def __init__(self, trainer: Any, owner: Any) -> None:
+        self._trainer = trainer
+        self._owner = owner
+        # A finder that is among the callbacks was announced before training.
+        self._has_said = has_finder(trainer)
+
+    def call(
+        self,
+        own: Callable[..., Any],
+        plain: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not is_taken_out(self._owner, self._trainer):
+            return own(*args, **kwargs)
+        refuse_search_inside_window(self._owner.accumulators.values())
+        if not self._has_said:
+            self._has_said = True
+            announce_taken_out(self._owner)
+        return plain(*args, **kwargs)
