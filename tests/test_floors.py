@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
 import trainkit
+from tests.imports import between_folders, imports
 
 HEAVY = [
     "torch",
@@ -46,7 +48,7 @@ LIGHT = [
             "epoch_plan",
             "scaling",
             "stages",
-            "whole",
+            "whole_number",
             "window_size",
         )
     ),
@@ -97,11 +99,31 @@ def test_data_and_core_load_torch_alone() -> None:
 
 def test_lit_knows_no_configuration_and_configuration_no_tracker() -> None:
     lit, config = loaded_by(
-        "from trainkit.lit import *; import trainkit.lit.graceful_stop",
+        "from trainkit.lit import *; import trainkit.lit.resume.graceful_stop",
         "import trainkit.config.build",
     )
     assert not lit & {"hydra", "omegaconf", "wandb", "jsonargparse"}
     assert "wandb" not in config
+
+
+def test_no_circle_between_modules() -> None:
+    graph = imports()
+    assert len(graph) > 200
+    list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("package", ["trainkit", "trainkit.lit"])
+def test_no_circle_between_folders(package: str) -> None:
+    graph = between_folders(package)
+    assert len(graph) > 5
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_a_circle_would_be_seen() -> None:
+    graph = imports()
+    graph["trainkit.core.totals"].add("trainkit.core.accumulator")
+    with pytest.raises(CycleError):
+        list(TopologicalSorter(graph).static_order())
 
 
 @pytest.mark.parametrize(
