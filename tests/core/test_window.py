@@ -147,7 +147,7 @@ def test_padding_equals_the_share_of_tokens_that_only_pad() -> None:
     accumulator = Accumulator(GivenWeight())
     for padding, tokens in ((3, 10), (torch.tensor(1), 6)):
         accumulator.backward(parameter * 1, 1)
-        accumulator.count(padding=padding, tokens=tokens)
+        accumulator.window.count(padding=padding, tokens=tokens)
     assert float(accumulator.finish([parameter]).padding) == 4 / 16
     assert window_of([1], [1.0])[0].padding.isnan()
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
 from trainkit.core.checks import Checks, Nonfinite, Watch
-from trainkit.core.gradients import (
-    are_finite,
-    gradients_of,
-    parameters_of,
-    scale_,
-    sum_over_ranks_,
-)
+from trainkit.core.division import Streamed, Told, weights_by_term
+from trainkit.core.gradient_sum import GradientSum, trained
+from trainkit.core.gradients import gradients_of, parameters_of
 from trainkit.core.ranks import (
     Aggregation,
     Ranks,
@@ -26,22 +23,27 @@ from trainkit.core.ranks import (
     num_running,
 )
 from trainkit.core.state import load_weights, load_window, save_weights, save_window
-from trainkit.core.strategies import AccumulationStrategy, Weight, kind_of
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    Strategies,
+    Weight,
+    kind_of,
+)
 from trainkit.core.terms import leading, named_strategies
-from trainkit.core.weighing import Weighing
-from trainkit.core.window_stats import DIVISOR, WEIGHT, WindowStats
-from trainkit.errors import TrainkitError
+from trainkit.core.totals import default_device
+from trainkit.core.window import Window
+from trainkit.core.window_stats import WindowStats
 
 
-class Accumulator(Weighing):
+class Accumulator:
     r"""Makes the gradient of a window that of one big batch.
 
         gradient = sum_i w_i * grad(mean loss of micro-batch i) / sum_i w_i
 
     over the whole window, all ranks. While the window is open, the gradient of
     micro-batch i is added as w_i / r, where r is one number that all ranks share; when
-    it closes, the sum is multiplied once by r / sum_i w_i. A window that `expect` has
-    told beforehand has each gradient added as w_i / sum_i w_i at once.
+    it closes, the sum is multiplied once by r / sum_i w_i. Where `expect` has announced
+    all micro-batches of a window, each gradient is added as w_i / sum_i w_i at once.
 
     >>> import torch
     >>> from trainkit import PerSample
@@ -57,7 +59,7 @@ class Accumulator(Weighing):
 
     Args:
         strategy: says what a micro-batch weighs; a mapping of several, by name, for a
-            loss of several terms, whose windows `expect` must tell beforehand.
+            loss of several terms, whose windows `expect` must announce.
         module: what trains, wrapped and sharded as it will be. Shows what the backend
             does to gradients across ranks, and which gradients `state_dict` holds.
         aggregation: what the backend does to gradients across ranks: leaves their
@@ -77,16 +79,13 @@ class Accumulator(Weighing):
 
     Gradients that are there when a window opens become part of it: zero them first.
 
-    Attributes:
-        parameters: whose gradients the windows are; known when one has been finished.
-
     Raises:
         TrainkitError: several ranks are running, and how they aggregate is unknown.
     """
 
     def __init__(
         self,
-        strategy: AccumulationStrategy | Mapping[str, AccumulationStrategy],
+        strategy: AccumulationStrategy | Strategies,
         *,
         module: Any = None,
         aggregation: Aggregation = "auto",
@@ -97,29 +96,32 @@ class Accumulator(Weighing):
         wide_gradients: bool = False,
     ) -> None:
         nonfinite = nonfinite or ("raise" if scaler is None else "allow")
-        super().__init__(
-            strategy,
-            module=module,
-            ranks=find_ranks(module, aggregation, process_group),
-            nonfinite=nonfinite,
-            scaler=scaler,
+        self.ranks = find_ranks(module, aggregation, process_group)
+        self.gradients = GradientSum(module, self.ranks)
+        self.module = module
+        self.streamed = Streamed(
+            self.ranks, leaves_room=nonfinite == "allow", scaler=scaler
         )
-        self._num_running = num_running()
-        self.watch = Watch(
-            checks,
-            nonfinite,
-            self._has_lost_gradients,
-        )
-        self.watch.measure_by(self.strategies)
+        self.watch = Watch(checks, nonfinite, self.gradients.are_lost)
         self.num_windows = 0
+        self.strategies: Strategies = {}
+        self.window = Window(self.strategies, self.streamed)
+        self.weigh_by(strategy)
+        self._num_running = num_running()
         self._reads_hooks = aggregation == "auto"
         self._averaged = averaged_by_ddp(module)
-        self._is_looked_at = False
         if wide_gradients:
             refusals.refuse_wide_without_module(module)
-            self.keep_wide(partial(_trained, module))
+            self.gradients.keep_wide(partial(trained, module))
         if nonfinite == "skip":
             refusals.refuse_skips_between_ranks(self.ranks)
+
+    def weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
+        """Weigh by another strategy, from the window on that opens next."""
+        refusals.refuse_other_strategy(self.window)
+        self.strategies = self.window.strategies = named_strategies(strategy)
+        self.strategy = leading(self.strategies)
+        self.watch.measure_by(self.strategies)
 
     def backward(
         self,
@@ -143,41 +145,140 @@ class Accumulator(Weighing):
                 ranks during the backward pass. Optional; all ranks say it alike.
         """
         refusals.refuse_dividing_backward(backward)
-        if self._window.expected is not None or len(self.strategies) > 1:
-            loss, weight = self.take(loss)
-        else:
-            weight = self.strategy.weight(batch) if weight is None else weight
+        window = self.window
+        if len(self.strategies) > 1 or window.told and isinstance(loss, Mapping):
+            loss = window.join(loss)
+        elif weight is None and window.told is None:
+            weight = self.strategy.weight(batch)
         refusals.refuse_loss(loss, self.strategy.loss_reduction)
         assert isinstance(loss, Tensor)
         if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):
-            self._window.skip(loss)
+            window.skip(loss)
             return
         handle = self.weigh(loss, weight)
         if last:
             self.announce()
-        self._window.is_torn = True
+        window.is_torn = True
         try:
             (backward or Tensor.backward)(loss)
-            self._window.is_torn = False
+            window.is_torn = False
             self.passed()
         finally:
             handle.remove()
 
-    def weigh_by(
-        self, strategy: AccumulationStrategy | Mapping[str, AccumulationStrategy]
+    def weigh(
+        self,
+        loss: Tensor,
+        weight: Weight | None = None,
+        *,
+        value: Tensor | None = None,
+        divided_by: int = 1,
+        expected: int = 1,
+    ) -> RemovableHandle:
+        """Weight the backward pass that is about to run on `loss`, and count it.
+
+        For a loop that runs backward passes by itself; `backward` is this and the pass.
+
+        Args:
+            loss: where the pass starts.
+            weight: what the micro-batch weighs; after `expect` that is known.
+            value: the loss to report, divided alike, where that is not `loss` (a
+                scaler's factor); nobody may write over it.
+            divided_by: what the loop has divided the loss by.
+            expected: how many micro-batches the window will have on this rank; only
+                for the size of the sums while it is open.
+
+        Returns:
+            A handle whose `remove()` takes the weighting off again.
+        """
+        self._look(loss)
+        window = self.window
+        factor = window.enter(
+            loss, weight, value=value, divided_by=divided_by, expected=expected
+        )
+
+        def weighted(gradient: Tensor) -> Tensor:
+            window.num_passes += 1
+            return gradient if factor is None else factor * gradient
+
+        return loss.register_hook(weighted)
+
+    def seed(
+        self,
+        loss: Tensor,
+        weight: Weight | None = None,
+        *,
+        value: Tensor,
+        expected: int = 1,
+    ) -> Tensor | None:
+        """The gradient from which the pass on `loss` is to start: `weigh` without a
+        hook, for a loop that can start it from another gradient than 1 (None is 1)."""
+        self._look(loss)
+        factor = self.window.enter(loss, weight, value=value, expected=expected)
+        self.window.num_passes += 1
+        if isinstance(factor, Tensor):
+            return factor.view_as(loss)
+        return None if factor is None else torch.full_like(loss.detach(), factor)
+
+    def _look(self, loss: Tensor) -> None:
+        """What is asked before every backward pass."""
+        window = self.window
+        refusals.refuse_backward(window, self.ranks, loss)
+        self.gradients.look(window.num_weighted, loss)
+        if isinstance(self.module, nn.Module):  # Lightning sees to it itself
+            window.is_apart = self.ranks.holds_back_gradients
+
+    def passed(self) -> None:
+        """A backward pass that `weigh` or `seed` has prepared is over."""
+        self.gradients.add()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are waiting to be divided."""
+        return self.window.is_open
+
+    @property
+    def num_micro_batches(self) -> int:
+        """How many micro-batches the open window holds, a checkpoint's included."""
+        return self.window.num_micro_batches
+
+    def expect(
+        self,
+        batches: Iterable[Any] = (),
+        *,
+        weights: Mapping[str, Sequence[Weight]] | None = None,
     ) -> None:
-        """Weigh by another strategy, from the window on that opens next."""
-        if self._window.is_open or self._window.expected is not None:
-            raise TrainkitError(
-                f"strategy: the open window (micro-batches so far: "
-                f"{self.num_micro_batches}) was weighed by {kind_of(self.strategy)}, "
-                f"and what another strategy weighs cannot be added to it. Change it "
-                f"between two windows: at the start of an epoch, say, or after the "
-                f"optimizer's step."
-            )
-        self.strategies = named_strategies(strategy)
-        self.strategy = leading(self.strategies)
-        self.watch.measure_by(self.strategies)
+        """Announce all micro-batches that this rank will run in the window that opens.
+
+        Their weights are summed before the first forward pass, and travel between the
+        ranks while it computes. `backward` then takes them in this order.
+
+        Args:
+            batches: what the strategies weigh, one for each micro-batch.
+            weights: the weights themselves, for each term.
+        """
+        refusals.refuse_late_telling(self.window, self.watch.nonfinite)
+        if weights is None:
+            weights = weights_by_term(self.strategies, batches)
+        told = Told(weights, self.ranks, self.device)
+        refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches - 1)
+        refusals.refuse_join(self.ranks.ddp)
+        self.window.told = told
+
+    def rewind(self, window: Window) -> None:
+        """Return to a copy of the open window; its gradients are the caller's."""
+        self.window = window.copy()
+        self.gradients.forget()
+
+    def drop(self) -> int:
+        """Forget the open window; say how many micro-batches it held.
+
+        Its gradients stay in the parameters: zero them.
+        """
+        held = self.num_micro_batches
+        self._close()
+        self.gradients.drop()
+        return held
 
     def announce(self, *, slots: int = 0) -> None:
         """Send this rank's totals to the others: the window is complete.
@@ -185,8 +286,8 @@ class Accumulator(Weighing):
         Args:
             slots: also send up to so many single weights, the same number on all ranks.
         """
-        row = self._window.row(self._device(), self._reduction, slots=slots)
-        self._window.announced = self.ranks.share(row)
+        row = self.window.row(self.device, slots=slots)
+        self.window.announced = self.ranks.share(row)
 
     def finish(
         self, optimizer_or_parameters: Any, *, slots: int = 0, is_apart: bool = False
@@ -205,46 +306,43 @@ class Accumulator(Weighing):
             TrainkitError: the window is empty; or, with `checks="late"`, an earlier
                 window must stop the run.
         """
-        parameters = self.parameters = parameters_of(optimizer_or_parameters)
-        self._refuse_before_division(parameters, is_apart)
-        if self._window.announced is None:
+        self.gradients.parameters = parameters_of(optimizer_or_parameters)
+        if not self.streamed.has_scaler:  # it has unscaled them: written into them
+            self.gradients.look(self.window.num_weighted)
+        refusals.refuse_late_start(self._num_running, num_running())
+        refusals.refuse_division(
+            self.window,
+            self.ranks,
+            self._averaged,
+            self.gradients.parameters,
+            is_apart=is_apart,
+        )
+        if self._reads_hooks:
+            self._reads_hooks = False
+            refusals.look_at_hooks(self.ranks)
+        if self.window.announced is None:
             self.announce(slots=slots)
-        assert self._window.announced is not None
-        table = self._window.announced.wait()
+        assert self.window.announced is not None
+        table = self.window.announced.wait()
         totals = table[0] if self.ranks.size == 1 else table.sum(0)
-        stats = WindowStats(table, totals, self._reduction)
+        stats = WindowStats(table, totals, self.window.reduction)
         step, self.num_windows = self.num_windows, self.num_windows + 1
-        from_opening = self._factor.to_opening(totals.device)
-        is_divided = self._window.is_divided
+        division = self.window.division or self.streamed
+        scale = division.close(totals, stats.reduction, step)
         self._close()
-        self._is_first = False
-        self.watch.submit(step, table, are_finite=self._are_finite(parameters))
-        scale = None if is_divided else self._scale(totals, from_opening)
-        rest = parameters
-        if self.wide is not None:
-            self.wide.hand_over(scale)
-            rest = self.wide.others(parameters)
-        if scale is not None:
-            scale_(gradients_of(rest), scale)
-        if self.ranks.size > 1 and (is_apart or not self.ranks.backend_sums):
-            times = 1 / self.ranks.multiplier
-            sum_over_ranks_(rest, self.ranks, times=times)
-        if not is_divided:
-            self._reference.follow(step, totals[WEIGHT])
+        found = gradients_of(self.gradients.parameters)
+        self.watch.submit(step, table, gradients=found)
+        self.gradients.divide(scale, is_apart=is_apart)
         return stats
 
-    def _has_lost_gradients(self) -> bool:
-        return not are_finite(self.parameters)
+    def check(self) -> None:
+        """Look at all windows closed so far; waits for the device.
 
-    def _are_finite(self, parameters: list[Tensor]) -> Tensor | None:
-        """Whether gradients of float16 are, where no scaler asks: their sum overflows
-        at 65,504, and no loss tells."""
-        if self._nonfinite == "allow":
-            return None
-        narrow = [g for g in gradients_of(parameters) if g.dtype is torch.float16]
-        return (
-            torch.stack([g.isfinite().all() for g in narrow]).all() if narrow else None
-        )
+        With `checks="late"` a window is looked at when a later one closes. Call this
+        after the last one.
+        """
+        self.gradients.read_all()
+        self.watch.read_all()
 
     def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
         """The open window, for a checkpoint inside it.
@@ -256,89 +354,46 @@ class Accumulator(Weighing):
                 adds up the parts of all ranks, for one checkpoint that any number of
                 ranks can load; every rank must then call it.
         """
-        row = self._window.row(self._device(), self._reduction)
         ranks = self.ranks if over_ranks else Ranks()
         return {
             "rank": None if over_ranks else self.ranks.index,
             "num_windows": self.num_windows,
             "strategy": kind_of(self.strategy),
-            "weights": save_weights(self._window.single(row.device), ranks),
+            "weights": save_weights(self.window.single(self.device), ranks),
             **save_window(
-                row,
-                self._reference.value,
-                self._factor.opening,
-                self._module,
+                self.window.row(self.device),
+                self.streamed,
+                self.module,
                 ranks,
-                wide=self.wide,
+                wide=self.gradients.wide,
             ),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on inside the window that `state_dict` saved."""
-        whose = (None, self.ranks.index)
-        if state["totals"] is not None and state["rank"] not in whose:
-            raise TrainkitError(
-                f"state_dict: it holds the open window of rank {state['rank']}, and "
-                f"this is rank {self.ranks.index}: the law needs each rank's own part. "
-                f"Save one state for each rank, or one with over_ranks=True."
-            )
-        if state["totals"] is not None and state["strategy"] != kind_of(self.strategy):
-            raise TrainkitError(
-                f"state_dict: its open window was weighed by {state['strategy']}, and "
-                f"this accumulator weighs by {kind_of(self.strategy)}, which cannot be "
-                f"added up. Resume with the same, or from between two windows."
-            )
+        """Resume inside the window that `state_dict` saved."""
+        refusals.refuse_other_state(state, self.ranks, self.strategy)
         self.drop()
         self.watch.forget()
         self.num_windows = state["num_windows"]
-        self._reference.set(state["reference"])
-        self._factor.opening = state["factor"]
-        is_whole = state["rank"] is None
-        ranks = self.ranks if is_whole else Ranks()
-        self._window.carried = load_window(state, self._module, ranks, wide=self.wide)
-        self._window.carried_weights = load_weights(state.get("weights"), ranks)
+        self.streamed.restore(state["reference"], state["factor"])
+        ranks = self.ranks if state["rank"] is None else Ranks()
+        window = self.window
+        wide = self.gradients.wide
+        window.carried = load_window(state, self.module, ranks, wide=wide)
+        window.carried_weights = load_weights(state.get("weights"), ranks)
 
-    def check(self) -> None:
-        """Look at all windows closed so far; waits for the device.
+    def _close(self) -> None:
+        self.window = Window(self.strategies, self.streamed)
+        self.streamed.opening = None
+        self.gradients.forget()
 
-        With `checks="late"` a window is looked at when a later one closes. Call this
-        after the last one.
-        """
-        self._read_zeroed(wait=True)
-        self.watch.read_all()
-
-    def _scale(self, totals: Tensor, to_opening: Tensor | None) -> Tensor | None:
-        """What the sums of an open window are divided by, as a factor."""
-        reference = self._reference.value
-        if reference is None:
-            return None
-        scale = reference.to(totals.device)
-        if self._reduction != "total":
-            scale = scale / totals[DIVISOR]
-        if self.ranks.multiplier != 1:
-            scale = scale * self.ranks.multiplier
-        if to_opening is not None:
-            scale = scale / to_opening  # into the scaler's factor of now
-        # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
-        return scale.nan_to_num_(0.0, 0.0, 0.0)
-
-    def _refuse_before_division(self, parameters: list[Tensor], is_apart: bool) -> None:
-        if not self._factor.has_scaler:  # it has unscaled them: written into them
-            self._look_at_left()
-        refusals.refuse_division(self._window, is_apart)
-        refusals.refuse_late_start(self._num_running, num_running())
-        if self.ranks.size == 1 or self.ranks.backend_sums:
-            refusals.refuse_empty(self._window)
-        ddp = self.ranks.ddp
-        if ddp is None or not self.ranks.backend_sums:
-            return
-        if not is_apart:
-            refusals.refuse_unfinished_reduction(ddp)
-        refusals.refuse_unreduced(self._averaged, parameters)
-        if self._reads_hooks and not self._is_looked_at:
-            self._is_looked_at = True
-            refusals.look_at_hooks(ddp)
-
-
-def _trained(module: Any) -> list[Tensor]:
-    return [p for p in module.parameters() if p.requires_grad]
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks meet: with the losses, or with what the group can carry."""
+        if self.window.losses:
+            return self.window.losses[-1].device
+        if isinstance(self.module, nn.Module):
+            return next((p.device for p in self.module.parameters()), default_device())
+        if self.streamed.reference is not None:
+            return self.streamed.reference.device
+        return default_device()

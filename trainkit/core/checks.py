@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from trainkit.core.late_reading import LateReading
@@ -66,18 +67,23 @@ class Watch:
         self._divides = strategy.loss_reduction != "total"
 
     def submit(
-        self, step: int, table: Tensor, *, are_finite: Tensor | None = None
+        self, step: int, table: Tensor, *, gradients: Iterable[Tensor] = ()
     ) -> None:
         """Take a closed window's table; complain of those that have arrived before.
 
         Args:
             step: the window's.
             table: a row for each rank.
-            are_finite: whether its gradients are, where that is to be looked at.
+            gradients: those of the window, not yet divided. Those of float16 are looked
+                at where no scaler asks: a sum of them overflows at 65,504, and no loss
+                tells.
         """
         if self.checks == "late":
             self.read_arrived()
-        late = None if are_finite is None else LateReading(are_finite)
+        narrow = [g for g in gradients if g.dtype is torch.float16]
+        late = None
+        if narrow and self.nonfinite != "allow":
+            late = LateReading(torch.stack([g.isfinite().all() for g in narrow]).all())
         self._waiting.append((step, LateReading(table), late))
         if self.checks == "now":
             self.read_all()

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
 from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import AccumulationStrategy, kind_of
+from trainkit.core.terms import leading
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
@@ -30,28 +32,52 @@ def refuse_loss(loss: Any, reduction: str) -> None:
         )
 
 
-def refuse_backward(window: Window, ranks: Ranks, reduction: str, loss: Any) -> None:
+def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
     """All that a backward pass must not begin with."""
     refuse_announced(window)
     refuse_torn(window)
-    refuse_loss(loss, reduction)
+    refuse_loss(loss, window.reduction)
     held = len(window.losses) + (window.carried is not None)
     refuse_static_graph(ranks.ddp, held)
     refuse_join(ranks.ddp)
 
 
-def refuse_division(window: Window, is_apart: bool) -> None:
+def refuse_division(
+    window: Window,
+    ranks: Ranks,
+    averaged: AbstractSet[int],
+    parameters: Sequence[Tensor],
+    *,
+    is_apart: bool,
+) -> None:
     """All that a window must not close with."""
     refuse_torn(window)
     if not is_apart:
         refuse_apart(window)
     refuse_unweighted(window)
-    if window.expected is not None:
-        window.expected.refuse_unfinished()
+    if window.told is not None:
+        window.told.refuse_unfinished()
+    if ranks.size == 1 or ranks.backend_sums:
+        refuse_empty(window)
+    if ranks.ddp is not None and ranks.backend_sums:
+        if not is_apart:
+            refuse_unfinished_reduction(ranks.ddp)
+        refuse_unreduced(averaged, parameters)
+
+
+def refuse_other_strategy(window: Window) -> None:
+    if window.is_open or window.told is not None:
+        raise TrainkitError(
+            f"strategy: the open window (micro-batches so far: "
+            f"{window.num_micro_batches}) was weighed by "
+            f"{kind_of(leading(window.strategies))}, and what another strategy weighs "
+            f"cannot be added to it. Change it between two windows: at the start of an "
+            f"epoch, say, or after the optimizer's step."
+        )
 
 
 def refuse_late_telling(window: Window, nonfinite: str) -> None:
-    if window.is_open or window.expected is not None:
+    if window.is_open or window.told is not None:
         raise TrainkitError(
             f"expect(): it tells a window beforehand, and the open one already has "
             f"{len(window.losses)} micro-batches or was told. Call it once, before the "
@@ -64,21 +90,24 @@ def refuse_late_telling(window: Window, nonfinite: str) -> None:
         )
 
 
-def untold_terms(strategies: Mapping[str, Any]) -> TrainkitError:
-    return TrainkitError(
-        f"loss: its terms {sorted(strategies)} have denominators of their own, so that "
-        f"each must be divided by the total of its own over the window, which has to "
-        f"be known before the first backward pass. Call expect() with all "
-        f"micro-batches of the window before it; with Lightning set "
-        f"self.micro_batching, and accumulate_grad_batches=1."
-    )
-
-
-def missing_terms(loss: Any, strategies: Mapping[str, Any]) -> TrainkitError:
-    return TrainkitError(
-        f"loss: there are strategies for the terms {sorted(strategies)}, received "
-        f"{type(loss).__name__}. Pass a dict of these terms, or one strategy."
-    )
+def refuse_other_state(
+    state: Mapping[str, Any], ranks: Ranks, strategy: AccumulationStrategy
+) -> None:
+    """A saved window that is not this rank's, or was weighed in another way."""
+    if state["totals"] is None:
+        return
+    if state["rank"] not in (None, ranks.index):
+        raise TrainkitError(
+            f"state_dict: it holds the open window of rank {state['rank']}, and "
+            f"this is rank {ranks.index}: the law needs each rank's own part. "
+            f"Save one state for each rank, or one with over_ranks=True."
+        )
+    if state["strategy"] != kind_of(strategy):
+        raise TrainkitError(
+            f"state_dict: its open window was weighed by {state['strategy']}, and "
+            f"this accumulator weighs by {kind_of(strategy)}, which cannot be "
+            f"added up. Resume with the same, or from between two windows."
+        )
 
 
 def refuse_zeroed(zeroed: Sequence[int], num_weighted: int) -> None:
@@ -201,9 +230,11 @@ def refuse_unreduced(averaged: AbstractSet[int], parameters: Sequence[Tensor]) -
         )
 
 
-def look_at_hooks(ddp: DistributedDataParallel) -> None:
+def look_at_hooks(ranks: Ranks) -> None:
     """Hooks of torch's own average, but for two; of others nobody knows."""
-    for hook in communication_hooks(ddp):
+    if ranks.ddp is None or not ranks.backend_sums:
+        return
+    for hook in communication_hooks(ranks.ddp):
         home = f"{hook.__module__}.{hook.__qualname__}"
         is_torch = home.startswith("torch.distributed.algorithms.ddp_comm_hooks")
         if is_torch and ("noop" in home or "post_localSGD" in home):

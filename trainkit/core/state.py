@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import inside_wrappers
+from trainkit.core.division import Streamed
 from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import Weight
@@ -20,8 +21,7 @@ from trainkit.errors import TrainkitError
 
 def save_window(
     row: Tensor,
-    reference: Tensor | None,
-    factor: Tensor | None,
+    streamed: Streamed,
     module: Any,
     ranks: Ranks,
     *,
@@ -33,8 +33,7 @@ def save_window(
 
     Args:
         row: this rank's numbers.
-        reference: this rank's r.
-        factor: the scaler's factor that this rank's gradients carry, if any.
+        streamed: holds this rank's r, and the scaler's factor in its gradients.
         module: the module that trains, or anything else to leave gradients out.
         ranks: whose parts to add up; `Ranks()` is this one alone.
         wide: holds the gradients, where they are not the parameters' own.
@@ -42,13 +41,13 @@ def save_window(
     # A rank without a micro-batch has neither, and takes part with zeros.
     own, carried = (
         row.new_zeros(()) if number is None else number.to(row)
-        for number in (reference, factor)
+        for number in (streamed.reference, streamed.opening)
     )
     table = ranks.share(torch.cat([row, torch.stack([own, carried])])).wait()
     totals = merged(table)
     common, shared_factor = table[:, -2:].amax(0)
     if not bool(totals[COUNT]):
-        shown = None if reference is None else reference.cpu()
+        shown = None if streamed.reference is None else streamed.reference.cpu()
         return {"totals": None, "reference": shown, "factor": None, "gradients": {}}
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
@@ -52,6 +53,10 @@ class AccumulationStrategy(ABC):
 
         A tensor stays where it is; nothing waits for its value.
         """
+
+
+Strategies = Mapping[str, AccumulationStrategy]
+"""A strategy for each term of a loss; a loss of one term has the name ""."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.expected import Expected, Strategies
+from trainkit.core.division import Told
 from trainkit.core.strategies import (
     AccumulationStrategy,
     LossReduction,
+    Strategies,
     Weight,
     check_strategy,
 )
@@ -78,7 +79,7 @@ def join(
     terms: Mapping[str, Tensor],
     weights: Mapping[str, Weight],
     strategies: Strategies,
-    expected: Expected,
+    told: Told,
 ) -> Joined:
     """Put a micro-batch's terms together; every rank does so in its first backward."""
     refuse_other_terms(terms, strategies)
@@ -86,16 +87,16 @@ def join(
     shares: list[Tensor] = []
     for name, term in terms.items():
         weight, reduction = weights[name], strategies[name].loss_reduction
-        factor = expected.factor(name, weight, reduction)
+        factor = told.factor_of_term(name, weight, reduction)
         # A node of its own: where the term is used elsewhere too (in another term,
         # say), what flows there is not this term's.
         part = term.reshape(()).clone()
         if part.requires_grad:
             part.register_hook(_multiply_by(factor))
         parts.append(part)
-        shares.append(_share_of(part, name, weight, reduction, expected))
+        shares.append(_share_of(part, name, weight, reduction, told))
     first = next(iter(strategies))
-    total = scalar(expected.totals[first], parts[0].device)
+    total = scalar(told.totals[first], parts[0].device)
     return Joined(
         torch.stack(parts).sum(), weights[first], torch.stack(shares).sum() * total
     )
@@ -114,13 +115,13 @@ def _share_of(
     name: str,
     weight: Weight,
     reduction: LossReduction,
-    expected: Expected,
+    told: Told,
 ) -> Tensor:
     """A term's part of the window's mean; a mean over nothing is NaN, and is 0 here."""
     value = scalar(part, part.device)
     if reduction == "mean":
         value = torch.where(scalar(weight, value.device) == 0, 0, value)
-    share = expected.share(name, weight, reduction)
+    share = told.share(name, weight, reduction)
     return value * scalar(share, value.device)
 
 
@@ -143,3 +144,20 @@ def refuse_other_terms(terms: Mapping[str, Any], strategies: Strategies) -> None
                 f"{shown}. Reduce it to what its strategy says: loss_reduction="
                 f"{strategies[name].loss_reduction!r}."
             )
+
+
+def untold_terms(strategies: Mapping[str, Any]) -> TrainkitError:
+    return TrainkitError(
+        f"loss: its terms {sorted(strategies)} have denominators of their own, so that "
+        f"each must be divided by the total of its own over the window, which has to "
+        f"be known before the first backward pass. Call expect() with all "
+        f"micro-batches of the window before it; with Lightning set "
+        f"self.micro_batching, and accumulate_grad_batches=1."
+    )
+
+
+def missing_terms(loss: Any, strategies: Mapping[str, Any]) -> TrainkitError:
+    return TrainkitError(
+        f"loss: there are strategies for the terms {sorted(strategies)}, received "
+        f"{type(loss).__name__}. Pass a dict of these terms, or one strategy."
+    )

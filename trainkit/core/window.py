@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from trainkit.core.expected import Expected
-from trainkit.core.left import Left
+from trainkit.core.division import Streamed, Told
+from trainkit.core.gradients import HALF
 from trainkit.core.ranks import Shared
-from trainkit.core.strategies import LossReduction, Weight
-from trainkit.core.terms import Joined
+from trainkit.core.strategies import (
+    LossReduction,
+    Strategies,
+    Weight,
+    checked_weight,
+)
+from trainkit.core.terms import Joined, join, leading, missing_terms, untold_terms
 from trainkit.core.totals import vector
-from trainkit.core.window_stats import LARGEST, NUM_COLUMNS, SMALLEST
+from trainkit.core.window_stats import COUNT, LARGEST, NUM_COLUMNS, SMALLEST
 
 
 @dataclass
@@ -28,6 +33,8 @@ class Window:
     costs a few small operations, however many micro-batches it has.
 
     Attributes:
+        strategies: say what micro-batches weigh, for each term of the loss.
+        streamed: the division of windows whose total is not known.
         weights: what each micro-batch weighs.
         applied: the same after the rounding of a half-precision loss, which cannot
             carry 1001: what the gradients were really multiplied by.
@@ -40,15 +47,16 @@ class Window:
         carried_weights: what each of these weighed, where that is known.
         num_skipped: how many micro-batches were left out, with weight 0.
         num_passes: how many backward passes have come from a weighted loss.
-        left: what the last pass has left in the parameters.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last one left DDP's ranks apart.
         announced: all ranks' rows, once the window is complete.
-        expected: its totals, where it was told beforehand.
+        told: its totals, where they were announced before its first forward pass.
+        division: what its losses are divided by, chosen when the first of them comes.
         joined: the terms of the micro-batch whose backward pass is to run.
-        divides_late: whether it is divided at its end although it was told.
     """
 
+    strategies: Strategies
+    streamed: Streamed
     weights: list[Weight] = field(default_factory=list)
     applied: list[Weight] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -60,18 +68,18 @@ class Window:
     carried_weights: list[Weight] = field(default_factory=list)
     num_skipped: int = 0
     num_passes: int = 0
-    left: Left | None = None
     is_torn: bool = False
     is_apart: bool = False
     announced: Shared | None = None
-    expected: Expected | None = None
+    told: Told | None = None
+    division: Told | Streamed | None = None
     joined: Joined | None = None
-    divides_late: bool = False
 
     @property
-    def is_divided(self) -> bool:
-        """Whether each gradient was divided by the window's total as it came."""
-        return self.expected is not None and not self.divides_late
+    def num_micro_batches(self) -> int:
+        """How many it holds on this rank, those of a checkpoint included."""
+        before = 0 if self.carried is None else int(self.carried[COUNT])
+        return before + len(self.losses)
 
     @property
     def num_weighted(self) -> int:
@@ -82,7 +90,65 @@ class Window:
     def is_open(self) -> bool:
         return bool(self.losses) or self.carried is not None
 
-    def add(
+    @property
+    def reduction(self) -> LossReduction:
+        """How the losses are added up; several terms have been joined into a sum."""
+        if len(self.strategies) > 1:
+            return "sum"
+        return leading(self.strategies).loss_reduction
+
+    def join(self, terms: Mapping[str, Tensor] | Tensor) -> Tensor:
+        """The terms of the next announced micro-batch as one loss, each divided by its
+        own total."""
+        if self.told is None:
+            raise untold_terms(self.strategies)
+        weights = self.told.next_weights()
+        if not isinstance(terms, Mapping):
+            raise missing_terms(terms, self.strategies)
+        self.division = self.told
+        self.joined = join(terms, weights, self.strategies, self.told)
+        return self.joined.loss
+
+    def enter(
+        self,
+        loss: Tensor,
+        weight: Weight | None = None,
+        *,
+        value: Tensor | None = None,
+        divided_by: int = 1,
+        expected: int = 1,
+    ) -> Weight | None:
+        """Count a micro-batch; by what its gradient is multiplied (None is 1)."""
+        joined, self.joined = self.joined, None
+        if joined is not None:  # its terms have factors of their own
+            self._add(joined.weight, joined.weight, joined.value, 1)
+            return None
+        if self.told is not None:
+            weight = next(iter(self.told.next_weights().values()))
+        weight = checked_weight(weight)
+        if self.division is None:
+            self.division = self._choose_division(loss)
+        factor, applied = self.division.factor(
+            loss, weight, self.reduction, divided_by=divided_by, expected=expected
+        )
+        if value is None:
+            # clone: the next step of a CUDA graph writes over this one's loss
+            value = loss.detach().clone()
+        self._add(weight, applied, value, divided_by)
+        if isinstance(factor, Tensor):
+            return factor.to(loss.device, loss.dtype)
+        return factor
+
+    def _choose_division(self, loss: Tensor) -> Told | Streamed:
+        """By the first loss: one of half precision would round w / W, so that such a
+        window is divided when it closes."""
+        if self.told is not None and loss.dtype not in HALF:
+            return self.told
+        if self.carried is None:
+            self.streamed.open(loss.device)
+        return self.streamed
+
+    def _add(
         self, weight: Weight, applied: Weight, loss: Tensor, divided_by: int
     ) -> None:
         self.weights.append(weight)
@@ -99,22 +165,27 @@ class Window:
         return other
 
     def skip(self, loss: Tensor) -> None:
-        self.add(0, 0, loss.new_zeros(()), 1)
+        self._add(0, 0, loss.new_zeros(()), 1)
         self.num_skipped += 1
 
-    def row(
-        self, device: torch.device, reduction: LossReduction, *, slots: int = 0
-    ) -> Tensor:
+    def count(
+        self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
+    ) -> None:
+        """Count what `WindowStats` shows: tokens, those that only pad, samples."""
+        self.padding.append(padding)
+        self.tokens.append(tokens)
+        self.samples.append(samples)
+
+    def row(self, device: torch.device, *, slots: int = 0) -> Tensor:
         """This rank's numbers, in float64.
 
         Args:
             device: where the ranks meet.
-            reduction: whether the losses are means; else they are sums.
             slots: how many single weights to append, those not used as NaN.
         """
         weights = vector(self.weights, device)
         if self.losses:
-            own = self._own_columns(weights, reduction)
+            own = self._own_columns(weights)
         else:
             own = weights.new_zeros(NUM_COLUMNS)
         if self.carried is not None:
@@ -129,12 +200,13 @@ class Window:
         """What each micro-batch of this rank weighs, also those of a checkpoint."""
         return vector([*self.carried_weights, *self.weights], device)
 
-    def _own_columns(self, weights: Tensor, reduction: LossReduction) -> Tensor:
-        if self.is_divided and weights.is_cpu and are_numbers(self.weights):
-            return self._columns_on_host(reduction)
+    def _own_columns(self, weights: Tensor) -> Tensor:
+        is_told = isinstance(self.division, Told)
+        if is_told and weights.is_cpu and are_numbers(self.weights):
+            return self._columns_on_host()
         losses = self._undivided_losses(weights.device)
         total = bare = losses.sum()
-        if reduction == "mean":
+        if self.reduction == "mean":
             total = weighted_sum(losses, self.weights, weights)
         looked_at = (self.padding, self.tokens, self.samples)
         counts = [len(self.losses), *map(sum, looked_at)]
@@ -144,7 +216,7 @@ class Window:
         sums = torch.stack([weight, divisor, total, bare, *weights.aminmax()])
         return torch.cat([sums, vector(counts, weights.device)])
 
-    def _columns_on_host(self, reduction: LossReduction) -> Tensor:
+    def _columns_on_host(self) -> Tensor:
         """The same in plain numbers: each tensor operation costs more than all this."""
         weights = cast(list[float], self.weights)
         losses = [
@@ -152,7 +224,7 @@ class Window:
         ]
         bare = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
         total = bare
-        if reduction == "mean":
+        if self.reduction == "mean":
             total = sum(w * x for w, x in zip(weights, losses, strict=True) if w)
         weight = math.fsum(weights)
         looked_at = (self.padding, self.tokens, self.samples)

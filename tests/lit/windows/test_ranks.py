@@ -28,7 +28,7 @@ from tests.helpers import (
     windows_over_ranks,
 )
 from trainkit import AccumulationCallback, AccumulationMixin, PerToken
-from trainkit.core import reference as references
+from trainkit.core import division as references
 from trainkit.errors import TrainkitError
 
 EXACT = TOLERANCE[torch.float64]

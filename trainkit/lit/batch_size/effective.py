@@ -8,8 +8,12 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from trainkit.core.effective import EffectiveBatch, Unit, check_unit
-from trainkit.core.expected import Strategies
-from trainkit.core.strategies import AccumulationStrategy, PerSample, Uniform
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    PerSample,
+    Strategies,
+    Uniform,
+)
 from trainkit.core.window_size import WindowSize
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.unlike import counts_alike, row_before

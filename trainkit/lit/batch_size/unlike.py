@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from trainkit.core.batches import tensors
-from trainkit.core.expected import Strategies
-from trainkit.core.strategies import Uniform
+from trainkit.core.strategies import Strategies, Uniform
 from trainkit.lit.callback.first_windows import num_samples
 from trainkit.lit.callback.table import Row
 

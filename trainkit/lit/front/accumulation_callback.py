@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.core.checks import Checks
-from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.core.terms import named_strategies
 from trainkit.lit.split.callback import SplitCallback
 from trainkit.lit.windows import refusals

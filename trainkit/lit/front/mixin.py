@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trainkit.core.checks import Checks
 from trainkit.core.effective import EffectiveBatch
-from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import (
     AccumulationStrategy,
+    Strategies,
     Weight,
     checked_weight,
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.core.expected import Strategies
 from trainkit.core.ranks import find_ranks
-from trainkit.core.strategies import AccumulationStrategy, weigh_alike
+from trainkit.core.strategies import AccumulationStrategy, Strategies, weigh_alike
 from trainkit.core.terms import named_strategies
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.front.own_hooks import hold_schedulers, release_schedulers

@@ -102,7 +102,7 @@ class WindowMonitor(Callback):
                 counted = self._padding(batch)
                 if counted is not None:
                     padding, tokens = counted
-                    accumulator.count(padding=padding, tokens=tokens)
+                    accumulator.window.count(padding=padding, tokens=tokens)
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any

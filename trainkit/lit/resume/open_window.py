@@ -122,7 +122,7 @@ def _holders(
 ) -> list[tuple[str, Tensor]]:
     named = list(pl_module.named_parameters())
     for accumulator in accumulators.values():
-        named = holders(named, accumulator.wide)
+        named = holders(named, accumulator.gradients.wide)
     return named
 
 

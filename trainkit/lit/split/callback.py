@@ -164,8 +164,8 @@ class SplitCallback(WindowCallback):
     def slots(self) -> int:
         """For how many single weights a window that closes has room, on each rank."""
         accumulator = self.accumulators[0]
-        most = accumulator.most_micro_batches
-        return 0 if most is None else self._slots(accumulator, most)
+        told = accumulator.window.told
+        return self._slots(accumulator, told.most_micro_batches()) if told else 0
 
     def forget_means(self) -> None:
         """What `log_exact` has added up in the batch under way, which is run again."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from trainkit.core.expected import quotient
+from trainkit.core.division import quotient
 from trainkit.core.strategies import Weight
 from trainkit.lit.split.held_logs import HeldLogs
 from trainkit.lit.split.micro_batches import Part
@@ -28,7 +28,6 @@ class Running:
         part: the micro-batch that runs.
         at: that which is being brought to the device, or runs: where memory runs out.
         value: its loss, as reported.
-        weight: what it weighs.
         is_forward_only: whether nothing runs backward.
     """
 
@@ -40,7 +39,6 @@ class Running:
     part: Part | None = None
     at: Part | None = None
     value: Tensor | None = None
-    weight: Weight = 0
     is_forward_only: bool = False
 
     @property
@@ -48,10 +46,15 @@ class Running:
         return self.part is self.parts[-1]
 
     @property
+    def weight(self) -> Weight:
+        """What the micro-batch weighs, in the first term."""
+        assert self.part is not None
+        return _leading(self.part)
+
+    @property
     def share(self) -> Weight:
         """How much of the loader batch the micro-batch is, as the loss is weighed."""
-        assert self.part is not None
-        return quotient(_leading(self.part), self._weight_of_all)
+        return quotient(self.weight, self._weight_of_all)
 
     @cached_property
     def _weight_of_all(self) -> Weight:
@@ -59,5 +62,4 @@ class Running:
 
 
 def _leading(part: Part) -> Weight:
-    """What it weighs in the first term."""
     return next(iter(part.weights.values()))

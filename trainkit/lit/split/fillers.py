@@ -12,9 +12,8 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from trainkit.core.expected import Strategies
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Uniform
+from trainkit.core.strategies import Strategies, Uniform
 from trainkit.data.filler import Filler
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError

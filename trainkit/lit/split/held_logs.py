@@ -14,8 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainkit.core.expected import Strategies
-from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.totals import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, current_hook

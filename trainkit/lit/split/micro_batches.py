@@ -11,11 +11,17 @@ import torch
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import describe
-from trainkit.core.expected import Strategies, weights_by_term
+from trainkit.core.division import weights_by_term
 from trainkit.core.split.counts import announce_whole_counts
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import AccumulationStrategy, PerToken, Uniform, Weight
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    PerToken,
+    Strategies,
+    Uniform,
+    Weight,
+)
 from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
 from trainkit.lit.split import refusals

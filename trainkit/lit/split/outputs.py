@@ -8,12 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trainkit.core.expected import Strategies
-from trainkit.core.refusals import missing_terms
 from trainkit.core.split.fields import take_apart
 from trainkit.core.split.partition import Span
-from trainkit.core.strategies import AccumulationStrategy, Weight
-from trainkit.core.terms import refuse_other_terms
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
+from trainkit.core.terms import missing_terms, refuse_other_terms
 from trainkit.core.totals import vector
 from trainkit.core.window import are_numbers, weighted_sum
 from trainkit.errors import TrainkitError

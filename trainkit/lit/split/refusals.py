@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from trainkit.core.expected import Strategies
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Uniform
+from trainkit.core.strategies import Strategies, Uniform
 from trainkit.errors import TrainkitError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.expected import Strategies
+from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import replaced, uncompiled
 from trainkit.lit.split.outputs import taken_apart, terms_of
 

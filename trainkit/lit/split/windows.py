@@ -293,8 +293,9 @@ class SplitWindows:
                 self._trainer, accumulator.strategies
             )
             first = next(iter(parts[0].weights.values()))
-            accumulator.settle(first, size * len(parts), self._strategy.root_device)
-        accumulator.count(**counts_of(parts))
+            device = self._strategy.root_device
+            accumulator.streamed.agree(first, size * len(parts), device)
+        accumulator.window.count(**counts_of(parts))
         for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback):
                 callback.on_cut(sum(part.counts for part in parts))
@@ -323,12 +324,10 @@ class SplitWindows:
         running.logs.know_terms(terms, self._accumulator.strategies)
         if running.is_forward_only:
             return
-        if len(terms) == 1:
-            (loss,) = terms.values()
-        if running.tells:
-            loss, running.weight = self._accumulator.take(loss)
+        if len(self._accumulator.strategies) > 1:
+            loss = self._accumulator.window.join(loss)
         else:
-            (running.weight,) = running.part.weights.values()
+            (loss,) = terms.values()
         assert isinstance(loss, Tensor)
         if not running.part.counts:
             loss = loss * 0  # a sum has no weight that would take it out
@@ -337,20 +336,17 @@ class SplitWindows:
         self._backward(loss, self._trainer.optimizers[0])
 
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
-        """Before a backward pass, with the loss as a gradient scaler has left it; see
-        `Accumulator.weigh_in_turn`."""
+        """Before a backward pass, with the loss as a gradient scaler has left it; as
+        a seed, if `Accumulator.seed` can replace a hook."""
         running, accumulator = self.running, self._accumulator
         assert running is not None
         assert running.value is not None
-        weight, value, seed = running.weight, running.value, None
-        if running.tells:
-            seed = accumulator.weigh_in_turn(loss, weight, value, as_seed=as_seed)
-        else:
-            expected = self._trainer.accumulate_grad_batches * len(running.parts)
-            accumulator.weigh(loss, weight, value=value, expected=expected)
+        weigh = accumulator.seed if as_seed else accumulator.weigh
+        expected = self._trainer.accumulate_grad_batches * len(running.parts)
+        seed = weigh(loss, running.weight, value=running.value, expected=expected)
         if running.closes and running.is_last and not self.is_apart:
             accumulator.announce(slots=self._windows.slots())
-        return seed
+        return seed if isinstance(seed, Tensor) else None
 
     # ---- where memory runs out -------------------------------------------------------
 
@@ -359,7 +355,7 @@ class SplitWindows:
         if ddp is not None and not self._accumulator.is_open:
             send_forward_messages(ddp)
         gradients = KeptGradients(self._parameters())
-        snapshot, mark = Snapshot(self._module), self._accumulator.mark()
+        snapshot, mark = Snapshot(self._module), self._accumulator.window.copy()
         while self.sizes.failed_anywhere(self._attempt(batch, args, kwargs)):
             self._accumulator.rewind(mark)
             gradients.restore()
@@ -395,5 +391,5 @@ class SplitWindows:
     def _parameters(self) -> list[Tensor]:
         """What holds the gradients of the window."""
         own = parameters_of(self._trainer.optimizers[0])
-        wide = self._accumulator.wide
+        wide = self._accumulator.gradients.wide
         return own if wide is None else [*own, *wide.stand_ins]

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import Checks
-from trainkit.core.expected import Strategies
 from trainkit.core.gradients import clear_gradients, parameters_of
 from trainkit.core.ranks import Aggregation, check_aggregation
-from trainkit.core.strategies import AccumulationStrategy, Uniform, Weight
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform, Weight
 from trainkit.core.terms import ONE, leading, named_strategies
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
@@ -152,10 +151,10 @@ class WindowCallback(WindowOwner):
                 scaler=scaler,
             )
             refusals.refuse_static_graph(accumulator.ranks, num_expected)
-            accumulator.parameters = parameters_of(optimizer)
+            accumulator.gradients.parameters = parameters_of(optimizer)
             if self.wide_gradients:
                 refusals.refuse_wide_under_scaler(scaler)
-                accumulator.keep_wide(partial(parameters_of, optimizer))
+                accumulator.gradients.keep_wide(partial(parameters_of, optimizer))
             self.accumulators[index] = accumulator
             self._steps.append(StepWatch(optimizer, accumulator, scaler))
             if scaler is not None and unscales_itself(optimizer):

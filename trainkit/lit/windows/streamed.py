@@ -65,7 +65,7 @@ class _Steps:
         is_measured = windows.first_windows.is_complete
         if windows.counts_samples or not is_measured:
             for accumulator in windows.accumulators.values():
-                accumulator.count(samples=num_samples(batch))
+                accumulator.window.count(samples=num_samples(batch))
         if counts_alike(windows.strategies):
             self._unlike.look(batch)
             if is_measured:

@@ -13,7 +13,7 @@ from torch import nn
 from tests.core.common import relative
 from tests.helpers import TOLERANCE, TokenNet, gradients, pad, ragged_sequences
 from trainkit import Accumulator, PerSample, PerToken
-from trainkit.core.left import Left
+from trainkit.core.zeroed import HeldGradients
 from trainkit.errors import TrainkitError
 
 EXACT = TOLERANCE[torch.float64]
@@ -197,7 +197,7 @@ def test_between_windows_zeroing_is_as_ever() -> None:
 def test_left_looks_at_numbers_only_where_somebody_wrote() -> None:
     p = nn.Parameter(torch.zeros(3))  # a gradient of zeros is nobody's doing
     p.grad = torch.zeros(3)
-    left = Left([p, nn.Parameter(torch.ones(1))])
+    left = HeldGradients([p, nn.Parameter(torch.ones(1))])
     assert len(left) == 1
     assert left.are_zeroed() is None
     p.grad.add_(0)

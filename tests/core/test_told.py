@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.core.test_terms import ce_of, off
 from tests.helpers import NAIVE, TokenNet, gradients, pad, ragged_sequences
 from trainkit import Accumulator, PerSample, PerToken
-from trainkit.core.expected import Expected, weights_by_term
+from trainkit.core.division import Told, weights_by_term
 from trainkit.core.ranks import Ranks
 from trainkit.errors import TrainkitError
 
@@ -204,18 +204,18 @@ def test_wrong_weights_are_refused(weight: Any) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_factors_add_up_to_one(as_tensor: bool) -> None:
     own = [torch.tensor(w) if as_tensor else w for w in (3, 0, 5)]
-    expected = Expected({"": own}, Ranks(), torch.device("cpu"))
+    told = Told({"": own}, Ranks(), torch.device("cpu"))
     factors = []
     for _ in own:
-        weight = expected.next_weights()[""]
-        factors.append(float(expected.factor("", weight, "mean")))
+        weight = told.next_weights()[""]
+        factors.append(float(told.factor_of_term("", weight, "mean")))
     assert factors == [3 / 8, 0, 5 / 8]
-    assert float(expected.factor("", 3, "sum")) == 1 / 8
+    assert float(told.factor_of_term("", 3, "sum")) == 1 / 8
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_factor_of_a_window_that_weighs_nothing_is_zero(as_tensor: bool) -> None:
     own = [torch.tensor(0) if as_tensor else 0]
-    expected = Expected({"": own}, Ranks(), torch.device("cpu"))
-    assert float(expected.factor("", own[0], "mean")) == 0
-    assert float(expected.factor("", own[0], "sum")) == 0
+    told = Told({"": own}, Ranks(), torch.device("cpu"))
+    assert float(told.factor_of_term("", own[0], "mean")) == 0
+    assert float(told.factor_of_term("", own[0], "sum")) == 0

@@ -1,7 +1,8 @@
-"""What a backward pass has left in the parameters, and whether it is still there."""
+"""Whether an open window's gradients were zeroed between two backward passes."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import is_
 
@@ -9,10 +10,61 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainkit.core import refusals
 from trainkit.core._compat import versions_of
+from trainkit.core.late_reading import LateReading
 
 
-class Left:
+class ZeroedWatch:
+    """Refuses a window whose gradients were zeroed between two of its passes.
+
+    The first window is looked at more closely, and so are those after one in which
+    somebody wrote into the gradients.
+    """
+
+    def __init__(self) -> None:
+        self._held: HeldGradients | None = None
+        self._late: deque[tuple[int, LateReading]] = deque()
+        self._looks_before = True
+        self._is_written = self._has_said = False
+
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        """Remember what a backward pass has left in these parameters."""
+        self._held = HeldGradients(parameters, looks_before=self._looks_before)
+
+    def look(self, num_micro_batches: int) -> None:
+        """Look whether it is still there.
+
+        Args:
+            num_micro_batches: how many passes the window has had.
+        """
+        held, self._held = self._held, None
+        zeroed = None if held is None else held.are_zeroed()
+        if zeroed is not None:
+            self._looks_before = self._is_written = True
+            self._late.append((num_micro_batches, LateReading(zeroed)))
+        self.read()
+
+    def read(self, *, wait: bool = False) -> None:
+        """Complain of what was found, when it has reached the host."""
+        while self._late and (wait or self._late[0][1].arrived):
+            num_micro_batches, reading = self._late.popleft()
+            flags = reading.values()
+            refusals.refuse_zeroed(flags, num_micro_batches)
+            if 1 in flags and not self._has_said:
+                self._has_said = True
+                refusals.announce_zeroed(flags)
+
+    def forget(self) -> None:
+        """Begin anew: the window is gone, or its gradients were put back."""
+        self._held = None
+
+    def end_first(self) -> None:
+        """The first window has closed."""
+        self._looks_before = self._is_written
+
+
+class HeldGradients:
     """The gradients of an open window, as its last pass left them.
 
     Autograd counts how often a tensor is written over, so a look at these counters

@@ -1,0 +1,334 @@
+"""What the losses of a window are divided by: its total, or r until it closes.
+
+Each window has one division, chosen when its first loss comes:
+
+- `Told`: the window's total W is known. Each loss is multiplied by w / W, and nothing
+  is left to do.
+- `Streamed`: it is not known. Each loss is multiplied by w / r, and the sum of the
+  gradients by r / W when the window closes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trainkit.core.gradients import HALF
+from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import (
+    LossReduction,
+    Strategies,
+    Weight,
+    checked_weight,
+)
+from trainkit.core.totals import scalar, vector
+from trainkit.core.window_stats import DIVISOR, WEIGHT
+from trainkit.errors import TrainkitError
+
+HEADROOM = 256
+"""Under a gradient scaler, how much heavier a run's first window may be than its first
+micro-batch lets expect before half precision overflows and a step is lost."""
+
+UNKNOWN = 1024.0
+"""r where the first micro-batch weighs nothing, and so tells nothing: in half precision
+a window may then weigh from a thousandth of this to ten thousand times as much."""
+
+
+class Told:
+    """A window whose total is known before its first forward pass.
+
+    The ranks exchange their totals while the first micro-batch computes.
+
+        factor of micro-batch i in term t = multiplier * w_ti / sum_i w_ti
+
+    where the multiplier takes the backend's mean over ranks out again. A loss that is
+    a sum has 1 in place of w_ti; one whose sum stays a sum has the multiplier alone.
+
+    Args:
+        weights: for each term, what this rank's micro-batches weigh, in their order.
+        ranks: those that share the window.
+        device: where they meet.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Sequence[Weight]],
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self._weights = {t: [_on_host(w) for w in row] for t, row in weights.items()}
+        self._first = next(iter(self._weights))
+        self._multiplier = ranks.multiplier
+        self._totals: dict[str, Weight] | None = None
+        self._most: int | None = None
+        self.num_micro_batches = len(self._weights[self._first])
+        self.num_begun = 0
+        own = {t: _sum(row, device) for t, row in self._weights.items()}
+        if ranks.size == 1:
+            self._totals, self._most = own, self.num_micro_batches
+            return
+        row = vector([*own.values(), self.num_micro_batches], device)
+        self._shared = ranks.share(row)
+
+    def next_weights(self) -> dict[str, Weight]:
+        """What the next micro-batch weighs, by term."""
+        index, self.num_begun = self.num_begun, self.num_begun + 1
+        if index >= self.num_micro_batches:
+            raise TrainkitError(
+                f"expect(): the window was to have {self.num_micro_batches} "
+                f"micro-batches on this rank, and another one came. Pass expect() all "
+                f"of the window's micro-batches, or finish() it before."
+            )
+        return {term: row[index] for term, row in self._weights.items()}
+
+    def factor(
+        self,
+        loss: Tensor,
+        weight: Weight,
+        reduction: LossReduction,
+        *,
+        divided_by: int,
+        expected: int,
+    ) -> tuple[Weight, Weight]:
+        """By what the gradient of a micro-batch's loss is multiplied, and its weight.
+
+        Args:
+            loss: where the backward pass starts.
+            weight: what the micro-batch weighs.
+            reduction: what its loss is.
+            divided_by: what the loop has divided the loss by.
+            expected: for the other division.
+        """
+        factor = self.factor_of_term(self._first, weight, reduction)
+        return factor if divided_by == 1 else factor * divided_by, weight
+
+    def factor_of_term(
+        self, term: str, weight: Weight, reduction: LossReduction
+    ) -> Weight:
+        """By what the gradient of one term of a loss is multiplied."""
+        return self.share(term, weight, reduction) * self._multiplier
+
+    def share(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
+        """How much of the term's loss over the window a micro-batch is."""
+        if reduction == "total":
+            return 1.0
+        return quotient(weight if reduction == "mean" else 1, self.totals[term])
+
+    @property
+    def totals(self) -> dict[str, Weight]:
+        """What the window weighs in each term, over all ranks."""
+        if self._totals is None:
+            table = self._shared.wait()
+            self._totals = dict(zip(self._weights, table.sum(0).unbind(), strict=False))
+        return self._totals
+
+    def most_micro_batches(self) -> int:
+        """How many the rank has that has the most; waits for the device."""
+        if self._most is None:
+            self._most = int(self._shared.wait()[:, -1].amax())
+        return self._most
+
+    def refuse_unfinished(self) -> None:
+        if self.num_begun != self.num_micro_batches:
+            raise TrainkitError(
+                f"finish(): the window was to have {self.num_micro_batches} "
+                f"micro-batches on this rank, by expect(), and had {self.num_begun}: "
+                f"its gradient would be too small. Run all of them, or drop() the "
+                f"window."
+            )
+
+    def close(self, totals: Tensor, reduction: LossReduction, window: int) -> None:
+        """Nothing is left to divide."""
+
+
+class Streamed:
+    """Windows whose total is known when they close.
+
+    r is one number that all ranks share, near what a window weighs on one rank: so the
+    sum of the gradients w_i / r stays near the size of a mean gradient whatever the
+    weights are, and half precision neither overflows nor vanishes. It is a power of
+    two, so that w / r is exact where w is.
+
+    A gradient scaler that serves several optimizers changes its factor when one of them
+    steps, perhaps inside another's window. Each gradient is brought into the factor
+    that its window was opened with. Nothing here waits for the device.
+
+    Args:
+        ranks: those that must agree on r.
+        leaves_room: whether an overflow costs a step, so that r leaves headroom.
+        scaler: the loop's gradient scaler, or None.
+
+    Attributes:
+        reference: r; None before the first window.
+        opening: the scaler's factor in the open window's gradients; None is 1.
+    """
+
+    def __init__(self, ranks: Ranks, *, leaves_room: bool, scaler: Any) -> None:
+        self._ranks = ranks
+        self._headroom = HEADROOM if leaves_room else 1
+        self._scaler = scaler
+        self._inverses: dict[int, Tensor] = {}
+        self.reference: Tensor | None = None
+        self.opening: Tensor | None = None
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether there is a gradient scaler that scales."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
+        """Take both from a checkpoint."""
+        self._set(reference)
+        self.opening = opening
+
+    def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
+        """Find r for the first window, from the ranks' first micro-batches.
+
+        Later windows take an earlier one's weight, which all ranks know. Where
+        backward passes communicate, every rank comes here in its first one.
+        """
+        if self.reference is not None:
+            return
+        first = scalar(weight, device) * (expected * self._headroom)
+        if self._ranks.backend_sums:
+            first = self._ranks.sum_(first) / self._ranks.size
+        self._set(power_of_two(first, None))
+
+    def open(self, device: torch.device) -> None:
+        """Begin a window, in the scaler's factor of now."""
+        self.opening = self._factor_now(device)
+
+    def factor(
+        self,
+        loss: Tensor,
+        weight: Weight,
+        reduction: LossReduction,
+        *,
+        divided_by: int,
+        expected: int,
+    ) -> tuple[Tensor, Weight]:
+        """w / r, and what is left of the weight in a loss of half precision.
+
+        Args:
+            loss: where the backward pass starts.
+            weight: what the micro-batch weighs.
+            reduction: what its loss is.
+            divided_by: what the loop has divided the loss by.
+            expected: how many micro-batches the first window will have on this rank.
+        """
+        self.agree(weight, expected, loss.device)
+        inverse = self._inverse(divided_by)
+        by_mean = reduction == "mean"
+        factor = inverse * weight if by_mean else inverse
+        applied = weight
+        if by_mean and loss.dtype in HALF:
+            applied = factor.to(loss.dtype) / inverse
+        to_opening = self._to_opening(loss.device)
+        return factor if to_opening is None else factor * to_opening, applied
+
+    def close(
+        self, totals: Tensor, reduction: LossReduction, window: int
+    ) -> Tensor | None:
+        """r / W: by what the window's gradients are multiplied; None where it has none.
+
+        Args:
+            totals: the window's, over all ranks.
+            reduction: what its losses are.
+            window: how many were closed before it.
+        """
+        scale = self._scale(totals, reduction)
+        # r need not follow every window, but all ranks must change it at the same one.
+        if window < 8 or window % 16 == 0:
+            self._set(power_of_two(totals[WEIGHT] / self._ranks.size, self.reference))
+        return scale
+
+    def _scale(self, totals: Tensor, reduction: LossReduction) -> Tensor | None:
+        if self.reference is None:
+            return None
+        scale = self.reference.to(totals.device)
+        if reduction != "total":
+            scale = scale / totals[DIVISOR]
+        if self._ranks.multiplier != 1:
+            scale = scale * self._ranks.multiplier
+        to_opening = self._to_opening(totals.device)
+        if to_opening is not None:
+            scale = scale / to_opening  # into the scaler's factor of now
+        # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
+        return scale.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _set(self, reference: Tensor | None) -> None:
+        self.reference = reference
+        self._inverses = {}
+
+    def _inverse(self, divided_by: int) -> Tensor:
+        if divided_by not in self._inverses:
+            assert self.reference is not None
+            self._inverses[divided_by] = divided_by / self.reference
+        return self._inverses[divided_by]
+
+    def _to_opening(self, device: torch.device) -> Tensor | None:
+        """What brings a gradient of now into the window's factor; None is 1."""
+        now = self._factor_now(device)
+        if now is None and self.opening is None:
+            return None
+        opening = 1.0 if self.opening is None else self.opening.to(device)
+        return opening / (torch.ones((), device=device) if now is None else now)
+
+    def _factor_now(self, device: torch.device) -> Tensor | None:
+        if not self.has_scaler:
+            return None
+        return self._scaler.scale(torch.ones((), device=device))
+
+
+def power_of_two(number: Tensor, before: Tensor | None) -> Tensor:
+    """The power of two nearest to a positive number, else what it was before.
+
+    It falls by halves only: the window after an epoch's short last one is a full one.
+    """
+    nearest = number.log2().round().exp2()
+    if before is None:
+        return torch.where(nearest > 0, nearest, UNKNOWN)
+    before = before.to(number.device)
+    return torch.where(nearest > 0, nearest.maximum(before / 2), before)
+
+
+def weights_by_term(
+    strategies: Strategies, batches: Iterable[object]
+) -> dict[str, list[Weight]]:
+    """What micro-batches weigh in each term."""
+    listed = list(batches)
+    if not listed:
+        raise TrainkitError(
+            "expect(): received no micro-batches, so the window's total is not known. "
+            "Pass all that this rank will run; one of weight 0 if it has none."
+        )
+    return {
+        term: [_on_host(strategy.weight(batch)) for batch in listed]
+        for term, strategy in strategies.items()
+    }
+
+
+def quotient(part: Weight, total: Weight) -> Weight:
+    """part / total; 0 where nothing weighs anything."""
+    if isinstance(total, Tensor):
+        return torch.where(total == 0, 0, part / total)
+    if isinstance(part, Tensor):
+        return part / total if total else part * 0
+    return part / total if total else 0.0
+
+
+def _on_host(weight: Weight) -> Weight:
+    """A number where it can be one without waiting; on a GPU it stays there."""
+    if isinstance(weight, Tensor) and weight.is_cpu and weight.numel() == 1:
+        weight = weight.item()
+    return checked_weight(weight)
+
+
+def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
+    if any(isinstance(weight, Tensor) for weight in weights):
+        return vector(weights, device).sum()
+    return math.fsum(cast(Sequence[float], weights))

@@ -1,0 +1,112 @@
+"""The gradient of an open window: where it is added up, and how it is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.core.gradients import (
+    are_finite,
+    gradients_of,
+    leaves_of,
+    scale_,
+    sum_over_ranks_,
+)
+from trainkit.core.ranks import Ranks
+from trainkit.core.wide_gradients import WideGradients
+from trainkit.core.zeroed import ZeroedWatch
+
+
+class GradientSum:
+    """Adds up a window's gradients: in the parameters, as autograd does, or in float32
+    beside them.
+
+    Args:
+        module: what trains, if it is known.
+        ranks: those that share the window.
+
+    Attributes:
+        parameters: whose gradients the windows are; else known from the first loss.
+        wide: keeps the sum in float32, where that was asked for.
+    """
+
+    def __init__(self, module: Any, ranks: Ranks) -> None:
+        self.parameters: list[Tensor] = []
+        if isinstance(module, nn.Module):
+            self.parameters = trained(module)
+        self.wide: WideGradients | None = None
+        self._ranks = ranks
+        self._zeroed = ZeroedWatch()
+
+    def keep_wide(self, training: Callable[[], Iterable[Tensor]]) -> None:
+        """From here on keep the window's gradient in float32, and round it once.
+
+        Args:
+            training: says which parameters train; asked after each backward pass,
+                since finetuning lets more of them join.
+        """
+        self._training = training
+        self.wide = WideGradients(training(), ranks=self._ranks)
+
+    def look(self, num_passes: int, loss: Tensor | None = None) -> None:
+        """Refuse gradients that somebody has zeroed since the last backward pass.
+
+        Args:
+            num_passes: how many passes the window has had.
+            loss: where the next one starts.
+        """
+        self._zeroed.look(num_passes)
+        if not self.parameters and loss is not None:
+            self.parameters = leaves_of(loss)
+
+    def add(self) -> None:
+        """Take in what a backward pass has left in the parameters."""
+        if self.wide is not None:
+            is_apart = self._ranks.holds_back_gradients
+            self.wide.join(self._training())
+            self.wide.take(is_shared=self._ranks.backend_sums and not is_apart)
+            return
+        # FSDP moves gradients about between passes, which is nobody's zeroing.
+        if self._ranks.ddp is not None or not self._ranks.backend_sums:
+            self._zeroed.hold(self.parameters)
+
+    def divide(self, scale: Tensor | None, *, is_apart: bool) -> None:
+        """Make it the window's: multiplied by `scale`, and the same on all ranks.
+
+        Args:
+            scale: None where each gradient was divided as it came.
+            is_apart: whether no backward pass has brought the ranks together.
+        """
+        rest = self.parameters
+        if self.wide is not None:
+            self.wide.hand_over(scale)
+            rest = self.wide.others(rest)
+        if scale is not None:
+            scale_(gradients_of(rest), scale)
+        if self._ranks.size > 1 and (is_apart or not self._ranks.backend_sums):
+            sum_over_ranks_(rest, self._ranks, times=1 / self._ranks.multiplier)
+        self._zeroed.end_first()
+
+    def are_lost(self) -> bool:
+        """Whether a gradient or a weight is NaN or infinite; waits for the device."""
+        return not are_finite(self.parameters)
+
+    def forget(self) -> None:
+        """What the last pass has left is there no more, or no longer of concern."""
+        self._zeroed.forget()
+
+    def drop(self) -> None:
+        """Forget the sum; what is in the parameters stays there."""
+        if self.wide is not None:
+            self.wide.drop()
+
+    def read_all(self) -> None:
+        """Complain of all that was found so far; waits for the device."""
+        self._zeroed.read(wait=True)
+
+
+def trained(module: nn.Module) -> list[Tensor]:
+    """The parameters that require a gradient."""
+    return [p for p in module.parameters() if p.requires_grad]
