@@ -98,14 +98,13 @@ class Accumulator:
         nonfinite = nonfinite or ("raise" if scaler is None else "allow")
         self.ranks = find_ranks(module, aggregation, process_group)
         self.gradients = GradientSum(module, self.ranks)
-        self.module = module
+        self.module, self._has_module = module, isinstance(module, nn.Module)
         self.streamed = Streamed(
             self.ranks, leaves_room=nonfinite == "allow", scaler=scaler
         )
         self.watch = Watch(checks, nonfinite, self.gradients.are_lost)
         self.num_windows = 0
-        self.strategies: Strategies = {}
-        self.window = Window(self.strategies, self.streamed)
+        self.window = Window(named_strategies(strategy), self.streamed)
         self.weigh_by(strategy)
         self._num_running = num_running()
         self._reads_hooks = aggregation == "auto"
@@ -119,7 +118,8 @@ class Accumulator:
     def weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
         """Weigh by another strategy, from the window on that opens next."""
         refusals.refuse_other_strategy(self.window)
-        self.strategies = self.window.strategies = named_strategies(strategy)
+        self.strategies: Strategies = named_strategies(strategy)
+        self.window.weigh_by(self.strategies)
         self.strategy = leading(self.strategies)
         self.watch.measure_by(self.strategies)
 
@@ -225,7 +225,7 @@ class Accumulator:
         window = self.window
         refusals.refuse_backward(window, self.ranks, loss)
         self.gradients.look(window.num_weighted, loss)
-        if isinstance(self.module, nn.Module):  # Lightning sees to it itself
+        if self._has_module:  # Lightning sees to it itself
             window.is_apart = self.ranks.holds_back_gradients
 
     def passed(self) -> None:

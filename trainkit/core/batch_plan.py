@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from trainkit.core.effective import EffectiveBatch
 from trainkit.core.epoch_plan import EpochPlan
 from trainkit.core.scaling import checked_factor, make_rule
-from trainkit.core.whole_number import check_whole
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 NEARBY = 0.05
@@ -48,7 +48,7 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_whole(f"BatchPlan {field.name}", getattr(self, field.name))
+            check_whole_number(f"BatchPlan {field.name}", getattr(self, field.name))
         if self.micro_batch > self.max_micro_batch:
             raise TrainkitError(
                 f"BatchPlan micro_batch: must be at most max_micro_batch, "
@@ -78,9 +78,9 @@ class BatchPlan:
         Raises:
             TrainkitError: a number is not whole, or below 1.
         """
-        check_whole("BatchPlan target", target)
-        check_whole("BatchPlan world_size", world_size)
-        check_whole("BatchPlan max_micro_batch", max_micro_batch)
+        check_whole_number("BatchPlan target", target)
+        check_whole_number("BatchPlan world_size", world_size)
+        check_whole_number("BatchPlan max_micro_batch", max_micro_batch)
 
         shares = {max(target // world_size, 1), -(-target // world_size)}
         plans = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainkit.core.whole_number import check_whole
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 
@@ -66,10 +66,10 @@ class EpochPlan:
         Raises:
             TrainkitError: a number is not whole, or `drop_last` leaves nothing.
         """
-        check_whole("EpochPlan num_samples", num_samples)
-        check_whole("EpochPlan micro_batch", micro_batch)
-        check_whole("EpochPlan accumulate", accumulate)
-        check_whole("EpochPlan world_size", world_size)
+        check_whole_number("EpochPlan num_samples", num_samples)
+        check_whole_number("EpochPlan micro_batch", micro_batch)
+        check_whole_number("EpochPlan accumulate", accumulate)
+        check_whole_number("EpochPlan world_size", world_size)
         samples_per_rank = _ceil(num_samples, world_size)
         samples_used = samples_per_rank
         if drop_last:

@@ -7,7 +7,7 @@ from trainkit.errors import TrainkitError
 LARGEST = 10**12
 
 
-def check_whole(name: str, value: object) -> None:
+def check_whole_number(name: str, value: object) -> None:
     """Refuse what is no whole number from 1 to 10**12.
 
     Args:

@@ -35,6 +35,7 @@ class Window:
     Attributes:
         strategies: say what micro-batches weigh, for each term of the loss.
         streamed: the division of windows whose total is not known.
+        reduction: how the losses are added up; several terms are joined into a sum.
         weights: what each micro-batch weighs.
         applied: the same after the rounding of a half-precision loss, which cannot
             carry 1001: what the gradients were really multiplied by.
@@ -57,6 +58,7 @@ class Window:
 
     strategies: Strategies
     streamed: Streamed
+    reduction: LossReduction = field(init=False)
     weights: list[Weight] = field(default_factory=list)
     applied: list[Weight] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -90,12 +92,15 @@ class Window:
     def is_open(self) -> bool:
         return bool(self.losses) or self.carried is not None
 
-    @property
-    def reduction(self) -> LossReduction:
-        """How the losses are added up; several terms have been joined into a sum."""
-        if len(self.strategies) > 1:
-            return "sum"
-        return leading(self.strategies).loss_reduction
+    def __post_init__(self) -> None:
+        self.weigh_by(self.strategies)
+
+    def weigh_by(self, strategies: Strategies) -> None:
+        """Take other strategies, while nothing has been weighed."""
+        self.strategies = strategies
+        self.reduction = leading(strategies).loss_reduction
+        if len(strategies) > 1:
+            self.reduction = "sum"
 
     def join(self, terms: Mapping[str, Tensor] | Tensor) -> Tensor:
         """The terms of the next announced micro-batch as one loss, each divided by its

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.whole_number import check_whole
+from trainkit.core.whole_number import check_whole_number
 from trainkit.data.length_sampler import Batch, LengthSampler
 
 
@@ -41,8 +41,8 @@ class LengthGroupedSampler(LengthSampler):
         drop_last: bool = False,
         process_group: Any = None,
     ) -> None:
-        check_whole("LengthGroupedSampler batch_size", batch_size)
-        check_whole("LengthGroupedSampler pool", pool)
+        check_whole_number("LengthGroupedSampler batch_size", batch_size)
+        check_whole_number("LengthGroupedSampler pool", pool)
         super().__init__(
             lengths,
             shuffle=shuffle,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainkit.core.whole_number import check_whole
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 Columns = dict[Any, list[Any]]
@@ -59,7 +59,7 @@ class PadCollate:
             raise TrainkitError(
                 f'PadCollate side: must be "right" or "left", received {side!r}.'
             )
-        check_whole("PadCollate multiple_of", multiple_of)
+        check_whole_number("PadCollate multiple_of", multiple_of)
         self.fill = dict(fill or {})
         self.side = side
         self.of = of

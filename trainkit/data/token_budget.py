@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.whole_number import check_whole
+from trainkit.core.whole_number import check_whole_number
 from trainkit.data.length_sampler import Batch, LengthSampler
 from trainkit.errors import TrainkitError
 
@@ -65,9 +65,9 @@ class TokenBudgetSampler(LengthSampler):
         drop_last: bool = False,
         process_group: Any = None,
     ) -> None:
-        check_whole("TokenBudgetSampler tokens", tokens)
+        check_whole_number("TokenBudgetSampler tokens", tokens)
         if size is not None:
-            check_whole("TokenBudgetSampler size", size)
+            check_whole_number("TokenBudgetSampler size", size)
         super().__init__(
             lengths,
             shuffle=shuffle,

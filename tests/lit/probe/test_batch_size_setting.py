@@ -19,7 +19,7 @@ from tests.lit.probe.finding import (
     shuffled_loader,
 )
 from trainkit.errors import TrainkitError
-from trainkit.lit.probe.batch_size_setting import find_place
+from trainkit.lit.probe.batch_size_setting import find_setting
 
 
 class PrivateLoader(Net):
@@ -49,9 +49,9 @@ class Both(pl.LightningDataModule):
 
 def test_an_attribute_and_its_hyperparameter_stay_the_same() -> None:
     both = Both()
-    place = find_place(Net(), both, "batch_size")
-    assert (place.read(), place.text) == (4, "Both.batch_size")
-    place.write(8)
+    setting = find_setting(Net(), both, "batch_size")
+    assert (setting.read(), setting.text) == (4, "Both.batch_size")
+    setting.write(8)
     assert (both.batch_size, both.hparams["batch_size"]) == (8, 8)
 
 
@@ -80,7 +80,7 @@ def test_under_another_name() -> None:
 @pytest.mark.parametrize("make", [shuffled_loader, resumable_loader])
 def test_a_loader_cuts_by_the_size_that_was_written(make: Any) -> None:
     loader = make(4)
-    find_place(Net(), loader, "batch_size").write(16)
+    find_setting(Net(), loader, "batch_size").write(16)
     assert [len(x) for x, _ in loader] == [16] * 6
     assert len(loader) == 6
     fit, module = quick(max_epochs=1), Net()
@@ -158,6 +158,6 @@ def test_a_search_that_fails_leaves_the_size(make: Any) -> None:
     data = make(4)
     with pytest.raises(KeyError, match="labels"):
         found(Mistaken(), data)
-    assert find_place(Net(), data, "batch_size").read() == 4
+    assert find_setting(Net(), data, "batch_size").read() == 4
     loader = data.train_dataloader()
     assert loader.batch_size == 4

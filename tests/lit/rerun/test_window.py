@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from trainkit.lit.rerun.window import KeptGradients, SetAside, Snapshot
+from trainkit.lit.rerun.window import KeptGradients, Snapshot, StashedGradients
 
 
 class Meter:
@@ -188,7 +188,7 @@ def test_kept_gradients_can_be_begun_with_again(sparse: bool) -> None:
 def test_gradients_put_aside_come_back_as_they_were() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = gradient = torch.full((2,), 3.0)
-    aside = SetAside([weight])
+    aside = StashedGradients([weight])
     assert weight.grad is None
     aside.put_back()
     assert weight.grad is gradient

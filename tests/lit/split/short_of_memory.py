@@ -89,7 +89,7 @@ class Short(Split):
     def is_measured(self) -> bool:
         """Whether it only runs with and without padding, to be compared."""
         splits = (getattr(each, "split", None) for each in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return any(split is not None and split.running is None for split in splits)
+        return any(split is not None and split.current is None for split in splits)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer.training:

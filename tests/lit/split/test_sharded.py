@@ -58,8 +58,8 @@ class Sharded(Trained):
         self.counted(float(rows))
         self.log("rows", float(rows), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("counted", self.counted, on_step=True, on_epoch=False)
-        running = windows_of(self.trainer).split.running  # type: ignore[attr-defined]
-        fills_up = float(not running.part.counts)
+        current = windows_of(self.trainer).split.current  # type: ignore[attr-defined]
+        fills_up = float(not current.part.counts)
         self.log_exact("filling", torch.tensor(fills_up), batch, weight=rows)
         self.cast(torch.ones(rows + 1, 1))
         return super().training_step(batch, batch_idx)

@@ -10,9 +10,9 @@ from typing import Any
 
 from trainkit.core.batches import describe
 from trainkit.core.split.fields import Field
+from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import Span, columns_of, even_runs, partition
-from trainkit.core.split.reading import Reader, Reading
 from trainkit.core.split.rows import Rows
 from trainkit.core.split.samples import collated, rows_of_samples
 from trainkit.core.split.slicing import slices_of
@@ -89,11 +89,11 @@ class Cutter:
 
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
         self._options = options
-        self._reader = Reader(options, strategy)
+        self._reader = LayoutReader(options, strategy)
         self.longest_over_budget: int | None = None
         self.has_trimmed_left = False
         self.shared: list[Field] = []
-        self._measured: tuple[Any, Reading] | None = None  # until it is cut
+        self._measured: tuple[Any, Layout] | None = None  # until it is cut
 
     def measure(self, batch: Any) -> Rows:
         """How many rows a batch has, and how long they are."""
@@ -131,30 +131,30 @@ class Cutter:
             parts = self._parts(batch, rows, limit, at_least)
             batches = collated(batch, parts, self._options.collate)
             return _micro_batches(batches, parts, rows)
-        reading = self._read(batch)
-        self.shared = [f for i, f in enumerate(reading.fields) if i not in reading.cut]
+        layout = self._read(batch)
+        self.shared = [f for i, f in enumerate(layout.fields) if i not in layout.cut]
         if not trim:
-            reading = reading.untrimmed()
-        parts = self._parts(batch, reading.rows, limit, at_least)
-        if not self.has_trimmed_left and reading.trims and reading.rows.begin_late:
-            spans = reading.rows.spans
+            layout = layout.untrimmed()
+        parts = self._parts(batch, layout.rows, limit, at_least)
+        if not self.has_trimmed_left and layout.trims and layout.rows.begin_late:
+            spans = layout.rows.spans
             firsts = (first for rows in parts for first, _ in columns_of(spans, rows))
             self.has_trimmed_left = any(firsts)
-        cut = _micro_batches(_built(reading, parts), parts, reading.rows)
-        for micro_batch in cut if reading.trims else ():
-            micro_batch.whole = reading.rows
+        cut = _micro_batches(_built(layout, parts), parts, layout.rows)
+        for micro_batch in cut if layout.trims else ():
+            micro_batch.whole = layout.rows
         return cut
 
     def pair(self, batch: Any, rows: list[int]) -> list[Any]:
         """Some rows of a loader batch as one micro-batch, trimmed and untrimmed."""
-        reading = self._reader.read(batch)
-        return [_built(each, [rows])[0] for each in (reading, reading.untrimmed())]
+        layout = self._reader.read(batch)
+        return [_built(each, [rows])[0] for each in (layout, layout.untrimmed())]
 
     def stop_trimming(self) -> None:
         """Every micro-batch to come gets all columns."""
         self._reader.trims = False
 
-    def _read(self, batch: Any) -> Reading:
+    def _read(self, batch: Any) -> Layout:
         measured, self._measured = self._measured, None
         if measured is not None and measured[0] is batch:
             return measured[1]
@@ -182,9 +182,9 @@ class Cutter:
         return [sorted(part) for part in parts]
 
 
-def _built(reading: Reading, parts: Sequence[Sequence[int]]) -> list[Any]:
-    pieces = slices_of(reading, parts)
-    return [reading.build(iter(values)) for values in zip(*pieces, strict=True)]
+def _built(layout: Layout, parts: Sequence[Sequence[int]]) -> list[Any]:
+    pieces = slices_of(layout, parts)
+    return [layout.build(iter(values)) for values in zip(*pieces, strict=True)]
 
 
 def _most_rows(rows: Rows, limit: Limit) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from trainkit.core.batches import Path
-from trainkit.core.whole_number import check_whole
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 
@@ -88,7 +88,7 @@ class MicroBatching(_Chosen):
             )
         for name in ("size", "tokens", "start", "grow_after"):
             if getattr(self, name) is not None:
-                check_whole(f"MicroBatching {name}", getattr(self, name))
+                check_whole_number(f"MicroBatching {name}", getattr(self, name))
         self._check_auto()
         self._check_costs()
         self._check_fields()

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.split.layout import Layout
 from trainkit.core.split.partition import Span, columns_of
-from trainkit.core.split.reading import Reading
 
 
-def slices_of(reading: Reading, parts: Sequence[Sequence[int]]) -> list[list[Any]]:
+def slices_of(layout: Layout, parts: Sequence[Sequence[int]]) -> list[list[Any]]:
     """For each field, its piece for each micro-batch.
 
     Args:
-        reading: the batch's fields and rows, and what to trim.
+        layout: the batch's fields and rows, and what to trim.
         parts: the rows of each micro-batch, ascending.
     """
-    sizes = _sizes_in_order(parts, reading.rows.num_rows)
-    spans, trims = reading.rows.spans, reading.trims
+    sizes = _sizes_in_order(parts, layout.rows.num_rows)
+    spans, trims = layout.rows.spans, layout.trims
     columns = [columns_of(spans, rows) if trims else [] for rows in parts]
     indices: dict[tuple[int, torch.device], Tensor] = {}
     pieces = []
-    for number, field in enumerate(reading.fields):
-        if number not in reading.cut:
+    for number, field in enumerate(layout.fields):
+        if number not in layout.cut:
             pieces.append([field.value] * len(parts))
             continue
         each = trims.get(number, ())

@@ -77,7 +77,7 @@ class BatchNormGuard(OrderedCallback):
         ramp_steps: with `"renorm"`: over how many optimizer steps both open.
     """
 
-    place = 3
+    order = 3
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class BatchNormGuard(OrderedCallback):
             )
         self.convert(pl_module, trainer)
         if stage == "fit":
-            self.take_place(trainer)
+            self.move_to_front(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._is_training, self._has_started = True, False
@@ -166,12 +166,12 @@ class BatchNormGuard(OrderedCallback):
         self._policy.start(trainer, pl_module, layers)
         if self.policy != "ignore" and self._policy.computes_from_micro_batches:
             self._watch = ShapeWatch(layers)
-        self.show_plan(trainer, pl_module)
+        self.show_table(trainer, pl_module)
 
     def _training_layers(self) -> dict[str, BatchNorm]:
         return {name: x for name, x in self._layers.items() if is_training(x)}
 
-    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+    def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         num_layers = self._num_layers
         text = self._policy.summary(num_layers)
         if not text or not (num_layers or self.policy == "group_norm"):
@@ -199,11 +199,11 @@ class BatchNormGuard(OrderedCallback):
             self._num_batches = int(max(min(size, left), 1))
             self._open_window()
 
-    def on_cut(self, num_parts: int) -> None:
+    def on_cut(self, num_micro_batches: int) -> None:
         # As if all batches of the window were cut so: then each of them forgets its
         # own share of a step, be they cut into more parts or fewer. Ranks may differ;
         # each forgets once a step, and rank 0's statistics are what DDP keeps.
-        self._num_parts = num_parts
+        self._num_parts = num_micro_batches
         self._open_window()
 
     def _open_window(self) -> None:

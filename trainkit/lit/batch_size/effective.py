@@ -206,7 +206,7 @@ def check_measurable(trainer: Any, unit: Unit) -> None:
         )
 
 
-def plan_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
+def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
     """What a step and an epoch will be, for the table before training."""
     batch = find_effective_batch(trainer, unit="samples")
     each = f"weighed by {_names(strategies)}"

@@ -24,35 +24,35 @@ class OrderedCallback(Callback):
     its size; every other callback, such as `LearningRateMonitor`, sees all of it done.
 
     Attributes:
-        place: the lower, the earlier.
+        order: the lower, the earlier.
     """
 
-    place: int
+    order: int
 
     def __getstate__(self) -> dict[str, Any]:
         return without_module(self)
 
-    def take_place(self, trainer: Any) -> None:
+    def move_to_front(self, trainer: Any) -> None:
         """To be called in `setup`."""
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
         others = [c for c in trainer.callbacks if not isinstance(c, OrderedCallback)]
         # A new list: Lightning is walking through the old one to call `setup`.
-        trainer.callbacks = [*sorted(ours, key=lambda c: c.place), *others]
+        trainer.callbacks = [*sorted(ours, key=lambda c: c.order), *others]
 
-    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+    def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         """What it is going to do, for the table before training."""
         return []
 
-    def on_cut(self, num_parts: int) -> None:
+    def on_cut(self, num_micro_batches: int) -> None:
         """The loader batch that is about to run was cut into so many micro-batches;
         said again where it is run again in others."""
 
-    def show_plan(self, trainer: Any, pl_module: Any) -> None:
+    def show_table(self, trainer: Any, pl_module: Any) -> None:
         """To be called at the end of `on_train_start`: the last of ours to be ready
         shows the table of all."""
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
         if ours[-1] is self and trainer.is_global_zero:
-            show([row for each in ours for row in each.plan(trainer, pl_module)])
+            show([row for each in ours for row in each.table_rows(trainer, pl_module)])
 
 
 class WindowOwner(OrderedCallback):

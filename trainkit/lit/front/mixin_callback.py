@@ -60,7 +60,7 @@ class MixinCallback(SplitCallback):
         if self._scaler is not None:
             hold_schedulers(pl_module)
         # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
-        self.means.go_on("train", pl_module.device)
+        self.means.resume("train", pl_module.device)
 
     def _choose(self, pl_module: Any) -> None:
         """Take over what the module says by now, perhaps in its `setup`."""

@@ -33,7 +33,7 @@ class ExactMeans:
         self._totals[stage] = {}
         self._lacks_beginning.discard(stage)
 
-    def go_on(self, stage: str, device: torch.device) -> None:
+    def resume(self, stage: str, device: torch.device) -> None:
         """An epoch goes on with what was loaded, or begins."""
         self._totals[stage] = {
             name: sums.to(device, totals_dtype(device))
@@ -116,7 +116,7 @@ class ExactMeans:
     def load_state_dict(
         self, stage: str, state: dict[str, dict[str, Any]], *, is_whole: bool
     ) -> None:
-        """Take up what `state_dict` has saved; `go_on` comes next.
+        """Take up what `state_dict` has saved; `resume` comes next.
 
         Args:
             stage: whose totals.

@@ -13,7 +13,7 @@ from trainkit.lit._compat import write_batch_size
 
 
 @dataclass(frozen=True)
-class Place:
+class Setting:
     """An attribute of a module or a data module, or a loader's own size.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
             ) from error
 
 
-def find_place(module: Any, data: Any, name: str) -> Place:
+def find_setting(module: Any, data: Any, name: str) -> Setting:
     """Where the batch size of the training loader is kept.
 
     Args:
@@ -70,11 +70,11 @@ def find_place(module: Any, data: Any, name: str) -> Place:
         name: what the attribute is called.
 
     Raises:
-        TrainkitError: there is no such place.
+        TrainkitError: there is no such setting.
     """
     if isinstance(data, DataLoader):
         refuse_own_batches(data)
-        return Place(data, None)
+        return Setting(data, None)
     owner = module if data is None else data
     if not hasattr(owner, "train_dataloader"):
         raise TrainkitError(
@@ -83,10 +83,10 @@ def find_place(module: Any, data: Any, name: str) -> Place:
             f"by hand: trainkit plan --target ... --max-micro-batch ..."
         )
     if hasattr(owner, name) or name in getattr(owner, "hparams", {}):
-        return Place(owner, name)
+        return Setting(owner, name)
     raise TrainkitError(
         f"find_micro_batch: {type(owner).__name__} has neither {name} nor "
-        f"hparams.{name}, so there is no place for the size. Write self.{name} = ... "
+        f"hparams.{name}, so there is no setting for the size. Write self.{name} = ... "
         f"in its __init__ and DataLoader(..., batch_size=self.{name}) in "
         f"train_dataloader(), or say what it is called: attribute='...'."
     )

@@ -15,7 +15,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import DataLoader
 
 from trainkit.core.batch_plan import BatchPlan
-from trainkit.core.whole_number import check_whole
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, parts_of
 from trainkit.lit.batch_size.effective import num_replicas
@@ -23,8 +23,8 @@ from trainkit.lit.callback.table import Row, show
 from trainkit.lit.front.own_hooks import no_callbacks
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.batch_size_setting import (
-    Place,
-    find_place,
+    Setting,
+    find_setting,
     loader_batch_size,
     refuse_own_batches,
 )
@@ -81,10 +81,10 @@ class Options:
     num_batches: int
 
     def __post_init__(self) -> None:
-        check_whole("find_micro_batch target", self.target)
-        check_whole("find_micro_batch num_batches", self.num_batches)
+        check_whole_number("find_micro_batch target", self.target)
+        check_whole_number("find_micro_batch num_batches", self.num_batches)
         if self.max_micro_batch is not None:
-            check_whole("find_micro_batch max_micro_batch", self.max_micro_batch)
+            check_whole_number("find_micro_batch max_micro_batch", self.max_micro_batch)
         if not 0 <= self.margin < 1:
             raise TrainkitError(
                 f"find_micro_batch margin: must be a share from 0 to below 1, "
@@ -143,7 +143,7 @@ def find_micro_batch(
 
     Raises:
         TrainkitError: one row alone does not fit, or no size can be found: the batch
-            size has no place, the loader is no plain DataLoader, a pass communicates.
+            size has no setting, the loader is no plain DataLoader, a pass communicates.
     """
     options = Options(
         target=target,
@@ -152,10 +152,10 @@ def find_micro_batch(
         num_batches=num_batches,
     )
     refuse_before_fit(trainer, module)
-    place = find_place(module, datamodule, attribute)
-    start = place.read()
-    probe = _Probe(options, place, start=start)
-    with _put_back(trainer, module, datamodule, last=lambda: place.write(start)):
+    setting = find_setting(module, datamodule, attribute)
+    start = setting.read()
+    probe = _Probe(options, setting, start=start)
+    with _put_back(trainer, module, datamodule, last=lambda: setting.write(start)):
         probe.borrow(trainer, module)
         trainer.fit(module, **_data(datamodule))
     found = probe.found
@@ -165,7 +165,7 @@ def find_micro_batch(
             "Look for limit_train_batches=0, an empty loader, or max_epochs and "
             "max_steps that are reached already."
         )
-    place.write(found.plan.micro_batch)
+    setting.write(found.plan.micro_batch)
     trainer.accumulate_grad_batches = found.plan.accumulate
     if verbose and trainer.is_global_zero:
         show(found.rows())
@@ -176,11 +176,11 @@ class _Probe(Callback):
     """Is the only callback while sizes are tried; leaves `fit` before its first batch
     is trained."""
 
-    def __init__(self, options: Options, place: Place, *, start: int) -> None:
+    def __init__(self, options: Options, setting: Setting, *, start: int) -> None:
         super().__init__()
         self.found: FoundMicroBatch | None = None
         self._options = options
-        self._place = place
+        self._setting = setting
         self._start = start
         # A size that is not the user's shows that the loader follows the attribute;
         # and Lightning loads a batch of it.
@@ -194,8 +194,8 @@ class _Probe(Callback):
         trainer.limit_val_batches = 0
         trainer.num_sanity_val_steps = 0
         module.configure_callbacks = no_callbacks
-        if self._place.name is not None:
-            self._place.write(self._asked)
+        if self._setting.name is not None:
+            self._setting.write(self._asked)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -232,12 +232,12 @@ class _Probe(Callback):
 
     def _refuse_deaf(self, loader: Any) -> None:
         size = loader_batch_size(loader)
-        if self._place.name is not None and size != self._asked:
+        if self._setting.name is not None and size != self._asked:
             raise TrainkitError(
-                f"find_micro_batch: {self._place.text} was set to {self._asked}, and "
+                f"find_micro_batch: {self._setting.text} was set to {self._asked}, and "
                 f"the training loader's batch size is {size} all the same. Let "
                 f"train_dataloader() use it: DataLoader(..., "
-                f"batch_size=self.{self._place.name})."
+                f"batch_size=self.{self._setting.name})."
             )
 
 

@@ -80,7 +80,7 @@ class LRScaling(OrderedCallback):
         scaled: for each optimizer, what was scaled and by how much.
     """
 
-    place = 2
+    order = 2
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class LRScaling(OrderedCallback):
         checks.refuse_second(trainer, self)
         if stage == "fit":
             self._forget()
-            self.take_place(trainer)
+            self.move_to_front(trainer)
             unscale_leftovers(pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -168,7 +168,7 @@ class LRScaling(OrderedCallback):
             check_measurable(trainer, self.unit)
         checks.refuse_stages_out_of_reach(trainer, self)
         self._log(trainer, saved_k=saved.get("k"))
-        self.show_plan(trainer, pl_module)
+        self.show_table(trainer, pl_module)
 
     def _measured_before(self, trainer: Any, saved: dict[str, Any]) -> float | None:
         """What an earlier run has measured, unless the loader now says it."""
@@ -191,7 +191,7 @@ class LRScaling(OrderedCallback):
                 scaled.load_state_dict(states[index])
             self.scaled.append(scaled)
 
-    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+    def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         reference = f"reference {brief(self.reference_batch)}"
         if self.unit != "samples":
             reference += f" {self.unit}"
@@ -258,7 +258,7 @@ class LRScaling(OrderedCallback):
     def _show_again(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
             batch = [("step", str(self.effective_batch))]
-            show([*batch, *self.plan(trainer, pl_module)])
+            show([*batch, *self.table_rows(trainer, pl_module)])
 
     def _follow_and_log(self, trainer: Any) -> None:
         self._follow(trainer)

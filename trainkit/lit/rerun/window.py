@@ -151,7 +151,7 @@ class KeptGradients:
             parameter.grad = None if gradient is None else gradient.clone()
 
 
-class SetAside:
+class StashedGradients:
     """Gradients put away while something else is in their place.
 
     Args:

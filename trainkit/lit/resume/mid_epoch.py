@@ -18,7 +18,7 @@ from trainkit.lit.callback.base import has_callback
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
-def go_on(trainer: Any, pl_module: Any) -> None:
+def resume(trainer: Any, pl_module: Any) -> None:
     """To be called in `on_train_start`; does nothing where a run begins."""
     restore_loaders(trainer)
     if leave_ended_epoch(trainer) and trainer.is_global_zero:

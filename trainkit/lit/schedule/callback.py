@@ -36,7 +36,7 @@ class AccumulationSchedule(OrderedCallback):
             nothing waits for the device.
     """
 
-    place = 0
+    order = 0
 
     def __init__(self, sizes: Mapping[int, int], *, unit: StageUnit = "epoch") -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class AccumulationSchedule(OrderedCallback):
             return
         self._forget()
         checks.refuse_other_sources(trainer, self)
-        self.take_place(trainer)
+        self.move_to_front(trainer)
         # Already right for what configure_optimizers asks of the Trainer.
         self._set(trainer, self.stages.at(0), first_batch=0)
 
@@ -139,9 +139,9 @@ class AccumulationSchedule(OrderedCallback):
             # A run that was resumed without a schedule's state may be in mid-epoch.
             self._open(trainer, first_batch=num_batches_seen(trainer))
         checks.look_for_wrong_totals(trainer, self)
-        self.show_plan(trainer, pl_module)
+        self.show_table(trainer, pl_module)
 
-    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
+    def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         starts, sizes = self.stages.starts, self.stages.sizes
         pairs = [
             f"{size} from {self.stages.unit} {start:,} on"

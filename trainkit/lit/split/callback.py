@@ -56,9 +56,9 @@ class SplitCallback(WindowCallback):
     def fills_up(self) -> bool:
         """Whether the micro-batch that runs is there only because all ranks must run
         as many."""
-        running = None if self.split is None else self.split.running
-        part = None if running is None else running.part
-        return part is not None and not part.counts
+        current = None if self.split is None else self.split.current
+        micro_batch = None if current is None else current.micro_batch
+        return micro_batch is not None and not micro_batch.counts
 
     # ---- before and after training ---------------------------------------------------
 
@@ -91,8 +91,8 @@ class SplitCallback(WindowCallback):
             search.load_state_dict(self._found)
         return AutoSizes(search, ranks, self._host_group, pl_module.device)
 
-    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
-        rows = super().plan(trainer, pl_module)
+    def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
+        rows = super().table_rows(trainer, pl_module)
         if self.micro_batching is not None:
             is_step = trainer.accumulate_grad_batches == 1
             rows.append(("split", describe(self.micro_batching, is_step=is_step)))
@@ -144,7 +144,7 @@ class SplitCallback(WindowCallback):
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.split is not None and self.accumulators[0].is_open:
-            self.split.set_aside(optimizer)
+            self.split.stash_gradients(optimizer)
         else:
             super().on_before_zero_grad(trainer, pl_module, optimizer)
 

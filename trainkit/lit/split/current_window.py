@@ -10,46 +10,46 @@ from torch import Tensor
 from trainkit.core.division import quotient
 from trainkit.core.strategies import Weight
 from trainkit.lit.split.held_logs import HeldLogs
-from trainkit.lit.split.micro_batches import Part
+from trainkit.lit.split.micro_batches import WeighedMicroBatch
 from trainkit.lit.split.outputs import Returned
 
 
 @dataclass
-class Running:
+class CurrentWindow:
     """A loader batch that is being run.
 
     Attributes:
-        parts: its micro-batches.
+        micro_batches: its micro-batches.
         tells: whether the window is this loader batch alone, so that its total is known
             beforehand.
         closes: whether the window closes with it.
         logs: what has been logged in it.
         returned: what its micro-batches have returned.
-        part: the micro-batch that runs.
+        micro_batch: the micro-batch that runs.
         at: that which is being brought to the device, or runs: where memory runs out.
         value: its loss, as reported.
         is_forward_only: whether nothing runs backward.
     """
 
-    parts: list[Part]
+    micro_batches: list[WeighedMicroBatch]
     tells: bool
     closes: bool
     logs: HeldLogs
     returned: Returned = field(default_factory=Returned)
-    part: Part | None = None
-    at: Part | None = None
+    micro_batch: WeighedMicroBatch | None = None
+    at: WeighedMicroBatch | None = None
     value: Tensor | None = None
     is_forward_only: bool = False
 
     @property
     def is_last(self) -> bool:
-        return self.part is self.parts[-1]
+        return self.micro_batch is self.micro_batches[-1]
 
     @property
     def weight(self) -> Weight:
         """What the micro-batch weighs, in the first term."""
-        assert self.part is not None
-        return _leading(self.part)
+        assert self.micro_batch is not None
+        return _leading(self.micro_batch)
 
     @property
     def share(self) -> Weight:
@@ -58,8 +58,8 @@ class Running:
 
     @cached_property
     def _weight_of_all(self) -> Weight:
-        return sum(map(_leading, self.parts))
+        return sum(map(_leading, self.micro_batches))
 
 
-def _leading(part: Part) -> Weight:
-    return next(iter(part.weights.values()))
+def _leading(micro_batch: WeighedMicroBatch) -> Weight:
+    return next(iter(micro_batch.weights.values()))

@@ -8,12 +8,12 @@ from trainkit.core.batches import describe
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.split.fields import take_apart
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.current_window import Running
+from trainkit.lit.split.current_window import CurrentWindow
 
 MOST_SHOWN = 8
 
 
-def add_note(error: Exception, whole: Any, running: Running) -> None:
+def add_note(error: Exception, loader_batch: Any, current: CurrentWindow) -> None:
     """Say with an error of the user's code what the code was given, and which option
     gives it something else.
 
@@ -22,32 +22,34 @@ def add_note(error: Exception, whole: Any, running: Running) -> None:
 
     Args:
         error: what was raised.
-        whole: the loader batch.
-        running: how far it was.
+        loader_batch: the loader batch.
+        current: how far it was.
     """
     write = getattr(error, "add_note", None)
     if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):
         return
     try:
-        text = _note(whole, running)
+        text = _note(loader_batch, current)
     except Exception:  # whatever a batch may do when it is looked at
         return
     if text:
         write(text)
 
 
-def _note(whole: Any, running: Running) -> str:
-    part = running.at or running.parts[0]
-    trimmed = _trimmed(whole, part.micro_batch.batch)
-    if len(running.parts) == 1 and not trimmed:
+def _note(loader_batch: Any, current: CurrentWindow) -> str:
+    micro_batch = current.at or current.micro_batches[0]
+    trimmed = _trimmed(loader_batch, micro_batch.cut.batch)
+    if len(current.micro_batches) == 1 and not trimmed:
         return ""
-    number = 1 + next(i for i, p in enumerate(running.parts) if p is part)
-    num_rows = sum(len(p.micro_batch.rows) for p in running.parts if p.counts)
+    number = 1 + next(
+        i for i, p in enumerate(current.micro_batches) if p is micro_batch
+    )
+    num_rows = sum(len(p.cut.rows) for p in current.micro_batches if p.counts)
     note = (
         f"trainkit | micro_batching: this was micro-batch {number} of "
-        f"{len(running.parts)}, the rows {_listed(part.micro_batch.rows)} of a loader "
-        f"batch of {num_rows} rows: {describe(part.micro_batch.batch)}. MicroBatching("
-        f"shared=...) names what every micro-batch is to get whole."
+        f"{len(current.micro_batches)}, the rows {_listed(micro_batch.cut.rows)} of a "
+        f"loader batch of {num_rows} rows: {describe(micro_batch.cut.batch)}. "
+        f"MicroBatching(shared=...) names what every micro-batch is to get whole."
     )
     if not trimmed:
         return note
@@ -58,11 +60,11 @@ def _note(whole: Any, running: Running) -> str:
     )
 
 
-def _trimmed(whole: Any, part: Any) -> list[str]:
+def _trimmed(loader_batch: Any, micro_batch: Any) -> list[str]:
     """Each field that has lost columns, with how many it had and has."""
     before, after = (
         {f.path: getattr(f.value, "shape", ()) for f in _fields(batch)}
-        for batch in (whole, part)
+        for batch in (loader_batch, micro_batch)
     )
     return [
         f"{path or 'the batch'} from {list(before[path][1:])} to {list(shape[1:])}"

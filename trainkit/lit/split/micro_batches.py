@@ -31,19 +31,19 @@ from trainkit.lit.split.trim_check import Run, TrimCheck
 
 
 @dataclass(frozen=True)
-class Part:
+class WeighedMicroBatch:
     """A micro-batch and what it weighs, by term.
 
     Attributes:
         counts: False for one that is there only because all ranks must run as many.
     """
 
-    micro_batch: MicroBatch
+    cut: MicroBatch
     weights: Mapping[str, Weight]
     counts: bool = True
 
 
-class Parts:
+class MicroBatches:
     """Cuts loader batches and weighs what comes out.
 
     Where forward passes communicate, all ranks make as many micro-batches as the one
@@ -79,7 +79,7 @@ class Parts:
         self._has_shared = False
         self._has_said_too_long = self._has_said_renumbered = False
 
-    def of(self, batch: Any, rehearse: Run) -> list[Part]:
+    def of(self, batch: Any, rehearse: Run) -> list[WeighedMicroBatch]:
         """The micro-batches of a loader batch, the largest first.
 
         Args:
@@ -107,23 +107,26 @@ class Parts:
                 strategy.weight(batch)  # PerSample knows its lists from here on
         batches = [micro_batch.batch for micro_batch in cut]
         weights = weights_by_term(self._strategies, batches)
-        parts = [
-            Part(micro_batch, dict(zip(weights, each, strict=True)))
+        micro_batches = [
+            WeighedMicroBatch(micro_batch, dict(zip(weights, each, strict=True)))
             for micro_batch, *each in zip(cut, *weights.values(), strict=True)
         ]
         self._num_cut += 1
         if self._num_cut == 1:
-            whole = None if self._is_list else batch
-            _verify_cut(whole, parts, self._strategies)
-        if self._may_hold_counts and len(parts) > 1:
+            loader_batch = None if self._is_list else batch
+            _verify_cut(loader_batch, micro_batches, self._strategies)
+        if self._may_hold_counts and len(micro_batches) > 1:
             self._may_hold_counts = False
             announce_whole_counts(
-                batch, parts[0].micro_batch.batch, _counts(parts), self._shared
+                batch,
+                micro_batches[0].cut.batch,
+                _counts(micro_batches),
+                self._shared,
             )
         nothing = dict.fromkeys(weights, 0)
-        return parts + [
-            replace(parts[-1], weights=nothing, counts=False)
-            for _ in range(most - len(parts))
+        return micro_batches + [
+            replace(micro_batches[-1], weights=nothing, counts=False)
+            for _ in range(most - len(micro_batches))
         ]
 
     def shared_fields(self) -> SharedFields | None:
@@ -151,9 +154,9 @@ class Parts:
             refusals.announce_renumbered(batch)
 
 
-def counts_of(parts: Sequence[Part]) -> dict[str, int]:
-    """What `Accumulator.count` takes: tokens, those that only pad, samples."""
-    counting = [part.micro_batch for part in parts if part.counts]
+def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:
+    """What `Window.count` takes: tokens, those that only pad, samples."""
+    counting = [each.cut for each in micro_batches if each.counts]
     has_lengths = any(m.padded != len(m.rows) for m in counting)
     return {
         "padding": sum(m.padded - m.real for m in counting),
@@ -162,14 +165,14 @@ def counts_of(parts: Sequence[Part]) -> dict[str, int]:
     }
 
 
-def _counts(parts: list[Part]) -> dict[int, str]:
+def _counts(micro_batches: list[WeighedMicroBatch]) -> dict[int, str]:
     """What the loader batch has, by how many: rows, and what each strategy counts."""
     counts: dict[int, str] = {}
-    for term in parts[0].weights:
-        total = math.fsum(float(part.weights[term]) for part in parts)
+    for term in micro_batches[0].weights:
+        total = math.fsum(float(each.weights[term]) for each in micro_batches)
         if total.is_integer():
             counts[int(total)] = "of what the strategy counts"
-    counts[sum(len(part.micro_batch.rows) for part in parts)] = "rows"
+    counts[sum(len(each.cut.rows) for each in micro_batches)] = "rows"
     return counts
 
 
@@ -180,25 +183,31 @@ def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:
     return leading(strategies)
 
 
-def _verify_cut(whole: Any, parts: Sequence[Part], strategies: Strategies) -> None:
+def _verify_cut(
+    loader_batch: Any,
+    micro_batches: Sequence[WeighedMicroBatch],
+    strategies: Strategies,
+) -> None:
     """In the first window: are the parts what was to be cut, and weigh they as much?"""
-    rows = sorted(row for part in parts for row in part.micro_batch.rows)
+    rows = sorted(row for micro_batch in micro_batches for row in micro_batch.cut.rows)
     if rows != list(range(len(rows))):
         raise TrainkitError(
             f"MicroBatching: the micro-batches hold the rows {rows}, and each row must "
-            f"be in exactly one. The batch is {describe(whole)}."
+            f"be in exactly one. The batch is {describe(loader_batch)}."
         )
-    if whole is None:  # a list of samples, which nobody can weigh before collating
+    if (
+        loader_batch is None
+    ):  # a list of samples, which nobody can weigh before collating
         return
     for term, strategy in strategies.items():
         if isinstance(strategy, Uniform):
             continue  # announced before training
-        in_parts = sum(float(part.weights[term]) for part in parts)
-        in_all = float(strategy.weight(whole))
+        in_parts = sum(float(each.weights[term]) for each in micro_batches)
+        in_all = float(strategy.weight(loader_batch))
         if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
             raise TrainkitError(
                 f"{type(strategy).__name__}: what micro-batches weigh must add up to "
-                f"what their batch weighs, and {len(parts)} of them weigh {in_parts:g} "
-                f"together, the batch {in_all:g}. The batch is {describe(whole)}. Let "
-                f"weight() return a sum over rows."
+                f"what their batch weighs, and {len(micro_batches)} of them weigh "
+                f"{in_parts:g} together, the batch {in_all:g}. The batch is "
+                f"{describe(loader_batch)}. Let weight() return a sum over rows."
             )

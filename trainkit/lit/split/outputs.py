@@ -15,7 +15,7 @@ from trainkit.core.terms import missing_terms, refuse_other_terms
 from trainkit.core.totals import vector
 from trainkit.core.window import are_numbers, weighted_sum
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.micro_batches import Part
+from trainkit.lit.split.micro_batches import WeighedMicroBatch
 
 Columns: TypeAlias = Sequence[tuple[int, Span]]
 """For each group of ragged tensors, the loader batch's padded length and the columns of
@@ -59,11 +59,13 @@ class Returned:
                 f"where nothing counts, such as 0.0 * output.sum(), or None for all."
             )
 
-    def as_one(self, strategies: Strategies, parts: Sequence[Part]) -> Any:
+    def as_one(
+        self, strategies: Strategies, micro_batches: Sequence[WeighedMicroBatch]
+    ) -> Any:
         """What `training_step` would have returned for the whole loader batch."""
-        counting = [part for part in parts if part.counts]
+        counting = [each for each in micro_batches if each.counts]
         first = next(iter(strategies))
-        weights = {t: [part.weights[t] for part in counting] for t in strategies}
+        weights = {t: [each.weights[t] for each in counting] for t in strategies}
         terms = [
             _whole_loss(losses, weights[name], strategies[name])
             for name, losses in self._losses.items()
@@ -71,12 +73,12 @@ class Returned:
         loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
         if not self._is_dict:
             return loss
-        cut = [part.micro_batch for part in counting]
+        cut = [each.cut for each in counting]
         extras = put_together(
             self._extras,
-            [micro_batch.rows for micro_batch in cut],
+            [each.rows for each in cut],
             weights[first],
-            lambda: [micro_batch.columns for micro_batch in cut],
+            lambda: [each.columns for each in cut],
         )
         return {"loss": loss, **extras}
 
@@ -242,6 +244,6 @@ def _first(pair: tuple[int, Any]) -> int:
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
-    fields, build = take_apart(value, lambda path, part: False)
+    fields, build = take_apart(value, lambda path, micro_batch: False)
     values = [field.value for field in fields]
     return build(each.detach() if isinstance(each, Tensor) else each for each in values)

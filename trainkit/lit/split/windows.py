@@ -24,14 +24,14 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.window_end import say_dropped, window_ends
-from trainkit.lit.rerun.window import KeptGradients, SetAside, Snapshot
+from trainkit.lit.rerun.window import KeptGradients, Snapshot, StashedGradients
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
-from trainkit.lit.split.current_window import Running
+from trainkit.lit.split.current_window import CurrentWindow
 from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.lent import Windows
-from trainkit.lit.split.micro_batches import Parts, counts_of
+from trainkit.lit.split.micro_batches import MicroBatches, counts_of
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.rehearsal import rehearsed
 from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
@@ -63,7 +63,7 @@ class SplitWindows:
         sizes: say how the next window is cut.
 
     Attributes:
-        running: the loader batch that is being run, if one is.
+        current: the loader batch that is being run, if one is.
         is_apart: whether the gradients of the window are still on their ranks.
         num_loader_batches: how many of them the open window has on this rank.
     """
@@ -77,7 +77,7 @@ class SplitWindows:
         sizes: FixedSizes | AutoSizes,
     ) -> None:
         accumulator = windows.accumulators[0]
-        self.running: Running | None = None
+        self.current: CurrentWindow | None = None
         self.is_apart = False
         self.num_loader_batches = 0
         self.sizes = sizes
@@ -98,7 +98,7 @@ class SplitWindows:
         self._arrivals = None if is_plain else Arrivals(accumulator)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
-        self._aside: SetAside | None = None
+        self._stash: StashedGradients | None = None
         self._is_complete = False
         self._patch = ExitStack()
 
@@ -107,7 +107,8 @@ class SplitWindows:
         refusals.refuse_before_training(
             self._trainer, self._module, self._options, self._accumulator.strategies
         )
-        self._parts = Parts(self._options, self._module, self._accumulator, self.sizes)
+        of = self._options, self._module, self._accumulator, self.sizes
+        self._micro_batches = MicroBatches(*of)
 
     # ---- Lightning's strategy object -------------------------------------------------
 
@@ -130,7 +131,7 @@ class SplitWindows:
     def stop(self) -> None:
         """Give them back. Nothing of the fit stays but the size that was found."""
         self._patch.close()
-        self.running = None
+        self.current = None
         kept = {name: it for name, it in vars(self).items() if name in KEPT}
         vars(self).clear()
         vars(self).update(kept)
@@ -141,14 +142,14 @@ class SplitWindows:
         return self._batch_to_device(batch, *args, **kwargs)
 
     def _end_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._aside is not None:
-            self._aside.put_back()
-            self._aside = None
+        if self._stash is not None:
+            self._stash.put_back()
+            self._stash = None
         return loss
 
-    def set_aside(self, optimizer: Any) -> None:
+    def stash_gradients(self, optimizer: Any) -> None:
         """Lightning is about to zero the gradients of the window that has just run."""
-        self._aside = SetAside(parameters_of(optimizer))
+        self._stash = StashedGradients(parameters_of(optimizer))
 
     # ---- a loader batch --------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class SplitWindows:
                     self._pass_until_it_fits(batch, args, kwargs)
             return self._end()
         finally:
-            self.running = None
+            self.current = None
             self._metrics.forget()
 
     def _drop_unstepped(self) -> None:
@@ -185,62 +186,66 @@ class SplitWindows:
 
     def _end(self) -> Any:
         """What the micro-batches logged and returned becomes that of one batch."""
-        running = self.running
-        assert running is not None
-        self._is_complete = running.closes
+        assert (current := self.current) is not None
+        self._is_complete = current.closes
         self._metrics.close()
-        counting = [part.micro_batch for part in running.parts if part.counts]
-        running.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
+        counting = [each.cut for each in current.micro_batches if each.counts]
+        current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
         self._metrics.end_logs()
-        if running.returned.is_nothing:
-            if running.tells:  # else the window goes on with its other loader batches
+        if current.returned.is_nothing:
+            if current.tells:  # else the window goes on with its other loader batches
                 self._accumulator.drop()
             return None
-        return running.returned.as_one(self._accumulator.strategies, running.parts)
+        strategies = self._accumulator.strategies
+        return current.returned.as_one(strategies, current.micro_batches)
 
     def _pass(self, batch: Any, args: Any, kwargs: Any) -> None:
         """Forward and backward of every micro-batch."""
         if self._arrivals is not None:
             self._arrivals.begin()
-        parts = self._parts.of(batch, partial(self._rehearse, args, kwargs))
+        rehearse = partial(self._rehearse, args, kwargs)
+        micro_batches = self._micro_batches.of(batch, rehearse)
         size = self._trainer.accumulate_grad_batches
-        tells = size == 1
         closes = window_ends(self._trainer, self._trainer.fit_loop.batch_idx, size)
-        running = self.running = Running(parts, tells, closes, HeldLogs(self._metrics))
-        running.is_forward_only = skips_backward(self._trainer)
-        if not running.is_forward_only:
-            self._begin(running, size)
+        logs = HeldLogs(self._metrics)
+        current = self.current = CurrentWindow(micro_batches, size == 1, closes, logs)
+        current.is_forward_only = skips_backward(self._trainer)
+        if not current.is_forward_only:
+            self._begin(current, size)
         if self._trainer.fit_loop.batch_idx == 0:
             self._metrics.find()
         if self._metrics.are_any:
-            self._metrics.open(len(parts))
+            self._metrics.open(len(micro_batches))
         try:
-            self._run_parts(running, size, args, kwargs)
+            self._run_all(current, size, args, kwargs)
         except StopIteration as error:
             raise refusals.stop_iteration("training_step") from error
         except Exception as error:
-            add_note(error, batch, running)
+            add_note(error, batch, current)
             raise
-        running.returned.refuse_some_nothing()
+        current.returned.refuse_some_nothing()
         if self._arrivals is not None:
             self._arrivals.end()
 
-    def _run_parts(self, running: Running, size: int, args: Any, kwargs: Any) -> None:
-        parts = running.parts
-        shared = self._parts.shared_fields() if len(parts) > 1 else None
-        for part, on_device in zip(parts, self._moved(running), strict=True):
-            running.part = running.at = part
-            if self._arrivals is not None and part.counts:
-                self._arrivals.look_at(part.weights, on_device)
-            running.logs.begin(on_device, part.weights, is_muted=not part.counts)
+    def _run_all(self, current: CurrentWindow, size: int, args: Any, kw: Any) -> None:
+        several = len(current.micro_batches) > 1
+        shared = self._micro_batches.shared_fields() if several else None
+        each_moved = zip(current.micro_batches, self._moved(current), strict=True)
+        for micro_batch, on_device in each_moved:
+            current.micro_batch = current.at = micro_batch
+            weights, counts = micro_batch.weights, micro_batch.counts
+            if self._arrivals is not None and counts:
+                self._arrivals.look_at(weights, on_device)
+            current.logs.begin(on_device, weights, is_muted=not counts)
             if self._metrics.are_any:
-                self._metrics.begin(running.share, is_muted=not part.counts)
-            before = None if part.counts else Snapshot(self._module, random=False)
-            is_looked_at = part is parts[0] and (len(parts) > 1 or size > 1)
-            with self._apart_unless_last(running):
+                self._metrics.begin(current.share, is_muted=not counts)
+            before = None if counts else Snapshot(self._module, random=False)
+            is_first = micro_batch is current.micro_batches[0]
+            is_looked_at = is_first and (several or size > 1)
+            with self._apart_unless_last(current):
                 with self._moved_state.watch() if is_looked_at else NOTHING:
-                    output = self._training_step(on_device, *args, **kwargs)
-                self._take(running, output)
+                    output = self._training_step(on_device, *args, **kw)
+                self._take(current, output)
             if before is not None:
                 before.restore()
             if shared is not None:
@@ -258,93 +263,93 @@ class SplitWindows:
             self._metrics.forget()
             self._windows.forget_means()
 
-    def _moved(self, running: Running) -> Iterator[Any]:
-        coming = iter(running.parts)
+    def _moved(self, current: CurrentWindow) -> Iterator[Any]:
+        coming = iter(current.micro_batches)
 
         def move(batch: Any) -> Any:
-            running.at = next(coming)
+            current.at = next(coming)
             try:
                 return self._transfer(batch)
             except StopIteration as error:
                 raise refusals.stop_iteration("a hook of the transfer") from error
 
-        batches = [part.micro_batch.batch for part in running.parts]
+        batches = [micro_batch.cut.batch for micro_batch in current.micro_batches]
         return moved(batches, move, self._strategy.root_device)
 
     def _hold(
         self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
     ) -> None:
         """The module's `log` while a window runs."""
-        assert self.running is not None
+        assert self.current is not None
         is_moving = current_hook(self._module) in TRANSFER
         if is_moving or not is_loggable(value):  # Lightning refuses it by name
             type(self._module).log(self._module, name, value, *args, **kwargs)
-        logs, options = self.running.logs, by_name(args) | kwargs
+        logs, options = self.current.logs, by_name(args) | kwargs
         logs.hold(self._module, name, value, weight, options)
 
-    def _begin(self, running: Running, size: int) -> None:
-        accumulator, parts = self._accumulator, running.parts
-        if running.tells:
+    def _begin(self, current: CurrentWindow, size: int) -> None:
+        accumulator, cut = self._accumulator, current.micro_batches
+        if current.tells:
             accumulator.expect(
-                weights={t: [p.weights[t] for p in parts] for t in parts[0].weights}
+                weights={t: [each.weights[t] for each in cut] for t in cut[0].weights}
             )
         else:
             refusals.refuse_terms_of_several_batches(
                 self._trainer, accumulator.strategies
             )
-            first = next(iter(parts[0].weights.values()))
+            first = next(iter(cut[0].weights.values()))
             device = self._strategy.root_device
-            accumulator.streamed.agree(first, size * len(parts), device)
-        accumulator.window.count(**counts_of(parts))
+            accumulator.streamed.agree(first, size * len(cut), device)
+        accumulator.window.count(**counts_of(cut))
         for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback):
-                callback.on_cut(sum(part.counts for part in parts))
+                callback.on_cut(sum(each.counts for each in cut))
 
-    def _apart_unless_last(self, running: Running) -> AbstractContextManager[Any]:
+    def _apart_unless_last(self, current: CurrentWindow) -> AbstractContextManager[Any]:
         """The ranks' gradients meet in the backward pass of the last micro-batch, if
         nothing in the window can fail on one rank alone."""
         if not self._several_ranks:
             return NOTHING
-        if running.is_last:
+        if current.is_last:
             self.is_apart = not self.sizes.is_proven()
             if not self.is_apart:
                 return NOTHING
         return getattr(self._strategy, "block_backward_sync", nullcontext)()
 
-    def _take(self, running: Running, output: Any) -> None:
+    def _take(self, current: CurrentWindow, output: Any) -> None:
         """The backward pass of the micro-batch whose forward pass has run."""
-        assert running.part is not None
+        assert current.micro_batch is not None
         if output is None:
-            running.returned.add_nothing()
+            current.returned.add_nothing()
             return
         loss, extras = taken_apart(output)
         terms = terms_of(loss, self._accumulator.strategies)
-        if running.part.counts:
-            running.returned.add(output, terms, extras)
-        running.logs.know_terms(terms, self._accumulator.strategies)
-        if running.is_forward_only:
+        if current.micro_batch.counts:
+            current.returned.add(output, terms, extras)
+        current.logs.know_terms(terms, self._accumulator.strategies)
+        if current.is_forward_only:
             return
         if len(self._accumulator.strategies) > 1:
             loss = self._accumulator.window.join(loss)
         else:
             (loss,) = terms.values()
         assert isinstance(loss, Tensor)
-        if not running.part.counts:
+        if not current.micro_batch.counts:
             loss = loss * 0  # a sum has no weight that would take it out
         # On a GPU the next step of a CUDA graph writes over this one's loss.
-        running.value = loss.detach().clone() if loss.is_cuda else loss.detach()
+        current.value = loss.detach().clone() if loss.is_cuda else loss.detach()
         self._backward(loss, self._trainer.optimizers[0])
 
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
         """Before a backward pass, with the loss as a gradient scaler has left it; as
         a seed, if `Accumulator.seed` can replace a hook."""
-        running, accumulator = self.running, self._accumulator
-        assert running is not None
-        assert running.value is not None
+        current, accumulator = self.current, self._accumulator
+        assert current is not None
+        assert current.value is not None
         weigh = accumulator.seed if as_seed else accumulator.weigh
-        expected = self._trainer.accumulate_grad_batches * len(running.parts)
-        seed = weigh(loss, running.weight, value=running.value, expected=expected)
-        if running.closes and running.is_last and not self.is_apart:
+        expected = self._trainer.accumulate_grad_batches * len(current.micro_batches)
+        seed = weigh(loss, current.weight, value=current.value, expected=expected)
+        if current.closes and current.is_last and not self.is_apart:
             accumulator.announce(slots=self._windows.slots())
         return seed if isinstance(seed, Tensor) else None
 
@@ -362,8 +367,8 @@ class SplitWindows:
             self._metrics.forget()
             self._windows.forget_means()
             snapshot.restore()
-        assert self.running is not None
-        if ddp is not None and self.running.closes:
+        assert self.current is not None
+        if ddp is not None and self.current.closes:
             owe_forward_messages(ddp)
 
     def _attempt(self, batch: Any, args: Any, kwargs: Any) -> Failure | None:
@@ -373,18 +378,18 @@ class SplitWindows:
             with as_hook(self._module, current_hook(self._module)):
                 self._pass(batch, args, kwargs)
         except Exception as error:
-            running = self.running
-            if running is None or not is_out_of_memory(error):
+            current = self.current
+            if current is None or not is_out_of_memory(error):
                 raise  # not even cut, or no matter of size
             if self._several_ranks and self.sizes.is_proven():
                 # They may be waiting inside this window's backward passes.
                 raise refusals.out_of_memory_between_ranks() from error
-            micro_batch = (running.at or running.parts[0]).micro_batch
+            micro_batch = (current.at or current.micro_batches[0]).cut
             failure = Failure(
                 micro_batch.padded, len(micro_batch.rows), type(error).__name__
             )
             release(error)
-            self.running = None
+            self.current = None
             return failure
         return None
 

@@ -19,14 +19,14 @@ from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.unguarded import unguarded
-from trainkit.lit.batch_size.effective import loader_size, plan_of_windows
+from trainkit.lit.batch_size.effective import loader_size, table_of_windows
 from trainkit.lit.callback.base import Stopped, WindowOwner
 from trainkit.lit.callback.first_windows import FirstWindows
 from trainkit.lit.callback.left_behind import copied_without_fit, emptied
 from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.window_end import say_dropped, window_ends
-from trainkit.lit.resume import open_window as checkpoints
-from trainkit.lit.resume.mid_epoch import begin_batch, go_on
+from trainkit.lit.resume import open_window
+from trainkit.lit.resume.mid_epoch import begin_batch, resume
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.gradient_hooks import early_hooks
 from trainkit.lit.windows.step_watch import StepWatch
@@ -40,7 +40,7 @@ class WindowCallback(WindowOwner):
     every other callback sees the exact one in `on_before_optimizer_step`.
     """
 
-    place = 1
+    order = 1
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class WindowCallback(WindowOwner):
         self._scaler: Any = None
         self._restored: Any = None
         self._meeting_point: Any = None
-        self._steps: list[StepWatch] = []
+        self._step_watches: list[StepWatch] = []
         self._wants_weights: list[Callable[[int], bool]] = []
         self.counts_samples = False
         self._batch_is_unfinished = self._gradients_are_fresh = False
@@ -106,12 +106,12 @@ class WindowCallback(WindowOwner):
     @property
     def num_skipped_steps(self) -> int:
         """Optimizer steps that a gradient scaler has skipped since `fit` began."""
-        skipped = sum(steps.num_skipped for steps in self._steps)
+        skipped = sum(watch.num_skipped for watch in self._step_watches)
         return self._skipped_before + skipped
 
     def skipped_last_step(self, index: int = 0) -> bool:
         """Whether the last step of an optimizer was skipped by the gradient scaler."""
-        return self._steps[index].skipped_last
+        return self._step_watches[index].skipped_last
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -132,10 +132,10 @@ class WindowCallback(WindowOwner):
         self._forget()
         refusals.refuse_backend_that_accumulates(trainer)
         refusals.announce_finders(trainer)
-        self.take_place(trainer)
+        self.move_to_front(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        go_on(trainer, pl_module)
+        resume(trainer, pl_module)
         scaler, num_expected = scaler_of(trainer), trainer.accumulate_grad_batches
         self._scaler = scaler
         refusals.refuse_closures_that_repeat(trainer, num_expected)
@@ -156,7 +156,7 @@ class WindowCallback(WindowOwner):
                 refusals.refuse_wide_under_scaler(scaler)
                 accumulator.gradients.keep_wide(partial(parameters_of, optimizer))
             self.accumulators[index] = accumulator
-            self._steps.append(StepWatch(optimizer, accumulator, scaler))
+            self._step_watches.append(StepWatch(optimizer, accumulator, scaler))
             if scaler is not None and unscales_itself(optimizer):
                 refusals.announce_scaled_gradients(optimizer)
         if pl_module.automatic_optimization and self.accumulators:
@@ -167,14 +167,14 @@ class WindowCallback(WindowOwner):
         self.first_windows.loader_size = loader_size(trainer)
         if (restored := self._restored) is not None:
             self.first_windows.load_state_dict(restored.get("measured", {}))
-            checkpoints.restore(restored, self.accumulators, pl_module)
-            checkpoints.announce_loader_that_starts_again(trainer, self.accumulators)
+            open_window.restore(restored, self.accumulators, pl_module)
+            open_window.announce_loader_that_starts_again(trainer, self.accumulators)
             self._restored = None
         self.take_calls(trainer, pl_module)
-        self.show_plan(trainer, pl_module)
+        self.show_table(trainer, pl_module)
 
-    def plan(self, trainer: Any, pl_module: Any) -> list[Row]:
-        rows = plan_of_windows(trainer, self.strategies)
+    def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
+        rows = table_of_windows(trainer, self.strategies)
         rows += unguarded(trainer, pl_module, self)
         return rows + early_hooks(trainer, pl_module, self)
 
@@ -267,7 +267,7 @@ class WindowCallback(WindowOwner):
         """
         accumulator = self.accumulators[index]
         for each in (index, *others):
-            self._steps[each].expect_step()
+            self._step_watches[each].expect_step()
             self._divided.add(each)
         self._gradients_are_fresh = False
         self._num_closed = accumulator.num_micro_batches
@@ -293,8 +293,8 @@ class WindowCallback(WindowOwner):
         self._batch_is_unfinished = False
         if self.asked_sizes:
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
-        for steps in self._steps:
-            steps.look()
+        for watch in self._step_watches:
+            watch.look()
 
     def _slots(self, accumulator: Accumulator, num_expected: int) -> int:
         wanted = any(wants(accumulator.num_windows) for wants in self._wants_weights)
@@ -317,8 +317,8 @@ class WindowCallback(WindowOwner):
         self._drop("training ended inside it")
         for accumulator in self.accumulators.values():
             accumulator.watch.read_all()
-        for steps in self._steps:
-            steps.close()
+        for watch in self._step_watches:
+            watch.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Nothing of a `fit` stays behind but its numbers."""
@@ -336,8 +336,8 @@ class WindowCallback(WindowOwner):
             # Only said: a checkpoint that is written because of the exception may
             # still save the window. The next fit forgets it.
             say_dropped(sum(held), f"{type(exception).__name__} ended training")
-        for steps in self._steps:
-            steps.close()
+        for watch in self._step_watches:
+            watch.close()
 
     def _drop(self, why: str) -> None:
         for accumulator in self.accumulators.values():
@@ -352,21 +352,21 @@ class WindowCallback(WindowOwner):
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint[checkpoints.KEY] = checkpoints.save(
+        checkpoint[open_window.KEY] = open_window.save(
             self.accumulators,
             pl_module,
             num_torn=self._num_torn(),
             alone=trainer.interrupted,
         )
-        checkpoint[checkpoints.KEY]["measured"] = self.first_windows.state_dict()
+        checkpoint[open_window.KEY]["measured"] = self.first_windows.state_dict()
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        self._restored = checkpoint.get(checkpoints.KEY)
+        self._restored = checkpoint.get(open_window.KEY)
         if self._restored is None:
             num_expected = trainer.accumulate_grad_batches
-            self._restored = checkpoints.without_state(checkpoint, num_expected)
+            self._restored = open_window.without_state(checkpoint, num_expected)
 
     def _num_torn(self) -> int:
         """How many micro-batches a window has that the one under way has been added

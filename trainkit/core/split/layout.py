@@ -38,7 +38,7 @@ from trainkit.errors import TrainkitError
 
 
 @dataclass(frozen=True)
-class Reading:
+class Layout:
     """What a batch was found to be.
 
     Attributes:
@@ -55,13 +55,13 @@ class Reading:
     rows: Rows
     trims: Mapping[int, Trims]
 
-    def untrimmed(self) -> Reading:
+    def untrimmed(self) -> Layout:
         """The same, if every micro-batch gets all columns."""
         groups = [group.untrimmed() for group in self.rows.groups]
         return replace(self, rows=replace(self.rows, groups=groups), trims={})
 
 
-class Reader:
+class LayoutReader:
     """Reads batches, and remembers what their lists are.
 
     Args:
@@ -82,7 +82,7 @@ class Reader:
         self._are_rows: dict[str, bool] = {}  # lists, by path
         self._targets: tuple[Tensor, Tensor] | None = None  # of the batch being read
 
-    def read(self, batch: Any) -> Reading:
+    def read(self, batch: Any) -> Layout:
         """Take a batch apart.
 
         Raises:
@@ -98,7 +98,7 @@ class Reader:
         cut = {i: field for i, field in enumerate(fields) if has_rows[i]}
         rows, trims = self._rows(batch, cut, num_rows)
         self._targets = None
-        return Reading(fields, build, cut, rows, trims)
+        return Layout(fields, build, cut, rows, trims)
 
     def _num_rows(self, batch: Any, shared: set[int]) -> int:
         if self._options.length_paths:
