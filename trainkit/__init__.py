@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from trainkit.cli.lightning_cli import TrainkitCLI
-    from trainkit.cli.wandb_logger import WandbRunLogger
+    from trainkit.cli.fit.cli import TrainkitCLI
+    from trainkit.cli.wandb_logger.logger import WandbRunLogger
     from trainkit.core.accumulator import Accumulator
     from trainkit.core.batch_plan import BatchPlan
     from trainkit.core.curves import warmup_cosine
@@ -122,10 +122,10 @@ __getattr__, __dir__ = lazy_exports(
         "RunCheckpoint": ".lit.resume.run_checkpoint",
         "StepProgress": ".lit.logs.step_progress",
         "TokenBudgetSampler": ".data.token_budget",
-        "TrainkitCLI": ".cli.lightning_cli",
+        "TrainkitCLI": ".cli.fit.cli",
         "TrainkitError": ".errors",
         "Uniform": ".core.strategies",
-        "WandbRunLogger": ".cli.wandb_logger",
+        "WandbRunLogger": ".cli.wandb_logger.logger",
         "WeighNothing": ".data.filler",
         "WindowMonitor": ".lit.logs.monitor",
         "WindowStats": ".core.window_stats",

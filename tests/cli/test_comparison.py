@@ -8,7 +8,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from trainkit.cli.comparison import Comparison, table
-from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.runs.folder import RunFolder
 
 
 def made(where: Path, name: str, loss: float | None, *words: str) -> RunFolder:

@@ -14,8 +14,8 @@ PACKAGES = ["hydra-core==1.4.0rc3", "omegaconf==2.4.1rc1"]
 TESTS = [
     "tests/config/test_conf.py::test_a_strategy_reaches_a_module_of_either_kind",
     "tests/config/test_targets.py",
-    "tests/cli/test_train_mistakes.py::test_places_with_odd_names",
-    "tests/cli/test_train_mistakes.py::test_an_error_in_the_users_own_code_says_how_to_"
+    "tests/cli/train/test_mistakes.py::test_places_with_odd_names",
+    "tests/cli/train/test_mistakes.py::test_an_error_in_the_users_own_code_says_how_to_"
     "see_it",
 ]
 OF_OTHERS = "ignore:register_new_resolver"  # a launcher calls it by its old name

@@ -44,6 +44,12 @@ def test_arguments_of_the_call_go_before_those_of_the_file() -> None:
     assert made.shift is True
 
 
+@pytest.mark.parametrize("path", ["trainkit", "trainkit.cli.wandb_logger"])
+def test_the_wandb_logger_goes_by_both_its_names(path: str) -> None:
+    config = {"_target_": f"{path}.WandbRunLogger", "mode": "disabled"}
+    assert isinstance(instantiate(config), trainkit.WandbRunLogger)
+
+
 def test_a_partial_and_plain_things() -> None:
     config = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
     made = instantiate(config)
@@ -65,7 +71,7 @@ ATTACKS = [
     "torch.utils.cpp_extension.load_inline",
     "torch.hub.load",
     "torch.load",
-    "trainkit.cli.sweep.process.TrialProcess",
+    "trainkit.cli.sweep.offline.process.TrialProcess",
     "trainkit.config.allow_targets",
 ]
 

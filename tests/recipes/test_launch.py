@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from trainkit.cli.composition import Composition
-from trainkit.cli.resume import expand
+from trainkit.cli.train.resume import expand
 from trainkit.cli.words import key_of, options_first
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainkit.cli.aligned import aligned
-from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import key_of
 from trainkit.config.redact import redact_file
 

@@ -11,15 +11,15 @@ from trainkit.cli.errors import guarded
 from trainkit.errors import TrainkitError
 
 COMMANDS = {
-    "train": ("trainkit.cli.train", "train what a Hydra configuration describes"),
-    "fit": ("trainkit.cli.lightning_command", "train with the Lightning CLI"),
-    "validate": ("trainkit.cli.lightning_command", "validate with the Lightning CLI"),
-    "test": ("trainkit.cli.lightning_command", "test with the Lightning CLI"),
-    "predict": ("trainkit.cli.lightning_command", "predict with the Lightning CLI"),
-    "plan": ("trainkit.cli.plan", "find micro-batch and accumulation for a batch"),
+    "train": ("trainkit.cli.train.main", "train what a Hydra configuration describes"),
+    "fit": ("trainkit.cli.fit.main", "train with the Lightning CLI"),
+    "validate": ("trainkit.cli.fit.main", "validate with the Lightning CLI"),
+    "test": ("trainkit.cli.fit.main", "test with the Lightning CLI"),
+    "predict": ("trainkit.cli.fit.main", "predict with the Lightning CLI"),
+    "plan": ("trainkit.cli.plan.main", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
     "report": ("trainkit.cli.report.main", "draw what a run has logged, again"),
-    "completion": ("trainkit.cli.completion", "print shell completion"),
+    "completion": ("trainkit.cli.completion.main", "print shell completion"),
 }
 
 HELP = """\
@@ -65,6 +65,6 @@ def _dispatch(argv: list[str]) -> int:
             f"{argv[0]!r}.{hint} trainkit --help describes them."
         )
     module, _ = COMMANDS[argv[0]]
-    if module == "trainkit.cli.lightning_command":
+    if module == "trainkit.cli.fit.main":
         return import_module(module).main(argv)  # it has these as sub-commands
     return import_module(module).main(argv[1:])

@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from trainkit.cli.report.write import write_report
-from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.runs.folder import RunFolder
 
 WINDOW = {
     "window/loss": 2.5,

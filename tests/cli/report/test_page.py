@@ -17,7 +17,7 @@ from tests.cli.report.runs import (
     run_folder,
     titles,
 )
-from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.runs.folder import RunFolder
 
 
 def test_every_value_that_was_logged_can_be_pointed_at(tmp_path: Path) -> None:

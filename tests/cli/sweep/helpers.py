@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from tests.startup import forked
-from trainkit.cli.sweep.offline import OfflineSweep
-from trainkit.cli.sweep.state import SweepState
+from trainkit.cli.sweep.offline.state import SweepState
+from trainkit.cli.sweep.offline.sweep import OfflineSweep
 from trainkit.cli.sweep.sweep_file import SweepFile
 
 TOY = str(Path(__file__).parent / "toy_trial.py")

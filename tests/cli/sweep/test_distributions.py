@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainkit.cli.sweep.distributions import DISTRIBUTIONS
-from trainkit.cli.sweep.engine import Engine
+from trainkit.cli.sweep.offline.engine import Engine
 from trainkit.cli.sweep.sweep_file import check
 from trainkit.errors import TrainkitError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.report.write import write_report
-from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
 EPILOG = """\

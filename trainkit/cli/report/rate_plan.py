@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainkit.cli.run_folder import RunFolder
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.core.rate_plan import RatePlan
 from trainkit.lit.rates.planned_rates import plan_rates
 

@@ -10,8 +10,8 @@ from typing import Any
 from trainkit.cli.report.charts import Charts, choose
 from trainkit.cli.report.page import page
 from trainkit.cli.report.series import Series, read_series
-from trainkit.cli.run_folder import RunFolder
-from trainkit.cli.summary_rows import Row, rows
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.summary_rows import Row, rows
 from trainkit.core.effective import EffectiveBatch
 from trainkit.core.rate_plan import RatePlan
 from trainkit.errors import TrainkitError

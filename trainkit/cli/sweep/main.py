@@ -86,10 +86,10 @@ def _refuse_endless(sweep: SweepFile, count: int | None) -> None:
 def _run_offline(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, str, Path, list[Trial]]:
-    from trainkit.cli.only_one import only_one
-    from trainkit.cli.sweep.offline import OfflineSweep
+    from trainkit.cli.runs.only_one import only_one
+    from trainkit.cli.sweep.offline.state import SweepState, new_id
+    from trainkit.cli.sweep.offline.sweep import OfflineSweep
     from trainkit.cli.sweep.rows import check_client
-    from trainkit.cli.sweep.state import SweepState, new_id
 
     check_client()
     sweep_id = options.resume or new_id()
@@ -123,8 +123,8 @@ def _refuse_another(sweep: SweepFile, config: dict[str, object], sweep_id: str) 
 def _run_online(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, str, Path, list[Trial]]:
-    from trainkit.cli.sweep.online import OnlineSweep
-    from trainkit.cli.sweep.server import Server
+    from trainkit.cli.sweep.online.server import Server
+    from trainkit.cli.sweep.online.sweep import OnlineSweep
 
     server = Server(sweep)
     sweep_id = server.find(options.resume) if options.resume else server.create()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +65,15 @@ class Trial:
         return asdict(self)
 
 
+def describe(trial: Trial) -> str:
+    """A trial's arguments in one line.
+
+    >>> describe(Trial(name="t", arguments={"optimizer": {"lr": 0.1}, "seed": 0}))
+    'optimizer.lr=0.1 seed=0'
+    """
+    return " ".join(f"{name}={value}" for name, value in trial.flat.items())
+
+
 def state_from_wandb(state: str) -> State:
     """A server's word for a run's state.
 
@@ -97,3 +107,12 @@ def best_of(trials: list[Trial], *, maximizes: bool) -> Trial | None:
     first = ranked(ended, maximizes=maximizes)[:1]
     has_number = [t for t in first if t.value is not None and math.isfinite(t.value)]
     return has_number[0] if has_number else None
+
+
+def own_lines(lines: Sequence[str]) -> list[str]:
+    """Those that a trial has written, without those of W&B's client.
+
+    >>> own_lines(["wandb: Syncing run", "", "RuntimeError: no"])
+    ['RuntimeError: no']
+    """
+    return [line for line in lines if line.strip() and not line.startswith("wandb:")]

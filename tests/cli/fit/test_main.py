@@ -1,0 +1,369 @@
+"""`trainkit fit` and its like: what is found, what is said, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from tests.cli.fit.lightning_runs import (
+    USER,
+    make,
+    quiet,
+    stand_alone,
+    written,
+)
+from tests.cli.fit.lightning_user import (
+    Net,
+)
+from tests.helpers import weights
+from tests.startup import forked
+from trainkit import (
+    TrainkitError,
+)
+from trainkit.cli.errors import TrainingFailed
+from trainkit.cli.fit.main import _refuse_absent, main
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: Any, tmp_path: Path) -> None:
+    stand_alone(monkeypatch, tmp_path)
+
+
+def test_the_command_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
+    written(
+        tmp_path / "my_net.py",
+        f"from {USER} import Data, Net\nclass MyNet(Net):\n    fits = []\n"
+        "    def on_train_end(self):\n        self.fits.append(1)\n"
+        "class MyData(Data):\n    pass\n",
+    )
+    args = ["--model=my_net.MyNet", "--data=my_net.MyData", "--model.lr=1e-4"]
+    assert main(["fit", *args, *quiet(), "--accumulation=PerToken"]) == 0
+    import my_net  # type: ignore[import-not-found]
+
+    assert my_net.MyNet.fits == [1]
+    assert main(["validate", *args, *quiet()]) == 0
+
+
+def test_no_configuration_in_the_folder_is_written_over(tmp_path: Path) -> None:
+    """There is no logger here that would number the folders."""
+    written(tmp_path / "config.yaml", "trainer: {log_every_n_steps: 7}\n")
+    command = [MODEL, f"--data={USER}.Data", *quiet(max_epochs=1)]
+    assert main(["fit", "--config=config.yaml", *command]) == 0
+    assert main(["validate", *command]) == 0
+    assert main(["fit", *command, "--trainer.log_every_n_steps=3"]) == 0
+    files = sorted(tmp_path.glob("config*"))
+    assert [each.name for each in files] == [
+        "config-v1.yaml", "config-v2.yaml", "config.yaml",
+    ]  # fmt: skip
+    texts = [yaml.safe_load(each.read_text()) for each in files]
+    assert [each["trainer"]["log_every_n_steps"] for each in texts] == [7, 3, 7]
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_checkpoint_that_is_not_there_is_a_mistake(command: str) -> None:
+    words = [MODEL, f"--data={USER}.Data", *quiet(), "--ckpt_path=nothere.ckpt"]
+    with pytest.raises(TrainkitError, match=r"received 'nothere\.ckpt', which does no"):
+        main([command, *words])
+
+
+@pytest.mark.parametrize(
+    "ckpt_path", [None, "last", "best", "hpc", "registry", "registry:a/b", "s3://a/b"]
+)
+def test_what_lightning_finds_by_itself_is_left_to_it(ckpt_path: str | None) -> None:
+    _refuse_absent(ckpt_path)
+    for other in ("best.ckpt", "lastly", "a/last"):
+        with pytest.raises(TrainkitError, match="which does not exist"):
+            _refuse_absent(other)
+
+
+def test_help_is_no_mistake(capsys: Any) -> None:
+    assert main(["fit", "--accumulation.help=PerToken"]) == 0
+    assert "--accumulation.ignore_index" in capsys.readouterr().out
+
+
+MODEL = f"--model={USER}.Net"
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["fit"], r"required: fit.model\n--model takes the dotted path of a Lightning"),
+        (["fit", "--model=Nope"], r"model:(.|\n)*Nope(.|\n)*--model takes the dotted"),
+        (["fit", f"--model={USER}.Nope"], r"no attribute 'Nope'(.|\n)*--model takes"),
+        (
+            ["fit", MODEL, "--accumulation=Nope"],
+            "one of .*PerSample, PerToken, .*Uniform",
+        ),
+        (["fit", MODEL, "--accumulation=nope.yaml"], r"nope\.yaml either not access"),
+        (
+            ["fit", MODEL, "--accumulation=PerToken", "--accumulation.nope=1"],
+            r"'nope' is not accepted\n--accumulation\.help=trainkit\.PerToken desc",
+        ),
+        (
+            ["fit", MODEL, "--accumulation=PerToken", "--accumulation.ignore_index=x"],
+            r"ignore_index:\n\s+Expected a int. Got value: x",
+        ),
+        (["fit", MODEL, "--batchnorm.policy=bad"], r"Literal\['warn', 'error', .* bad"),
+        (["fit", MODEL, "--lr_scaling=linear"], r"--lr_scaling\.rule=\.\.\.; --lr_sca"),
+        (
+            ["fit", MODEL, "--lr_scaling.reference_batch=-1"],
+            r"^LRScaling reference_batch: must be a positive number, received -1\.0",
+        ),
+        (["fit", MODEL, "--acumulation=PerToken"], r"Did you mean --accumulation\?"),
+        (["fit", MODEL, "--trainer.max_epochs=x"], r"Expected a int\n.*value: x"),
+        (["fit", MODEL, "--config=nope.yaml"], "File does not exist: .*nope.yaml"),
+        (["fitt"], "invalid choice: 'fitt' .choose from 'fit', 'validate'"),
+    ],
+)
+def test_a_mistake_is_one_readable_message(args: list[str], text: str) -> None:
+    with pytest.raises(TrainkitError, match=text) as caught:
+        main(args)
+    for noise in ("usage:", "Union", "NoneType", "NestedArg", "<class", "RAW"):
+        assert noise not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "text"),
+    [
+        ("a: [", r"config\.yaml: must be YAML(.|\n)*parsing a flow node"),
+        ("nope: 3", "does not accept option 'nope'"),
+        (
+            "trainer: {max_epochs: '${data.n}'}",
+            r"config\.yaml: trainer\.max_epochs: .*same file",
+        ),
+        ("accumulation: {_target_: trainkit.PerToken, _args_: [1]}", "by name only"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(
+    yaml_text: str, text: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "config.yaml", yaml_text)
+    with pytest.raises(TrainkitError, match=text):
+        main(["fit", MODEL, f"--config={file}"])
+
+
+def test_a_script_ends_with_one_message_and_status_two(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        make("--accumulation=Nope")
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "PerToken" in said
+    assert "usage" not in said
+
+
+def test_an_error_of_the_training_comes_through(monkeypatch: Any) -> None:
+    def fails(self: Any, batch: Any, batch_idx: int) -> Any:
+        raise ZeroDivisionError("in the module")
+
+    monkeypatch.setattr(Net, "training_step", fails)
+    with pytest.raises(ZeroDivisionError, match="in the module"):
+        main(["fit", MODEL, f"--data={USER}.Data", *quiet()])
+
+
+@pytest.mark.parametrize("kind", [TrainkitError, MisconfigurationException])
+@pytest.mark.parametrize("first", [0, 5])
+def test_what_training_has_come_to_is_no_mistake_in_the_command(
+    first: int, kind: type[Exception], monkeypatch: Any
+) -> None:
+    """A loss of NaN, before the first step and after the second."""
+    error = TrainingFailed if first else kind
+    real = Net.training_step
+
+    def breaks(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = real(self, batch, batch_idx)
+        if batch_idx >= first and self.current_epoch == 0:
+            raise kind("loss: not finite")
+        return loss
+
+    monkeypatch.setattr(Net, "training_step", breaks)
+    command = ["fit", MODEL, f"--data={USER}.Data", *quiet()]
+    with pytest.raises(error, match="loss: not finite"):
+        main([*command, "--trainer.accumulate_grad_batches=2"])
+
+
+def test_a_text_that_a_program_ends_with_is_left_to_python(monkeypatch: Any) -> None:
+    def leaves(self: Any, batch: Any, batch_idx: int) -> Any:
+        raise SystemExit("enough")
+
+    monkeypatch.setattr(Net, "training_step", leaves)
+    with pytest.raises(SystemExit, match="enough"):
+        main(["fit", MODEL, f"--data={USER}.Data", *quiet()])
+
+
+def stopped_at(monkeypatch: Any, num_batches: int, *numbers: int) -> None:
+    """Let signals come in the `num_batches`-th training step from now on."""
+    real, seen = Net.training_step, []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        seen.append(1)
+        if len(seen) == num_batches:
+            for number in numbers:
+                signal.raise_signal(number)
+        return real(self, batch, batch_idx)
+
+    monkeypatch.setattr(Net, "training_step", training_step)
+
+
+def fit(*args: str, **options: Any) -> int:
+    options = {"enable_checkpointing": True, **options}
+    data = f"--data={USER}.ResumableData"
+    return main(["fit", MODEL, data, *quiet(**options), *args])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+@pytest.mark.parametrize("num_batches", [2, 5, 11])
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
+    num_batches: int, number: int, status: int, monkeypatch: Any, capsys: Any
+) -> None:
+    ends: list[tuple[int, Tensor]] = []
+    monkeypatch.setattr(
+        Net, "on_fit_end", lambda self: ends.append((self.global_step, weights(self)))
+    )
+    assert fit("--accumulation=PerToken", enable_checkpointing=False) == 0
+    capsys.readouterr()
+
+    stopped_at(monkeypatch, num_batches, number)
+    assert fit("--accumulation=PerToken") == status
+    last = Path("checkpoints/last.ckpt").absolute()
+    said = capsys.readouterr().out
+    assert f"to go on: the same command with --ckpt_path={last}\n" in said
+    assert len(ends) == 1
+
+    assert fit("--accumulation=PerToken", f"--ckpt_path={last}") == 0
+    (steps, whole), (resumed_steps, resumed) = ends
+    assert torch.load(last, weights_only=True)["global_step"] < steps == resumed_steps
+    assert torch.equal(resumed, whole)
+
+
+def test_the_checkpoints_are_lightnings_own_where_no_other_is_configured(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    stopped_at(monkeypatch, 5, signal.SIGTERM)
+    assert fit() == 143
+    assert "--ckpt_path=" in capsys.readouterr().out
+    assert Path("checkpoints/last.ckpt").is_file()
+    assert not list(Path("checkpoints").glob("epoch*"))  # there was no end of one
+
+
+@pytest.mark.parametrize(
+    ("numbers", "checkpointing"),
+    [((signal.SIGINT, signal.SIGINT), "true"), ((signal.SIGINT,), "false")],
+)
+def test_an_end_without_a_checkpoint_says_so(
+    numbers: tuple[int, ...], checkpointing: str, monkeypatch: Any, capsys: Any
+) -> None:
+    stopped_at(monkeypatch, 5, *numbers)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert fit(enable_checkpointing=checkpointing) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+    assert "stopped by SIGINT; nothing was saved" in capsys.readouterr().out
+    assert not list(Path().rglob("*.ckpt"))
+
+
+def test_an_interrupted_validation_has_nothing_to_save(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Net, "validation_step", validation_step)
+    assert main(["validate", MODEL, f"--data={USER}.Data", *quiet()]) == 143
+    assert capsys.readouterr().out.endswith("trainkit | stopped by SIGTERM\n")
+
+
+def test_secrets_are_not_in_the_configuration_of_a_run(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789")
+    written(
+        tmp_path / "c.yaml", "trainer: {default_root_dir: '${oc.env:MY_API_KEY}'}\n"
+    )
+    assert main(["fit", "--config=c.yaml", MODEL, f"--data={USER}.Data", *quiet()]) == 0
+    (config,) = tmp_path.rglob("config.yaml")
+    assert "sk-0123456789" not in config.read_text()
+    assert "<redacted>" in config.read_text()
+
+
+def test_a_callback_of_the_users_is_not_doubled(monkeypatch: Any) -> None:
+    stopped_at(monkeypatch, 5, signal.SIGTERM)
+    callback = "--trainer.callbacks+=trainkit.GracefulStop"
+    assert fit(callback, "--trainer.callbacks.dirpath=mine") == 143
+    assert Path("mine/last.ckpt").is_file()
+    assert not Path("checkpoints/last.ckpt").exists()
+
+
+def test_a_module_of_the_other_namespace_is_refused() -> None:
+    import pytorch_lightning
+
+    class Old(pytorch_lightning.LightningModule):
+        pass
+
+    with pytest.raises(TrainkitError, match=r"takes classes of lightning\.pytorch, re"):
+        make(model=Old)
+
+
+@pytest.mark.slow
+def test_the_console_script_finds_the_users_modules(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "user").mkdir()
+    script = written(
+        tmp_path / "bin" / "command.py", "from trainkit.cli.main import run\nrun()\n"
+    )
+    written(tmp_path / "user" / "my_net.py", MY_NET)
+    args = ["fit", "--model=my_net.MyNet", *quiet(), "--accumulation=PerToken"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, script, *words],
+            cwd=tmp_path / "user",
+            env={**os.environ, **forked()},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    done = run(*args)
+    assert done.returncode == 0, done.stderr
+    assert "weighed by PerToken" in done.stdout
+    wrong = run(*args, "--accumulation=Nope")
+    assert wrong.returncode == 2, wrong.stderr
+    assert "PerSample, PerToken, Uniform" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+    assert "usage" not in wrong.stderr
+
+
+MY_NET = """
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+class MyNet(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch["x"]).mean()
+
+    def train_dataloader(self):
+        rows = [{"x": torch.ones(2), "labels": torch.tensor(1)} for _ in range(8)]
+        return DataLoader(rows, batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""

@@ -1,0 +1,189 @@
+"""`trainkit plan`: what it prints, what it refuses, what it does not load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from trainkit.cli.plan.main import main
+from trainkit.core.batch_plan import BatchPlan
+from trainkit.core.scaling import RULES
+from trainkit.errors import TrainkitError
+
+PLAN = ["--target", "512", "--world-size", "4", "--max-micro-batch", "24"]
+RATE = ["--lr", "0.1", "--reference", "256"]
+EPOCH = ["--dataset-size", "50001"]
+
+
+def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_lines_say_what_the_issue_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, *EPOCH, "--drop-last", *RATE, "--rule", "adam-sde"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "trainkit | micro-batch: 16 samples on each rank",
+        "trainkit | accumulation: 8 micro-batches",
+        "trainkit | ranks: 4",
+        "trainkit | effective batch: 512 samples a step, exactly the target",
+        "trainkit | epoch: 98 optimizer steps over 50,001 samples, 781 micro-batches "
+        "on each rank",
+        "trainkit | last window: 320 of 512 samples, 5 of 8 micro-batches",
+        "trainkit | seen twice: 3 samples, so that ranks are even",
+        "trainkit | left out: 20 samples, by --drop-last",
+        "trainkit | lr, adam-sde: 0.141421, beta1 0.8, beta2 0.998, eps 7.07107e-09 "
+        "(k = 2)",
+        "trainkit | Hydra: trainkit train data.batch_size=16 "
+        "trainer.accumulate_grad_batches=8 lr_scaling=adam_sde "
+        "lr_scaling.reference_batch=256",
+        "trainkit | Lightning CLI: trainkit fit --data.batch_size=16 "
+        "--trainer.accumulate_grad_batches=8 --lr_scaling.rule=adam-sde "
+        "--lr_scaling.reference_batch=256",
+    ]
+
+
+def test_a_full_last_window_is_called_full(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*PLAN, "--dataset-size", "51200"])
+    assert "last window: as full as the others\n" in capsys.readouterr().out
+
+
+def test_what_is_not_exact_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--target", "1000", "--world-size", "3", "--max-micro-batch", "24"]
+    main(argv)
+    out = capsys.readouterr().out
+    assert "999 samples a step, not the 1,000 asked for: 3 equal ranks cannot" in out
+    assert "cheaper: 24 samples x accumulation 14 = 1,008 samples a step" in out
+    found = report(capsys, *argv)
+    assert (found["effective"], found["exact"]) == (999, False)
+    assert found["nearby"] == {"micro_batch": 24, "accumulate": 14, "effective": 1008}
+
+
+def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, *PLAN, *EPOCH, *RATE)
+    plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
+    for name in ("target", "world_size", "max_micro_batch", "micro_batch"):
+        assert found[name] == getattr(plan, name)
+    assert (found["accumulate"], found["effective"]) == (8, 512)
+    assert (found["exact"], found["nearby"]) == (True, None)
+    assert found["epoch"] == vars(plan.epoch(50_001))
+    assert {each["rule"]: each["lr"] for each in found["scaling"]} == {
+        rule: plan.scaled_rate(0.1, reference_batch=256, rule=rule) for rule in RULES
+    }
+    assert found["overrides"] == {
+        "train": ["data.batch_size=16", "trainer.accumulate_grad_batches=8"],
+        "fit": ["--data.batch_size=16", "--trainer.accumulate_grad_batches=8"],
+    }
+
+
+def test_json_has_the_keys_that_the_help_lists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    everything = report(capsys, *PLAN, *EPOCH, *RATE)
+    bare = report(capsys, *PLAN)
+    assert list(bare) == list(everything)
+    nothing = [key for key in bare if bare[key] is None]
+    assert nothing == ["nearby", "epoch", "scaling", "trials"]
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    listed = capsys.readouterr().out.partition("keys of --json")[2]
+    words = set(listed.replace(";", " ").replace(":", " ").split())
+    keys = {*everything, *everything["epoch"], *everything["scaling"][0]}
+    assert keys <= words
+
+
+@pytest.mark.parametrize(
+    ("rule", "changed"),
+    [
+        ("linear", {"lr": 0.2}),
+        ("sqrt", {"lr": 0.1 * 2**0.5}),
+        ("none", {"lr": 0.1}),
+        ("half-life", {"lr": 0.1, "beta2": 0.95**2}),
+        (
+            "adam-sde",
+            {"lr": 0.1 * 2**0.5, "beta1": 0.6, "beta2": 0.9, "eps": 1e-6 / 2**0.5},
+        ),
+    ],
+)
+def test_one_rule_equals_its_formula(
+    rule: str, changed: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = report(
+        capsys, *PLAN, *RATE, "--rule", rule, "--betas", "0.8", "0.95", "--eps", "1e-6"
+    )
+    (scaled,) = found["scaling"]
+    assert (scaled["rule"], scaled["k"], scaled["problem"]) == (rule, 2, None)
+    for name in ("lr", "beta1", "beta2", "eps"):
+        if name in changed:
+            assert scaled[name] == pytest.approx(changed[name], rel=1e-12)
+        else:
+            assert scaled[name] is None
+
+
+def test_a_rule_that_cannot_follow_is_said_and_refused_where_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    far = [*PLAN, "--lr", "0.1", "--reference", "4"]
+    by_rule = {each["rule"]: each for each in report(capsys, *far)["scaling"]}
+    assert by_rule["adam-sde"]["lr"] is None
+    assert "must be below 1" in by_rule["adam-sde"]["problem"]
+    assert by_rule["linear"]["lr"] == pytest.approx(12.8)
+    main(far)
+    assert "lr, adam-sde: LRScaling rule='adam-sde': k (1" in capsys.readouterr().out
+    with pytest.raises(TrainkitError, match=r"k \(1 - beta\) must be below 1"):
+        main([*far, "--rule", "adam-sde"])
+    with pytest.raises(TrainkitError, match="beta2 must stay above 0"):
+        main([*far, "--rule", "half-life", "--betas", "0.9", "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], r"trainkit plan: the following arguments are required: --target, --max-"),
+        (["--target", "8"], "are required: --max-micro-batch.*--help shows"),
+        ([*PLAN, "--target", "8.5"], "--target: invalid int value: '8.5'"),
+        ([*PLAN, "--target", "0"], "BatchPlan target: must be a whole number"),
+        ([*PLAN, "--targe", "8"], "unrecognized arguments: --targe 8"),
+        ([*PLAN, "extra"], "unrecognized arguments: extra"),
+        ([*PLAN, *RATE, "--rule", "auto"], "invalid choice: 'auto' .*linear.*adam-sde"),
+        ([*PLAN, "--rule", "sqrt"], "--rule: needs --lr beside it"),
+        ([*PLAN, "--lr", "0.1"], "--lr: needs --reference beside it"),
+        ([*PLAN, "--reference", "8"], "--reference: needs --lr beside it"),
+        ([*PLAN, "--eps", "1e-8"], "--eps: needs --lr beside it"),
+        ([*PLAN, "--betas", "0.9", "0.99"], "--betas: needs --lr beside it"),
+        ([*PLAN, "--drop-last"], "--drop-last: needs --dataset-size beside it"),
+        ([*PLAN, "--dataset-size", "-1"], "num_samples: must be a whole number"),
+        ([*PLAN, *RATE, "--lr", "-1"], "--lr: must be a positive number, received -1"),
+        ([*PLAN, *RATE, "--lr", "nan"], "--lr: must be a positive number"),
+        ([*PLAN, *RATE, "--reference", "0"], "--reference: must be a positive"),
+        ([*PLAN, *RATE, "--eps", "0"], "--eps: must be a positive number"),
+        ([*PLAN, *RATE, "--betas", "1", "0.9"], "--betas: must lie between 0 and 1"),
+    ],
+)
+def test_a_mistake_is_refused_by_name(argv: list[str], message: str) -> None:
+    with pytest.raises(TrainkitError, match=message):
+        main(argv)
+
+
+def test_it_loads_nothing_heavy_and_no_rich_without_a_terminal() -> None:
+    program = f"""
+import sys
+from trainkit.cli.plan.main import main
+assert main({[*PLAN, *EPOCH, *RATE]!r}) == 0
+assert main({[*PLAN, *EPOCH, *RATE, "--json"]!r}) == 0
+heavy = {{"torch", "lightning", "hydra", "omegaconf", "wandb", "numpy", "rich"}}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

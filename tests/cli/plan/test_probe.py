@@ -1,0 +1,135 @@
+"""`trainkit plan --probe` tries sizes on what `trainkit train` would train."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
+
+from tests.cli.training import SMALL, the_run, train
+from trainkit.cli.plan.main import main
+from trainkit.errors import TrainkitError
+from trainkit.lit.probe.attempt import Attempts
+
+PROBE = ["--probe", "--target", "16", *SMALL]
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a folder of its own, where larger sizes are faster."""
+    monkeypatch.chdir(tmp_path)
+    seconds = itertools.count()
+    attempts = functools.partial(Attempts, clock=lambda: float(next(seconds)))
+    monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
+
+
+def report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_it_finds_is_a_plan_with_the_sizes_tried(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = report(capsys, *PROBE)
+    assert (found["micro_batch"], found["accumulate"], found["effective"]) == (
+        16,
+        1,
+        16,
+    )
+    assert [trial["size"] for trial in found["trials"]] == [2, 4, 8, 16]
+    assert set(found["trials"][0]) == {
+        "size", "fits", "samples_per_second", "peak_bytes", "problem",
+    }  # fmt: skip
+    assert found["overrides"]["train"] == [
+        "data.batch_size=16",
+        "trainer.accumulate_grad_batches=1",
+    ]
+    assert list(tmp_path.iterdir()) == [], "a plan writes nothing"
+
+
+def test_its_overrides_train(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = report(capsys, *PROBE, "--max-micro-batch", "4")
+    assert (found["micro_batch"], found["accumulate"]) == (4, 4)
+    small = [word for word in SMALL if not word.startswith("data.batch_size")]
+    assert train(*found["overrides"]["train"], small=small) == 0
+    summary = json.loads((the_run(tmp_path) / "summary.json").read_text())
+    assert summary["steps"] == 4
+
+
+def test_lines_show_sizes_and_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = CodeLM.training_step
+
+    def limited(self: Any, batch: Any, *args: Any) -> Any:
+        if len(batch["labels"]) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(self, batch, *args)
+
+    monkeypatch.setattr(CodeLM, "training_step", limited)
+    assert main([*PROBE, "--lr", "0.1", "--reference", "8", "--rule", "sqrt"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "trainkit | micro-batch 8: does not fit" in lines
+    assert "trainkit | micro-batch: 4 samples on each rank" in lines
+    assert any("lr, sqrt: 0.141421" in line for line in lines)
+    assert any(
+        "data.batch_size=4 trainer.accumulate_grad_batches=4" in s for s in lines
+    )
+
+
+def test_overrides_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["data.batch_size=1", *PROBE[3:], "--probe", "seed=3", "--target", "4"]
+    assert report(capsys, *argv)["effective"] == 4
+
+
+def test_a_configuration_of_ones_own_is_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "my conf" / "experiment"
+    folder.mkdir(parents=True)
+    folder.joinpath("mine.yaml").write_text(
+        "# @package _global_\ndata:\n  batch_size: 8\n"
+    )
+    words = [word for word in PROBE if not word.startswith("data.batch_size")]
+    argv = [*words, "-cd", "my conf", "experiment=mine", "--max-micro-batch", "8"]
+    assert [trial["size"] for trial in report(capsys, *argv)["trials"]] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*PROBE, "--world-size", "2"], "--world-size: --probe takes the ranks of"),
+        (["--probe", "seed=1"], "are required: --target"),
+        ([*PROBE, "--targe", "8"], "unrecognized arguments: --targe"),
+        ([*PROBE, "--max-micro-batch", "0"], "max_micro_batch.*must be a whole number"),
+        ([*PROBE, "~data.batch_size"], "needs data.batch_size"),
+        ([*PROBE, "schedule=ramp"], "AccumulationSchedule changes accumulate_grad"),
+    ],
+)
+def test_a_mistake_is_refused_by_name(argv: list[str], message: str) -> None:
+    with pytest.raises(TrainkitError, match=message):
+        main(argv)
+
+
+def test_without_probe_neither_torch_nor_hydra_is_loaded() -> None:
+    code = (
+        "import sys\n"
+        "from trainkit.cli.plan.main import main\n"
+        "main(['--target', '8', '--max-micro-batch', '4'])\n"
+        "print({'torch', 'lightning', 'hydra'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr

@@ -1,0 +1,161 @@
+"""A sweep that is killed or interrupted goes on: nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.sweep.helpers import (
+    LR,
+    command,
+    offline,
+    private_env,
+    read_state,
+    run,
+    toy,
+    wait_until,
+)
+from tests.wandb_server import WandbServer
+from trainkit.cli.sweep.offline.state import SweepState
+
+pytest.importorskip("sweeps")
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A sweep in a process: its first trial has ended, its second waits."""
+    parameters = {"lr": LR, "rows": 4, "started": str(tmp_path / "started")}
+    hold = {"hold": str(tmp_path / "go"), "hold_at": 0.01}
+    toy(tmp_path, {**parameters, **hold})
+    process = subprocess.Popen(
+        command("toy.yaml", "--offline"),
+        cwd=tmp_path,
+        env={**private_env(tmp_path), "TESTS_FORK_SERVER": ""},  # its number is told
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: len(started(tmp_path)) == 2 or process.poll() is not None)
+    yield process
+    process.kill()
+    process.communicate()
+    (tmp_path / "go").touch()  # whatever still waits ends
+
+
+def started(folder: Path) -> list[str]:
+    path = folder / "started"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def states(folder: Path) -> list[str]:
+    return [trial["state"] for trial in read_state(folder / "sweeps")["trials"]]
+
+
+def go_on(folder: Path) -> subprocess.CompletedProcess[str]:
+    (sweep,) = (folder / "sweeps").glob("*")
+    words = command("toy.yaml", "--offline", "--resume", sweep.name)
+    return run(words, private_env(folder), folder)
+
+
+def uploaded(folder: Path, server: WandbServer) -> dict[str, list[float]]:
+    """Upload everything, and what the server then has: the steps of each trial."""
+    runs = [str(p) for p in folder.glob("sweeps/*/*/wandb/offline-run-*")]
+    wandb = command()[:2] + ["wandb", "sync", *runs]
+    done = run(wandb, server.env(folder), folder)
+    assert done.returncode == 0, done.stderr
+    return {
+        name: [row["step"] for row in received.history]
+        for name, received in server.runs.items()
+    }
+
+
+def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
+    held: subprocess.Popen[str], tmp_path: Path, wandb_server: WandbServer
+) -> None:
+    held.kill()
+    held.wait()
+    assert states(tmp_path) == ["finished", "running"]
+    orphan = read_state(tmp_path / "sweeps")["trials"][1]["pid"]
+    os.kill(orphan, 0)  # the trial itself is still running
+    (tmp_path / "go").touch()
+
+    done = go_on(tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert states(tmp_path) == ["finished"] * 3
+    rates = [line.split()[1] for line in started(tmp_path)]
+    assert rates == ["0.1", "0.01", "0.01", "0.001"]  # those that had ended are not
+    names = [line.split()[0] for line in started(tmp_path)]
+    assert names[1] == names[2]
+    (folder,) = (tmp_path / "sweeps").glob("*")
+    sweep_id = folder.name
+
+    assert uploaded(tmp_path, wandb_server) == {
+        f"{sweep_id}-00{n}": [1, 2, 3, 4] for n in range(3)
+    }
+    received = wandb_server.runs.values()
+    assert {each.group for each in received} == {sweep_id}
+    assert {each.config["lr"] for each in received} == {0.1, 0.01, 0.001}
+    assert {each.num_rows_received for each in received} == {4}
+
+
+def test_an_interrupted_sweep_lets_trials_save_and_says_how_to_go_on(
+    held: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    wait_until(lambda: states(tmp_path) == ["finished", "running"])
+    held.send_signal(signal.SIGTERM)
+    output, news = held.communicate(timeout=240)
+
+    assert held.returncode == 143
+    assert states(tmp_path) == ["finished", "waiting"]
+    assert "stopping 1 running trials" in news
+    (folder,) = (tmp_path / "sweeps").glob("*")
+    again = f"to go on: trainkit sweep toy.yaml --resume {folder.name} --offline"
+    assert again in news
+    assert "finished" in output  # the table of what there is
+
+    (tmp_path / "go").touch()
+    done = go_on(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert states(tmp_path) == ["finished"] * 3
+
+
+def test_a_second_process_and_another_file_are_refused(
+    held: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    done = go_on(tmp_path)
+    assert done.returncode == 2
+    assert f"is in use by process {held.pid}" in done.stderr
+
+    held.terminate()
+    held.communicate(timeout=240)
+    toy(tmp_path, {"lr": {"values": [1, 2]}})
+    done = go_on(tmp_path)
+    assert done.returncode == 2
+    assert "is not what" in done.stderr
+    assert "changed: parameters" in done.stderr
+
+
+def test_a_kill_while_the_state_is_written_leaves_the_one_before(
+    no_account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = toy(no_account, {"lr": LR}, command=["${interpreter}", "-c", "pass"])
+    sweep = offline(path, count=1)
+    sweep.run()
+    state = SweepState.load(no_account / "sweeps" / "s1")
+    state.trials.clear()
+
+    def killed(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        state.save()
+
+    again = SweepState.load(no_account / "sweeps" / "s1")
+    assert [trial.state for trial in again.trials] == ["finished"]

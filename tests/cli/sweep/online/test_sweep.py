@@ -1,0 +1,242 @@
+"""`trainkit sweep`, and W&B's own commands: what the server received counts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.sweep.helpers import LR, command, run, toy
+from tests.startup import forked
+from tests.wandb_server import Run, WandbServer
+from trainkit.cli.sweep.online.agents import shares
+
+TWO = {"values": [0.1, 0.01]}
+IMPATIENT = """
+import json
+from pathlib import Path
+from trainkit.cli.sweep.online.sweep import OnlineSweep
+from trainkit.cli.sweep.online.server import Server
+from trainkit.cli.sweep.sweep_file import SweepFile
+
+sweep = SweepFile.read("toy.yaml")
+server = Server(sweep)
+online = OnlineSweep(
+    sweep, server, server.create(), folder=Path.cwd(), lost_after=1, look_every=0.2
+)
+online.run(agents=1, count=None)
+print(json.dumps([trial.as_dict() for trial in online.trials()]))
+"""
+
+
+def env_of(server: WandbServer, home: Path, **more: str) -> dict[str, str]:
+    return server.env(home, **forked(), **more)
+
+
+def by_lr(server: WandbServer) -> dict[float, Run]:
+    return {received.config["lr"]: received for received in server.runs.values()}
+
+
+def steps(received: Run) -> list[int]:
+    return [row["step"] for row in received.history]
+
+
+@pytest.mark.slow
+def test_two_agents_run_a_sweep_over_a_crash(
+    wandb_server: WandbServer, tmp_path: Path
+) -> None:
+    toy(tmp_path, {"lr": LR, "rows": 4, "crash_at": 0.1})
+    env = env_of(wandb_server, tmp_path)
+
+    done = run(command("toy.yaml", "--agents", "2", "--json"), env, tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    runs = by_lr(wandb_server)
+    assert {lr: (r.state, steps(r)) for lr, r in runs.items()} == {
+        0.1: ("failed", [1, 2]),
+        0.01: ("finished", [1, 2, 3, 4]),
+        0.001: ("finished", [1, 2, 3, 4]),
+    }
+    assert len(wandb_server.agents) == 2
+    assert all(agent.runs for agent in wandb_server.agents.values())
+    assert not wandb_server.unknown
+    table = json.loads(done.stdout)
+    assert table["best"] == runs[0.01].name
+    values = [trial["value"] for trial in table["trials"]]
+    assert values == pytest.approx([0.25, 1.25, 1.5])
+    assert table["trials"][0]["arguments"] == {"lr": 0.01}
+    assert {t["name"]: t["state"] for t in table["trials"]} == {
+        runs[0.1].name: "crashed",
+        runs[0.01].name: "finished",
+        runs[0.001].name: "finished",
+    }
+    (lost,) = (trial for trial in table["trials"] if trial["state"] == "crashed")
+    assert lost["note"] == "toy_trial: the GPU fell off the bus"
+    assert ", val/loss 0.25" in done.stderr
+    assert Path(table["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_clients_own_commands_run_the_file_and_hyperband_ends_a_trial_gracefully(
+    wandb_server: WandbServer, tmp_path: Path
+) -> None:
+    rule = {"type": "hyperband", "min_iter": 2}
+    hold = {"hold": "never", "hold_at": 0.1}
+    path = toy(tmp_path, {"lr": TWO, "rows": 4, **hold}, early_terminate=rule)
+    env = env_of(wandb_server, tmp_path)
+    wandb_server.should_stop = lambda r: (
+        r.config.get("lr") == 0.1 and len(r.history) >= 2
+    )
+    wandb = [sys.executable, "-m", "wandb"]
+
+    assert run([*wandb, "sweep", str(path)], env, tmp_path).returncode == 0
+    agent = run([*wandb, "agent", "local/p/sw0"], env, tmp_path)
+
+    assert agent.returncode == 0, agent.stderr
+    runs = by_lr(wandb_server)
+    assert {lr: (r.exit_code, steps(r)) for lr, r in runs.items()} == {
+        0.1: (0, [1, 2]),
+        0.01: (0, [1, 2, 3, 4]),
+    }
+    assert wandb_server.sweeps["sw0"].config["early_terminate"] == rule
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_agents_and_their_trials_save(
+    wandb_server: WandbServer, tmp_path: Path
+) -> None:
+    toy(tmp_path, {"lr": TWO, "rows": 4, "hold": "never"})
+    process = subprocess.Popen(
+        command("toy.yaml"),
+        cwd=tmp_path,
+        env=env_of(wandb_server, tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wandb_server.wait_until(
+            lambda: any(len(r.history) == 2 for r in wandb_server.runs.values())
+        )
+        process.send_signal(signal.SIGINT)
+        _, news = process.communicate(timeout=240)
+    finally:
+        process.kill()
+
+    assert process.returncode == 130
+    assert "to go on: trainkit sweep toy.yaml --resume sw0" in news
+    (received,) = wandb_server.runs.values()
+    assert (received.exit_code, steps(received)) == (0, [1, 2])
+
+    (tmp_path / "never").touch()
+    done = run(
+        command("toy.yaml", "--resume", "sw0"),
+        env_of(wandb_server, tmp_path),
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(wandb_server.sweeps) == 1
+    assert len(wandb_server.runs) == 2
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_in_mid_run_loses_no_row(
+    wandb_server: WandbServer, tmp_path: Path
+) -> None:
+    toy(tmp_path, {"lr": TWO, "rows": 4, "hold": str(tmp_path / "go")})
+    env = env_of(wandb_server, tmp_path, WANDB_FINISH_TIMEOUT="3")
+    program = tmp_path / "impatient.py"
+    program.write_text(IMPATIENT)
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wandb_server.wait_until(
+            lambda: any(len(r.history) == 2 for r in wandb_server.runs.values())
+        )
+        wandb_server.die()
+        (tmp_path / "go").touch()
+        output, news = process.communicate(timeout=240)
+    finally:
+        process.kill()
+
+    assert "has not answered for" in output, news
+    trials = json.loads(output.splitlines()[-1])
+    assert [(t["state"], t["num_rows"]) for t in trials] == [("finished", 4)]
+
+    wandb_server.revive()
+    said = next(line for line in output.splitlines() if "`wandb sync" in line)
+    sync = said.split("`")[1].split()
+    assert sync[:3] == ["wandb", "sync", "--no-skip-online"]
+    wandb = [sys.executable, "-m", *sync[:3], trials[0]["folder"]]
+    done = run(wandb, env, tmp_path)
+    assert done.returncode == 0, done.stderr
+    # Rows that had arrived come again, as the same steps of the same run.
+    received = wandb_server.runs[trials[0]["name"]].history
+    assert {row["_step"]: row["step"] for row in received} == {0: 1, 1: 2, 2: 3, 3: 4}
+
+
+@pytest.mark.slow
+def test_a_resumed_trial_gets_arguments_that_hydra_takes(
+    wandb_server: WandbServer, tmp_path: Path
+) -> None:
+    # https://github.com/wandb/wandb/issues/9143: the agent is given all that was logged
+    logged: dict[str, Any] = {
+        "optimizer.lr": 0.01,
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01},
+        "experiment": None,
+        "seed": 3,
+        "effective_batch/samples": 64,
+    }
+    wandb_server.suggest = lambda sweep, n: logged if n == 0 else None
+    program = tmp_path / "echo.py"
+    program.write_text(
+        "import json, sys\n"
+        "from trainkit.cli.sweep.whole_config import for_train\n"
+        "json.dump([sys.argv[1:], for_train(sys.argv[1:])], open('words', 'w'))\n"
+    )
+    words = ["${env}", "${interpreter}", "${program}", "logger=csv"]
+    path = toy(
+        tmp_path,
+        {"optimizer.lr": LR},
+        program=str(program),
+        command=[*words, "${args_no_hyphens}"],
+    )
+    env = env_of(wandb_server, tmp_path)
+
+    done = run(command(path.name), env, tmp_path)
+
+    assert done.returncode == 1  # it logged no run
+    given, kept = json.loads((tmp_path / "words").read_text())
+    assert "experiment=None" in given
+    assert any(word.startswith("optimizer={'_target_'") for word in given)
+    assert kept == ["logger=csv", "optimizer.lr=0.01", "seed=3"]
+
+
+def test_without_a_login_the_message_says_what_to_do(tmp_path: Path) -> None:
+    from tests.cli.sweep.helpers import private_env
+
+    toy(tmp_path, {"lr": LR})
+    env = private_env(tmp_path)
+
+    done = run(command("toy.yaml"), {**env, "NETRC": str(tmp_path / "none")}, tmp_path)
+
+    assert done.returncode == 2
+    assert "wandb login" in done.stderr
+    assert "--offline" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_count_is_shared_by_the_agents() -> None:
+    assert shares(5, 3) == [2, 2, 1]
+    assert shares(1, 2) == [1]

@@ -1,0 +1,364 @@
+"""`trainkit train`, from its command line to what it leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torchmetrics.classification import BinaryConfusionMatrix
+
+from recipes.code_lm import CodeLM, Functions
+from tests.cli.training import (
+    SMALL,
+    run_dirs,
+    same_weights,
+    summary_of,
+    the_run,
+    train,
+    weights_of,
+)
+from trainkit import AccumulationCallback, PerSample, PerToken, warmup_cosine
+from trainkit.config import allow_targets
+
+allow_targets("tests")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    return tmp_path
+
+
+def test_a_run_leaves_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("seed=3") == 0
+    run = the_run(tmp_path)
+    names = {path.name for path in run.iterdir()}
+    assert names >= {
+        "checkpoints", "config.yaml", "metrics.csv", "overrides.yaml", "summary.json",
+    }  # fmt: skip
+    assert not any("profile" in name for name in names)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["max_length"] == 128  # resolved
+    assert yaml.safe_load((run / "overrides.yaml").read_text()) == [*SMALL, "seed=3"]
+    summary = summary_of(run)
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 4
+    assert summary["windows"]["windows"] == 4
+    assert summary["effective_batch"]["size"] == 8
+    assert summary["micro_batching"] is None
+    assert summary["metrics"]["val/loss"] > 0
+    assert summary["plain_accumulation"]["mean"] > 0
+    assert summary["versions"]["torch"] == torch.__version__
+    said = capsys.readouterr().out
+    for text in (
+        "trainkit | step: per-device batch 2 x accumulation 4",  # before
+        "trainkit | step 4 of 4: ",  # during
+        "trainkit | loss: ",  # after
+        "trainkit | window weight: ",
+        "trainkit | learning rate: ",
+        "trainkit | plain accumulation: its gradients would have been off by",
+        f"trainkit | written to: {run}",
+    ):
+        assert text in said, text
+
+
+def test_with_a_schedule_the_effective_batch_is_that_of_the_last_step(
+    tmp_path: Path,
+) -> None:
+    stages = ["schedule=stages", "schedule.sizes={0:1,2:4}", "schedule.unit=step"]
+    assert train(*stages, "trainer.max_steps=3", "trainer.profiler=simple") == 0
+    run = the_run(tmp_path)
+    batch = summary_of(run)["effective_batch"]
+    assert (batch["accumulate"], batch["size"], batch["first_size"]) == (4, 8, 2)
+    assert "run_training_epoch" in (run / "fit-profile.txt").read_text()
+    assert train("ckpt_path=last", "trainer.max_steps=4", small=[]) == 0
+    assert summary_of(run)["effective_batch"] == batch
+
+
+@pytest.mark.parametrize("cut", ["auto", "size"])
+def test_the_cut_of_loader_batches_is_summed_up(
+    cut: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ["trainer.accumulate_grad_batches=1", "data.batch_size=4"]
+    said = ["micro_batching.size=3"] if cut == "size" else []
+    assert train(*one, f"micro_batching={cut}", *said) == 0
+    limits = summary_of(the_run(tmp_path))["micro_batching"]
+    told = capsys.readouterr().out
+    if cut == "size":
+        assert limits == {"size": 3, "tokens": None, "found": None}
+        assert "cut into some of at most 3 rows" in told
+    else:
+        assert limits["found"] > 0
+        assert f"cut into some of at most {limits['found']:,}, which was" in told
+
+
+def by_hand(module: LightningModule, **options: Any) -> dict[str, torch.Tensor]:
+    """The same training in Python, without any configuration."""
+    data = Functions(batch_size=2, max_length=128, num_train=64, num_val=8, seed=0)
+    trainer = Trainer(
+        max_steps=4,
+        accumulate_grad_batches=8,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, data)
+    return module.state_dict()
+
+
+class ByHand(CodeLM):
+    accumulation = PerToken()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.01)
+        scheduler = warmup_cosine(optimizer, total_steps=4, warmup=0.1, final=0.1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def test_it_is_the_hand_written_training_to_the_bit(tmp_path: Path) -> None:
+    window = "trainer.accumulate_grad_batches=8"
+    assert train("accumulation=per_token", window) == 0
+    seed_everything(0, verbose=False)
+    module = ByHand(d_model=8, num_layers=1, num_heads=1, max_length=128)
+    assert same_weights(weights_of(the_run(tmp_path)), by_hand(module))
+
+
+def test_another_strategy_is_another_training(tmp_path: Path) -> None:
+    """The control."""
+    assert train("accumulation=uniform", "trainer.accumulate_grad_batches=8") == 0
+    seed_everything(0, verbose=False)
+    module = ByHand(d_model=8, num_layers=1, num_heads=1, max_length=128)
+    assert not same_weights(weights_of(the_run(tmp_path)), by_hand(module))
+
+
+class Foreign(LightningModule):
+    """Knows nothing of trainkit, and has an optimizer of its own."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.byte = torch.nn.Embedding(256, width)
+        self.head = torch.nn.Linear(width, 256)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.head(self.byte(batch["ids"])).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class PerRow(PerSample):
+    """A strategy of a user's own."""
+
+
+def test_a_foreign_module_and_a_strategy_of_ones_own(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    (conf / "accumulation").mkdir(parents=True)
+    (conf / "model").mkdir()
+    (conf / "accumulation" / "mine.yaml").write_text(
+        "_target_: tests.cli.train.test_main.PerRow\nsize: null\n"
+    )
+    (conf / "model" / "mine.yaml").write_text(
+        "_target_: tests.cli.train.test_main.Foreign\nwidth: 3\n"
+    )
+    words = [word for word in SMALL if not word.startswith("model.")]
+    asked = [
+        *words, "model=mine", "accumulation=mine", "metric=null",
+        "trainer.limit_val_batches=0", f"--config-dir={conf}",
+    ]  # fmt: skip
+    assert train(*asked, "optimizer=none", "scheduler=none", small=[]) == 0
+    seed_everything(0, verbose=False)
+    module = Foreign(width=3)
+    trainer = Trainer(
+        max_steps=4,
+        accumulate_grad_batches=4,
+        gradient_clip_val=1.0,
+        callbacks=[AccumulationCallback(PerSample())],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Functions(batch_size=2, max_length=128, num_train=64, num_val=8, seed=0)
+    trainer.fit(module, data)
+    assert same_weights(weights_of(the_run(tmp_path)), module.state_dict())
+
+
+def test_a_module_with_its_own_optimizer_refuses_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(
+        "_target_: tests.cli.train.test_main.Foreign\n"
+    )
+    words = [word for word in SMALL if not word.startswith("model.")]
+    asked = [*words, "model=mine", f"--config-dir={tmp_path}"]
+    assert train(*asked, small=[]) == 2
+    assert "Choose optimizer=none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["accumulation=per_word"], "Available options in 'accumulation':"),
+        (["trainer.max_epoch=1"], "Did you mean max_epochs?"),
+        (["trainer.max_steps=many"], "could not be converted to Integer"),
+        (["accumulation.ignore_index=x"], "accumulation.ignore_index: must be int"),
+        (["accumulation.labels=targets"], "targets"),  # does not fit the batch
+        (["ckpt_path=nowhere.ckpt"], "does not exist"),
+        (["model._target_=os.getcwd"], "TRAINKIT_ALLOW=os"),
+        (["optimizer=none"], "Choose scheduler=none"),
+        (
+            ["trainer.max_steps=-1", "trainer.max_epochs=-1"],
+            "scheduler.total_steps: `auto` needs an end",
+        ),
+        (["lr_scaling=linear"], "lr_scaling.reference_batch: must be given"),
+    ],
+)
+def test_a_mistake_is_one_message_and_2(
+    overrides: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*overrides) == 2
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert "Traceback" not in shown
+    assert shown.count("trainkit: ") == 1
+
+
+class Breaks(CodeLM):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            raise RuntimeError("broken at step 2")
+
+
+def test_a_failed_training_is_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("model._target_=tests.cli.train.test_main.Breaks") == 1
+    assert "RuntimeError: broken at step 2" in capsys.readouterr().err
+    assert summary_of(the_run(tmp_path))["status"] == "failed"
+
+
+def test_a_multirun_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("-m", "accumulation=per_token,uniform") == 0
+    losses = {
+        name: summary_of(run)["metrics"]["val/loss"]
+        for name, run in zip(("per_token", "uniform"), run_dirs(tmp_path), strict=True)
+    }
+    assert losses["per_token"] != losses["uniform"]
+    header, *rows = capsys.readouterr().out.splitlines()[-4:-1]
+    assert header.split() == ["run", "accumulation", "training", "steps", "val/loss"]
+    shown = [tuple(row.split()[i] for i in (1, 4)) for row in rows]
+    assert shown == [
+        (name, f"{loss:.6g}")
+        for name, loss in sorted(losses.items(), key=lambda each: each[1])
+    ]
+
+
+@pytest.mark.parametrize("name", ["growing_batch", "large_batch"])
+def test_an_experiment_on_the_default_model_runs(name: str, tmp_path: Path) -> None:
+    """Those of recipes run in tests/recipes."""
+    assert train(f"experiment={name}") == 0
+    assert summary_of(the_run(tmp_path))["steps"] == 4
+
+
+def test_metrics_are_rows_of_steps(tmp_path: Path) -> None:
+    assert train() == 0
+    with (the_run(tmp_path) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    losses = [row["step"] for row in rows if row["window/loss"]]
+    assert losses == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", "--help"], ["train", "--cfg", "job"]]
+)
+def test_what_only_answers_does_not_import_torch(words: list[str]) -> None:
+    program = f"""
+import sys
+from trainkit.cli.main import main
+sys.argv = ["trainkit"]
+try:
+    main({words!r})
+finally:
+    print("loaded:", *sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
+    )
+    loaded = done.stdout.rpartition("loaded:")[2].split()
+    assert "trainkit.cli.main" in loaded
+    assert not {"torch", "lightning", "wandb"} & set(loaded)
+
+
+class Odd(CodeLM):
+    """Logs what JSON and a table cannot hold, and has a strategy of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.accumulation = PerSample()
+        self.confusion = BinaryConfusionMatrix()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.confusion(torch.tensor([0, 1]), torch.tensor([0, 1]))
+        self.log("val/confusion", self.confusion, logger=False)
+        self.log("val/worst", float("inf"))
+
+
+def test_odd_metrics_and_a_strategy_of_the_modules_own(tmp_path: Path) -> None:
+    odd = "model._target_=tests.cli.train.test_main.Odd"
+    with pytest.warns(
+        UserWarning, match=r"PerSample\(.*\) is replaced by .* PerToken\("
+    ):
+        assert train(odd, "name=replaced") == 0
+    assert train(odd, "name=kept", "accumulation=none") == 0
+    replaced, kept = (
+        summary_of(the_run(tmp_path / "outputs" / name))
+        for name in ("replaced", "kept")
+    )
+    assert kept["windows"]["weight"] == 4 * 8  # samples
+    assert replaced["windows"]["weight"] > 4 * 8  # tokens
+    assert kept["metrics"]["val/worst"] is None
+    assert kept["metrics"]["val/confusion"] is None
+
+
+def test_a_scheduler_that_goes_by_a_metric(tmp_path: Path) -> None:
+    # A threshold that nothing is good enough for.
+    words = ["scheduler=plateau", "scheduler.patience=0", "+scheduler.threshold=1.0"]
+    asked = [*words, "scheduling.interval=epoch", "scheduling.monitor=val/loss"]
+    by_epoch = ["trainer.max_steps=-1", "trainer.max_epochs=3", "data.num_train=16"]
+    small = [word for word in SMALL if "max_steps" not in word]
+    validated = "trainer.val_check_interval=8"
+    small = [word for word in small if "val_check" not in word]
+    assert train(*small, validated, *asked, *by_epoch, small=[]) == 0
+    assert summary_of(the_run(tmp_path))["learning_rates"][0] < 1e-3
+
+
+def test_secrets_of_a_command_line_are_not_written_down(tmp_path: Path) -> None:
+    keys = ["+hub={api_key: sk-987654321}", "+other.api_key=sk-987654321"]
+    assert train("-m", *keys, "seed=1,2") == 0
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert b"sk-987654321" not in path.read_bytes(), path

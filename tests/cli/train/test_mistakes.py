@@ -1,0 +1,216 @@
+"""What is wrong with a command is said in one message, before anything is trained."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from recipes.code_lm import CodeLM
+from tests.cli.training import run_dirs, summary_of, the_run, train
+from trainkit.cli.words import quoted
+from trainkit.config import allow_targets
+
+allow_targets("tests")
+
+
+class Foreign(LightningModule):
+    """Takes what the configuration says of the other model, and needs none of it."""
+
+    def __init__(self, **kwargs: int) -> None:
+        super().__init__()
+        self.logits = nn.Embedding(256, 256)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch["ids"]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
+class Manual(Foreign):
+    def __init__(self, **kwargs: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Broken(CodeLM):
+    def __init__(self, **kwargs: int) -> None:
+        raise ZeroDivisionError("in its constructor")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["trainer=4"], "A group takes the name of one of its options"),
+        (["accumulation=null"], "A group takes the name of one of its options"),
+        (["=1"], "overrides: Config group override must be a string"),
+        (["accumulation=x"], "\tper_token\n"),
+        (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
+        (["scheduler=one_cycle", "scheduler.pct_start=5"], "scheduler: Expected float"),
+        (["seed=-1"], "seed: must be from 0 to 4294967295, received -1"),
+        (["trainer.val_check_interval=0"], "val_check_interval: must be above 0, rec"),
+        (["trainer.accumulate_grad_batches=0"], "must be at least 1, received 0"),
+        (["trainer.check_val_every_n_epoch=0"], "every_n_epoch: must be at least 1"),
+        (["trainer.log_every_n_steps=0"], "callbacks.monitor=null leaves the monitor"),
+        (["mode=foo"], "mode: must be min or max, received 'foo'"),
+        (
+            ["trainer.strategy=x"],
+            "trainer: lightning.pytorch.Trainer could not be made",
+        ),
+        (["~optimizer._partial_"], "optimizer: AdamW needs params, which is there"),
+        (["trainer._target_=trainkit.Uniform"], "trainer._target_: must be a subclass"),
+        (["data.num_workers='2'"], "data.num_workers: must be int, received '2'"),
+        (["+callbacks.mine=1"], "callbacks.mine: must say by _target_ what it is"),
+        (["+logger.mine={a: 1}"], "logger.mine: must say by _target_ what it is"),
+        (["+micro_batching.size=3"], "size: is an argument of what micro_batching is"),
+        (["+lr_scaling.rule=sqrt"], "no option of lr_scaling is chosen, received 'sqr"),
+        (["paths.root_dir=/dev/null"], "the folder of the run cannot be made"),
+        (["--config-dir=nowhere"], "nowhere' not found"),
+    ],
+)
+def test_a_mistake_is_one_message_and_2(
+    overrides: list[str],
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(*overrides) == 2
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert "Traceback" not in shown
+    assert shown.count("trainkit: ") == 1
+
+
+def test_what_an_experiment_says_of_an_optimizer_that_is_taken_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["experiment=ragged_regression", "optimizer=none", "scheduler=none"]
+    assert train(*words, small=[]) == 2
+    away = "'~optimizer.lr' '~optimizer.weight_decay'"
+    shown = capsys.readouterr().err
+    assert shown.endswith(f"and there is to be none: optimizer=none {away}\n")
+    assert train(*words, *shlex.split(away), "mode=foo", small=[]) == 2
+    assert "trainkit: mode: must be min or max" in capsys.readouterr().err
+
+
+def test_a_refusal_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("lr_scaling=sqrt", "lr_scaling.reference_batch=-3") == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("trainkit: LRScaling reference_batch: must be a positive")
+    assert shown.count("reference_batch: must be") == 1
+    assert train("trainer.max_steps=-2") == 2
+    assert capsys.readouterr().err.count("You passed in -2") == 1
+
+
+def test_a_metric_that_no_callback_finds_fails_a_training_that_had_begun(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("metric=window/loss") == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("trainkit: `ModelCheckpoint(monitor='window/loss')` could")
+    assert "Traceback" not in shown
+
+
+def test_a_file_that_is_no_yaml_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("a: [1\n")
+    assert train("model=mine", f"--config-dir={tmp_path}") == 2
+    shown = capsys.readouterr().err
+    assert "mine.yaml" in shown
+    assert "Traceback" not in shown
+
+
+def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
+    assert train("logger=none") == 0
+    assert not (the_run(tmp_path) / "metrics.csv").exists()
+    small = ["trainer=debug", "data.num_train=16", "trainer.enable_progress_bar=false"]
+    assert train("logger=none", "callbacks=none", "metric=null", small=small) == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.val_check_interval={minutes: 5}"],
+        ["trainer.val_check_interval='00:00:05:00'"],
+        ["trainer.log_every_n_steps=0", "callbacks.monitor=null"],
+    ],
+)
+def test_what_lightning_allows_is_no_mistake(overrides: list[str]) -> None:
+    assert train(*overrides) == 0
+
+
+def test_two_checkpoints_of_one_metric_say_the_way_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine = "+callbacks.mine={_target_: lightning.pytorch.callbacks.ModelCheckpoint"
+    assert train(mine + ", monitor: val/loss}") == 2
+    assert "callbacks.best=null leaves out" in capsys.readouterr().err
+    assert train(mine + ", monitor: val/loss}", "callbacks.best=null") == 0
+
+
+def test_clipping_of_the_trainer_does_not_go_with_manual_optimization(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = "model._target_=tests.cli.train.test_mistakes.Manual"
+    assert train(model, "accumulation=none") == 2
+    assert "Add trainer.gradient_clip_val=null" in capsys.readouterr().err
+
+
+def test_a_group_that_is_taken_out_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("~model", small=[]) == 2
+    assert capsys.readouterr().err == (
+        "trainkit: Missing mandatory value: model\n"
+        "Say which: model=...; trainkit train --help lists the options.\n"
+    )
+
+
+def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:
+    off = ["trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"]
+    assert train(*off) == 0
+    assert not list(tmp_path.rglob("*.ckpt"))
+    model = [
+        "model._target_=tests.cli.train.test_mistakes.Foreign",
+        "accumulation=none",
+    ]
+    assert train(*model) == 0  # there are no windows to monitor
+
+
+def test_an_error_in_the_users_own_code_says_how_to_see_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("model._target_=tests.cli.train.test_mistakes.Broken") == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "trainkit: model: tests.cli.train.test_mistakes.Broken could not be made: "
+        "ZeroDivisionError: in its constructor\n"
+        "TRAINKIT_TRACEBACK=1 in the environment shows where.\n"
+    )
+
+
+def test_places_with_odd_names(tmp_path: Path) -> None:
+    where = tmp_path / "ü = (x), [y] {z} it's"
+    root = f"paths.root_dir={quoted(where)}"
+    assert train(root, "name=a/b") == 0
+    (run,) = run_dirs(where / "outputs" / "a" / "b")
+    assert train("ckpt_path=last", root, "name=a/b", small=[]) == 0
+    saved = run / "checkpoints" / "last.ckpt"
+    for word in (f"ckpt_path={saved}", f"ckpt_path={quoted(saved)}"):
+        assert train(word, small=[]) == 0
+    assert run_dirs(tmp_path) == [run]
+    assert summary_of(run)["steps"] == 4

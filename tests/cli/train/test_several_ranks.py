@@ -1,0 +1,156 @@
+"""`trainkit train` on two ranks, which Lightning starts with our own command line."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train, weights_of
+from tests.startup import forked
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = [str(Path(sys.executable).with_name("trainkit"))]
+MODULE = [sys.executable, "-m", "trainkit"]
+ONE_RANK = ["trainer.accumulate_grad_batches=4"]
+TWO_RANKS = [
+    "trainer=ddp",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+    "trainer.accumulate_grad_batches=2",
+]
+SGD = ["optimizer=sgd", "optimizer.lr=0.1"]
+"""AdamW divides by the gradient's own size, and would show rounding enlarged."""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+
+
+def run(
+    program: list[str], *words: str, cwd: Path, **more: str
+) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    env |= {"HOME": str(cwd), "OMP_NUM_THREADS": "1", **forked()}
+    env |= {"TRAINKIT_ALLOW": "tests", **more}
+    return subprocess.run(
+        [*program, "train", *SMALL, *TWO_RANKS, *words],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference between any two weights at the end."""
+    theirs = weights_of(other)
+    gaps = [(w - theirs[name]).abs().max() for name, w in weights_of(one).items()]
+    return float(torch.stack(gaps).max())
+
+
+def steps_logged(run_dir: Path) -> list[str]:
+    """Those of the windows, which are one row each."""
+    with (run_dir / "metrics.csv").open() as file:
+        return [row["step"] for row in csv.DictReader(file) if row["window/loss"]]
+
+
+def test_two_ranks_train_as_one_also_one_job_after_the_other(tmp_path: Path) -> None:
+    """Two loader batches of one rank are one of each of two: `ResumableLoader` deals
+    rows out so that a window of 4 x 2 rows holds the same ones on any number of ranks.
+    """
+    job = ["seed=0,1", "hydra.sweep.dir=two", *SGD]
+    done = run(SCRIPT, "-m", *job, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trainkit | training: finished after 4") == 2
+    assert train(*SGD, *ONE_RANK, "name=one") == 0
+    assert train(*SGD, *ONE_RANK, "name=mean", "accumulation=uniform") == 0
+    first, second = run_dirs(tmp_path / "two")
+    one = the_run(tmp_path / "outputs" / "one")
+    assert furthest(first, one) < 1e-6
+    assert furthest(second, one) > 1e-3  # the controls: another seed, another weight
+    assert furthest(first, the_run(tmp_path / "outputs" / "mean")) > 1e-4
+    for found in (first, second):
+        assert steps_logged(found) == ["0", "1", "2", "3"]
+        summary = summary_of(found)
+        assert summary["run_dir"] == str(found)
+        assert summary["effective_batch"]["replicas"] == 2
+        assert summary["effective_batch"]["size"] == 8
+
+
+SIGNALLED = "model._target_=tests.cli.train.rank_models.Signalled"
+
+
+def stop_by_signal(name: str, ranks: str, status: int, where: Path) -> Path:
+    asks = {"TEST_SIGNAL": name, "TEST_RANKS": ranks}
+    stopped = run(MODULE, SIGNALLED, *SGD, "trainer.max_steps=6", cwd=where, **asks)
+
+    assert stopped.returncode == status, stopped.stderr
+    found = the_run(where)
+    assert summary_of(found)["status"] == "interrupted"
+    assert 2 <= summary_of(found)["steps"] < 6
+    assert f"stopped by {name}; to go on: trainkit train ckpt_path=" in stopped.stdout
+    assert stopped.stdout.count("trainkit | stopped by") == 1
+    return found
+
+
+def test_ctrl_c_reaches_both_ranks_and_stops_them_once(tmp_path: Path) -> None:
+    two = stop_by_signal("SIGINT", "0,1", 130, tmp_path)
+    assert (two / "checkpoints" / "last.ckpt").exists()
+
+
+def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
+    tmp_path: Path,
+) -> None:
+    two = stop_by_signal("SIGTERM", "0", 143, tmp_path)
+    words = ["ckpt_path=last", SIGNALLED, "trainer.max_steps=6"]
+    done = run(MODULE, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert the_run(tmp_path) == two
+    assert train(*SGD, *ONE_RANK, "trainer.max_steps=6", "name=one") == 0
+    one = the_run(tmp_path / "outputs" / "one")
+    assert furthest(two, one) < 1e-6
+    assert steps_logged(two) == steps_logged(one) == list("012345")
+
+
+def test_a_rank_that_fails_fails_the_training(tmp_path: Path) -> None:
+    model = "model._target_=tests.cli.train.rank_models.SecondRankFails"
+    done = run(SCRIPT, model, cwd=tmp_path)
+
+    assert done.returncode == 1, done.stderr
+    assert "RuntimeError: the second rank is broken" in done.stderr
+    assert summary_of(the_run(tmp_path))["status"] == "failed"
+
+
+def test_a_launchers_worker_starts_ranks_too(tmp_path: Path) -> None:
+    """There the command line is the worker's own."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    job = ["seed=0", "hydra.sweep.dir=two", "hydra/launcher=joblib"]
+    done = run(SCRIPT, "-m", *job, "hydra.launcher.n_jobs=1", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(the_run(tmp_path / "two"))
+    assert summary["effective_batch"]["replicas"] == 2
+
+
+def test_ranks_of_torchrun_share_one_folder(tmp_path: Path) -> None:
+    """Each composes the configuration by itself."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = run([*torchrun, "-m", "trainkit"], cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (folder,) = {path.parent for path in tmp_path.rglob("*.log")}
+    assert folder == the_run(tmp_path)
+    assert summary_of(folder)["effective_batch"]["replicas"] == 2
+    assert done.stdout.count("trainkit | training: finished after 4") == 1

@@ -1,0 +1,341 @@
+"""WandbRunLogger with the real client: offline, and against the stand-in server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import wandb
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from tests.cli.wandb_runs import (
+    DATA,
+    STEPS,
+    axes,
+    connect,
+    fit,
+    folders,
+    records,
+    rows,
+    sync,
+    window_losses,
+)
+from tests.helpers import TokenModule, loader
+from tests.wandb_server import WandbServer
+from trainkit import WandbRunLogger
+from trainkit.cli.wandb_logger import run_id as wandb_id
+from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import Stopped
+
+GROUP_FILE = Path(__file__).parents[3] / "conf/logger/wandb.yaml"
+
+
+@pytest.fixture
+def online(
+    wandb_server: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> WandbServer:
+    connect(wandb_server, monkeypatch, private_wandb)
+    return wandb_server
+
+
+def only_run(server: WandbServer) -> Any:
+    assert len(server.runs) == 1
+    return next(iter(server.runs.values()))
+
+
+# ---- offline -------------------------------------------------------------------------
+
+
+def test_without_a_login_the_run_is_offline_and_whole(private_wandb: Path) -> None:
+    fit(WandbRunLogger(save_dir=private_wandb))
+    (folder,) = folders(private_wandb)
+    assert folder.name.startswith("offline-run-")
+    history = [row for row in rows(folder) if "window/loss" in row]
+    assert [row["trainer/global_step"] for row in history] == list(range(STEPS))
+    assert [row["window/samples_seen"] for row in history] == [16, 32, 38]
+
+
+def test_offline_runs_of_one_folder_are_synced_to_one_run_without_a_row_twice(
+    private_wandb: Path, wandb_server: WandbServer
+) -> None:
+    for _ in range(2):
+        fit(WandbRunLogger(save_dir=private_wandb))
+    written = [rows(folder) for folder in folders(private_wandb)]
+    assert len(written) == 2
+    for folder in folders(private_wandb):
+        sync(wandb_server, folder, private_wandb)
+    run = only_run(wandb_server)
+    assert window_losses(run.history) == window_losses(written[0] + written[1])
+    assert run.num_rows_received == len(run.history) == sum(map(len, written))
+    assert wandb_server.unknown == []
+
+
+def test_without_a_folder_each_run_is_its_own(private_wandb: Path) -> None:
+    for _ in range(2):
+        logger = WandbRunLogger()
+        logger.log_metrics({"x": 1}, step=0)
+        logger.finalize("success")
+    names = [folder.name.rsplit("-")[-1] for folder in folders(private_wandb)]
+    assert len(set(names)) == 2
+    assert not Path(wandb_id.FILE).exists()
+
+
+# ---- online --------------------------------------------------------------------------
+
+
+def test_the_server_receives_rows_configuration_and_description(
+    online: WandbServer, private_wandb: Path
+) -> None:
+    logger = WandbRunLogger(
+        project="q", group="g", tags=["a", "b"], job_type="j", save_dir=private_wandb
+    )
+    logger.log_hyperparams({"optimizer": {"lr": 0.5}})
+    fit(logger)
+    run = only_run(online)
+    assert len(window_losses(run.history)) == STEPS
+    assert run.config["optimizer"] == {"lr": 0.5}
+    assert (run.group, run.tags, run.job_type) == ("g", ["a", "b"], "j")
+    assert run.fields["project"] == "q"
+    assert (run.state, run.exit_code) == ("finished", 0)
+    assert online.unknown == []
+
+
+def test_window_metrics_are_drawn_over_steps_and_over_what_was_seen(
+    online: WandbServer, private_wandb: Path
+) -> None:
+    fit(WandbRunLogger(save_dir=private_wandb))
+    run = only_run(online)
+    windows = [row for row in run.history if "window/loss" in row]
+    for name in ("loss", "weight", "grad_norm"):
+        copies = [row[f"window_by_seen/{name}"] for row in windows]
+        assert copies == [row[f"window/{name}"] for row in windows]
+    assert "window_by_seen/seen" not in windows[0]
+    assert axes(run.metrics) == {
+        "*": "trainer/global_step",
+        "window_by_seen/*": "window/seen",
+    }
+
+
+def test_a_second_training_in_the_folder_goes_on_with_the_run(
+    online: WandbServer, private_wandb: Path
+) -> None:
+    fit(WandbRunLogger(save_dir=private_wandb))
+    fit(WandbRunLogger(save_dir=private_wandb))
+    run = only_run(online)
+    assert run.num_rows_received == len(run.history)
+    assert len(window_losses(run.history)) == 2 * STEPS
+
+
+class Fails(pl.Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (RuntimeError("no"), "failed"),
+        (SystemExit(0), "finished"),
+        (Stopped(128 + signal.SIGTERM), "finished"),
+        (Stopped(128 + signal.SIGINT), "failed"),
+    ],
+)
+def test_the_state_of_the_run_is_that_of_the_training(
+    online: WandbServer, private_wandb: Path, error: BaseException, state: str
+) -> None:
+    """Lightning leaves by SystemExit on SIGTERM, as a sweep's early stop sends it."""
+    with pytest.raises(type(error)):
+        fit(WandbRunLogger(save_dir=private_wandb), Fails(error))
+    assert only_run(online).state == state
+
+
+@pytest.mark.parametrize("log_model", [True, "all", False])
+def test_checkpoints_are_artifacts_if_asked(
+    online: WandbServer, private_wandb: Path, log_model: Any
+) -> None:
+    saves = ModelCheckpoint(private_wandb / "checkpoints", save_last=False)
+    logger = WandbRunLogger(save_dir=private_wandb, log_model=log_model)
+    fit(logger, saves, enable_checkpointing=True)
+    found = [artifact["files"] for artifact in online.artifacts.values()]
+    expected = Path(saves.best_model_path).read_bytes()
+    assert [files["model.ckpt"] for files in found] == [expected] * bool(log_model)
+    assert all(artifact["committed"] for artifact in online.artifacts.values())
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # wandb's own
+def test_what_a_sweep_has_set_is_logged_beside_it(
+    online: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = private_wandb / "config-defaults.yaml"
+    parameters.write_text("lr_scaling: {value: sqrt}\n")
+    for name, value in {
+        "WANDB_SWEEP_ID": "sw0",
+        "WANDB_RUN_ID": "sw0r0",
+        "WANDB_SWEEP_PARAM_PATH": str(parameters),
+    }.items():
+        monkeypatch.setenv(name, value)
+    logger = WandbRunLogger(save_dir=private_wandb)
+    logger.log_hyperparams({"lr_scaling": {"k": 2}, "seed": 1})
+    logger.finalize("success")
+    config = online.runs["sw0r0"].config
+    assert config["lr_scaling"] == "sqrt"
+    assert (config["resolved/lr_scaling"], config["seed"]) == ({"k": 2}, 1)
+
+
+# ---- whatever else happens to a logger -----------------------------------------------
+
+
+def test_logging_after_fit_goes_to_the_same_run(
+    online: WandbServer, private_wandb: Path
+) -> None:
+    class Tests(TokenModule):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test/loss", self.training_step(batch, batch_idx))
+
+    logger = WandbRunLogger(save_dir=private_wandb)
+    found = fit(logger)
+    found.test(Tests(), loader(DATA, 4), verbose=False)
+    found.fit_loop.max_epochs = 2
+    found.fit(TokenModule(), loader(DATA, 4))
+    run = only_run(online)
+    assert "test/loss" in run.summary
+    assert len(window_losses(run.history)) == 2 * STEPS
+    assert run.state == "finished"
+
+
+def test_a_run_that_somebody_else_has_finished_is_opened_again(
+    online: WandbServer, private_wandb: Path
+) -> None:
+    logger = WandbRunLogger(save_dir=private_wandb)
+    logger.log_metrics({"x": 1}, step=0)
+    wandb.finish()
+    logger.log_metrics({"x": 2}, step=1)
+    logger.finalize("success")
+    assert [row["x"] for row in only_run(online).history] == [1, 2]
+
+
+def test_a_run_of_the_users_own_is_logged_to_and_left_open(
+    online: WandbServer, private_wandb: Path
+) -> None:
+    with wandb.init(project="mine", id="mine") as run:
+        fit(WandbRunLogger(save_dir=private_wandb))
+        run.log({"after": 1})
+    assert only_run(online).name == "mine"
+    assert only_run(online).summary["after"] == 1
+    assert not (private_wandb / wandb_id.FILE).exists()
+
+
+def test_several_loggers_do_not_disturb_each_other(private_wandb: Path) -> None:
+    fit([WandbRunLogger(save_dir=private_wandb), CSVLogger(private_wandb, name="c")])
+    (folder,) = folders(private_wandb)
+    assert len(window_losses(rows(folder))) == STEPS
+
+
+def test_other_ranks_open_no_run(
+    private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning.pytorch.utilities import rank_zero_only
+
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = WandbRunLogger(save_dir=private_wandb)
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"window/loss": 1.0, "window/seen": 2.0}, step=0)
+    logger.experiment.log({"x": 1})
+    logger.finalize("success")
+    assert wandb.run is None
+    assert list(private_wandb.iterdir()) == []
+
+
+def test_disabled_writes_nothing(private_wandb: Path) -> None:
+    fit(WandbRunLogger(save_dir=private_wandb / "run", mode="disabled"))
+    assert list((private_wandb / "run").iterdir()) == []
+
+
+def test_configuration_of_objects_is_logged(private_wandb: Path) -> None:
+    logger = WandbRunLogger(save_dir=private_wandb)
+    logger.log_hyperparams({"dtype": torch.float32, "call": len, "path": Path("a")})
+    logger.finalize("success")
+    assert any(each["type"] == "config" for each in records(folders(private_wandb)[0]))
+
+
+# ---- refusals ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "on"}, "mode: must be one of auto, online, offline, disabled, rec"),
+        ({"finish_timeout": 0}, "finish_timeout: must be a number of seconds above 0"),
+        ({"init_timeout": True}, "init_timeout: must be a number of seconds above 0"),
+        ({"log_model": "last"}, "log_model: must be true, false or 'all', received"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        WandbRunLogger(**options)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"id": 3}', '{"id": '])
+def test_a_folder_whose_run_cannot_be_told_is_refused(
+    private_wandb: Path, text: str
+) -> None:
+    (private_wandb / wandb_id.FILE).write_text(text)
+    with pytest.raises(TrainkitError, match="must hold the id of a W&B run, received"):
+        _ = WandbRunLogger(save_dir=private_wandb).experiment
+
+
+def test_the_group_file_lists_every_argument() -> None:
+    import inspect
+
+    from omegaconf import OmegaConf
+
+    options = OmegaConf.load(GROUP_FILE).wandb
+    assert options._target_ == "trainkit.WandbRunLogger"
+    parameters = inspect.signature(WandbRunLogger).parameters
+    assert list(options)[1:] == list(parameters)
+    plain = {key: options[key] for key in parameters if key not in ("save_dir", "id")}
+    defaults = {key: p.default for key, p in parameters.items()}
+    assert plain == {key: defaults[key] for key in plain}
+
+
+def test_both_doors_make_the_logger_of_its_file(private_wandb: Path) -> None:
+    from jsonargparse import ArgumentParser
+    from lightning.pytorch.loggers import Logger
+    from omegaconf import OmegaConf
+
+    from trainkit.config import instantiate
+
+    options: Any = OmegaConf.load(GROUP_FILE).wandb
+    options.update(save_dir="run", tags=["a"], log_model="all", mode="offline")
+    plain: Any = OmegaConf.to_container(options)
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Logger, "logger")
+    flags = [
+        f"--logger.{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in plain.items()
+        if key != "_target_"
+    ]
+    parsed = parser.parse_args(["--logger=trainkit.WandbRunLogger", *flags])
+    made = [parser.instantiate(parsed).logger, instantiate(options)]
+    for logger in made:
+        assert isinstance(logger, WandbRunLogger)
+        assert logger.save_dir == "run"
+    assert vars(made[0]) == vars(made[1])
+
+
+def test_the_file_of_the_run_is_whole(private_wandb: Path) -> None:
+    logger = WandbRunLogger(save_dir=private_wandb)
+    name = logger.experiment.id
+    logger.finalize("success")
+    assert json.loads((private_wandb / wandb_id.FILE).read_text()) == {"id": name}
+    assert sys.modules["wandb"].run is None

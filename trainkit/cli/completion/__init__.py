@@ -1,0 +1,1 @@
+"""`trainkit completion`: what the shell offers when Tab is pressed."""

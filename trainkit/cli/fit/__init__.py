@@ -1,0 +1,1 @@
+"""`trainkit fit | validate | test | predict`: the Lightning CLI."""

@@ -1,0 +1,190 @@
+"""The Lightning CLI, with trainkit's part of a training as arguments.
+
+trainkit fit --model my_module.Net --data my_module.Data --accumulation PerToken
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from trainkit.cli.fit import shared_yaml
+from trainkit.cli.fit.parser import TrainkitParser, readable
+from trainkit.config.attach import attach_accumulation
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import AccumulationStrategy
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit.rates.lr_scaling import LRScaling
+from trainkit.lit.schedule.callback import AccumulationSchedule
+
+ACCUMULATION = "accumulation"
+MICRO_BATCHING = "micro_batching"
+WAYS = (
+    "--micro_batching.how=auto, --micro_batching.size=..., --micro_batching.tokens=..."
+)
+WIDE_GRADIENTS = "wide_gradients"
+CALLBACKS: dict[str, type[Callback]] = {
+    "lr_scaling": LRScaling,
+    "batchnorm": BatchNormGuard,
+    "schedule": AccumulationSchedule,
+}
+
+
+class TrainkitCLI(LightningCLI):
+    """Lightning's CLI, which also makes what trainkit adds to a training.
+
+        if __name__ == "__main__":
+            TrainkitCLI(MyModule, MyData)
+
+    and then
+
+        python train.py fit --accumulation=PerToken --accumulation.ignore_index=-1
+            --lr_scaling.rule=linear --lr_scaling.reference_batch=256
+            --batchnorm.policy=momentum --schedule.sizes='{0: 8, 10: 4}'
+            --micro_batching.tokens=4096
+
+    All of them are off by default. `--accumulation` takes the short name of a strategy
+    of trainkit's, or of an imported subclass of your own, or a dotted path, or a YAML
+    file. It works for any module: one with `AccumulationMixin` gets the strategy, any
+    other is left alone and gets the callback.
+
+    Every YAML file may be in Hydra's notation or in Lightning's, or mix them; see
+    `trainkit.cli.fit.shared_yaml`. All else, and every argument, is as in
+    `LightningCLI`.
+
+    Args:
+        model_class: as of `LightningCLI`.
+        datamodule_class: as of `LightningCLI`.
+        *args: as of `LightningCLI`.
+        **kwargs: as of `LightningCLI`.
+    """
+
+    def __init__(
+        self,
+        model_class: Any = None,
+        datamodule_class: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_other_namespace(model_class, datamodule_class)
+        if len(args) < 6:  # not given by its place
+            kwargs.setdefault("parser_class", TrainkitParser)
+        super().__init__(model_class, datamodule_class, *args, **kwargs)
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        kwargs.setdefault("parser_mode", shared_yaml.MODE)
+        parser = super().init_parser(**kwargs)
+        if isinstance(parser, TrainkitParser):
+            parser.hints.update(self._choices())
+        return parser
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        # Here, and not in add_arguments_to_parser, which is the user's to override.
+        super().add_default_arguments_to_parser(parser)
+        parser.add_subclass_arguments(
+            AccumulationStrategy, ACCUMULATION, required=False
+        )
+        parser.add_subclass_arguments(MicroBatching, MICRO_BATCHING, required=False)
+        parser.add_argument(
+            f"--{WIDE_GRADIENTS}",
+            type=bool,
+            default=False,
+            help="sum gradients in float32 beside bfloat16 parameters",
+        )
+        for key, callback in CALLBACKS.items():
+            parser.add_subclass_arguments(callback, key, required=False)
+
+    def _choices(self) -> dict[str, str]:
+        names = ", ".join(sorted({c.__name__ for c in _made_of(AccumulationStrategy)}))
+        choices = {
+            ACCUMULATION: f"--{ACCUMULATION} takes one of {names}; the dotted path of "
+            f"a strategy of your own; or a YAML file that holds one."
+        }
+        for key, made in [(MICRO_BATCHING, MicroBatching), *CALLBACKS.items()]:
+            first = next(iter(inspect.signature(made).parameters))
+            arguments = WAYS if key == MICRO_BATCHING else f"--{key}.{first}=..."
+            choices[key] = (
+                f"--{key} takes a YAML file, or its arguments one by one: {arguments}; "
+                f"--{key}.help={made.__name__} describes them."
+            )
+        if self.subclass_mode_model:
+            choices["model"] = _dotted_path("model", LightningModule, "MyModule")
+        if self.subclass_mode_data:
+            choices["data"] = _dotted_path("data", LightningDataModule, "MyData")
+        return choices
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            refusal = _refusal_in(error)
+            if refusal is None or refusal is error:
+                raise
+            raise refusal from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config: Any = self.config_init
+        if self.subcommand is not None:
+            config = config[self.subcommand]
+        made = [config.get(key) for key in CALLBACKS]
+        ours = [
+            *attach_accumulation(
+                self.model,
+                config.get(ACCUMULATION),
+                micro_batching=config.get(MICRO_BATCHING),
+                wide_gradients=config.get(WIDE_GRADIENTS, False),
+            ),
+            *(callback for callback in made if callback is not None),
+        ]
+        if ours:
+            listed = kwargs.get("callbacks", config.trainer.get("callbacks")) or []
+            listed = listed if isinstance(listed, list) else [listed]
+            kwargs["callbacks"] = [*listed, *ours]
+        return super().instantiate_trainer(**kwargs)
+
+
+def _refuse_other_namespace(*classes: Any) -> None:
+    for each in classes:
+        if any(
+            base.__module__.startswith("pytorch_lightning.")
+            for base in getattr(each, "__mro__", ())
+        ):
+            raise TrainkitError(
+                f"TrainkitCLI: takes classes of lightning.pytorch, received "
+                f"{each.__name__}, which is of pytorch_lightning; Lightning keeps the "
+                f"two apart. Import it from lightning.pytorch, or add "
+                f"AccumulationCallback to the callbacks of pytorch_lightning's own CLI."
+            )
+
+
+def _refusal_in(error: BaseException) -> TrainkitError | None:
+    """jsonargparse wraps what a constructor says into what it tried; before 4.53 only
+    the text tells it, after an optional argument's `None`."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TrainkitError):
+            return cause
+        cause = cause.__cause__
+    tried = re.search(r"^Subtypes: .*\btrainkit\.", str(error), re.MULTILINE)
+    return TrainkitError(readable(str(error)).lstrip(" -")) if tried else None
+
+
+def _made_of(base: type) -> Iterator[type]:
+    for subclass in base.__subclasses__():
+        if not inspect.isabstract(subclass):
+            yield subclass
+        yield from _made_of(subclass)
+
+
+def _dotted_path(key: str, base: type, example: str) -> str:
+    return (
+        f"--{key} takes the dotted path of a {base.__name__}, such as "
+        f"my_module.{example} of a file my_module.py in this folder. Its arguments are "
+        f"--{key}.NAME=VALUE; --{key}.help=my_module.{example} describes them."
+    )

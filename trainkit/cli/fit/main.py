@@ -1,0 +1,149 @@
+"""`trainkit fit | validate | test | predict`: the Lightning CLI as a sub-command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from trainkit.cli.errors import TrainingFailed, is_mistake
+from trainkit.cli.fit.cli import TrainkitCLI
+from trainkit.cli.words import find_modules_here
+from trainkit.config.redact import redact_file
+from trainkit.errors import TrainkitError
+from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.resume.epoch_sums import EpochSums
+from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.random_state import RandomState
+
+_EVERY_RUN_HAS = (EpochSums, MetricRows, RandomState, GracefulStop)
+"""What lets an interrupted run go on exactly. Nothing here takes the place of the
+`ModelCheckpoint` that Lightning adds where no other is configured."""
+
+
+_FOUND_BY_LIGHTNING = re.compile(r"(best|last|hpc)$|registry\b|\w+:/")
+"""What `--ckpt_path` may be beside a path: a word of Lightning's, or a URL."""
+
+
+class RedactedConfig(SaveConfigCallback):
+    """The configuration of a `fit` in its folder, without secrets.
+
+    Where no logger numbers the folders there may be one of an earlier run, or a file
+    that was given with `--config`: it stays, and `config-v1.yaml` is written, as
+    Lightning names checkpoints.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit" or self.already_saved:
+            return
+        folder = trainer.log_dir  # which all ranks are asked for
+        path = _unused(Path(folder or ".", self.config_filename))
+        self.config_filename = path.name
+        super().setup(trainer, pl_module, stage)
+        if self.save_to_log_dir and trainer.is_global_zero and path.is_file():
+            redact_file(path)
+
+
+def main(argv: list[str]) -> int:
+    """Run one of the four.
+
+    Args:
+        argv: the sub-command's name, then its arguments.
+
+    Returns:
+        the exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
+
+    Raises:
+        TrainkitError: a mistake in what was asked.
+        TrainingFailed: what was refused when training had begun.
+    """
+    find_modules_here()
+    trainers: list[Trainer] = []
+
+    class Command(TrainkitCLI):
+        def before_instantiate_classes(self) -> None:
+            _refuse_absent(self.config[str(self.subcommand)].get("ckpt_path"))
+
+        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+            trainers.append(super().instantiate_trainer(**kwargs))
+            _add_what_every_run_has(trainers[0])
+            return trainers[0]
+
+    try:
+        Command(
+            # Lightning warns of arguments beside those of the process.
+            args=None if argv == sys.argv[1:] else argv,
+            save_config_callback=RedactedConfig,
+            parser_kwargs={"prog": "trainkit", "exit_on_error": False},
+        )
+    except ArgumentError as error:
+        raise TrainkitError(str(error)) from error
+    except Exception as error:
+        had_begun = bool(trainers) and trainers[0].global_step > 0
+        if had_begun and is_mistake(error):  # not in what was asked, but come to
+            raise TrainingFailed.by(error) from error
+        raise
+    except SystemExit as end:
+        return _status(end, trainers)
+    return 0
+
+
+def _refuse_absent(ckpt_path: Any) -> None:
+    if ckpt_path is None or _FOUND_BY_LIGHTNING.match(str(ckpt_path)):
+        return
+    if not Path(ckpt_path).expanduser().exists():
+        raise TrainkitError(
+            f"ckpt_path: must be a checkpoint, a URL of one, or last, best or hpc, "
+            f"received {str(ckpt_path)!r}, which does not exist. Leave it out to begin "
+            f"anew."
+        )
+
+
+def _unused(path: Path) -> Path:
+    """The path, or with the least `-v1`, `-v2`, ... under which nothing stands."""
+    others = (path.with_stem(f"{path.stem}-v{n}") for n in count(1))
+    return next(each for each in chain([path], others) if not each.exists())
+
+
+def _add_what_every_run_has(trainer: Any) -> None:
+    for kind in _EVERY_RUN_HAS:
+        if not any(isinstance(each, kind) for each in trainer.callbacks):
+            trainer.callbacks.append(kind())
+
+
+def _status(end: SystemExit, trainers: list[Trainer]) -> int:
+    """Of a run that was interrupted, or of `--help` and the like."""
+    status = end.code
+    if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1
+        status = 130
+    elif isinstance(end, SIGTERMException) and status is None:  # Lightning's own
+        status = 143
+    elif status is None:
+        status = 0
+    if not isinstance(status, int):
+        raise end  # with a text, which Python shows
+    for trainer in trainers:
+        _say_how_to_go_on(trainer)
+    return status
+
+
+def _say_how_to_go_on(trainer: Any) -> None:
+    stops = [each for each in trainer.callbacks if isinstance(each, GracefulStop)]
+    stopped_by = stops[0].stopped_by if stops else None
+    if stopped_by is None or not trainer.is_global_zero:
+        return
+    how = ""
+    if stops[0].checkpoint_path is not None:
+        path = shlex.quote(stops[0].checkpoint_path)
+        how = f"; to go on: the same command with --ckpt_path={path}{stops[0].caveat}"
+    elif trainer.state.fn == "fit":
+        how = "; nothing was saved"
+    print(f"trainkit | stopped by {stopped_by.name}{how}", flush=True)

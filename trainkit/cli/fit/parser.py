@@ -1,0 +1,88 @@
+"""The Lightning CLI's parser, which says in one message what was wrong."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+
+from trainkit.cli.fit import shared_yaml
+
+# At import, since a parser also arrives pickled, in a process that ddp_spawn starts.
+shared_yaml.register()
+
+# Lines of jsonargparse's messages that speak of its own workings: what is optional
+# there is a union with None, and a nested option an object of its own.
+_NOISE = re.compile(
+    r"\s*(- )?(Does not validate against any|Subtypes: |Errors:|Given value type: "
+    r"|Expected a <class 'NoneType'>|Given value: (NestedArg|Namespace)\()"
+)
+_NO_PATH = re.compile(r"\s*- Expected a path but [^\s/]+(?<!\.yaml)(?<!\.yml) either")
+
+
+class TrainkitParser(LightningArgumentParser):
+    """Lightning's parser, with the choices in place of pages of usage.
+
+    Attributes:
+        hints: for an argument, what may be given; added to a message about it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hints: dict[str, str] = {}
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with exit status 2, or raise `ArgumentError`, as jsonargparse does."""
+        text = readable(message)
+        for hint in [*self._hints(message), *self._close_options(message)]:
+            if hint not in text:  # the parser of a sub-command hands its errors on
+                text += f"\n{hint}"
+        if not self.exit_on_error:
+            super().error(text, ex)
+        self.exit(2, f"{self.prog}: {text}\n")
+
+    def _hints(self, message: str) -> list[str]:
+        if not self.hints:  # a parser that jsonargparse makes for what is inside
+            return []
+        key = re.search(r'Parser key "([\w.]+)"', message)
+        path = re.search(r"given class_path '([\w.]+)'", message)
+        if key and path and not re.search("No module named|no attribute", message):
+            return [f"--{key[1]}.help={path[1]} describes its arguments."]
+        return [
+            hint
+            for name, hint in self.hints.items()
+            if re.search(rf'"{name}[".]|required: (.*[ .])?{name}\b', message)
+        ]
+
+    def _close_options(self, message: str) -> list[str]:
+        unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", message)
+        if unknown is None:
+            return []
+        known = set(re.findall(r"--[\w.]+", self.format_usage()))
+        close = difflib.get_close_matches(unknown[1], known, n=3)
+        return [f"Did you mean {' or '.join(close)}?"] if close else []
+
+
+def readable(message: str) -> str:
+    """A message of jsonargparse's without what speaks of its own workings.
+
+    >>> print(readable('''Parser key "trainer.max_epochs":
+    ...   Does not validate against any of the Union subtypes
+    ...   Subtypes: [<class 'int'>, <class 'NoneType'>]
+    ...   Errors:
+    ...     - Expected a <class 'int'>
+    ...     - Expected a <class 'NoneType'>
+    ...   Given value type: <class 'str'>
+    ...   Given value: x'''))
+    trainer.max_epochs:
+        - Expected a int
+      Given value: x
+    """
+    lines = [line for line in message.splitlines() if not _NOISE.match(line)]
+    if len(lines) > 2:  # with a path's, there is another reason
+        lines = [line for line in lines if not _NO_PATH.match(line)]
+    text = "\n".join(line for line in lines if line.strip())
+    text = re.sub(r'Parser key "([^"]+)"', r"\1", text)
+    return re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("typing.", "")

@@ -1,0 +1,1 @@
+"""`trainkit plan`: sizes for the effective batch you mean."""

@@ -1,0 +1,77 @@
+"""`trainkit plan --probe`: the micro-batch that a training of this machine can take."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+
+from trainkit.cli.composition import Composition
+from trainkit.cli.train.ranks import ranks_of_one_run
+from trainkit.cli.words import find_modules_here, options_first
+from trainkit.config.build import build
+from trainkit.errors import TrainkitError
+from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
+
+
+def probe(
+    words: Sequence[str], *, target: int, max_micro_batch: int | None
+) -> FoundMicroBatch | None:
+    """Build what `trainkit train` would train with these words, and try sizes on it.
+
+    Nothing of the training is written.
+
+    Args:
+        words: those after `trainkit train`: overrides, and the places of
+            configurations.
+        target: samples that one optimizer step is meant to see.
+        max_micro_batch: no size above it is tried.
+
+    Returns:
+        What was found; None on all ranks but the first, which have nothing to say.
+
+    Raises:
+        TrainkitError: the configuration is wrong, or no size can be found.
+    """
+    find_modules_here()
+    _quieten()
+    config = Composition(options_first(words)).config
+    _refuse_without_key(config)
+    with tempfile.TemporaryDirectory(prefix="trainkit-plan-") as folder:
+        with open_dict(config):
+            config.paths.run_dir = folder
+        training = build(config)
+        trainer: Any = training.trainer
+        with ranks_of_one_run(trainer):
+            found = find_micro_batch(
+                trainer,
+                training.module,
+                training.data,
+                target=target,
+                max_micro_batch=max_micro_batch,
+                verbose=False,
+            )
+    return found if trainer.is_global_zero else None
+
+
+def _refuse_without_key(config: DictConfig) -> None:
+    """What is found must be an override that can be given back."""
+    if not config.data or "batch_size" not in config.data:
+        keys = map(str, config.data or ())
+        names = ", ".join(key for key in keys if not key.startswith("_")) or "none"
+        raise TrainkitError(
+            f"trainkit plan --probe: needs data.batch_size, the size of the training "
+            f"loader's batches, and the configuration's data has {names}. Let the data "
+            f"module take batch_size, and name it in its configuration."
+        )
+
+
+def _quieten() -> None:
+    """What Lightning says of a run that is none."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for known in (r".*treespec, LeafSpec.*", r".*does not have many workers.*"):
+        warnings.filterwarnings("ignore", known)

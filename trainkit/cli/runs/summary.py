@@ -1,0 +1,153 @@
+"""How a run ended: `summary.json`, and the table after training."""
+
+from __future__ import annotations
+
+import math
+import platform
+import subprocess
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from trainkit.cli.runs import summary_rows
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.config.build import Training
+from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
+from trainkit.lit.callback.table import Row
+from trainkit.lit.callback.table import show as show_rows
+from trainkit.lit.logs.plain_comparison import PlainComparison
+from trainkit.lit.logs.window_summary import WindowSummary
+from trainkit.lit.split.callback import SplitCallback
+
+_PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
+
+
+def collect(
+    training: Training, config: DictConfig, folder: RunFolder, windows: WindowSummary
+) -> dict[str, Any]:
+    """What `summary.json` says, as plain data."""
+    trainer = training.trainer
+    metrics = {name: _number(value) for name, value in trainer.callback_metrics.items()}
+    checkpoint = folder.newest_checkpoint()
+    return {
+        "name": config.name,
+        "metric": config.metric,
+        "metrics": metrics,
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "windows": {name: _number(fact) for name, fact in windows.facts().items()},
+        "effective_batch": _effective_batch(trainer, windows.sizes),
+        "micro_batching": _micro_batching(trainer),
+        "learning_rates": _learning_rates(trainer),
+        "plain_accumulation": _plain(trainer),
+        "run_dir": str(folder.path),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "versions": {
+            **{name: _version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+        },
+        "git_commit": git_commit(),
+    }
+
+
+def show(facts: dict[str, Any], folder: RunFolder) -> None:
+    """The table after training."""
+    show_rows(rows(facts, folder))
+
+
+def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
+    """The lines of that table."""
+    written = f"{folder.path}: {', '.join(_contents(folder))}"
+    return [*summary_rows.rows(facts), ("written to", written)]
+
+
+def git_commit(where: str | Path = ".") -> str | None:
+    """The commit of the working directory, with `+` where files were changed."""
+    commit = _git(where, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return f"{commit}+" if _git(where, "status", "--porcelain", "-uno") else commit
+
+
+def _git(where: str | Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=where, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _contents(folder: RunFolder) -> list[str]:
+    return sorted(
+        each.name + "/" * each.is_dir()
+        for each in folder.path.iterdir()
+        if not each.name.startswith(".")
+    )
+
+
+def _effective_batch(
+    trainer: Any, sizes: tuple[int, int] | None
+) -> dict[str, Any] | None:
+    """That of the last step; a schedule may have begun with another."""
+    if trainer.train_dataloader is None:
+        return None  # it ended before there were data
+    first, last = sizes or (None, None)
+    for unit in ("samples", "tokens"):
+        found = find_effective_batch(trainer, unit=unit, accumulate=last)
+        if found is not None:
+            begun = found if first is None else replace(found, accumulate=first)
+            return {
+                "micro_batch": found.micro_batch,
+                "accumulate": int(found.accumulate),
+                "replicas": found.replicas,
+                "size": found.size,
+                "first_size": begun.size,
+                "unit": found.unit,
+            }
+    return None
+
+
+def _micro_batching(trainer: Any) -> dict[str, int | None] | None:
+    """The limits under which loader batches were cut, if they were."""
+    windows = windows_of(trainer)
+    if not isinstance(windows, SplitCallback) or windows.micro_batching is None:
+        return None
+    options, found = windows.micro_batching, windows.micro_batch_size
+    return {"size": options.size, "tokens": options.tokens, "found": found}
+
+
+def _learning_rates(trainer: Any) -> list[float | None]:
+    return [
+        _number(group["lr"])
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(trainer: Any) -> dict[str, float] | None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, PlainComparison) and callback.deviation is not None:
+            mean, largest = callback.deviation
+            return {"mean": mean, "largest": largest}
+    return None
+
+
+def _number(value: Any) -> float | None:
+    """None for what JSON cannot hold, and for metrics of several elements."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

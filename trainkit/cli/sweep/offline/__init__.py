@@ -1,0 +1,1 @@
+"""Sweeps without a server: W&B's engine proposes, this machine runs."""

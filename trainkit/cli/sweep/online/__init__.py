@@ -1,0 +1,1 @@
+"""Sweeps on a W&B server, run by agents of the real client."""

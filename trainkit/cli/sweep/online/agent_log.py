@@ -1,0 +1,42 @@
+"""What an agent of W&B's client has written of a trial, beside the trial's output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainkit.cli.sweep.trial import own_lines
+
+_AGENT = " - wandb.wandb_agent - "
+
+
+def was_stopped(folder: Path, name: str) -> bool:
+    """Whether an agent was told to stop it: such a trial ends with exit status 0."""
+    return any(line.endswith(f"Stop: {name}") for _, line in _said(folder))
+
+
+def last_words_of(folder: Path, name: str) -> str:
+    """The last line of a trial that has ended; nothing where no agent had it.
+
+    Args:
+        folder: where the agents' output goes.
+        name: the trial's.
+    """
+    for before, line in _said(folder):
+        if line.endswith(f"Cleaning up finished run: {name}") and before:
+            return before[-1].strip()
+    return ""
+
+
+def _said(folder: Path) -> list[tuple[list[str], str]]:
+    """The agents' own lines, each with what its trial has written before it."""
+    found = []
+    for path in sorted(folder.glob("agent-*.log")):
+        written: list[str] = []
+        for line in path.read_text(errors="replace").splitlines():
+            if _AGENT not in line:
+                written.append(line)
+                continue
+            found.append((own_lines(written), line))
+            if "About to run command" in line:
+                written = []
+    return found

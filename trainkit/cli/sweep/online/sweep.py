@@ -1,0 +1,162 @@
+"""A sweep on a W&B server: created, run by agents of the real client, and read back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainkit.cli.sweep import environment, missing_metric
+from trainkit.cli.sweep.interruption import Interruption
+from trainkit.cli.sweep.online.agent_log import last_words_of, was_stopped
+from trainkit.cli.sweep.online.agents import Agents
+from trainkit.cli.sweep.online.local_runs import local_trials
+from trainkit.cli.sweep.online.server import Server
+from trainkit.cli.sweep.sweep_file import SweepFile
+from trainkit.cli.sweep.trial import Trial, describe
+from trainkit.errors import TrainkitError
+
+_TICK = 0.2
+_LOOK_EVERY = 10.0
+_LOST_AFTER = 120.0
+_FINISH_TIMEOUT = "600"
+
+
+class OnlineSweep:
+    """Runs agents on a sweep until it is over, and says what becomes of its trials.
+
+    An agent asks a server that has gone for ever, so the sweep asks too: after
+    `lost_after` seconds without an answer, the trials that run are left to end, which
+    keep their rows on disk, and no more are started.
+
+    Args:
+        sweep: the file.
+        server: where it is.
+        sweep_id: its id there.
+        folder: for what the agents and their trials write.
+        lost_after: how long a server may be silent.
+        look_every: how often it is asked.
+        say: where news go, line by line.
+    """
+
+    def __init__(
+        self,
+        sweep: SweepFile,
+        server: Server,
+        sweep_id: str,
+        *,
+        folder: Path,
+        lost_after: float = _LOST_AFTER,
+        look_every: float = _LOOK_EVERY,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._sweep = sweep
+        self._server = server
+        self._id = sweep_id
+        self._folder = folder
+        self._lost_after = lost_after
+        self._look_every = look_every
+        self._say = say
+        self._states: dict[str, str] = {}
+        self._answered = self._look_at = time.monotonic()
+        self._without_metric: str | None = None
+        self._has_given_up = False
+        self.is_lost = False
+
+    def run(self, *, agents: int, count: int | None) -> int:
+        """Until the agents leave.
+
+        Returns:
+            0, or 130 or 143 when a signal ended it.
+        """
+        path = self._server.path(self._id)
+        with Interruption() as interruption:
+            running = Agents(
+                path, number=agents, count=count, env=self._env(), folder=self._folder
+            )
+            try:
+                while running.are_running() and not interruption.count:
+                    self._look(running)
+                    time.sleep(_TICK)
+            finally:
+                if running.are_running():
+                    self._say("stopping the agents; running trials may save first")
+                    running.stop()
+        if not interruption.count and self._server.is_alive():
+            self._tell_changes(running)
+        return interruption.exit_status
+
+    def trials(self) -> list[Trial]:
+        """What the server knows; what stands on this disk where it does not answer."""
+        if self._server.is_alive():
+            try:
+                return self._ask()
+            except TrainkitError as error:
+                self._say(str(error))
+        self._say(
+            f"the server does not answer: the table is made of what is on this disk; "
+            f"`wandb sync --no-skip-online {self._folder}/wandb/run-*` uploads it"
+        )
+        return local_trials(self._folder, self._id, metric=self._sweep.metric)
+
+    def _env(self) -> dict[str, str]:
+        env = environment.base()
+        env["WANDB_DIR"] = str(self._folder)
+        env["WANDB_ENTITY"] = self._server.entity
+        env["WANDB_PROJECT"] = self._server.project
+        # A trial must not wait for ever for a server that has gone.
+        env.setdefault("WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT)
+        return env
+
+    def _look(self, agents: Agents) -> None:
+        if time.monotonic() < self._look_at:
+            return
+        if self._server.is_alive():
+            self._answered = time.monotonic()
+            self._tell_changes(agents)
+        silent = time.monotonic() - self._answered
+        if silent > self._lost_after and not self.is_lost:
+            self.is_lost = True
+            self._say(
+                f"the server has not answered for {silent:.0f} s: running trials go on "
+                f"to their end, and no more are started"
+            )
+            agents.start_no_more()
+        self._look_at = time.monotonic() + self._look_every
+
+    def _ask(self) -> list[Trial]:
+        trials = self._server.trials(self._id)
+        for trial in trials:
+            if trial.state == "crashed":
+                trial.note = last_words_of(self._folder, trial.name)
+        return trials
+
+    def _tell_changes(self, agents: Agents) -> None:
+        try:
+            trials = self._ask()
+            for trial in trials:
+                if self._states.get(trial.name) != trial.state:
+                    self._states[trial.name] = trial.state
+                    self._say(self._news(trial))
+            self._give_up_without_metric(trials, agents)
+        except TrainkitError:
+            return  # it went just now; the next look will see
+
+    def _news(self, trial: Trial) -> str:
+        parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
+        if trial.value is not None:
+            parts.append(f"{self._sweep.metric} {trial.value:.6g}")
+        return ", ".join([*parts, trial.note] if trial.note else parts)
+
+    def _give_up_without_metric(self, trials: list[Trial], agents: Agents) -> None:
+        stopped = [t.name for t in trials if was_stopped(self._folder, t.name)]
+        trial = missing_metric.finished_without(self._sweep, trials, but=stopped)
+        if trial is None or self._has_given_up:
+            return
+        # A server may have the end before the last values: not at the first look.
+        if self._without_metric == trial.name or not agents.are_running():
+            self._has_given_up = True
+            logged = self._server.logged(trial.name)
+            self._say(missing_metric.message(self._sweep, trial, logged))
+            agents.start_no_more()
+        self._without_metric = trial.name

@@ -1,0 +1,1 @@
+"""`trainkit train`: a training that Hydra configures."""

@@ -1,0 +1,40 @@
+"""What is said of a run that goes on but has no step left to make."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from lightning.pytorch.callbacks import Timer
+
+from trainkit.cli.runs.summary_rows import counted_steps
+
+
+def why_no_more(trainer: Any, ckpt_path: str | None) -> str:
+    """What had ended it, and what to change to go on.
+
+    Args:
+        trainer: that has restored the checkpoint, and trained nothing.
+        ckpt_path: the checkpoint.
+    """
+    done = f"after {counted_steps(trainer.global_step)}"
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        why, change = "finished", f"trainer.max_steps={2 * trainer.global_step}"
+    elif 0 <= (trainer.max_epochs or -1) <= trainer.current_epoch:
+        why, change = "finished", f"trainer.max_epochs={2 * trainer.current_epoch}"
+    elif any(_is_over(each) for each in trainer.callbacks):
+        why = "used up its time, trainer.max_time,"
+        change = "trainer.max_time=null, or a longer one"
+    else:
+        return f"it had finished already, {done}"
+    return (
+        f"it had {why} already, {done}; for more of them: trainkit train "
+        f"{shlex.quote(f'ckpt_path={ckpt_path}')} {change}"
+    )
+
+
+def _is_over(callback: Any) -> bool:
+    if not isinstance(callback, Timer):
+        return False
+    left = callback.time_remaining()
+    return left is not None and left <= 0

@@ -1,0 +1,194 @@
+"""One training of `trainkit train`, from its configuration to its summary."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import signal
+import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
+from omegaconf import DictConfig, open_dict
+
+from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.report.rate_plan import RatePlanFile
+from trainkit.cli.report.write import report_of_training
+from trainkit.cli.runs import summary
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.only_one import only_one
+from trainkit.cli.train.beginning import Beginning, does_not_fit, was_restoring
+from trainkit.cli.train.ending import Ending, signals_given_back
+from trainkit.cli.train.finished import why_no_more
+from trainkit.cli.train.ranks import make_repeatable, ranks_of_one_run
+from trainkit.cli.wandb_logger.facts import WandbFacts
+from trainkit.cli.words import of_this_job
+from trainkit.config.build import Training, build
+from trainkit.config.public_config import public_config
+from trainkit.config.redact import redact_words
+from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.logs.window_summary import WindowSummary
+from trainkit.lit.resume.epoch_sums import EpochSums
+from trainkit.lit.resume.graceful_stop import GracefulStop
+from trainkit.lit.resume.random_state import RandomState
+
+
+def run(config: DictConfig) -> float | None:
+    """Train, write down how it went, and return the metric."""
+    _quieten()
+    folder = RunFolder(config.paths.run_dir)
+    overrides = of_this_job()
+    make_repeatable(overrides, folder)
+    with open_dict(config):  # whatever happens to the working directory
+        config.paths.run_dir = str(folder.path)
+    keeps = config.trainer.get("enable_checkpointing") is not False
+    stop = GracefulStop(folder.checkpoints if keeps else None)
+    windows = WindowSummary()
+    training = build(config, callbacks=[windows, *_resumable(), stop])
+    shown = public_config(config)
+    beginning = Beginning(folder, shown, redact_words(overrides))
+    trainer: Any = training.trainer
+    ending = Ending()
+    trainer.callbacks = [ending, *trainer.callbacks, beginning, RatePlanFile(folder)]
+    _keep_profile(trainer, folder)
+    with signals_given_back(), _held_by_first_rank(trainer, folder):
+        if trainer.is_global_zero:
+            beginning.write_if_new()
+        for logger in trainer.loggers:
+            logger.log_hyperparams(shown)
+        with ranks_of_one_run(trainer):
+            _fit_and_tell(training, config, beginning, windows, stop, ending)
+    if stop.stopped_by is not None and not ending.has_come:
+        _leave(stop, folder, training.trainer.is_global_zero)
+    if (heard := stop.heard or ending.heard) and _others_follow():
+        raise Interrupted(heard)
+    return _metric(training, config.metric)
+
+
+def _keep_profile(trainer: Any, folder: RunFolder) -> None:
+    """In a file: without one Lightning shows it by the logger that is made quiet."""
+    profiler = trainer.profiler
+    if profiler.filename is None and not isinstance(profiler, PassThroughProfiler):
+        profiler.filename = "profile"
+        profiler.dirpath = profiler.dirpath or folder.path
+
+
+def _held_by_first_rank(
+    trainer: Any, folder: RunFolder
+) -> AbstractContextManager[None]:
+    """Two runs in one folder would mix their rows, and each other's checkpoints."""
+    if not trainer.is_global_zero:
+        return nullcontext()
+    return only_one(folder.path, what="paths.run_dir")
+
+
+def _fit_and_tell(
+    training: Training,
+    config: DictConfig,
+    beginning: Beginning,
+    windows: WindowSummary,
+    stop: GracefulStop,
+    ending: Ending,
+) -> None:
+    """Train, then write and show the summary, however it ended."""
+    started = time.monotonic()
+    status = "failed"
+    try:
+        _fit(training, config.ckpt_path, beginning)
+        status = "finished"
+    except SystemExit as end:  # Stopped, or how Lightning ends after the second Ctrl+C
+        if ending.has_come:
+            status = "finished"
+            raise Interrupted(signal.SIGINT) from end
+        if stop.stopped_by is None:
+            raise
+        status = "interrupted"
+    finally:
+        ending.listen()
+        folder = beginning.folder
+        trainer = training.trainer
+        facts = summary.collect(training, config, folder, windows)
+        facts.update(status=status, seconds=round(time.monotonic() - started, 1))
+        if trainer.is_global_zero and not beginning.has_come:
+            if status == "finished":
+                why = why_no_more(trainer, config.ckpt_path)
+                print(f"trainkit | training: {why}", flush=True)
+        elif trainer.is_global_zero:
+            folder.write_summary(facts)
+            report_of_training(folder, pictures=config.pictures)
+            if status != "failed" or facts["steps"]:
+                summary.show(facts, folder)
+
+
+def _others_follow() -> bool:
+    """Whether this run is one of several, of which a signal ends all."""
+    return HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
+    try:
+        training.fit(ckpt_path)
+    except Exception as error:
+        if ckpt_path and was_restoring(error) and not is_mistake(error):
+            raise does_not_fit(ckpt_path, error) from error
+        # What is refused later is what training has come to: a loss of NaN, say.
+        had_begun = beginning.has_come and training.trainer.global_step > 0
+        if is_mistake(error) and not had_begun:
+            raise
+        raise TrainingFailed.by(error) from error
+
+
+def _resumable() -> list[Callback]:
+    """What every run has, whatever callbacks are configured: it goes on exactly, and
+    W&B is told what it was."""
+    return [WandbFacts(), EpochSums(), MetricRows(), RandomState()]
+
+
+def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
+    assert stop.stopped_by is not None
+    if not is_first:
+        raise SystemExit(0)  # Lightning would kill the first rank, which has the word
+    where = stop.checkpoint_path or folder.newest_checkpoint()
+    how = "there is no checkpoint yet"
+    if where is not None:
+        how = (
+            f"to go on: trainkit train {shlex.quote(f'ckpt_path={where}')}{stop.caveat}"
+        )
+    print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
+    if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
+        # That is how a sweep stops a poor trial, which is no failure: after three of
+        # these in a row wandb's agent gives up.
+        raise SystemExit(0)
+    raise Interrupted(stop.stopped_by)
+
+
+def _metric(training: Training, name: str | None) -> float | None:
+    if not name:
+        return None
+    found: Any = training.trainer.callback_metrics
+    if name not in found:
+        print(f"trainkit | {name}: was not logged, so there is no metric to compare by")
+        return None
+    value = float(found[name])
+    # Optuna's sweeper takes None for a failed trial, and dies of NaN.
+    return None if math.isnan(value) else value
+
+
+def _quieten() -> None:
+    """Lightning prints by itself what Hydra's logging prints too, and gives advice."""
+    logging.getLogger("lightning").handlers.clear()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for known in (
+        r".*treespec, LeafSpec.*",
+        r".*does not have many workers.*",
+        r".*LearningRateMonitor.* no learning rate schedulers.*",
+        r".*Checkpoint directory .* exists and is not empty.*",  # a run goes on in it
+    ):
+        warnings.filterwarnings("ignore", known)

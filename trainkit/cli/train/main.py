@@ -1,0 +1,141 @@
+"""`trainkit train`: a Hydra application."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from trainkit.cli.comparison import (
+    Comparison,
+    compared_even_if_some_fail,
+    some_failed,
+)
+from trainkit.cli.errors import is_mistake
+from trainkit.cli.sweep.whole_config import for_train
+from trainkit.cli.train import resume
+from trainkit.cli.words import find_modules_here, key_of, options_first
+from trainkit.config._compat import main_options
+from trainkit.config.conf import PACKAGE, register
+from trainkit.config.targets import allowed_packages
+from trainkit.errors import TrainkitError
+
+_ONLY_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
+_ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
+
+
+class _JobEnded(BaseException):
+    """Carries a job's error through Hydra, which would print a line of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def main(argv: list[str]) -> int:
+    """Compose the configuration and train; with `-m`, train once for each choice."""
+    register()
+    find_modules_here()
+    argv = options_first(argv)
+    if not any(word.partition("=")[0] in _ONLY_SHOWS for word in argv):
+        argv = resume.expand(resume.as_trial(for_train(argv)))
+        argv = options_first(_in_one_folder(argv))
+    program = _as_program("trainkit train", argv)
+    with program, _errors_come_through(), compared_even_if_some_fail():
+        app = hydra.main(
+            config_path=PACKAGE,
+            config_name="train",
+            **main_options(allowed_packages()),
+        )
+        try:
+            app(run_job)()
+        except _JobEnded as ended:
+            raise ended.error from ended.error.__cause__  # not from this errand
+        except (OSError, ValueError) as error:
+            if is_mistake(error) or _is_of_a_job(error):
+                raise
+            if some_failed():  # Optuna, where there is no trial to be the best
+                return 1
+            raise TrainkitError(_of_hydra_itself(error)) from error
+    return 1 if Comparison.num_failed else 0
+
+
+def _in_one_folder(argv: list[str]) -> list[str]:
+    """What Hydra writes goes where the run's files go."""
+    words = {key_of(word): word.partition("=")[2] for word in argv}
+    if "paths.run_dir" not in words or "hydra.run.dir" in words:
+        return argv
+    return [*argv, f"hydra.run.dir={words['paths.run_dir']}"]
+
+
+def run_job(config: DictConfig) -> float | None:
+    """One training. What it returns is what a sweeper optimises."""
+    from trainkit.cli.train.job import run
+
+    try:
+        return run(config)
+    except Exception as error:
+        if HydraConfig.get().mode is RunMode.RUN:
+            raise _JobEnded(error) from error
+        raise  # one of many, and Hydra's to count
+
+
+def _is_of_a_job(error: Exception) -> bool:
+    """Whether it comes from a job of a multirun, here or in another process."""
+    frames = traceback.walk_tb(error.__traceback__)
+    codes = {frame.f_code for frame, _ in frames}
+    return error.__cause__ is not None or run_job.__code__ in codes
+
+
+def _of_hydra_itself(error: Exception) -> str:
+    """Hydra composes a configuration and makes the folder; both may fail bare."""
+    if "No trials are completed" in str(error):  # Optuna's words
+        return (
+            "metric: no trial has logged it as a number, so none is the best. Choose "
+            "one that they log, as the columns of metrics.csv: metric=val/loss."
+        )
+    if isinstance(error, OSError):
+        if str(error.filename).endswith(".yaml"):
+            return f"configuration: {error}"
+        return (
+            f"paths.root_dir: the folder of the run cannot be made: {error}. Choose "
+            f"a place that can be written to: paths.root_dir=/some/where."
+        )
+    return (
+        f"overrides: {error}. A group takes the name of one of its options, such as "
+        f"accumulation=per_token; trainkit train --help lists them all."
+    )
+
+
+@contextmanager
+def _as_program(name: str, argv: list[str]) -> Iterator[None]:
+    """Hydra reads `sys.argv`, and knows no sub-commands."""
+    before = sys.argv
+    sys.argv = [before[0] if before else name, *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _errors_come_through() -> Iterator[None]:
+    """Hydra would print errors itself and exit with 1, whosever the mistake is."""
+    variable: Any = "HYDRA_FULL_ERROR"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before

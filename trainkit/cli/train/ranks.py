@@ -1,0 +1,82 @@
+"""The other ranks of this machine, which Lightning starts with our command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+
+from trainkit.cli._compat import take_over_ranks
+from trainkit.cli.errors import TrainingFailed
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.train.resume import quoted
+
+_MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+_TO_END = 60.0
+_TO_END_AFTER_AN_ERROR = 5.0
+"""Seconds that the other ranks have once this one is through."""
+
+
+def make_repeatable(overrides: Sequence[str], folder: RunFolder) -> None:
+    """Make the command line what starts this one run, in this folder.
+
+    In a multirun it would start all of them; and in the worker process of a launcher,
+    such as joblib's, it is the worker's.
+    """
+    own = [*overrides, f"paths.run_dir={quoted(folder.path)}"]
+    sys.argv[1:] = ["train", *dict.fromkeys(own)]
+    if not HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
+        sys.argv[0] = str(Path(__file__).parents[2] / "__main__.py")
+        sys.modules["__main__"].__spec__ = None  # what Lightning looks at first
+
+
+@contextmanager
+def ranks_of_one_run(trainer: Any) -> Iterator[None]:
+    """Wait for the other ranks at the end, and leave nothing of them to the next run.
+
+    Lightning lets the process group stand, and in the environment where its ranks met:
+    the next job of a multirun would talk to ranks that have gone, and start none.
+    https://github.com/Lightning-AI/pytorch-lightning/issues/2727
+
+    Raises:
+        TrainingFailed: another rank failed when this one was through.
+    """
+    before = {name: os.environ.get(name) for name in _MEETING}
+    seconds = _TO_END_AFTER_AN_ERROR
+    try:
+        yield
+        seconds = _TO_END
+    finally:
+        processes = take_over_ranks(trainer)
+        if processes:
+            codes = [_end_of(process, seconds) for process in processes]
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _restore(before)
+            if any(codes) and seconds == _TO_END:
+                raise TrainingFailed(
+                    f"trainkit: the other ranks ended with exit status {codes}"
+                )
+
+
+def _end_of(process: subprocess.Popen[bytes], seconds: float) -> int:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _restore(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,182 @@
+"""`ckpt_path=last` and `auto`: go on in the folder of an earlier run, as configured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli.composition import Composition
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.wandb_logger import run_id as wandb_id
+from trainkit.cli.words import SEARCH_PATH, key_of, quoted, unquoted
+from trainkit.config.redact import REDACTED
+from trainkit.config.run_name import job_name
+from trainkit.errors import TrainkitError
+
+KEY = "ckpt_path"
+LAST = "last"
+AUTO = "auto"
+
+_OF_A_TRIAL = {"WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"}
+
+
+def expand(argv: list[str]) -> list[str]:
+    """Turn `ckpt_path=` into what continues that run; other arguments stay.
+
+    The run's own overrides come first, then those given now, so that
+    `trainkit train ckpt_path=last trainer.max_steps=500` goes on for longer. A
+    checkpoint that stands in no run's folder starts a run of its own. `auto` is for
+    what is restarted with the command it was started with: it goes on where there is a
+    run, and begins one where there is none.
+    """
+    given = [word for word in argv if key_of(word) == KEY]
+    if not given:
+        return argv
+    rest = [word for word in argv if key_of(word) != KEY]
+    wanted = unquoted(given[-1].partition("=")[2])
+    if wanted in ("", "null", "None"):
+        return rest
+    if wanted == AUTO and _OF_A_TRIAL & os.environ.keys():
+        return rest  # the newest run is another trial's; its own is found in as_trial
+    if "-m" in argv or "--multirun" in argv:
+        raise TrainkitError(
+            "ckpt_path: continues one run, received it with --multirun. Leave -m out, "
+            "or start the runs anew."
+        )
+    if wanted == AUTO:
+        return _gone_on_or_begun(rest)
+    folder, checkpoint = _newest(rest) if wanted == LAST else _of_file(wanted)
+    if folder is None:
+        return [*rest, f"{KEY}={quoted(checkpoint)}"]
+    if checkpoint is None:
+        print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
+    return _gone_on(folder, checkpoint, rest)
+
+
+def _gone_on(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
+    saved = folder.overrides()
+    words = [*_still_wanted(saved, given), *(_known_now(word, saved) for word in given)]
+    words.append(f"hydra.run.dir={quoted(folder.path)}")
+    if checkpoint is not None:
+        words.append(f"{KEY}={quoted(checkpoint)}")
+    return words
+
+
+def _gone_on_or_begun(given: list[str]) -> list[str]:
+    """The same words for the first attempt and for those after it: what restarts a
+    program (torchrun, SLURM, a container's supervisor) does not change its command.
+
+    The folder is the one that is given, or the job's own; for a process that is of no
+    job, that of the newest run.
+    """
+    folder = _of_the_job(given)
+    if folder is None:
+        newest = _newest_of(_paths(given).output_dir)
+        return given if newest is None else _gone_on(*newest, given)
+    if folder.is_of_a_run():
+        return _gone_on(folder, folder.newest_checkpoint(), given)
+    return [*given, f"hydra.run.dir={quoted(folder.path)}"]
+
+
+def _of_the_job(given: list[str]) -> RunFolder | None:
+    if any(key_of(word) == "paths.run_dir" for word in given):
+        return RunFolder(_paths(given).run_dir)
+    name = job_name()
+    return None if name is None else RunFolder(Path(_paths(given).output_dir, name))
+
+
+def as_trial(argv: list[str]) -> list[str]:
+    """A trial that W&B hands to an agent again goes on in its folder, where there is a
+    checkpoint; it has the id of the run that was there."""
+    run_id = os.environ.get("WANDB_RUN_ID")
+    words = [word for word in argv if word != f"{KEY}={AUTO}"]
+    settled = {KEY, "paths.run_dir", "hydra.run.dir"} & {key_of(word) for word in words}
+    if "WANDB_SWEEP_ID" not in os.environ or run_id is None or settled:
+        return argv
+    for path in Path(_paths(argv).output_dir).rglob(wandb_id.FILE):
+        checkpoint = RunFolder(path.parent).newest_checkpoint()
+        if checkpoint is not None and wandb_id.remembered(str(path.parent)) == run_id:
+            print(f"trainkit | {run_id}: goes on from {checkpoint}", flush=True)
+            return [*argv, f"{KEY}={quoted(checkpoint)}"]
+    return argv
+
+
+def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
+    again = {key_of(word) for word in given} | {KEY}
+    wanted = [word for word in saved if key_of(word) not in again]
+    for word in wanted:
+        if REDACTED in word:
+            raise TrainkitError(
+                f"{key_of(word)}: was a secret, and is not written down in the run's "
+                f"folder. Give it again, beside ckpt_path."
+            )
+    return wanted
+
+
+def _known_now(word: str, saved: list[str]) -> str:
+    """What the run had added with `+` is there by that word alone: take its place."""
+    is_plain = not word.startswith(("+", "~", "-"))
+    was_added = any(w.startswith("+") and key_of(w) == key_of(word) for w in saved)
+    return f"++{word}" if is_plain and was_added else word
+
+
+def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
+    """The run that was started last: under this configuration's output_dir, or in the
+    folder that is given for it."""
+    paths = _paths(argv)
+    is_given = any(key_of(word) == "paths.run_dir" for word in argv)
+    where = Path(paths.run_dir if is_given else paths.output_dir)
+    newest = _newest_of(where, deep=not is_given)
+    if newest is None:
+        raise TrainkitError(
+            f"ckpt_path=last: there is no run in {where}. Leave ckpt_path out to start "
+            f"one, or name a checkpoint: ckpt_path=path/to/last.ckpt."
+        )
+    return newest
+
+
+def _newest_of(
+    where: Path | str, *, deep: bool = True
+) -> tuple[RunFolder, Path | None] | None:
+    where = Path(where)
+    files = (where.rglob if deep else where.glob)(RunFolder.OVERRIDES)
+    found = [RunFolder(path.parent) for path in files]
+    runs = [run for run in found if not _came_to_nothing(run)]
+    if not runs:
+        return None
+    run = max(runs, key=lambda each: each.started())
+    return run, run.newest_checkpoint()
+
+
+def _came_to_nothing(run: RunFolder) -> bool:
+    """Whether there is nothing to go on with: it failed before its first checkpoint."""
+    failed = (run.read_summary() or {}).get("status") == "failed"
+    return failed and run.newest_checkpoint() is None
+
+
+def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
+    path = Path(wanted).expanduser().absolute()
+    if not path.exists():
+        raise TrainkitError(
+            f"ckpt_path: must be a checkpoint, `last` or `auto`, received {wanted!r}, "
+            f"which does not exist. `trainkit train ckpt_path=last` goes on in the "
+            f"newest run."
+        )
+    for parent in path.parents:
+        if (parent / RunFolder.OVERRIDES).is_file():
+            return RunFolder(parent), path
+    return None, path
+
+
+def _paths(argv: list[str]) -> Any:
+    # Only what settles where runs are: a word may be about what the run had added.
+    settle = ("name", "paths", "experiment")
+    words = [
+        word
+        for word in argv
+        if word.startswith("-")
+        or key_of(word).partition(".")[0] in settle
+        or key_of(word) == SEARCH_PATH
+    ]
+    return Composition(words).config.paths

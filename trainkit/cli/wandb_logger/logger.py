@@ -1,0 +1,311 @@
+"""Lightning's W&B logger, for runs that need no account and cannot hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from trainkit.cli._compat import is_attached, is_finished, run_of, set_run
+from trainkit.cli.sweep.whole_config import without_swept
+from trainkit.cli.wandb_logger import run_id as wandb_id
+from trainkit.cli.wandb_logger.mode import Mode, check_mode, resolve_mode
+from trainkit.config.redact import redact
+from trainkit.errors import TrainkitError
+
+_BY_SIGTERM = 128 + signal.SIGTERM
+_WINDOW_KEY = re.compile(r"window/((?:\d+/)?)(\w+)")
+
+
+class WandbRunLogger(WandbLogger):
+    """Logs to W&B: offline unless you are logged in, and to one run per folder.
+
+    - **No account is needed.** `mode="auto"` is what `WANDB_MODE` or `wandb offline`
+      say; else online under a sweep's agent or with a login; else offline, to be
+      uploaded by `wandb sync` at any time. Nobody is asked.
+    - **One run per folder.** The run's id is kept in `save_dir`, so that a training
+      that is resumed there goes on with the same W&B run; `WANDB_RUN_ID` wins. Rows
+      cannot be taken back from W&B: of steps that a killed training had logged after
+      its checkpoint there are two, with the same `trainer/global_step`, of which the
+      later belongs to the weights. (`metrics.csv` has each step once.)
+    - **The end is bounded.** Where the server is not there at the start, the run is
+      offline; where it dies, what could not be uploaded in `finish_timeout` seconds
+      is kept, and the command that uploads it is printed.
+    - **Nothing of the environment is sent**: neither the command line nor variables
+      (SLURM's are part of W&B's own record of the machine), git remotes, code or the
+      console; what sounds like a secret in a configuration is replaced.
+    - **Two x-axes.** W&B draws a metric over one. All are drawn over optimizer steps,
+      and what `WindowMonitor` logs a second time as `window_by_seen/*`, over the tokens
+      or samples seen: those few copies are the least that shows both to everybody who
+      opens the run.
+
+    The run ends with `fit`; logging after that opens it again.
+
+    Args:
+        project: default `WANDB_PROJECT`, or else `"trainkit"`.
+        entity: the team or user; default that of the login.
+        name: of the run in W&B's tables.
+        group: of runs that belong together.
+        tags: of the run.
+        job_type: what the run is in its group.
+        notes: of the run.
+        save_dir: the folder of the run; None keeps no id and writes to `./wandb`.
+        id: of the run, if it is not to be the folder's.
+        mode: `"auto"`, `"online"`, `"offline"` or `"disabled"`.
+        log_model: checkpoints as artifacts: False, True (when training ends), or
+            `"all"` (as they are written).
+        console: whether W&B may keep what is printed.
+        init_timeout: how many seconds to wait for the server at the start.
+        finish_timeout: how many seconds to wait for the upload at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] | None = None,
+        job_type: str | None = None,
+        notes: str | None = None,
+        save_dir: str | Path | None = None,
+        id: str | None = None,
+        mode: Mode = "auto",
+        log_model: Literal["all"] | bool = False,
+        console: bool = False,
+        init_timeout: float = 30.0,
+        finish_timeout: float = 30.0,
+    ) -> None:
+        check_mode(mode)
+        _check_seconds("init_timeout", init_timeout)
+        _check_seconds("finish_timeout", finish_timeout)
+        if log_model not in (True, False, "all"):
+            raise TrainkitError(
+                f"WandbRunLogger log_model: must be true, false or 'all', received "
+                f"{log_model!r}. true uploads the checkpoints when training ends."
+            )
+        super().__init__(
+            project=project or _default_project(),
+            name=name,
+            save_dir=save_dir,  # type: ignore[arg-type]  # None is taken
+            id=id,
+            log_model=log_model,
+        )
+        self._mode: Mode = mode
+        self._describes = {
+            "entity": entity,
+            "group": group,
+            "tags": None if tags is None else list(tags),
+            "job_type": job_type,
+            "notes": notes,
+        }
+        self._console = console
+        self._init_timeout = init_timeout
+        self._finish_timeout = finish_timeout
+        self._wanted_id = id
+        self._has_opened = False
+        self._axes: set[str] = set()
+        self._logged: dict[str, Any] = {}
+
+    # ---- the run ---------------------------------------------------------------------
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run, opened by whoever asks first; opened again where it was
+        finished."""
+        run = run_of(self)
+        if run is None and is_attached(self):
+            return super().experiment
+        if run is None or is_finished(run):
+            run = self._open()
+            set_run(self, run)
+        return run
+
+    def _open(self) -> Any:
+        import wandb
+
+        self._has_opened = wandb.run is None
+        run = wandb.run  # of the user's own script, or of another logger
+        if run is None:
+            run = self._start(resolve_mode(self._mode))
+        self._axes.clear()
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        return run
+
+    def _start(self, mode: str) -> Any:
+        import wandb
+        from wandb.errors import AuthenticationError, CommError
+
+        if self.save_dir is not None:
+            Path(self.save_dir).mkdir(parents=True, exist_ok=True)
+        known = wandb_id.run_id(self.save_dir, self._wanted_id)
+        name = known or wandb_id.new_run_id()
+        # Where a new run is said to be resumed, `wandb sync` of what a dying server
+        # left half uploaded appends all rows to those that are there.
+        resume = "allow" if known else None
+        try:
+            run = self._init(mode, name, resume)
+        except CommError as error:
+            if mode != "online" or isinstance(error, AuthenticationError):
+                raise
+            wandb.teardown()  # or the id would be in use
+            run = self._init("offline", name, resume)
+            _say(
+                f"no W&B server ({_first_line(error)}): the run is offline. To upload "
+                f"it: wandb sync {_folder(run)}"
+            )
+        self._wanted_id = run.id
+        if mode != "disabled":
+            wandb_id.remember(self.save_dir, run.id)
+        return run
+
+    def _init(self, mode: str, name: str, resume: str | None) -> Any:
+        import wandb
+
+        settings = wandb.Settings(
+            console="auto" if self._console else "off",
+            disable_code=True,
+            disable_git=True,
+            x_disable_meta=True,  # the command line, SLURM's variables
+            init_timeout=self._init_timeout,
+            finish_timeout=self._finish_timeout,
+            finish_timeout_raises=True,
+        )
+        options = {k: v for k, v in self._describes.items() if v is not None}
+        options |= {"project": self.name, "id": name}
+        if "WANDB_SWEEP_ID" in os.environ:  # the agent has said these
+            for option in ("project", "entity", "id"):
+                options.pop(option, None)
+        return wandb.init(
+            **options,
+            name=self._name,
+            dir=self.save_dir,
+            mode=mode,  # type: ignore[arg-type]  # one of its literals
+            resume=resume,  # type: ignore[arg-type]  # the same
+            settings=settings,
+        )
+
+    # ---- logging ---------------------------------------------------------------------
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Add to the run's configuration.
+
+        Secrets are replaced. What a sweep has set stands there already, and is locked:
+        entries of the same name go to `resolved/<name>`. What is logged of one name in
+        several parts, as `LRScaling` adds its factors to `lr_scaling`, is put together.
+        """
+        entries = redact(vars(params) if isinstance(params, Namespace) else params)
+        free = without_swept(entries)
+        for key in entries.keys() - free.keys():
+            free[f"resolved/{key}"] = entries[key]
+        for key, value in free.items():
+            before = self._logged.get(key)
+            if isinstance(before, Mapping) and isinstance(value, Mapping):
+                free[key] = {**before, **value}
+        self._logged.update(free)
+        super().log_hyperparams(free)
+
+    @rank_zero_only
+    def log_metrics(
+        self, metrics: Mapping[str, float], step: int | None = None
+    ) -> None:
+        super().log_metrics({**metrics, **self._over_seen(metrics)}, step)
+
+    def _over_seen(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The window's numbers once more, for the other x-axis."""
+        copies = {}
+        for key, value in metrics.items():
+            found = _WINDOW_KEY.fullmatch(key)
+            if found is None or found[2] in ("seen", "samples_seen"):
+                continue
+            optimizer, name = found.groups()
+            if f"window/{optimizer}seen" in metrics:
+                self._define_axis(optimizer)
+                copies[f"window_by_seen/{optimizer}{name}"] = value
+        return copies
+
+    def _define_axis(self, optimizer: str) -> None:
+        run = self.experiment
+        if optimizer not in self._axes:
+            self._axes.add(optimizer)
+            run.define_metric(
+                f"window_by_seen/{optimizer}*", step_metric=f"window/{optimizer}seen"
+            )
+
+    # ---- the end ---------------------------------------------------------------------
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Log checkpoints if asked, and finish the run."""
+        super().finalize(status)
+        self.finish(exit_code=_exit_code(status))
+
+    def finish(self, *, exit_code: int = 0) -> None:
+        """Finish the run, within `finish_timeout`.
+
+        A run that this logger has not opened is left to who has.
+
+        Args:
+            exit_code: 0 marks it finished, another failed.
+        """
+        run = run_of(self)
+        if run is None or is_finished(run) or not self._has_opened:
+            return
+        try:
+            run.finish(exit_code=exit_code)
+        except Exception as error:  # nothing here is worth a training
+            folder = _folder(run)
+            _say(
+                f"W&B: not all was uploaded ({_first_line(error)}); it is kept in "
+                f"{folder}. To upload it: wandb sync --include-online {folder}"
+            )
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise TrainkitError(
+            f"WandbRunLogger {name}: must be a number of seconds above 0, received "
+            f"{value!r}. 30 is the default."
+        )
+
+
+def _default_project() -> str:
+    return os.environ.get("WANDB_PROJECT") or "trainkit"
+
+
+def _exit_code(status: str) -> int:
+    """0 also where SIGTERM has ended the run, as a sweep's early stop does: Lightning
+    then leaves by SystemExit, `GracefulStop` by one with a status, and calls that
+    failed."""
+    error = sys.exc_info()[1]
+    if status != "failed":
+        return 0
+    is_stop = isinstance(error, SystemExit) and error.code in (None, 0, _BY_SIGTERM)
+    return 0 if is_stop else 1
+
+
+def _folder(run: Any) -> str:
+    """As a shell takes it."""
+    return shlex.quote(str(Path(run.dir).absolute().parent))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _say(text: str) -> None:
+    print(f"trainkit | {text}", file=sys.stderr, flush=True)
