@@ -39,7 +39,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (PLAN, "accumulation: 8 micro-batches", set()),
         ([*PLAN, "--json"], '"accumulate": 8', set()),
         (["plan", "--help"], "keys of --json", set()),
-        (["completion", "bash"], "complete -o default", set()),
+        (["completion", "bash"], "-F _python_argcomplete trainkit", set()),
         (["completion", "--query", "trainkit plan --t"], "--target", set()),
         (["train", "--cfg", "job"], "accumulate_grad_batches:", {"hydra", "omegaconf"}),
     ],

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from trainkit.config._compat import (
     VERSION_BASE,
+    hydra_arguments,
     main_options,
     register_resolver,
     store,
@@ -21,6 +22,13 @@ from trainkit.config._compat import (
 @dataclass
 class Schema:
     size: int = 1
+
+
+def test_hydras_own_options() -> None:
+    parser = hydra_arguments()
+    args = parser.parse_args(["--cfg", "job", "-cd", "conf", "-m", "seed=1"])
+    assert (args.cfg, args.config_dir, args.multirun) == ("job", "conf", True)
+    assert args.overrides == ["seed=1"]
 
 
 def test_a_resolver_takes_the_place_of_one_of_its_name() -> None:

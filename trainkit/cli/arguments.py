@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import os
+import sys
+from typing import Any, NoReturn
 
 from trainkit.errors import TrainkitError
 
@@ -26,6 +28,14 @@ class Arguments(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        offer(self)
+        return super().parse_args(*args, **kwargs)
+
+    def parse_intermixed_args(self, *args: Any, **kwargs: Any) -> Any:
+        offer(self)
+        return super().parse_intermixed_args(*args, **kwargs)
+
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting.
 
@@ -35,3 +45,23 @@ class Arguments(argparse.ArgumentParser):
         raise TrainkitError(
             f"{self.prog}: {message}. {self.prog} --help shows every option."
         )
+
+
+def offer(parser: argparse.ArgumentParser, *, options: bool = True) -> None:
+    """Answer a shell that asks what may follow on its line, and leave; else nothing.
+
+    Args:
+        parser: of the command.
+        options: whether options are offered before their hyphen is written; never where
+            a word must come first.
+    """
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    import argcomplete
+
+    needs_word = any(not a.option_strings and a.nargs != "*" for a in parser._actions)
+    argcomplete.autocomplete(
+        parser,
+        always_complete_options="long" if options and not needs_word else False,
+        exit_method=sys.exit,  # what was opened is closed
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from importlib import import_module
 
@@ -46,7 +47,8 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """The entry point of the console script."""
-    sys.exit(main(sys.argv[1:]))
+    a_shell_asks = "_ARGCOMPLETE" in os.environ
+    sys.exit(main(["completion"] if a_shell_asks else sys.argv[1:]))
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
@@ -16,6 +18,11 @@ VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if _IS_OLDER else {}
 """For `hydra.main` and its like; from 1.4 on the defaults are those."""
 
 _OF_HYDRA = ("hydra.*", "hydra_plugins.*", "logging.*")
+
+
+def hydra_arguments() -> ArgumentParser:
+    """The parser of Hydra's own options, and of `overrides`."""
+    return get_args_parser()
 
 
 def register_resolver(

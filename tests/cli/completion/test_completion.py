@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import pty
 import shutil
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonargparse import ArgumentParser
 
-from tests.startup import CHILD_PATH
-from trainkit.cli.completion import options as completion_options
-from trainkit.cli.completion.main import complete, main
-from trainkit.cli.completion.options import cached_options, options_of, output_of
-from trainkit.cli.completion.scripts import SCRIPTS
+from tests.startup import CHILD_PATH, forked
+from trainkit.cli.completion import lightning_options
+from trainkit.cli.completion.main import main
+from trainkit.cli.fit import options as fit_options
+from trainkit.cli.fit.options import options_of
 from trainkit.cli.main import COMMANDS
 from trainkit.core.scaling import RULES
 from trainkit.errors import TrainkitError
@@ -30,15 +35,25 @@ STRATEGIES = ["none", "per_sample", "per_token", "uniform"]
 def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("COMP_LINE", "")  # Hydra's way of being asked; put back after
+
+
+def complete(line: str, **environment: str) -> list[str]:
+    """What the last word of a line may become; asked in another process, since the
+    answer ends it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", "completion", "--query", line],
+        env={**os.environ, **forked(), **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+    )
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize(
     ("line", "candidates"),
     [
         ("trainkit ", list(COMMANDS)),
-        ("trainkit", list(COMMANDS)),
-        ("", list(COMMANDS)),
         ("trainkit p", ["predict", "plan"]),
         ("trainkit --", ["--help", "--version"]),
         ("trainkit nothing ", []),
@@ -49,9 +64,10 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainkit plan --rule ", list(RULES)),
         ("trainkit plan --rule=s", ["--rule=sqrt"]),
         ("trainkit plan --json=", []),
-        ("trainkit plan --target ", []),
+        ("trainkit plan --lr 0.1 --tar", ["--target"]),
         ("trainkit train --cf", ["--cfg"]),
         ("trainkit train --cfg ", ["job", "hydra", "all"]),
+        ("trainkit train seed=1 --cfg ", ["job", "hydra", "all"]),
         (
             "trainkit train accumulation=",
             [f"accumulation={name}" for name in STRATEGIES],
@@ -61,12 +77,19 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "trainkit train -m accumulation=per_token,u",
             ["accumulation=per_token,uniform"],
         ),
+        ("trainkit train seed=1 -m accumulation=n", ["accumulation=none"]),
+        ("trainkit train ~schedu", ["~schedule", "~scheduler"]),
         ("trainkit train trainer=debug trainer.devi", ["trainer.devices="]),
         ("trainkit train accumulation=nothing data.batch_s", []),
         ("trainkit train 'unbalanced", []),
         ("trainkit plan --probe accumulation=per_t", ["accumulation=per_token"]),
         ("trainkit plan --probe --ma", ["--max-micro-batch"]),
         ("trainkit plan --probe --rule s", ["sqrt"]),
+        ("trainkit plan --probe seed=1 --rule s", ["sqrt"]),
+        ("trainkit plan --probe seed=1 --lr 1 accumulation=n", ["accumulation=none"]),
+        ("trainkit plan accumulation=per_t", []),
+        ("trainkit sweep --off", ["--offline"]),
+        ("trainkit report --no", ["--no-pictures"]),
     ],
 )
 def test_candidates_of_a_line(line: str, candidates: list[str]) -> None:
@@ -85,26 +108,39 @@ def test_values_of_a_path_are_files(tmp_path: Path) -> None:
     assert f"{start}last.ckpt" in complete(f"trainkit train {start}")
 
 
-def test_every_option_of_plan_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_and_options_of_the_users_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: mine.Net\n")
+    for place in ("--config-dir=", "--config-dir ", "-cd "):
+        line = f"trainkit train {place}{tmp_path}/conf model=min"
+        assert complete(line) == ["model=mine"]
+
+
+def test_a_section_offers_what_is_in_it() -> None:
+    """Not itself, after which a shell would add a space."""
+    assert complete("trainkit train scheduling") == [
+        "scheduling.interval=",
+        "scheduling.monitor=",
+    ]
+
+
+def test_every_option_of_plan_is_offered() -> None:
     offered = complete("trainkit plan ")
     for option in ("--target", "--world-size", "--lr", "--rule", "--json", "--help"):
         assert option in offered
-    assert capsys.readouterr() == ("", "")
 
 
 def test_options_of_jsonargparse_are_read() -> None:
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(prog="trainkit fit")
     parser.add_argument("-c", "--config", action="config")
     parser.add_class_arguments(Something, "something")
     parser.add_subclass_arguments(Kind, "kind", required=False)
-    options = options_of(parser.format_help())
-    assert options["--something.size"].takes_value
-    assert options["--something.fast"].choices[:2] == ("true", "false")
-    assert not options["--print_config"].takes_value
-    assert options["--config"].takes_value
-    assert options["--kind"].choices == ("Kind", "Round", "Square")
+    options = {names[-1]: about for names, *about in options_of(parser)}
+    assert options["--something.size"] == [None, []]
+    assert options["--something.fast"] == [None, ["true", "false"]]
+    assert options["--print_config"][0] == "?"
+    assert options["--config"][0] is None
+    assert options["--kind"] == [None, ["Kind", "Round", "Square"]]
 
 
 class Something:
@@ -124,36 +160,54 @@ class Square(Kind):
     pass
 
 
-def test_a_command_that_fails_offers_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert output_of("plan", "--target", "0") == ""
-    assert output_of("nothing") == ""
-    assert capsys.readouterr() == ("", "")
-    assert "usage: trainkit plan" in output_of("plan", "--help")
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often the options of fit are read from what is slow."""
+    found: list[str] = []
+
+    def options() -> Any:
+        found.append("again")
+        return {"fit": [(["--slow"], None, ["a", "b"])]}
+
+    monkeypatch.setattr(fit_options, "options", options)
+    return found
 
 
-def test_a_slow_help_is_asked_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def offered_by_fit() -> set[str]:
+    parser = lightning_options.parser_of("fit")
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+def test_slow_options_are_asked_for_once(
+    tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which command is slow is set here: the rule is the same for a quick one."""
-    monkeypatch.setattr(completion_options, "SLOW", ("plan",))
-    first = cached_options("plan")
+    assert offered_by_fit() == {"-h", "--help", "--slow"}
     (kept,) = (tmp_path / "cache" / "trainkit").iterdir()
-    assert kept.name.startswith("plan-")
-    assert options_of(kept.read_text()) == first[0]
-    kept.write_text("  --kept  from the file")
-    assert list(cached_options("plan")[0]) == ["--kept"]
-    monkeypatch.setattr(completion_options, "version", lambda package: "another")
-    assert cached_options("plan") == first
+    kept.write_text(json.dumps({"fit": [(["--kept"], None, [])]}))
+    assert "--kept" in offered_by_fit()
+    monkeypatch.setattr(lightning_options, "version", lambda package: "another")
+    assert "--slow" in offered_by_fit()
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "no JSON"])
+def test_a_damaged_file_is_written_again(
+    tmp_path: Path, made: list[str], damage: str
+) -> None:
+    offered_by_fit()
+    (kept,) = (tmp_path / "cache" / "trainkit").iterdir()
+    kept.write_text(damage)
+    assert "--slow" in offered_by_fit()
+    assert "--slow" in kept.read_text()
 
 
 def test_a_home_that_cannot_be_written_to_only_costs_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: list[str]
 ) -> None:
-    monkeypatch.setattr(completion_options, "SLOW", ("plan",))
     (tmp_path / "cache").write_text("no folder")
-    assert "--target" in cached_options("plan")[0]
+    assert "--slow" in offered_by_fit()
+    assert "--slow" in offered_by_fit()
+    assert len(made) == 2
 
 
 def test_an_unknown_shell_is_refused_with_the_choices() -> None:
@@ -163,53 +217,51 @@ def test_an_unknown_shell_is_refused_with_the_choices() -> None:
         main([])
 
 
-@pytest.mark.parametrize("shell", SCRIPTS)
-def test_its_script_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([shell]) == 0
-    assert capsys.readouterr().out == SCRIPTS[shell]
-
-
-def test_tab_in_plan_loads_nothing_heavy() -> None:
-    program = """
+FRESH = """
 import sys
-from trainkit.cli.completion.main import main
-assert main(["--query", "trainkit plan --"]) == 0
-print(sorted({"torch", "lightning", "hydra", "wandb", "rich"} & set(sys.modules)))
+from trainkit.cli.main import main
+try:
+    main(["completion", "--query", sys.argv[1]])
+finally:
+    print(sorted({"torch", "lightning", "hydra", "wandb", "rich"} & set(sys.modules)))
 """
+
+
+def fresh(line: str) -> list[str]:
+    """What is offered by a new interpreter, and what that has loaded."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", FRESH, line],
         capture_output=True,
         text=True,
         check=True,
         timeout=240,
     )
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert "--target" in done.stdout
+    return done.stdout.splitlines()
+
+
+def test_tab_in_plan_loads_nothing_heavy() -> None:
+    *offered, loaded = fresh("trainkit plan --")
+    assert "--target" in " ".join([*offered, loaded])
+    assert loaded.endswith("[]")
+
+
+def test_tab_in_train_loads_no_torch() -> None:
+    *offered, loaded = fresh("trainkit train accumulation=per_t")
+    assert "accumulation=per_token" in " ".join([*offered, loaded])
+    assert loaded.endswith("['hydra']")
 
 
 @pytest.mark.slow
-def test_options_of_fit_are_kept_for_the_next_tab(tmp_path: Path) -> None:
-    program = """
-import sys
-from trainkit.cli.completion.main import main
-assert main(["--query", "trainkit fit --trainer.max_e"]) == 0
-assert main(["--query", "trainkit fit --accumulation=PerT"]) == 0
-print("torch" in sys.modules)
-"""
-    for loads_torch in (True, False):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=240,
-        )
-        assert done.stdout.splitlines() == [
-            "--trainer.max_epochs",
-            "--accumulation=PerToken",
-            str(loads_torch),
-        ]
+def test_options_of_fit_are_kept_for_the_next_tab() -> None:
+    *_, loaded = fresh("trainkit fit --trainer.max_e")
+    assert loaded.startswith("--trainer.max_epochs")
+    assert "torch" in loaded
+    *_, loaded = fresh("trainkit fit --accumulation=PerT")
+    assert loaded == "--accumulation=PerToken[]"
+    assert complete("trainkit test --trainer.acceleratorr") == []
+    assert complete("trainkit test --accumulation Unif") == ["Uniform"]
+    own = "trainkit validate --accumulation=mine.Rows --wide_gradients "
+    assert complete(own) == ["true", "false"]
 
 
 @pytest.fixture
@@ -220,7 +272,7 @@ def commands(tmp_path: Path) -> Path:
     program = folder / "trainkit"
     program.write_text(
         f"""#!/bin/sh
-if [ "$1" = completion ]; then
+if [ "$1" = completion ] || [ -n "$_ARGCOMPLETE" ]; then
     exec "{sys.executable}" -m trainkit "$@"
 fi
 echo "$*" > "{tmp_path}/ran.new"
@@ -269,7 +321,7 @@ BASH_WORDS = {
             ["uniform,per_sample", "uniform,per_token"],
         ),
         ("trainkit train trainer.max_st", ["trainer.max_steps="]),
-        ("trainkit sweep sw", []),  # files, which bash then lists itself
+        ("trainkit sweep sw", []),  # a file, of which there is none
     ],
 )
 def test_bash_is_told_what_replaces_its_last_word(
@@ -278,9 +330,9 @@ def test_bash_is_told_what_replaces_its_last_word(
     words = " ".join(f"'{word}'" for word in BASH_WORDS[line])
     program = f"""
 eval "$(trainkit completion bash)"
-COMP_LINE='{line} unread' COMP_POINT={len(line)}
+COMP_LINE='{line} unread' COMP_POINT={len(line)} COMP_TYPE=9
 COMP_WORDS=({words}) COMP_CWORD={len(BASH_WORDS[line]) - 1}
-_trainkit_complete trainkit
+_python_argcomplete trainkit
 printf '%s\\n' "${{COMPREPLY[@]}}"
 complete -p trainkit
 """
@@ -293,8 +345,8 @@ complete -p trainkit
         timeout=240,
     )
     *replied, registered = done.stdout.splitlines()
-    assert [each for each in replied if each] == reply
-    assert registered == "complete -o default -F _trainkit_complete trainkit"
+    assert [each.strip() for each in replied if each] == reply
+    assert " -o default " in registered  # where trainkit knows nothing, files
     assert done.stderr == ""
 
 
@@ -322,6 +374,7 @@ def terminal(argv: list[str], env: dict[str, str], folder: Path) -> Iterator[int
         env=env,
         cwd=folder,
         start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or fish leaves
     )
     os.close(theirs)
     os.set_blocking(ours, False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.arguments import Arguments
+from trainkit.cli.completion import overrides
 from trainkit.cli.plan.report import describe, make_report
 from trainkit.cli.plan.scaling import BETAS, EPS, Reference, scaled_by_rules
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
@@ -141,7 +142,10 @@ def _add_probe(parser: Arguments) -> None:
         help="build what `trainkit train OVERRIDES` trains and try sizes on its data: "
         "by memory and by speed, on all of its ranks",
     )
-    probe.add_argument("overrides", nargs="*", help="as for trainkit train")
+    words: Any = probe.add_argument(
+        "overrides", nargs="*", help="as for trainkit train"
+    )
+    words.completer = overrides.like
     for short, long in PLACES.items():
         probe.add_argument(short, long, help="as for trainkit train")
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from trainkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from trainkit.cli.wandb_logger.logger.logger import WandbRunLogger
+    from trainkit.cli.wandb_logger.logger import WandbRunLogger
 
 __all__ = ["WandbRunLogger"]
 

@@ -1,0 +1,66 @@
+"""What may follow on the line that a shell asks about.
+
+A script of argcomplete's describes the line in the environment, and reads the answer.
+Each command's own parser gives it, where it would otherwise parse.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import ArgumentParser
+from typing import NoReturn
+
+from argcomplete.lexers import split_line
+
+from trainkit.cli.arguments import Arguments, offer
+from trainkit.cli.completion import overrides
+from trainkit.cli.completion.lightning_options import parser_of
+from trainkit.cli.main import COMMANDS
+from trainkit.cli.main import main as trainkit
+
+
+def answer() -> NoReturn:
+    """Write the answer, and leave.
+
+    Raises:
+        SystemExit: always.
+    """
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    quote, word, _, before, _ = split_line(line, point)
+    if len(before) < 2:
+        offer(_parser_of_all())
+    program, command, *before = before
+    # argparse takes overrides in one place only, Hydra between options too.
+    overrides.before = [each for each in before if _is_override(each)]
+    others = [each for each in before if not _is_override(each)]
+    line = f"{shlex.join([program, command, *others])} {quote}{word}"
+    # Words from the second on are the parser's.
+    os.environ |= {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": f"{len(line)}"}
+    if command == "train":
+        offer(_parser_of_train(), options=False)
+    elif COMMANDS.get(command) and COMMANDS[command][0] == COMMANDS["fit"][0]:
+        offer(parser_of(command))
+    trainkit([command, "--help"])  # whose parser has all of its options
+    raise SystemExit(0)
+
+
+def _is_override(word: str) -> bool:
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
+
+
+def _parser_of_train() -> ArgumentParser:
+    from trainkit.config._compat import hydra_arguments
+
+    parser = hydra_arguments()
+    for action in parser._actions:
+        if action.dest == "overrides":
+            action.completer = overrides.like  # type: ignore[attr-defined]
+    return parser
+
+
+def _parser_of_all() -> Arguments:
+    parser = Arguments(prog="trainkit")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("command", choices=list(COMMANDS))
+    return parser

@@ -1,0 +1,67 @@
+"""Which options `trainkit fit | validate | test | predict` have, as plain data."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from trainkit.cli.fit.cli import TrainkitCLI
+
+Option = tuple[list[str], int | str | None, list[str]]
+"""Its names, argparse's `nargs`, and the values that are known."""
+
+
+class _Made(Exception):
+    """The parsers stand; nothing is to be parsed."""
+
+
+def options() -> dict[str, list[Option]]:
+    """The options by command."""
+    made: list[Any] = []
+
+    class Parsers(TrainkitCLI):
+        def init_parser(self, **kwargs: Any) -> Any:
+            made.append(super().init_parser(**kwargs))
+            return made[-1]
+
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            raise _Made
+
+    with suppress(_Made):
+        Parsers()
+    _, *parsers = made  # the first has them as sub-commands
+    return {
+        command: options_of(parser)
+        for command, parser in zip(TrainkitCLI.subcommands(), parsers, strict=True)
+    }
+
+
+def options_of(parser: ArgumentParser) -> list[Option]:
+    """The options of one parser, in its order."""
+    return [
+        (list(action.option_strings), _nargs(action), _choices(action))
+        for action in parser._actions
+        if action.option_strings
+    ]
+
+
+def _nargs(action: Any) -> int | str | None:
+    """`--print_config` may stand alone, which only its help shows."""
+    return "?" if "[" in str(action.metavar) else action.nargs
+
+
+def _choices(action: Any) -> list[str]:
+    """The values of a bool or an enum; or the classes, by their last name where that is
+    enough."""
+    shown = action.metavar or ""
+    if isinstance(shown, str) and shown.startswith("{"):
+        return shown.strip("{}").split(",")
+    said = action.extra_help() if hasattr(action, "extra_help") else ""
+    paths = said.removeprefix(", known subclasses: ").split(", ") if said else []
+    names = [path.rpartition(".")[2] for path in paths]
+    return [
+        name if names.count(name) == 1 else path
+        for name, path in zip(names, paths, strict=True)
+    ]
