@@ -1,5 +1,10 @@
 """The one error that trainkit raises, and how to see more of it."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class TrainkitError(ValueError):
     """A request that cannot be carried out exactly.
@@ -10,3 +15,13 @@ class TrainkitError(ValueError):
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
 """The environment variable that lets the command show where an error was raised."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A sentence that names what is close among the known names; empty if nothing is.
+
+    >>> did_you_mean("trian", ["train", "fit"]), did_you_mean("x", ["train"])
+    (' Did you mean train?', '')
+    """
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" Did you mean {close[0]}?" if close else ""

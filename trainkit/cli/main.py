@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from importlib import import_module
 
 from trainkit import __version__
 from trainkit.cli.errors import guarded
-from trainkit.errors import TrainkitError
+from trainkit.errors import TrainkitError, did_you_mean
 
 COMMANDS = {
     "train": ("trainkit.cli.train.main", "train what a Hydra configuration describes"),
@@ -60,11 +59,9 @@ def _dispatch(argv: list[str]) -> int:
         print(f"trainkit {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
         raise TrainkitError(
-            f"command: must be one of {', '.join(COMMANDS)}, received "
-            f"{argv[0]!r}.{hint} trainkit --help describes them."
+            f"command: must be one of {', '.join(COMMANDS)}, received {argv[0]!r}."
+            f"{did_you_mean(argv[0], COMMANDS)} trainkit --help describes them."
         )
     module, _ = COMMANDS[argv[0]]
     if module == "trainkit.cli.fit.main":

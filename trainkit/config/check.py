@@ -5,7 +5,6 @@ The types are those of the target's own signature, whoever wrote it.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
@@ -15,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from trainkit.config.fitting import fits, remedy_for_text
 from trainkit.config.kinds import CALLBACK_GROUPS, check_kinds
 from trainkit.config.limits import check_limits
-from trainkit.config.targets import TARGET, locate
-from trainkit.errors import TrainkitError
+from trainkit.config.targets import TARGET, locate, targets_of
+from trainkit.config.translate import OF_HYDRA
+from trainkit.errors import TrainkitError, did_you_mean
 
 AUTO = "auto"
 """As an argument of a scheduler: the number of all optimizer steps."""
@@ -24,30 +24,15 @@ AUTO = "auto"
 _PARTIAL = ("optimizer", "scheduler")
 """Groups whose first argument is there only when the training begins."""
 
-_OF_HYDRA = {TARGET, "_partial_", "_recursive_", "_convert_", "_args_"}
-
 
 def check_all(config: DictConfig) -> None:
     """Refuse what does not fit the targets' signatures, in every group."""
     check_kinds(config)
-    for name in (
-        "model",
-        "data",
-        "accumulation",
-        "micro_batching",
-        *CALLBACK_GROUPS,
-        "optimizer",
-        "trainer",
-    ):
+    groups = ("accumulation", "micro_batching", *CALLBACK_GROUPS, "optimizer")
+    for name in ("model", "data", *groups, "trainer"):
         check(config[name], key=name)
     check(_with_some_steps(config.scheduler), key="scheduler")
-    for group in (
-        "accumulation",
-        "micro_batching",
-        *CALLBACK_GROUPS,
-        "optimizer",
-        "scheduler",
-    ):
+    for group in (*groups, "scheduler"):
         _refuse_without_option(config[group], group)
     for group in ("callbacks", "logger"):
         check(config[group], key=group)
@@ -140,7 +125,7 @@ def check_arguments(
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return  # written in C: it will speak for itself
-    values = {str(name): config[name] for name in config if str(name) not in _OF_HYDRA}
+    values = {str(name): config[name] for name in config if str(name) not in OF_HYDRA}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any:
         for name in values:
@@ -160,11 +145,9 @@ def check_arguments(
 def _refuse_unknown(name: str, known: list[str], key: str, target: Any) -> None:
     if name in known:
         return
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
     raise TrainkitError(
-        f"{key}.{name}: {target.__qualname__} has no such argument.{hint} It takes: "
-        f"{', '.join(known) or 'none'}."
+        f"{key}.{name}: {target.__qualname__} has no such argument."
+        f"{did_you_mean(name, known)} It takes: {', '.join(known) or 'none'}."
     )
 
 
@@ -187,7 +170,7 @@ def _refuse_missing(
 
 def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
     if OmegaConf.is_config(value):
-        if _holds_target(value):
+        if any(True for _ in targets_of(value)):
             return  # an object in the making, of whatever type
         value = OmegaConf.to_container(value, resolve=True)
     if not fits(value, hint):
@@ -195,14 +178,6 @@ def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
             f"{key}: must be {_name_of(hint)}, received {value!r}. "
             f"{remedy_for_text(value, hint)}".rstrip()
         )
-
-
-def _holds_target(node: Any) -> bool:
-    if OmegaConf.is_dict(node):
-        return TARGET in node or any(_holds_target(node[name]) for name in node)
-    if OmegaConf.is_list(node):
-        return any(_holds_target(each) for each in node)
-    return False
 
 
 def _hints(target: Any) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from copy import deepcopy
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -83,16 +84,8 @@ def _read(value: Any, hint: Any) -> Any:
         parser.add_argument("--value", type=hint)
     except ValueError:
         return value  # not a type that can be checked
-    return parser.parse_object({"value": _copied(value)}).value
-
-
-def _copied(value: Any) -> Any:
-    """The parser writes into lists and dicts that it is given."""
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    return value
+    # The parser writes into lists and dicts that it is given.
+    return parser.parse_object({"value": deepcopy(value)}).value
 
 
 def _keeps_texts(value: Any, read: Any) -> bool:

@@ -23,7 +23,7 @@ PARTIAL_KEYS = ("optimizer", "scheduler", "lr_scheduler")
 given later."""
 
 _OF_CLASS_PATH = {CLASS_PATH, "init_args", "dict_kwargs"}
-_OF_HYDRA = (TARGET, PARTIAL, "_recursive_", "_convert_", "_args_")
+OF_HYDRA = (TARGET, PARTIAL, "_recursive_", "_convert_", "_args_")
 
 
 def to_class_path(node: Any) -> Any:
@@ -109,7 +109,7 @@ def _target_as_class_path(node: Mapping[str, Any]) -> dict[str, Any]:
             f"{target} _recursive_: class_path always makes what is inside first, "
             f"received False. Leave it out."
         )
-    arguments = {n: to_class_path(v) for n, v in node.items() if n not in _OF_HYDRA}
+    arguments = {n: to_class_path(v) for n, v in node.items() if n not in OF_HYDRA}
     made: dict[str, Any] = {CLASS_PATH: target}
     return {**made, "init_args": arguments} if arguments else made
 
@@ -131,7 +131,7 @@ def _class_path_as_target(
         made[PARTIAL] = True
     for source in ("init_args", "dict_kwargs"):
         for name, value in (node.get(source) or {}).items():
-            if name in _OF_HYDRA:
+            if name in OF_HYDRA:
                 raise TrainkitError(
                     f"{path} {name}: Hydra keeps this name for itself, so that no "
                     f"argument can have it. Rename the argument."

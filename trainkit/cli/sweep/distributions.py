@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import TrainkitError, did_you_mean
 
 _BOUNDS = (("min", "max"), ())
 _QUANTISED = (("min", "max"), ("q",))
@@ -47,11 +46,9 @@ def check_distribution(
     """
     name = parameter.get("distribution", implied(parameter))
     if not isinstance(name, str) or name not in DISTRIBUTIONS:
-        close = difflib.get_close_matches(str(name), DISTRIBUTIONS, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
         raise TrainkitError(
             f"{place}.distribution: must be one of {', '.join(DISTRIBUTIONS)}, "
-            f"received {name!r}.{hint}"
+            f"received {name!r}.{did_you_mean(name, DISTRIBUTIONS)}"
         )
     _check_keys(parameter, name, place)
     if name == "categorical_w_probabilities":

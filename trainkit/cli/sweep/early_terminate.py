@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import TrainkitError, did_you_mean
 
 
 def _is_count(value: Any) -> bool:
@@ -48,11 +47,9 @@ def check_early_terminate(rule: Any, *, where: str) -> None:
         )
     for key, value in rule.items():
         if key not in _KEYS:
-            close = difflib.get_close_matches(str(key), _KEYS, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
             raise TrainkitError(
                 f"{place}.{key}: must be one of the keys {', '.join(_KEYS)}, received "
-                f"{key}: {value!r}.{hint}"
+                f"{key}: {value!r}.{did_you_mean(key, _KEYS)}"
             )
         fits, text = _RULES.get(key, (lambda _: True, ""))
         if not fits(value):

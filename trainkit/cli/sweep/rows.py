@@ -64,11 +64,12 @@ def metric_values(rows: list[dict[str, Any]], metric: str | None) -> list[float]
     >>> metric_values([{"loss": 2}, {"epoch": 1}, {"loss": "NaN"}], "loss")
     [2.0, nan]
     """
-    found = (_number(row[metric]) for row in rows if metric in row)
+    found = (number(row[metric]) for row in rows if metric in row)
     return [value for value in found if value is not None]
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """A logged value, if it is a number; text stands for those that JSON lacks."""
     is_text = isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity")
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
         return float(value)

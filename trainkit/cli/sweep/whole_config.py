@@ -140,14 +140,10 @@ class _Text(str):
 
 
 def _overrides(key: str, value: Any, known: Callable[[str], bool]) -> Iterator[str]:
-    if key.partition(".")[0] in _OWN or _holds_target(value):
+    from trainkit.config.targets import targets_of
+
+    if key.partition(".")[0] in _OWN or any(True for _ in targets_of(value)):
         return
     for name, each in flatten({key: value}).items():
         if known(name):
             yield f"{name}={each if isinstance(each, _Text) else hydra_text(each)}"
-
-
-def _holds_target(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return "_target_" in value or any(map(_holds_target, value.values()))
-    return isinstance(value, list) and any(map(_holds_target, value))

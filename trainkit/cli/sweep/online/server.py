@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainkit.cli.sweep.rows import number
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import Trial, state_from_wandb
 from trainkit.errors import TrainkitError
@@ -127,10 +128,7 @@ def _number(value: Any) -> float | None:
     """A summary's entry: a number, or what `define_metric(summary=...)` makes of it."""
     if hasattr(value, "items"):
         value = next((each for _, each in value.items()), None)
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else None  # type: ignore[arg-type]
+    return number(value)
 
 
 @contextlib.contextmanager
