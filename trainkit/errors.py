@@ -20,7 +20,7 @@ TRACEBACK = "TRAINKIT_TRACEBACK"
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A sentence that names what is close among the known names; empty if nothing is.
 
-    >>> did_you_mean("trian", ["train", "fit"]), did_you_mean("x", ["train"])
+    >>> did_you_mean("trains", ["train", "fit"]), did_you_mean("x", ["train"])
     (' Did you mean train?', '')
     """
     close = difflib.get_close_matches(str(name), known, n=1)

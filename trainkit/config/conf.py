@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from importlib.resources import files
 from pathlib import Path
 
@@ -69,7 +68,8 @@ def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
             f"least 1, received {target}, {micro_batch} and {world_size}."
         )
     if target % size:
-        fitting = _divisors(target // world_size) if target % world_size == 0 else []
+        each = 0 if target % world_size else target // world_size
+        fitting = [n for n in range(1, each + 1) if each % n == 0]
         raise TrainkitError(
             f"trainkit.accumulate: micro-batch x ranks must divide the effective "
             f"batch, received {micro_batch} x {world_size} for {target}. Micro-batches "
@@ -82,8 +82,3 @@ def unless_scheduled(size: int, *, _root_: DictConfig) -> int:
     """A size of windows, or 1 where the group `schedule` sets it: Lightning's argument
     is then left alone."""
     return 1 if _root_.get("schedule") else size
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
