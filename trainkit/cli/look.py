@@ -128,18 +128,19 @@ def tidy(panel: Axes, *, grid: str = "both") -> None:
 def label_decades(axis: Axis) -> None:
     """Label a logarithmic axis with numbers that do not run into each other.
 
-    On a short axis matplotlib writes labels such as 6x10^-2, one over the other.
+    By itself matplotlib writes such as 6x10^-2 on a short axis, one over the other.
     """
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib import ticker
 
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_formatter(ticker.NullFormatter())
     low, high = sorted(axis.get_view_interval())
     ticks = one_two_five(low, high)
     if len(ticks) > _MOST:  # one at each power of ten, or at some
-        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        axis.set_major_locator(ticker.LogLocator(numticks=_MOST))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
         return
     if len(ticks) < _FEWEST:
-        evenly = MaxNLocator(4).tick_values(low, high)
+        evenly = ticker.MaxNLocator(4).tick_values(low, high)
         ticks = [float(tick) for tick in evenly if low <= tick <= high]
     axis.set_ticks(ticks, [number(tick) for tick in ticks])
 

@@ -177,6 +177,7 @@ function draw(id, chart) {
         values: (_, ticks) => ticks.map(text),
       },
     ],
+    legend: {markers: {width: 0}},
     cursor: {
       y: false,
       drag: {dist: 4},
