@@ -181,6 +181,7 @@ def test_every_chart_has_data_and_nothing_complains(
     assert shown == [unescape(title) for title in titles(page)]
     for chart in found["charts"]:
         assert min(chart["lines"]) > 200, chart
+        assert len(chart["texts"]) > 5, chart  # numbers along both axes
         assert max(chart["off"]) == 0, chart  # switched off by a click
         assert chart["on"] == chart["lines"], chart  # and on by a key
         for text, step in (
@@ -223,6 +224,29 @@ def test_a_single_point_is_drawn(tmp_path: Path) -> None:
     assert chart["lines"][0] > 5
     assert chart["idle"] == ["val/loss2 at step 7"]
     assert [text["text"] for text in chart["texts"]].count("7") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1e250, -1e250], ["-1e+250", "-5e+249", "0", "5e+249", "1e+250"]),
+        ([0.5, 20.0], ["0.5", "1", "2", "5", "10", "20"]),
+        ([1e-4, 10.0], ["0.0001", "0.001", "0.01", "0.1", "1", "10"]),
+        (
+            [1.0, 1 + 1e-9],
+            ["0.9", "0.95", "1", "1.05", "1.1"],
+        ),  # one number, as written
+        ([2e6, 1e6], [f"1,{n}00,000" for n in "02468"] + ["2,000,000"]),
+    ],
+)
+def test_numbers_along_the_axis_are_round(
+    values: list[float], said: list[str], tmp_path: Path
+) -> None:
+    rows = [{"step": n, "val/loss": value} for n, value in enumerate(values)]
+    found, _ = probed(page_of(run_folder(tmp_path, rows)), tmp_path)
+    texts = found["charts"][0]["texts"]
+    left = min(text["x"] for text in texts)
+    assert [text["text"] for text in texts if text["x"] == left] == said
 
 
 def test_a_name_is_no_markup_in_the_legend(tmp_path: Path) -> None:

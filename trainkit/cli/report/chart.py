@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
 from typing import Literal
 
 from trainkit.cli.look import is_wide, number, value_text
@@ -34,18 +35,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn, however it is drawn.
+    """One chart: its lines, its axes and what is written beside them.
 
     Attributes:
         key: the name of its picture's file.
         title: what it is of.
-        says: the same in a sentence.
+        says: what it shows, in a sentence.
         lines: at least one.
         is_share: whether values are shown as a percentage.
         from_zero: whether 0 is on the axis.
         may_be_log: whether values far apart are drawn by their logarithms.
         as_stairs: whether a value holds until the next one.
-        note: what else is to be said of it.
+        note: a remark below it.
     """
 
     key: str
@@ -73,12 +74,9 @@ class Chart:
         """Each line, its style and its points: each value, or the mean and the range
         of each of `most` stretches of steps. The style is the line's role, or a number
         among the others."""
-        others = 0
+        others = cycle(["other1", "other2", "other3", "other4"])
         for line in self.lines:
-            others += line.role == "other"
-            style = (
-                f"other{(others - 1) % 4 + 1}" if line.role == "other" else line.role
-            )
+            style = next(others) if line.role == "other" else line.role
             yield line, style, line.series.drawn(most)
 
     def described(self) -> str:
@@ -125,7 +123,7 @@ class Charts:
 
     Attributes:
         shown: those that have data.
-        left_out: what those are that have none, and why.
+        left_out: the names of those that have none, each with the reason.
     """
 
     shown: tuple[Chart, ...]

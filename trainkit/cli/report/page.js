@@ -44,7 +44,15 @@ function limits(low, high, {isLog, fromZero}) {
   return [low - (fromZero && !low ? 0 : margin), high + (fromZero && !high ? 0 : margin)];
 }
 
-// As `label_decades` in look.py does: even steps where 1, 2 and 5 are too few.
+function evenTicks(low, high) {
+  const least = (high - low) / 7, size = 10 ** Math.floor(Math.log10(least));
+  const by = size * [1, 2, 5, 10].find(digit => digit * size >= least);
+  const ticks = [];
+  for (let n = Math.ceil(low / by); n * by <= high; n++) ticks.push(n * by + 0);
+  return ticks;
+}
+
+// As `label_decades` in look.py does.
 function logTicks(low, high) {
   const powers = [];
   for (let p = Math.floor(Math.log10(low)); p <= Math.log10(high); p++) powers.push(p);
@@ -54,12 +62,7 @@ function logTicks(low, high) {
   const fine = within([1, 2, 5]), tens = within([1]);
   const every = Math.ceil(tens.length / 8);
   if (fine.length > 6) return tens.filter((_, place) => place % every === 0);
-  if (fine.length > 2) return fine;
-  const size = 10 ** Math.floor(Math.log10((high - low) / 5));
-  const by = size * [1, 2, 5, 10].find(digit => digit * size >= (high - low) / 5);
-  const even = [];
-  for (let n = Math.ceil(low / by); n * by <= high; n++) even.push(n * by);
-  return even;
+  return fine.length > 2 ? fine : evenTicks(low, high);
 }
 
 // One row for each step of any line: the steps, and for each line the places of its
@@ -143,10 +146,7 @@ function draw(id, chart) {
     series,
     bands,
     scales: {
-      x: {
-        time: false,
-        range: (_, low, high) => low === high ? [low - 0.5, high + 0.5] : [low, high],
-      },
+      x: {time: false},
       y: {
         distr: chart.isLog ? 3 : 1,
         range: (_, low, high) => low === null ? [null, null] : limits(low, high, chart),
@@ -168,11 +168,11 @@ function draw(id, chart) {
           stroke: () => colour("faint"), width: 1,
           filter: ({scales: {y}}, ticks) => ticks.map(tick => tick > y.min ? tick : null),
         },
-        space: 24,
-        ...chart.isLog && {
-          splits: (_, axis, low, high) => logTicks(low, high),
-          filter: (_, ticks) => ticks,
-        },
+        // Its own know no numbers beyond 1e16; it takes any from 5 on, and leaves the
+        // ticks to us.
+        incrs: (_, axis, low, high) => [Math.max(5, high - low)],
+        splits: (_, axis, low, high) => (chart.isLog ? logTicks : evenTicks)(low, high),
+        filter: (_, ticks) => ticks,
         size: (_, labels) => 14 + 7 * Math.max(3, ...(labels ?? []).map(l => l.length)),
         values: (_, ticks) => ticks.map(text),
       },

@@ -50,7 +50,7 @@ def draw_all(charts: Charts, folder: Path) -> list[Path]:
 
 
 def _names(charts: Charts) -> list[str]:
-    """The keys, numbered where a file system may take them for the same."""
+    """The keys, numbered where a file system may not tell them apart."""
     names: list[str] = []
     for chart in charts.shown:
         name, number = chart.key, 1
