@@ -24,13 +24,15 @@ PROBE = """
 const found = {colours: [], charts: [], outside: [], overlaps: []};
 const style = getComputedStyle(document.body);
 const soon = () => new Promise(done => setTimeout(done, 60));
-const texts = [];
+const texts = new Map();  // what stands on each canvas
 const write = CanvasRenderingContext2D.prototype.fillText;
 CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
   const {e, f} = this.getTransform(), width = this.measureText(text).width;
   const before = {left: 0, start: 0, center: width / 2, right: width, end: width};
   const left = e + x - before[this.textAlign];
-  texts.push({text, left, right: left + width, x: e + x, y: f + y});
+  const written = texts.get(this.canvas) ?? [];
+  const one = {text, left, right: left + width, x: e + x, y: f + y};
+  texts.set(this.canvas, [...written, one]);
   write.call(this, text, x, y);
 };
 function inked(plot, name) {  // how many pixels are about of a line's colour
@@ -58,10 +60,10 @@ async function probe(figure, plot) {
   const place = figure.querySelector(".plot"), lines = charts[place.id].lines;
   const ink = () => lines.map(line => inked(plot, line.style));
   const chart = {title: figure.querySelector("h2").textContent, lines: ink()};
-  plot.hooks.drawClear = [() => { texts.length = 0; }];  // only what is seen
+  plot.hooks.drawClear = [() => texts.delete(plot.ctx.canvas)];
   plot.redraw(false, true);
   await soon();
-  chart.texts = texts.slice();
+  chart.texts = texts.get(plot.ctx.canvas);
   for (const one of chart.texts) {
     if (one.left < -1 || one.right > plot.ctx.canvas.width + 1)
       found.outside.push(one.text);
