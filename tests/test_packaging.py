@@ -147,9 +147,12 @@ def test_the_wheel_holds_every_file(built: Built) -> None:
     for place, installed in PLACES.items():
         for path in (built.source / place).rglob("*"):
             name = f"{installed}/{path.relative_to(built.source / place)}"
-            if path.suffix in (".py", ".yaml", ".typed") and plugin not in name:
+            kinds = (".py", ".yaml", ".typed", ".js", ".css")
+            is_held = path.suffix in kinds or path.name == "LICENSE"
+            if is_held and plugin not in name:
                 expected.add(name)
     assert {"trainkit/conf/train.yaml", "trainkit/py.typed"} < expected
+    assert {f"trainkit/cli/report/page.{kind}" for kind in ("js", "css")} < expected
     assert set(contents(built.wheel_of_sdist)) == expected
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from trainkit.cli.report.write import write_report
 from trainkit.cli.runs.folder import RunFolder
@@ -45,15 +44,13 @@ def titles(page: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page)
 
 
-def points(page: str) -> dict[str, Any]:
-    """What the page's script reads."""
+def charts(page: str) -> list[dict[str, Any]]:
+    """What the page's script reads, for each chart."""
     found = re.search(r'<script id="points"[^>]*>(.*?)</script>', page, re.DOTALL)
     assert found is not None
-    return json.loads(found[1])
+    return list(json.loads(found[1]).values())
 
 
-def drawings(page: str) -> list[ElementTree.Element]:
-    return [
-        ElementTree.fromstring(svg)
-        for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    ]
+def points(line: dict[str, Any]) -> list[tuple[float, float | None]]:
+    """Steps and values of a line; a gap is None."""
+    return list(zip(line["steps"], line["values"], strict=True))

@@ -21,33 +21,101 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium h
 
 PROBE = """
 <script>
-const found = {colours: [], charts: [], outside: []};
+const found = {colours: [], charts: [], outside: [], overlaps: []};
 const style = getComputedStyle(document.body);
-const colour = () => found.colours.push(style.backgroundColor);
-colour();
-document.getElementById("theme").click();
-colour();
-for (const figure of document.querySelectorAll("figure")) {
-  const svg = figure.querySelector("svg"), around = svg.getBoundingClientRect();
-  const lengths = [...svg.querySelectorAll(".line")].map(l => l.getTotalLength());
-  for (const text of svg.querySelectorAll("text")) {
-    const box = text.getBoundingClientRect();
-    if (box.left < around.left - 1 || box.right > around.right + 1)
-      found.outside.push(text.textContent);
-  }
-  const tip = figure.querySelector(".tip"), hidden = tip.hidden;
-  svg.dispatchEvent(new PointerEvent("pointermove", {clientX: around.right - 20}));
-  const last = tip.textContent, box = tip.getBoundingClientRect();
-  svg.dispatchEvent(new PointerEvent("pointerleave"));
-  const left = tip.hidden;
-  svg.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
-  found.charts.push({
-    title: figure.querySelector("h2").textContent, lengths, hidden, last, left,
-    inside: box.left >= 0 && box.right <= innerWidth && box.height > 20,
-    first: tip.textContent,
-  });
+const soon = () => new Promise(done => setTimeout(done, 60));
+const texts = new Map();  // what stands on each canvas
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const {e, f} = this.getTransform(), width = this.measureText(text).width;
+  const before = {left: 0, start: 0, center: width / 2, right: width, end: width};
+  const left = e + x - before[this.textAlign];
+  const written = texts.get(this.canvas) ?? [];
+  const one = {text, left, right: left + width, x: e + x, y: f + y};
+  texts.set(this.canvas, [...written, one]);
+  write.call(this, text, x, y);
+};
+function inked(plot, name) {  // how many pixels are about of a line's colour
+  const {left, top, width, height} = plot.bbox;
+  const copy = document.createElement("canvas");
+  [copy.width, copy.height] = [plot.ctx.canvas.width, plot.ctx.canvas.height];
+  const pixels = copy.getContext("2d", {willReadFrequently: true});
+  pixels.drawImage(plot.ctx.canvas, 0, 0);
+  const {data} = pixels.getImageData(left, top, width, height);
+  const [r, g, b] = [1, 3, 5].map(at => parseInt(colour(name).slice(at, at + 2), 16));
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4)
+    count += Math.abs(data[i] - r) + Math.abs(data[i + 1] - g)
+      + Math.abs(data[i + 2] - b) < 120;
+  return count;
 }
-document.body.dataset.found = JSON.stringify(found);
+function mouse(plot, kind, x) {
+  const {left, top, height} = plot.over.getBoundingClientRect();
+  const at = {clientX: left + x, clientY: top + height / 2, movementX: 1};
+  plot.over.dispatchEvent(new MouseEvent(kind, {...at, bubbles: true}));
+}
+const legend = plot => [...plot.root.querySelectorAll(".u-series:not(.unlisted)")]
+  .map(row => row.textContent);
+async function probe(figure, plot) {
+  const place = figure.querySelector(".plot"), lines = charts[place.id].lines;
+  const ink = () => lines.map(line => inked(plot, line.style));
+  const chart = {title: figure.querySelector("h2").textContent, lines: ink()};
+  plot.hooks.drawClear = [() => texts.delete(plot.ctx.canvas)];
+  plot.redraw(false, true);
+  await soon();
+  chart.texts = texts.get(plot.ctx.canvas);
+  for (const one of chart.texts) {
+    if (one.left < -1 || one.right > plot.ctx.canvas.width + 1)
+      found.outside.push(one.text);
+    for (const other of chart.texts)
+      if (one !== other && Math.abs(one.y - other.y) < 11
+          && one.left < other.right && other.left < one.right)
+        found.overlaps.push([one.text, other.text]);
+  }
+  chart.points = lines.map(line => line.steps.map((step, i) => [
+    plot.valToPos(step, "x", true), plot.valToPos(line.values[i], "y", true)]));
+  chart.idle = legend(plot);
+  mouse(plot, "mousemove", plot.over.clientWidth / 2);
+  await soon();
+  chart.middle = legend(plot);
+  mouse(plot, "mouseleave", -5);
+  await soon();
+  chart.left = legend(plot);
+  place.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+  await soon();
+  chart.first = legend(plot);
+  place.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
+  const names = plot.root.querySelectorAll(".u-series:not(.unlisted) th");
+  for (const name of names) name.click();
+  await soon();
+  chart.off = ink();
+  for (const name of names)
+    name.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
+  await soon();
+  chart.on = ink();
+  const {min, max} = plot.scales.x;
+  mouse(plot, "mousemove", 50);
+  mouse(plot, "mousedown", 50);
+  mouse(plot, "mousemove", 150);
+  mouse(plot, "mouseup", 150);
+  await soon();
+  chart.zoom = (plot.scales.x.max - plot.scales.x.min) / (max - min);
+  mouse(plot, "dblclick", 100);
+  await soon();
+  chart.whole = [plot.scales.x.min, plot.scales.x.max].join() === [min, max].join();
+  found.charts.push(chart);
+}
+(async () => {
+  await soon();
+  found.colours.push(style.backgroundColor);
+  document.getElementById("theme").click();
+  await soon();
+  found.colours.push(style.backgroundColor);
+  const figures = [...document.querySelectorAll("figure")];
+  for (const [n, figure] of figures.entries()) await probe(figure, plots[n]);
+  found.wide = document.documentElement.scrollWidth > innerWidth;
+  document.body.dataset.found = JSON.stringify(found);
+})();
 </script></body>
 """
 
@@ -59,7 +127,8 @@ def browse(page: str, folder: Path, *options: str) -> tuple[str, list[str]]:
     path.write_text(page, encoding="utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
     command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900"]
-    command += ["--enable-logging=stderr", "--dump-dom", *options, path.as_uri()]
+    command += ["--enable-logging=stderr", "--dump-dom", *options]
+    command += ["--virtual-time-budget=60000", path.as_uri()]
     done = subprocess.run(
         command,
         env={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
@@ -98,25 +167,97 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_of(run_folder(tmp_path_factory.mktemp("page"), rows))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", "dark", "narrow"])
 def test_every_chart_has_data_and_nothing_complains(
     scheme: str, page: str, tmp_path: Path
 ) -> None:
-    options = ["--force-dark-mode"] if scheme == "dark" else []
-    found, said = probed(page, tmp_path, *options)
+    options = {"dark": ["--force-dark-mode"], "narrow": ["--window-size=500,900"]}
+    found, said = probed(page, tmp_path, *options.get(scheme, []))
     assert said == []
     is_bright = [brightness(colour) > 600 for colour in found["colours"]]
-    assert is_bright == ([True, False] if scheme == "light" else [False, True])
+    assert is_bright == ([False, True] if scheme == "dark" else [True, False])
     assert found["outside"] == []  # no label is cut off
+    assert found["overlaps"] == []
+    assert not found["wide"]
     shown = [chart["title"] for chart in found["charts"]]
     assert shown == [unescape(title) for title in titles(page)]
     for chart in found["charts"]:
-        assert max(chart["lengths"]) > 300, chart
-        assert chart["hidden"], chart
-        assert chart["left"], chart
-        assert chart["inside"], chart
-        assert re.match(r"step 2,\d{3},000", chart["last"]), chart
-        assert re.match(r"step \d", chart["first"]), chart
+        assert min(chart["lines"]) > 200, chart
+        assert len(chart["texts"]) > 5, chart  # numbers along both axes
+        assert max(chart["off"]) == 0, chart  # switched off by a click
+        assert chart["on"] == chart["lines"], chart  # and on by a key
+        for text, step in (
+            ("idle", "2,999,000"),
+            ("left", "2,999,000"),
+            ("first", "0"),
+        ):
+            assert chart[text][0].endswith(f" at step {step}"), chart
+        assert re.search(r" at step 1,\d{3},000$", chart["middle"][0]), chart
+        assert 0.05 < chart["zoom"] < 0.5, chart
+        assert chart["whole"], chart
+
+
+def test_points_are_where_the_axes_say(tmp_path: Path) -> None:
+    """And where there is a gap no line is."""
+    losses = [1.0, 3.0, math.nan, 2.0, math.nan, 2.0, 2.0]
+    rows: list[dict[str, Any]] = [
+        {"step": 10 * n, "val/loss": loss} for n, loss in enumerate(losses)
+    ]
+    rows += [{"step": 25, "valid/loss": 2.5}]
+    found, said = probed(page_of(run_folder(tmp_path, rows)), tmp_path)
+    assert said == []
+    (chart,) = found["charts"]
+    ticks = {text["text"]: text for text in chart["texts"]}
+    for n, loss in enumerate(losses):
+        if not math.isnan(loss):
+            x, y = chart["points"][0][n]
+            assert x == pytest.approx(ticks[str(10 * n)]["x"], abs=1)
+            assert y == pytest.approx(ticks[f"{loss:g}"]["y"], abs=1)
+    assert chart["idle"] == ["val/loss2 at step 60", "valid/loss2.5 at step 25"]
+    # 100 steps of the line from 1 to 3 and of the level one are far more than dots
+    assert chart["lines"][0] > 100
+
+
+def test_a_single_point_is_drawn(tmp_path: Path) -> None:
+    page = page_of(run_folder(tmp_path, [{"step": 7, "val/loss": 2.0}]))
+    found, said = probed(page, tmp_path)
+    assert said == []
+    (chart,) = found["charts"]
+    assert chart["lines"][0] > 5
+    assert chart["idle"] == ["val/loss2 at step 7"]
+    assert [text["text"] for text in chart["texts"]].count("7") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1e250, -1e250], ["-1e+250", "-5e+249", "0", "5e+249", "1e+250"]),
+        ([0.5, 20.0], ["0.5", "1", "2", "5", "10", "20"]),
+        ([1e-4, 10.0], ["0.0001", "0.001", "0.01", "0.1", "1", "10"]),
+        (
+            [1.0, 1 + 1e-9],
+            ["0.9", "0.95", "1", "1.05", "1.1"],
+        ),  # one number, as written
+        ([2e6, 1e6], [f"1,{n}00,000" for n in "02468"] + ["2,000,000"]),
+    ],
+)
+def test_numbers_along_the_axis_are_round(
+    values: list[float], said: list[str], tmp_path: Path
+) -> None:
+    rows = [{"step": n, "val/loss": value} for n, value in enumerate(values)]
+    found, _ = probed(page_of(run_folder(tmp_path, rows)), tmp_path)
+    texts = found["charts"][0]["texts"]
+    left = min(text["x"] for text in texts)
+    assert [text["text"] for text in texts if text["x"] == left] == said
+
+
+def test_a_name_is_no_markup_in_the_legend(tmp_path: Path) -> None:
+    name = "</script><img src=x onerror=console.log(1)>&{0}"
+    found, said = probed(
+        page_of(run_folder(tmp_path, [{"step": 0, name: 1}])), tmp_path
+    )
+    assert said == []
+    assert found["charts"][0]["idle"] == [f"{name}1 at step 0"]
 
 
 def test_an_error_of_a_script_would_be_seen(tmp_path: Path) -> None:

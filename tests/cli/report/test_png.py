@@ -1,16 +1,29 @@
-"""PNGs of the same charts; without matplotlib there are none, and this is said."""
+"""PNGs of the charts; without matplotlib there are none, and this is said."""
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from tests.cli.report.runs import WINDOW, page_of, run_folder
+from trainkit.cli.look import LIGHT
 from trainkit.cli.main import main
-from trainkit.cli.report.look import LIGHT
+from trainkit.cli.report.chart import Chart, Line
+from trainkit.cli.report.png import draw
+from trainkit.cli.report.series import LARGEST, Series
+
+NAN = math.nan
 
 
 def test_each_chart_has_a_png_and_an_old_one_goes(tmp_path: Path) -> None:
@@ -55,3 +68,136 @@ def test_without_matplotlib_it_is_said_in_one_line(
     assert second == f"trainkit | report: {tmp_path / 'report.html'}"
     assert (tmp_path / "report.html").is_file()
     assert not (tmp_path / "pictures").exists()
+
+
+def chart(*values: float, steps: Sequence[float] = (), **options: Any) -> Chart:
+    series = Series("loss", tuple(steps or map(float, range(len(values)))), values)
+    return Chart("loss", "Loss", "", (Line("loss", "train", series),), **options)
+
+
+def labels(axis: Axis) -> list[str]:
+    """What stands along it, and a check that no text runs into the next."""
+    low, high = sorted(axis.get_view_interval())
+    places = zip(axis.get_majorticklocs(), axis.get_ticklabels(), strict=True)
+    shown = [text for place, text in places if low <= place <= high]
+    renderer = FigureCanvasAgg(axis.axes.figure).get_renderer()  # type: ignore[arg-type]
+    boxes = [text.get_window_extent(renderer) for text in shown if text.get_text()]
+    assert not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:], strict=False))
+    return [text.get_text() for text in shown]
+
+
+def test_points_and_gaps_are_where_they_should_be() -> None:
+    panel = draw(
+        chart(3.0, 2.0, NAN, 4.0, NAN, 1.0, steps=[0, 10, 20, 30, 40, 90])
+    ).axes[0]
+    (line,) = panel.lines
+    assert list(line.get_xdata()) == [0, 10, 20, 30, 40, 90]  # type: ignore[arg-type]
+    assert str(list(line.get_ydata())) == str([3.0, 2.0, NAN, 4.0, NAN, 1.0])  # type: ignore[arg-type]
+    assert line.get_marker() == "o"
+    assert not panel.collections  # no band
+
+
+def test_a_point_between_gaps_has_a_dot_in_a_long_line() -> None:
+    values = [NAN, 2.0, NAN, *[1.0] * 100, NAN, 3.0]
+    (line,) = draw(chart(*values)).axes[0].lines
+    assert line.get_markevery() == [1, 104]
+    (line,) = draw(chart(*[1.0] * 100)).axes[0].lines
+    assert line.get_marker() == "None"  # the control
+
+
+def test_thousands_of_points_are_a_mean_in_a_band_with_the_extremes() -> None:
+    values = [1 + n % 7 / 10 for n in range(20_000)]
+    values[777] = 9.5
+    panel = draw(chart(*values)).axes[0]
+    (line,), (band,) = panel.lines, panel.collections
+    assert len(line.get_xdata()) < 700  # type: ignore[arg-type]
+    assert max(line.get_ydata()) < 2  # type: ignore[arg-type]
+    (path,) = band.get_paths()
+    assert path.get_extents().y1 == 9.5
+    assert panel.get_ylim()[1] > 9.5
+
+
+def test_what_holds_until_the_next_is_drawn_as_stairs() -> None:
+    (line,) = draw(chart(4.0, 8.0, as_stairs=True)).axes[0].lines
+    assert line.get_drawstyle() == "steps-post"
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "scale", "said"),
+    [
+        ([0.5, 20.0], {"may_be_log": True}, "log", ["0.5", "1", "2", "5", "10", "20"]),
+        (
+            [1e-4, 10],
+            {"may_be_log": True},
+            "log",
+            ["0.0001", "0.001", "0.01", "0.1", "1", "10"],
+        ),
+        (
+            [-1.0, 50.0],
+            {"may_be_log": True},
+            "linear",
+            [str(n) for n in range(0, 51, 10)],
+        ),
+        ([0.0, 0.2], {"is_share": True}, "linear", ["0%", "5%", "10%", "15%", "20%"]),
+        ([0.0, 7.0], {"from_zero": True}, "linear", [str(n) for n in range(8)]),
+        ([1.0, 1.0], {}, "linear", ["0.9", "0.95", "1", "1.05", "1.1"]),
+        (
+            [1.0, 1 + 1e-9],
+            {},
+            "linear",
+            ["0.99996", "0.99998", "1", "1.00002", "1.00004"],
+        ),
+        ([2e6, 1e6], {}, "linear", [f"1,{n}00,000" for n in "02468"] + ["2,000,000"]),
+    ],
+)
+def test_numbers_along_the_axis_are_round(
+    values: list[float], options: dict[str, Any], scale: str, said: list[str]
+) -> None:
+    panel = draw(chart(*values, **options)).axes[0]
+    assert panel.get_yscale() == scale
+    assert labels(panel.yaxis) == said
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([0, 3], ["0", "1", "2", "3"]),  # there is no half a step
+        ([7, 7], ["7"]),
+        ([0, 0], ["0"]),
+        ([0, 40], ["0", "10", "20", "30", "40"]),
+        ([0, 2_345_678], ["0", "500,000", "1,000,000", "1,500,000", "2,000,000"]),
+    ],
+)
+def test_steps_are_whole_numbers_along_the_axis(
+    steps: list[float], said: list[str]
+) -> None:
+    panel = draw(chart(1.0, 2.0, steps=steps)).axes[0]
+    assert labels(panel.xaxis) == said
+
+
+def test_any_name_stands_in_the_legend_as_it_is() -> None:
+    series = Series("loss", (0.0, 1.0), (1.0, 2.0))
+    names = ["_hidden", "$x^$", "<b>&"]
+    lines = tuple(Line(name, "other", series) for name in names)
+    figure = draw(Chart("loss", "$x^$ and <b>", "", lines))
+    FigureCanvasAgg(figure).draw()
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == names
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=9),
+    st.booleans(),
+    st.booleans(),
+)
+def test_whatever_was_logged_is_drawn(
+    values: list[float], from_zero: bool, may_be_log: bool
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as `draw_all` does
+        figure = draw(chart(*values, from_zero=from_zero, may_be_log=may_be_log))
+        FigureCanvasAgg(figure).draw()
+    low, high = figure.axes[0].get_ylim()
+    assert low <= min(values) <= max(values) <= high

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.report.runs import WINDOW, page_of, points, run_folder
+from tests.cli.report.runs import WINDOW, charts, page_of, points, run_folder
 from tests.startup import CHILD_PATH
 from trainkit.cli.main import main
 
@@ -40,8 +40,8 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     folder = run_folder(tmp_path, [{"step": 0, "val/loss": 2.0}])
     with folder.path.joinpath("metrics.csv").open("a") as file:
         file.write("10,1.2")  # killed while 1.25 was written
-    ((line,),) = points(page_of(folder)).values()
-    assert [(step, text) for _, _, step, text in line["at"]] == [(0, "2")]
+    (chart,) = charts(page_of(folder))
+    assert [points(line) for line in chart["lines"]] == [[(0, 2)]]
 
 
 def test_several_runs_at_once(
@@ -121,5 +121,5 @@ def test_a_damaged_plan_is_as_good_as_none(plan: str, tmp_path: Path) -> None:
     (tmp_path / "learning_rate_plan.json").write_text(plan)
     page = page_of(folder)
     assert "No plan: " in page
-    ((line,),) = points(page).values()
-    assert line["label"] == "lr-SGD"
+    (chart,) = charts(page)
+    assert [line["label"] for line in chart["lines"]] == ["lr-SGD"]

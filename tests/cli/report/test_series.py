@@ -21,38 +21,47 @@ def series(numbers: list[float]) -> Series:
 
 
 @given(values, st.integers(1, 40))
-def test_thinning_keeps_the_extremes_the_ends_and_the_gaps(
+def test_what_is_drawn_keeps_the_extremes_the_ends_and_the_gaps(
     numbers: list[float], most: int
 ) -> None:
     whole = series(numbers)
-    few = whole.thinned(most)
-    pairs = list(zip(few.steps, few.values, strict=True))
-    assert len(pairs) <= 4 * most + 2
-    assert list(few.steps) == sorted(set(few.steps))
-    for step, value in pairs:  # nothing is invented
-        assert value is numbers[int(step)]
-    assert (few.steps[0], few.steps[-1]) == (whole.steps[0], whole.steps[-1])
+    drawn = whole.drawn(most)
+    if len(numbers) <= 4 * most:  # each value
+        assert (drawn.steps, drawn.values) == (whole.steps, whole.values)
+        assert drawn.low == drawn.high == ()
+        return
+    assert len(drawn.steps) <= 2 * most + 2
+    assert list(drawn.steps) == sorted(set(drawn.steps))
+    assert (drawn.steps[0], drawn.steps[-1]) == (whole.steps[0], whole.steps[-1])
+    for place in (0, -1):
+        assert drawn.values[place] is numbers[place]
     finite = [value for value in numbers if math.isfinite(value)]
-    drawn = [value for _, value in few.shown]
-    assert bool(finite) == bool(drawn)
+    low, high = ([y for y in edge if y == y] for edge in (drawn.low, drawn.high))
+    assert bool(finite) == bool(low)
     if finite:
-        assert (min(drawn), max(drawn)) == (min(finite), max(finite))
-    assert any(map(math.isnan, few.values)) == any(map(math.isnan, numbers))
+        assert (min(low), max(high)) == (min(finite), max(finite))
+    assert any(map(math.isnan, drawn.values)) == any(map(math.isnan, numbers))
+    for least, mean, largest in zip(drawn.low, drawn.values, drawn.high, strict=True):
+        assert math.isnan(mean) or least <= mean <= largest
 
 
 def test_each_n_th_value_would_lose_a_peak() -> None:
     """The control: what thinning must not be."""
     numbers = [1.0] * 1000
     numbers[501] = 9.0
-    assert max(series(numbers).thinned(50).values) == 9.0
+    assert max(series(numbers).drawn(50).high) == 9.0
     assert max(numbers[::20]) == 1.0
 
 
 def test_the_mean_of_a_stretch_leaves_out_its_gaps() -> None:
-    means = series([1.0, 3.0, NAN, 7.0, NAN, NAN]).means(3)
-    assert means.values[:2] == (2.0, 7.0)
-    assert math.isnan(means.values[2])
-    assert series([1e308] * 4).means(1).values == (1e308,)  # no sum overflows
+    drawn = series([1.0, 3.0, 5.0, NAN, 8.0, NAN, NAN, 6.0, 2.0]).drawn(2)
+    assert drawn.steps == (0.0, 2.0, 3.0, 5.0, 7.0, 8.0)  # a gap ends its stretch
+    assert drawn.values[:2] == (1.0, 4.0)
+    assert math.isnan(drawn.values[2])
+    assert drawn.values[3] == 7.0
+    assert math.isnan(drawn.values[4])
+    assert drawn.values[5] == 2.0
+    assert series([1e308] * 9).drawn(1).values == (1e308,) * 3  # no sum overflows
 
 
 def test_what_is_not_finite_is_a_gap() -> None:
@@ -60,7 +69,7 @@ def test_what_is_not_finite_is_a_gap() -> None:
     rows = [{"step": str(n), "loss": cell} for n, cell in enumerate(cells)]
     found = read_series(rows)["loss"]
     assert found.shown == [(0, 1.5), (4, 2.0)]
-    assert found.stretches() == [[(0, 1.5)], [(4, 2.0)]]
+    assert [math.isnan(value) for value in found.values] == [False, *[True] * 3, False]
 
 
 def test_a_window_that_logged_no_loss_is_a_gap_and_a_row_of_others_is_none() -> None:
@@ -71,8 +80,10 @@ def test_a_window_that_logged_no_loss_is_a_gap_and_a_row_of_others_is_none() -> 
         {"step": "2", "window/loss": "1", "window/weight": "8"},
     ]
     found = read_series(rows)
-    assert found["window/loss"].stretches() == [[(0, 3.0)], [(2, 1.0)]]
-    assert found["window/weight"].stretches() == [[(0, 8.0), (1, 8.0), (2, 8.0)]]
+    loss, weight = found["window/loss"], found["window/weight"]
+    assert loss.steps == weight.steps == (0, 1, 2)
+    assert loss.shown == [(0, 3.0), (2, 1.0)]
+    assert weight.values == (8.0, 8.0, 8.0)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def boxes(axis: Axis, figure: Figure) -> list[Bbox]:
 
 
 @pytest.mark.parametrize(
-    "span", [1.3, 2, 5, 9, 30, 90, 400, 1e5], ids=lambda span: f"x{span:g}"
+    "span", [1.3, 2, 5, 9, 30, 90, 400, 1e5, 1e7, 1e20], ids=lambda span: f"x{span:g}"
 )
 def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
     tmp_path: Path, drawn: list[Figure], span: float

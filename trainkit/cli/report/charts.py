@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
+from trainkit.cli.report.chart import Chart, Charts, Line, Role
 from trainkit.cli.report.series import WINDOW, Series
-
-Role = Literal["train", "validation", "plan", "other"]
 
 _VALIDATION = re.compile(r"^(val|valid|validation)[/_](.*[/_])?loss(_epoch)?$")
 _PHASES = ("train/", "val/", "valid/", "validation/", "test/")
@@ -22,60 +20,6 @@ METRIC = "metric_"
 """How the keys of charts begin that are of no window."""
 _LONGEST_KEY = 100
 """A file's name may have 255 characters."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart.
-
-    Attributes:
-        label: its name in the legend.
-        role: how it is drawn.
-    """
-
-    label: str
-    role: Role
-    series: Series
-
-
-@dataclass(frozen=True)
-class Chart:
-    """What is drawn, however it is drawn.
-
-    Attributes:
-        key: the name of its picture's file.
-        title: what it is of.
-        says: the same in a sentence.
-        lines: at least one.
-        is_share: whether values are shown as a percentage.
-        from_zero: whether 0 is on the axis.
-        may_be_log: whether values far apart are drawn by their logarithms.
-        as_stairs: whether a value holds until the next one.
-        note: what else is to be said of it.
-    """
-
-    key: str
-    title: str
-    says: str
-    lines: tuple[Line, ...] = ()
-    is_share: bool = False
-    from_zero: bool = False
-    may_be_log: bool = False
-    as_stairs: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Charts:
-    """All of a run.
-
-    Attributes:
-        shown: those that have data.
-        left_out: what those are that have none, and why.
-    """
-
-    shown: tuple[Chart, ...]
-    left_out: tuple[str, ...]
 
 
 _LOSS = Chart(

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from trainkit.cli.report import look
-from trainkit.cli.report.charts import Chart, Charts
-from trainkit.cli.report.svg import Drawn, draw, styles, value_text
-from trainkit.cli.report.ticks import number
+from trainkit.cli.look import DARK, LIGHT, number
+from trainkit.cli.report.chart import Chart, Charts
 
 Row = tuple[str, str]
 
-_WIDE, _NARROW = 1150, 560
+_MOST = 300
+"""So many stretches of steps show what a longer line is; less than four times as many
+points are drawn each by itself."""
+_OF_PAGE, _FEWEST = 12_000, 10
+"""All lines of a page together have so many stretches, each of them at least so many:
+a page stays below 1 MB."""
+_NOT_LINES = ("paper", "ink", "quiet", "faint")
 # Whatever a metric or a run is called, the page fetches nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
@@ -29,10 +36,18 @@ _PAGE = """\
 <style>
 {style}</style>
 </head>
+<!-- The charts are drawn by uPlot.
+{library}
+-->
 <body>
 <header><h1>{title}</h1><button id="theme" type="button" hidden>Dark</button></header>
 <p class="where">{where}</p>
 <table class="summary">{summary}</table>
+<noscript><p class="note">The charts need scripts, which are switched off here. Their
+numbers are at the end of this page, and the folder pictures beside it has them as PNGs,
+unless pictures were switched off.</p></noscript>
+<p class="hint" id="hint" hidden>Drag in a chart to zoom, double-click to zoom out,
+click a name to hide its line. Arrow keys go from point to point.</p>
 <main>
 {figures}
 </main>
@@ -55,18 +70,16 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
         where: its folder.
         summary: what stands in the table on top.
     """
-    figures = []
-    points: dict[str, Any] = {}
-    for place, chart in enumerate(charts.shown):
-        name = f"chart{place}"
-        is_wide = place == 0
-        drawn = draw(chart, name, width=_WIDE if is_wide else _NARROW)
-        figures.append(_figure(chart, drawn, name, is_wide=is_wide))
-        points[name] = drawn.points
+    num_lines = sum(len(chart.lines) for chart in charts.shown)
+    stretches = max(_FEWEST, min(_MOST, _OF_PAGE // num_lines))
+    named = {f"chart{place}": chart for place, chart in enumerate(charts.shown)}
+    points = {name: _data(chart, stretches) for name, chart in named.items()}
+    figures = [_figure(chart, name, stretches) for name, chart in named.items()]
     return _PAGE.format(
         policy=_POLICY,
-        style=look.STYLE,
-        script=look.SCRIPT,
+        library=_file("uplot/LICENSE"),
+        style=_colours() + _file("uplot/uPlot.min.css") + _file("page.css"),
+        script=_file("uplot/uPlot.iife.min.js") + _file("page.js"),
         title=escape(title),
         where=escape(where),
         summary=_summary(summary),
@@ -78,19 +91,67 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
     )
 
 
-def _figure(chart: Chart, drawn: Drawn, name: str, *, is_wide: bool) -> str:
-    legend = "".join(
-        f'<span><i class="{style}"></i>{escape(line.label)}</span>'
-        for line, style in zip(chart.lines, styles(chart), strict=True)
+def _file(name: str) -> str:
+    """A file that stands beside this one, without the address that uPlot names."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return re.sub(r"/\*! https\S+ (.*?) \*/", r"/* uPlot \1 */", text)
+
+
+def _colours() -> str:
+    """The page follows the system, until its switch says otherwise."""
+    light, dark = (
+        "".join(f"--{name}:{colour};" for name, colour in colours.items())
+        for colours in (LIGHT, DARK)
     )
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in drawn.notes)
+    lines = (name for name in LIGHT if name not in _NOT_LINES)
+    styles = "".join(f".{name}{{--line:var(--{name})}}" for name in lines)
     return (
-        f'<figure id="{name}"{" class=wide" * is_wide}>'
-        f"<h2>{escape(chart.title)}</h2>"
-        f'<p class="says">{escape(chart.says)}</p>'
-        f'<div class="legend">{legend}</div><div class="plot">'
-        f'{drawn.svg}<div class="tip" hidden></div></div>{notes}</figure>'
+        f"{styles}\n:root{{color-scheme:light;{light}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light])"
+        f"{{color-scheme:dark;{dark}}}}}\n"
+        f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
     )
+
+
+def _figure(chart: Chart, name: str, stretches: int) -> str:
+    notes = "".join(
+        f'<p class="note">{escape(note)}</p>' for note in chart.notes(stretches)
+    )
+    return (
+        f"<figure><h2>{escape(chart.title)}</h2>"
+        f'<p class="says">{escape(chart.says)}</p>'
+        f'<p id="{name}-says" hidden>{escape(chart.described())}</p>'
+        f'<div class="plot" id="{name}" role="group" tabindex="0" '
+        f'aria-label="{escape(chart.title)}" aria-describedby="{name}-says"></div>'
+        f"{notes}</figure>"
+    )
+
+
+def _data(chart: Chart, stretches: int) -> dict[str, Any]:
+    """What `page.js` draws."""
+    return {
+        "isLog": chart.is_log,
+        "isShare": chart.is_share,
+        "fromZero": chart.from_zero,
+        "asStairs": chart.as_stairs,
+        "lines": [
+            {
+                "label": line.label,
+                "style": style,
+                "steps": [int(x) if x.is_integer() else x for x in drawn.steps],
+                "values": _short(drawn.values),
+                "low": _short(drawn.low),
+                "high": _short(drawn.high),
+                "alone": drawn.alone(),
+            }
+            for line, style, drawn in chart.drawn(stretches)
+        ],
+    }
+
+
+def _short(values: Sequence[float]) -> list[float | None]:
+    """Six digits of each; a gap is None."""
+    return [float(f"{y:.6g}") if math.isfinite(y) else None for y in values]
 
 
 def _summary(rows: Sequence[Row]) -> str:
@@ -114,10 +175,8 @@ def _numbers(charts: Sequence[Chart]) -> str:
         for line in chart.lines:
             shown = line.series.shown
             values = [value for _, value in shown]
-            cells = [f"{len(shown):,}"] + [
-                value_text(value, is_share=chart.is_share)
-                for value in (values[0], values[-1], min(values), max(values))
-            ]
+            told = (values[0], values[-1], min(values), max(values))
+            cells = [f"{len(shown):,}", *map(chart.text, told)]
             cells.append(f"{number(shown[0][0])} to {number(shown[-1][0])}")
             texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
             rows.append(f'<th scope="row">{escape(line.label)}</th>{texts}')

@@ -1,4 +1,4 @@
-"""The same charts as PNGs, for papers and READMEs."""
+"""The charts as PNGs, for papers and READMEs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.cli.report.charts import KEYS, METRIC, Chart, Charts
-from trainkit.cli.report.look import LIGHT
-from trainkit.cli.report.svg import first_and_last, has_band, styles
-from trainkit.cli.report.ticks import Scale, labels
+from trainkit.cli.look import (
+    LIGHT,
+    label_decades,
+    limits,
+    new_figure,
+    number,
+    tidy,
+)
+from trainkit.cli.report.chart import Chart, Charts
+from trainkit.cli.report.charts import KEYS, METRIC
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_STRETCHES = 400
+_STRETCHES = 300
 _FEW = 40
-_INCHES = (6.4, 3.2)
+"""So few points are drawn as points, too."""
+_SPACING = {"left": 0.12, "right": 0.97, "top": 0.82, "bottom": 0.14}
 
 
 def draw_all(charts: Charts, folder: Path) -> list[Path]:
@@ -26,19 +34,13 @@ def draw_all(charts: Charts, folder: Path) -> list[Path]:
     Raises:
         ImportError: matplotlib is not there.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    folder.mkdir(exist_ok=True)
     written = []
     for chart, name in zip(charts.shown, _names(charts), strict=True):
-        figure = Figure(figsize=_INCHES, dpi=150)
-        FigureCanvasAgg(figure)
-        figure.subplots_adjust(left=0.12, right=0.97, top=0.82, bottom=0.14)
         path = folder / f"{name}.png"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of spans that overflow, missing glyphs
-            _draw(figure.add_subplot(), chart)
+            figure = draw(chart)
+            folder.mkdir(exist_ok=True)
             figure.savefig(path)
         written.append(path)
     for path in set(folder.glob("*.png")) - set(written):
@@ -48,7 +50,7 @@ def draw_all(charts: Charts, folder: Path) -> list[Path]:
 
 
 def _names(charts: Charts) -> list[str]:
-    """The keys, numbered where a file system may take them for the same."""
+    """The keys, numbered where a file system may not tell them apart."""
     names: list[str] = []
     for chart in charts.shown:
         name, number = chart.key, 1
@@ -59,34 +61,17 @@ def _names(charts: Charts) -> list[str]:
     return names
 
 
-def _draw(panel: Axes, chart: Chart) -> None:
-    for line, style in zip(chart.lines, styles(chart), strict=True):
-        series = line.series.thinned(_STRETCHES)
-        if has_band(chart, line, _STRETCHES):
-            panel.plot(
-                series.steps,
-                series.values,
-                color=LIGHT[style],
-                linewidth=0.8,
-                alpha=0.3,
-            )
-            series = line.series.means(_STRETCHES // 2)
-        is_dotted = len(series.steps) <= _FEW and style != "plan"
-        panel.plot(
-            series.steps,
-            series.values,
-            color=LIGHT[style],
-            linewidth=4.0 if style == "plan" else 1.2,
-            alpha=0.45 if style == "plan" else None,
-            linestyle="--" if line.role == "other" else "-",
-            drawstyle="steps-post" if chart.as_stairs else "default",
-            marker="o" if is_dotted else None,
-            markersize=3,
-            label=line.label,
-        )
-    _axes(panel, chart)
-    panel.set_title(chart.title, loc="left", fontsize=11, pad=22)
-    panel.legend(
+def draw(chart: Chart) -> Figure:
+    """A chart as a figure."""
+    figure = new_figure(6.4, 3.2)
+    figure.subplots_adjust(**_SPACING)
+    panel = figure.add_subplot()
+    _draw_lines(panel, chart)
+    _draw_axes(panel, chart)
+    panel.set_title(chart.title, loc="left", fontsize=11, pad=22, parse_math=False)
+    legend = panel.legend(
+        panel.lines,
+        ["."] * len(chart.lines),
         loc="lower left",
         bbox_to_anchor=(-0.012, 1.0),
         ncols=4,
@@ -94,24 +79,59 @@ def _draw(panel: Axes, chart: Chart) -> None:
         fontsize=8,
         borderaxespad=0.2,
     )
+    for text, line in zip(legend.get_texts(), chart.lines, strict=True):
+        text.set(text=line.label, parse_math=False)  # here a name may begin with _
+    return figure
 
 
-def _axes(panel: Axes, chart: Chart) -> None:
-    """With the very ticks of the page."""
-    shown = [point for line in chart.lines for point in line.series.shown]
-    values = (value for _, value in shown)
-    y = Scale.over(values, from_zero=chart.from_zero, may_be_log=chart.may_be_log)
-    x = Scale.over((step for step, _ in shown), pad=0.01)
-    if y.is_log:
+def _draw_lines(panel: Axes, chart: Chart) -> None:
+    for line, style, drawn in chart.drawn(_STRETCHES):
+        colour, is_plan = LIGHT[style], style == "plan"
+        if drawn.low:
+            panel.fill_between(
+                drawn.steps,
+                drawn.low,
+                drawn.high,
+                color=colour,
+                alpha=0.25,
+                linewidth=0,
+                step="post" if chart.as_stairs else None,
+            )
+        has_dots = len(drawn.steps) <= _FEW and not is_plan
+        dots = range(len(drawn.steps)) if has_dots else drawn.alone()
+        panel.plot(
+            drawn.steps,
+            drawn.values,
+            color=colour,
+            linewidth=4.0 if is_plan else 1.2,
+            alpha=0.45 if is_plan else None,
+            linestyle="--" if line.role == "other" else "-",
+            drawstyle="steps-post" if chart.as_stairs else "default",
+            marker="o" if dots else None,
+            markersize=3,
+            markevery=list(dots),
+        )
+
+
+def _draw_axes(panel: Axes, chart: Chart) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if chart.is_log:
         panel.set_yscale("log")
+    panel.set_ylim(
+        *limits(*chart.range, is_log=chart.is_log, from_zero=chart.from_zero)
+    )
     panel.minorticks_off()
-    panel.set_yticks(y.ticks(), labels(y.ticks(), percent=chart.is_share))
-    whole = x.whole_ticks(*first_and_last(chart), most=7)
-    panel.set_xticks(whole, labels(whole))
-    panel.set_xlim(x.low, x.high)
-    panel.set_ylim(y.low, y.high)
+    if chart.is_log:
+        label_decades(panel.yaxis)
+    else:
+        panel.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
+    whole = MaxNLocator(7, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    panel.xaxis.set_major_locator(whole)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+    panel.margins(x=0.01)
     panel.set_xlabel("step", fontsize=8, loc="right")
     panel.tick_params(labelsize=8, colors=LIGHT["quiet"], length=0)
-    panel.grid(axis="y", color=LIGHT["faint"], linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right", "left"]].set_visible(False)
+    tidy(panel, grid="y")
+    panel.spines["left"].set_visible(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from trainkit.lit.logs.metric_file import Row
@@ -36,67 +36,71 @@ class Series:
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
-    def stretches(self) -> list[list[tuple[float, float]]]:
-        """The points between gaps.
+    def drawn(self, most: int) -> Drawn:
+        """What a chart shows of it.
 
-        >>> Series("loss", (0, 1, 2, 3), (5.0, 4.0, math.nan, 3.0)).stretches()
-        [[(0, 5.0), (1, 4.0)], [(3, 3.0)]]
+        Up to four times `most` points are shown as they are. Of more, the first and the
+        last point stand as they are, and between them each of `most` equal stretches
+        of steps is one point: the mean, with the least and the largest value. A stretch
+        with a gap leaves a gap behind it.
         """
-        found: list[list[tuple[float, float]]] = [[]]
-        for step, value in zip(self.steps, self.values, strict=True):
-            if math.isfinite(value):
-                found[-1].append((step, value))
-            elif found[-1]:
-                found.append([])
-        return [stretch for stretch in found if stretch]
-
-    def is_long(self, most: int) -> bool:
-        """Whether it has more points than so many stretches can show."""
-        return len(self.steps) > 4 * most
-
-    def thinned(self, most: int) -> Series:
-        """The same to the eye, from fewer points.
-
-        Of each of `most` equal stretches of steps the first, the least and the largest
-        value and a gap are kept, where they are; and so are both ends.
-        """
-        if not self.is_long(most):
-            return self
-        kept = {0, len(self.steps) - 1}
-        for bin_ in self._bins(most):
-            kept.add(bin_[0])
-            finite = [i for i in bin_ if math.isfinite(self.values[i])]
+        if len(self.steps) <= 4 * most:
+            return Drawn(self.steps, self.values)
+        points = [(self.steps[0], *[self.values[0]] * 3)]
+        for stretch in self._stretches(most):
+            steps, values = zip(*stretch, strict=True)
+            finite = [value for value in values if math.isfinite(value)]
             if finite:
-                kept.add(min(finite, key=self.values.__getitem__))
-                kept.add(max(finite, key=self.values.__getitem__))
-            kept.update([i for i in bin_ if not math.isfinite(self.values[i])][:1])
-        order = sorted(kept)
-        return replace(
-            self,
-            steps=tuple(self.steps[i] for i in order),
-            values=tuple(self.values[i] for i in order),
-        )
+                mean = math.fsum(value / len(finite) for value in finite)
+                least, largest = min(finite), max(finite)
+                mean = min(max(mean, least), largest)  # whatever was rounded
+                points.append((steps[(len(steps) - 1) // 2], mean, least, largest))
+            if len(finite) < len(values):
+                points.append((steps[-1], math.nan, math.nan, math.nan))
+        points.append((self.steps[-1], *[self.values[-1]] * 3))
+        return Drawn(*zip(*points, strict=True))
 
-    def means(self, most: int) -> Series:
-        """The mean of each of `most` equal stretches of steps, at its middle."""
-        steps, values = [], []
-        for bin_ in self._bins(most):
-            finite = [i for i in bin_ if math.isfinite(self.values[i])]
-            steps.append(self.steps[bin_[len(bin_) // 2]])
-            total = math.fsum(self.values[i] / (len(finite) or 1) for i in finite)
-            values.append(total if finite else math.nan)
-        return replace(self, steps=tuple(steps), values=tuple(values))
-
-    def _bins(self, number: int) -> Iterable[list[int]]:
-        """Which places fall into each of so many stretches; those with none are out."""
+    def _stretches(self, most: int) -> Iterable[list[tuple[float, float]]]:
+        """The points of each of `most` equal stretches of steps, without both ends;
+        stretches without a point are left out."""
         first, last = self.steps[0], self.steps[-1]
-        width = (last - first) / number or 1
-        bins: dict[int, list[int]] = {}
-        for place, step in enumerate(self.steps):
-            bins.setdefault(min(int((step - first) / width), number - 1), []).append(
-                place
-            )
-        return bins.values()
+        width = (last - first) / most or 1
+        found: dict[int, list[tuple[float, float]]] = {}
+        inner = slice(1, -1)
+        for step, value in zip(self.steps[inner], self.values[inner], strict=True):
+            place = min(int((step - first) / width), most - 1)
+            found.setdefault(place, []).append((step, value))
+        return found.values()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The points of a line in a chart.
+
+    Attributes:
+        steps: rising; NaN among the values is a gap.
+        values: one for each step.
+        low: the least value of each stretch; empty where every value is drawn.
+        high: the largest.
+    """
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    def alone(self) -> list[int]:
+        """The places of points between two gaps, through which no line goes.
+
+        >>> Drawn((0, 1, 2, 3), (5.0, math.nan, 4.0, 3.0)).alone()
+        [0]
+        """
+        is_there = [False, *map(math.isfinite, self.values), False]
+        return [
+            place
+            for place in range(len(self.values))
+            if is_there[place : place + 3] == [False, True, False]
+        ]
 
 
 def read_series(rows: Sequence[Row]) -> dict[str, Series]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.cli.report.charts import Charts, choose
+from trainkit.cli.report.chart import Charts
+from trainkit.cli.report.charts import choose
 from trainkit.cli.report.page import page
 from trainkit.cli.report.series import Series, read_series
 from trainkit.cli.runs.folder import RunFolder
@@ -97,7 +98,7 @@ def read_charts(folder: RunFolder) -> Charts:
             f"and is damaged: {error}. Mend it or remove it."
         ) from error
     plan = RatePlan.of_json(folder.read_rate_plan())
-    steps = tuple(plan.steps)
+    steps = tuple(map(float, plan.steps))
     planned = {
         name: Series(name, steps, tuple(rates))
         for name, rates in plan.rates.items()

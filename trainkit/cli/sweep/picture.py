@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli.sweep import log_axis
+from trainkit.cli.look import LIGHT, is_wide, label_decades, new_figure, tidy
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.table import brief
 from trainkit.cli.sweep.trial import Trial, best_of
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _STYLES = {
-    "finished": {"color": "#0072b2", "marker": "o"},
+    "finished": {"color": LIGHT["train"], "marker": "o"},
     "stopped": {"color": "#e69f00", "marker": "s"},
 }
-_CRASHED = "#d55e00"
+_CRASHED = LIGHT["validation"]
 _COLUMNS = 3
 _MOST_PANELS = 12
 _MOST_TICKS = 8
@@ -31,15 +31,11 @@ def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
     Trials stopped early are squares; crashed ones are crosses at the edge of the worst
     metric, at the values that they were given; the best trial has a ring.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = list(sweep.varied)[: _MOST_PANELS - 1]
     num_panels = len(names) + 1
     columns = 2 if num_panels == 4 else min(_COLUMNS, num_panels)
     rows = math.ceil(num_panels / columns)
-    figure = Figure(figsize=(4.4 * columns, 3.4 * rows), layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.4 * columns, 3.4 * rows, layout="constrained")
     panels = [figure.add_subplot(rows, columns, n + 1) for n in range(num_panels)]
     _draw_progress(panels[0], sweep, trials)
     for panel, name in zip(panels[1:], names, strict=True):
@@ -80,7 +76,7 @@ def _draw_parameter(
         _scatter(panel, sweep, trials, values)
         if _is_logarithmic(sweep, name, values):
             panel.set_xscale("log")
-            log_axis.label(panel.xaxis)
+            label_decades(panel.xaxis)
         _mark_listed(panel, listed)
     else:
         texts = sorted({brief(value) for value in values})
@@ -137,13 +133,11 @@ def _finish(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
     shown = [trial.value for trial in trials if _is_drawn(trial)]
     least = min(shown, default=0)  # type: ignore[type-var]
     most = max(shown, default=0)  # type: ignore[type-var]
-    if log_axis.is_wide(least, most):  # type: ignore[arg-type]
+    if is_wide(least, most):  # type: ignore[arg-type]
         panel.set_yscale("log")
-        log_axis.label(panel.yaxis)
+        label_decades(panel.yaxis)
     panel.set_ylabel(sweep.metric or "metric")
-    panel.grid(color="0.9", lw=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    tidy(panel)
 
 
 def _is_drawn(trial: Trial) -> bool:

@@ -1,0 +1,156 @@
+"""Colours, numbers and axes that all charts and pictures share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+LIGHT = {
+    "paper": "#ffffff",
+    "ink": "#1f2328",
+    "quiet": "#5b6470",
+    "faint": "#e3e6ea",
+    "train": "#0072b2",
+    "validation": "#d55e00",
+    "plan": "#8a929c",
+    "other1": "#009e73",
+    "other2": "#b5548c",
+    "other3": "#7a6a00",
+    "other4": "#5a4fcf",
+}
+"""Okabe and Ito's colours, which the colour-blind can tell apart, or near them."""
+
+DARK = {
+    "paper": "#14171a",
+    "ink": "#e6e8ea",
+    "quiet": "#9aa4af",
+    "faint": "#2b3036",
+    "train": "#56b4e9",
+    "validation": "#f0a03c",
+    "plan": "#7d8792",
+    "other1": "#3cc79c",
+    "other2": "#e08fbd",
+    "other3": "#d8c84a",
+    "other4": "#a49cf5",
+}
+
+_WIDE = 30
+"""Values that reach beyond so many times the least are drawn on a logarithmic axis."""
+_FEWEST, _MOST = 3, 6
+"""So many ticks at 1, 2 and 5 times powers of ten a logarithmic axis may have."""
+_MARGIN = 0.06
+_SIX_DIGITS = 1e-4
+"""An axis spans at least this share of its values, so that labels of six digits
+differ."""
+
+
+def is_wide(least: float, most: float) -> bool:
+    """Whether values between these two are drawn on a logarithmic axis.
+
+    >>> is_wide(0.01, 1.0), is_wide(1.0, 2.0), is_wide(0.0, 1.0)
+    (True, False, False)
+    """
+    return least > 0 and most / least > _WIDE
+
+
+def limits(
+    least: float, most: float, *, is_log: bool = False, from_zero: bool = False
+) -> tuple[float, float]:
+    """Where an axis begins and ends. `page.js` computes it in the page.
+
+    >>> limits(0.0, 100.0, from_zero=True), limits(2.0, 2.0)
+    ((0.0, 106.0), (1.8, 2.2))
+
+    Args:
+        least: of the values.
+        most: of the values.
+        is_log: whether the axis is logarithmic.
+        from_zero: whether the axis contains 0.
+    """
+    if is_log:
+        factor = max(1.1, (most / least) ** _MARGIN) if least * 1e300 > most else 1.1
+        return least / factor or least, most * factor
+    if from_zero:
+        least, most = min(least, 0.0), max(most, 0.0)
+    if least == most:
+        around = abs(least) * 0.1 or 1.0
+        return (0.0, 1.0) if from_zero else (least - around, most + around)
+    lacking = max(abs(least), abs(most)) * _SIX_DIGITS - (most - least)
+    margin = max((most - least) * _MARGIN, lacking / 2)
+    is_floor, is_roof = from_zero and least == 0, from_zero and most == 0
+    return least - margin * (not is_floor), most + margin * (not is_roof)
+
+
+def number(value: float) -> str:
+    """A number in at most six digits; `page.js` writes it so in the page.
+
+    >>> number(0.1 + 0.2), number(24000.0), number(3e9), number(-0.0)
+    ('0.3', '24,000', '3e+09', '0')
+    >>> number(1234567.0), number(1234.5678), number(2e-5)
+    ('1,234,567', '1,234.57', '2e-05')
+    """
+    if 1e6 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value + 0.0:,.6g}"
+
+
+def value_text(value: float, *, is_share: bool) -> str:
+    """A number, or a share as a percentage.
+
+    >>> value_text(0.5, is_share=False), value_text(0.0123456, is_share=True)
+    ('0.5', '1.23456%')
+    """
+    return f"{number(100 * value)}%" if is_share else number(value)
+
+
+def new_figure(width: float, height: float, **options: Any) -> Figure:
+    """A figure that `savefig` writes as a PNG, without a window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def tidy(panel: Axes, *, grid: str = "both") -> None:
+    """A faint grid behind the data, and no frame above and on the right."""
+    panel.grid(axis=grid, color=LIGHT["faint"], linewidth=0.6)  # type: ignore[arg-type]
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def label_decades(axis: Axis) -> None:
+    """Label a logarithmic axis with numbers that do not run into each other.
+
+    By itself matplotlib writes such as 6x10^-2 on a short axis, one over the other.
+    """
+    from matplotlib import ticker
+
+    axis.set_minor_formatter(ticker.NullFormatter())
+    low, high = sorted(axis.get_view_interval())
+    ticks = one_two_five(low, high)
+    if len(ticks) > _MOST:  # one at each power of ten, or at some
+        axis.set_major_locator(ticker.LogLocator(numticks=_MOST))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
+        return
+    if len(ticks) < _FEWEST:
+        evenly = ticker.MaxNLocator(4).tick_values(low, high)
+        ticks = [float(tick) for tick in evenly if low <= tick <= high]
+    axis.set_ticks(ticks, [number(tick) for tick in ticks])
+
+
+def one_two_five(low: float, high: float) -> list[float]:
+    """The numbers 1, 2 and 5, times powers of ten, between two others.
+
+    >>> one_two_five(0.03, 1.5)
+    [0.05, 0.1, 0.2, 0.5, 1.0]
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = (float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5))
+    return [number for number in every if low <= number <= high]
