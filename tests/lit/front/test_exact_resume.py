@@ -137,9 +137,10 @@ def test_checkpoints_of_the_five_are_its_own(
 
 def test_checkpoint_has_the_keys_of_the_five(tmp_path: Path) -> None:
     keys = []
-    for name, how in (("five", {"folder": tmp_path / "five"}), ("it", None)):
-        train(**(how or alone(tmp_path / "it")))
-        path = tmp_path / name / "checkpoints" / "last.ckpt"
+    five: dict[str, Any] = {"folder": tmp_path / "five"}
+    for how in (five, alone(tmp_path / "it")):
+        train(**how)
+        path = how["folder"] / "checkpoints" / "last.ckpt"
         checkpoint = torch.load(path, weights_only=True)
         keys.append((sorted(checkpoint), sorted(checkpoint["callbacks"])))
     assert keys[0] == keys[1]
@@ -232,7 +233,7 @@ def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`")
 def test_it_brings_its_parts_once_and_in_their_places(tmp_path: Path) -> None:
     order = [*("EpochSums", "RandomState", "MetricRows"), "ExactResume", "GracefulStop"]
-    _, trainer = train(**alone(tmp_path))
+    trainer: Any = train(**alone(tmp_path))[1]
 
     def names() -> list[str]:
         return [type(each).__name__ for each in trainer.callbacks][-5:]
@@ -250,7 +251,7 @@ def test_module_may_make_it_anew_for_each_fit(tmp_path: Path) -> None:
         def configure_callbacks(self) -> Any:
             return [ExactResume(dirpath=tmp_path, every_n_train_steps=1)]
 
-    _, trainer = train(tmp_path, kind=Brings, without=FIVE)
+    trainer: Any = train(tmp_path, kind=Brings, without=FIVE)[1]
     trainer.fit_loop.max_epochs = 3
     trainer.fit(Brings(), shuffled(), ckpt_path=tmp_path / "last.ckpt")
     counts = [type(each).__name__ for each in trainer.callbacks]
