@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import re
 import shlex
+import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,46 @@ def test_table_before_training_is_the_one_shown(
     with quiet_lightning(), pytest.warns(UserWarning, match=r"BatchNorm: net\.1"):
         trainer(max_epochs=20, callbacks=[*callbacks, Stop()]).fit(Small(), data)
     assert [x for x in capsys.readouterr().out.splitlines() if "|" in x] == shown
+
+
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_script_that_is_interrupted_resumes_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside the second window, which both the uninterrupted run and it have whole."""
+    train = run(next(b for b in PYTHON_BLOCKS if "ExactResume()" in b))["train"]
+    rows = torch.randn(8 * 51, 2).split(1)
+
+    class Dropping(Small):
+        def __init__(self, stops: bool) -> None:
+            super().__init__()
+            self.net.append(torch.nn.Dropout(0.5))
+            self.stops = stops
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.stops and batch_idx == 5:
+                signal.raise_signal(signal.SIGTERM)
+            loss = super().training_step(batch.squeeze(1), batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch))
+            return loss
+
+    def trained(folder: str, *, stops: bool = False) -> Any:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        torch.manual_seed(0)
+        module = Dropping(stops)
+        with quiet_lightning(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="BatchNorm: ")
+            train(module, rows)
+        return module.state_dict(), Path("runs/first/metrics.csv").read_text()
+
+    whole, whole_rows = trained("whole")
+    with pytest.raises(SystemExit):
+        trained("stopped", stops=True)
+    found, found_rows = trained("stopped")
+    assert found_rows == whole_rows
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
 def test_commands_are_those_of_the_makefile() -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trainkit.lit.batch_norm.guard import BatchNormGuard
     from trainkit.lit.batch_size.effective import read_effective_batch
     from trainkit.lit.front.accumulation_callback import AccumulationCallback
+    from trainkit.lit.front.exact_resume import ExactResume
     from trainkit.lit.front.mixin import AccumulationMixin
     from trainkit.lit.logs.metric_rows import MetricRows
     from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
@@ -63,6 +64,7 @@ __all__ = [
     "EffectiveBatch",
     "EpochPlan",
     "EpochSums",
+    "ExactResume",
     "FoundMicroBatch",
     "GracefulStop",
     "LRScaling",
@@ -105,6 +107,7 @@ __getattr__, __dir__ = lazy_exports(
         "EffectiveBatch": ".core.effective",
         "EpochPlan": ".core.epoch_plan",
         "EpochSums": ".lit.resume.epoch_sums",
+        "ExactResume": ".lit.front.exact_resume",
         "FoundMicroBatch": ".lit.probe.find",
         "GracefulStop": ".lit.resume.graceful_stop",
         "LearningRates": ".lit.rates.learning_rates",

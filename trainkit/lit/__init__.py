@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from trainkit.lit.batch_norm.guard import BatchNormGuard
     from trainkit.lit.batch_size.effective import read_effective_batch
     from trainkit.lit.front.accumulation_callback import AccumulationCallback
+    from trainkit.lit.front.exact_resume import ExactResume
     from trainkit.lit.front.mixin import AccumulationMixin
     from trainkit.lit.logs.metric_rows import MetricRows
     from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
@@ -29,6 +30,7 @@ __all__ = [
     "AccumulationSchedule",
     "BatchNormGuard",
     "EpochSums",
+    "ExactResume",
     "FoundMicroBatch",
     "GracefulStop",
     "LRScaling",
@@ -52,6 +54,7 @@ __getattr__, __dir__ = lazy_exports(
         "AccumulationSchedule": ".schedule.callback",
         "BatchNormGuard": ".batch_norm.guard",
         "EpochSums": ".resume.epoch_sums",
+        "ExactResume": ".front.exact_resume",
         "FoundMicroBatch": ".probe.find",
         "GracefulStop": ".resume.graceful_stop",
         "LearningRates": ".rates.learning_rates",

@@ -118,6 +118,9 @@ def test_planning_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+NUM_CALLS = 0
+
+
 class Own(LRScheduler):
     """May communicate with other ranks, or write files."""
 
@@ -148,8 +151,29 @@ class Remembering(Scheduled):
             print("asked")
             return 1 / num_calls
 
+        def counts_within(step: int) -> float:
+            def count() -> None:
+                nonlocal num_calls
+                num_calls += 1
+
+            count()
+            return 1 / num_calls
+
+        def counts_globally(step: int) -> float:
+            global NUM_CALLS
+            NUM_CALLS += 1
+            return 1 / NUM_CALLS
+
+        def looks(step: int) -> float:
+            return 1 / (1 + num_calls)
+
+        global NUM_CALLS
+        NUM_CALLS = 0
         rules: dict[str, Any] = {
             "counts": counts,
+            "counts within": counts_within,
+            "counts globally": counts_globally,
+            "counts for another": [counts, looks],
             "constant": lambda step: warmup / (warmup + step),
             "partial": partial(_falling, warmup),
             "iterates": lambda step: 1 / next(seen),
@@ -180,7 +204,10 @@ def _falling(warmup: int, step: int) -> float:
         ("constant", ""),
         ("partial", ""),
         ("random", "the scheduler draws random numbers"),
-        ("counts", "lr_lambdas of LambdaLR may remember something"),
+        ("counts", ""),
+        ("counts within", ""),
+        ("counts globally", ""),
+        ("counts for another", ""),
         ("iterates", "lr_lambdas of LambdaLR may remember something"),
         ("module", "lr_lambdas of LambdaLR may remember something"),
         ("method", "lr_lambdas of LambdaLR may remember something"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trainkit import (
     WindowMonitor,
 )
 from trainkit.data.resumable import ResumableLoader
+from trainkit.lit.front.exact_resume import ExactResume
 from trainkit.lit.logs.metric_rows import MetricRows
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, Row
 from trainkit.lit.resume.epoch_sums import EpochSums
@@ -30,6 +32,7 @@ TRAIN = ragged_sequences(38)
 """Ten batches an epoch: windows of 3, 3, 3 and 1."""
 VALIDATION = ragged_sequences(8, seed=1)
 NUM_EPOCHS = 2
+FIVE = ("RandomState", "EpochSums", "MetricRows", "RunCheckpoint", "GracefulStop")
 
 
 class Killed(BaseException):
@@ -220,6 +223,17 @@ def interrupted(
     except (Killed, SystemExit):
         pass
     return train(folder, resume=True, **options)
+
+
+def alone(folder: Path, every: int = 1, **options: Any) -> dict[str, Any]:
+    """Options of `train` with which `ExactResume` does what the five do."""
+    others = [*options.pop("others", []), ExactResume(every_n_train_steps=every)]
+    return {"folder": folder, "without": FIVE, "others": others, **options}
+
+
+def ask(hook: str, batch: int, number: int = signal.SIGTERM) -> KillAt:
+    """Sends a signal in a hook of a certain batch."""
+    return KillAt(hook, batch, lambda _: signal.raise_signal(number))
 
 
 def rows(folder: Path) -> list[Row]:

@@ -149,7 +149,7 @@ def test_what_is_on_a_device_is_read_in_a_later_window(begins: int, steps: int) 
 @pytest.mark.parametrize("checks", ["late", "now"])
 def test_nothing_is_taken_in_the_first_window_or_with_checks_now(checks: str) -> None:
     module, fitted = Masking(), trainer(1)
-    module.accumulation_checks = checks  # type: ignore[assignment]
+    module.checks = checks  # type: ignore[assignment]
     module.begins = 0 if checks == "late" else 2
     with pytest.raises(TrainkitError, match=TEXT.format(module.begins)) as raised:
         fitted.fit(module, loader_batches())

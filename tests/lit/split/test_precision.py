@@ -211,7 +211,7 @@ class Broken(Split):
 @pytest.mark.parametrize("checks", ["late", "now"])
 def test_a_nan_loss_in_one_micro_batch_stops_the_run(checks: Any) -> None:
     module = Broken()
-    module.accumulation_checks = checks
+    module.checks = checks
     with pytest.raises(TrainkitError, match=r"step 1 .*the loss must be finite where"):
         fit(module)
     assert bool(weights(module).isfinite().all()) == (checks == "now")

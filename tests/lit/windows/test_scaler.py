@@ -80,6 +80,22 @@ def test_scheduler_is_held_back_only_if_asked(hold: bool) -> None:
     assert moved == 24 - (skipped if hold else 0)
 
 
+@pytest.mark.filterwarnings(SCHEDULER_FIRST)
+@pytest.mark.parametrize("hold", [True, False])
+def test_the_callback_holds_schedulers_too(hold: bool) -> None:
+    class Bare(Plain):
+        configure_optimizers, interval = Scheduled.configure_optimizers, "step"
+
+    module = Bare(dtype=torch.float32)
+    ours = AccumulationCallback(PerToken(), hold_schedulers=hold)
+    fitted = fit(module, "16-mixed", ours, init_scale=OVERFLOWS, epochs=8)
+    skipped = windows_of(fitted).num_skipped_steps
+    assert 0 < skipped < fitted.global_step == 24
+    moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch  # type: ignore[union-attr]
+    assert moved == 24 - (skipped if hold else 0)
+    assert "lr_scheduler_step" not in vars(module)
+
+
 class Scheduled(Mixed):
     interval = "step"
 

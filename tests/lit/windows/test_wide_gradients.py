@@ -84,13 +84,13 @@ def by_callback(wide: bool) -> float:
 
 def by_mixin(wide: bool) -> float:
     module = Mixed()
-    module.accumulation_wide_gradients = wide
+    module.wide_gradients = wide
     return error_of(module, 1, 64)
 
 
 def by_split(wide: bool) -> float:
     module = Mixed()
-    module.accumulation_wide_gradients = wide
+    module.wide_gradients = wide
     module.micro_batching = MicroBatching(size=1)
     return error_of(module, 64, 1)
 
@@ -105,7 +105,7 @@ def test_window_of_64_loses_less_than_in_bfloat16(front: Any) -> None:
 
 def test_is_refused_under_a_gradient_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Mixed()
-    module.accumulation_wide_gradients = True
+    module.wide_gradients = True
     scaler = torch.amp.GradScaler("cpu")
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     fit = trainer(2, plugins=[plugin])

@@ -19,15 +19,8 @@ from trainkit.cli.fit.cli import TrainkitCLI
 from trainkit.cli.words import find_modules_here
 from trainkit.config.redact import redact_file
 from trainkit.errors import TrainkitError
-from trainkit.lit.logs.metric_rows import MetricRows
-from trainkit.lit.resume.epoch_sums import EpochSums
+from trainkit.lit.front.exact_resume import without_checkpoint
 from trainkit.lit.resume.graceful_stop import GracefulStop
-from trainkit.lit.resume.random_state import RandomState
-
-_EVERY_RUN_HAS = (EpochSums, MetricRows, RandomState, GracefulStop)
-"""What lets an interrupted run go on exactly. Nothing here takes the place of the
-`ModelCheckpoint` that Lightning adds where no other is configured."""
-
 
 _FOUND_BY_LIGHTNING = re.compile(r"(best|last|hpc)$|registry\b|\w+:/")
 """What `--ckpt_path` may be beside a path: a word of Lightning's, or a URL."""
@@ -73,9 +66,12 @@ def main(argv: list[str]) -> int:
             _refuse_absent(self.config[str(self.subcommand)].get("ckpt_path"))
 
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-            trainers.append(super().instantiate_trainer(**kwargs))
-            _add_what_every_run_has(trainers[0])
-            return trainers[0]
+            trainer: Any = super().instantiate_trainer(**kwargs)
+            # Nothing here takes the place of the `ModelCheckpoint` that Lightning adds
+            # where no other is configured.
+            trainer.callbacks += without_checkpoint(trainer.callbacks)
+            trainers.append(trainer)
+            return trainer
 
     try:
         Command(
@@ -111,12 +107,6 @@ def _unused(path: Path) -> Path:
     """The path, or with the least `-v1`, `-v2`, ... under which nothing stands."""
     others = (path.with_stem(f"{path.stem}-v{n}") for n in count(1))
     return next(each for each in chain([path], others) if not each.exists())
-
-
-def _add_what_every_run_has(trainer: Any) -> None:
-    for kind in _EVERY_RUN_HAS:
-        if not any(isinstance(each, kind) for each in trainer.callbacks):
-            trainer.callbacks.append(kind())
 
 
 def _status(end: SystemExit, trainers: list[Trainer]) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, open_dict
 
@@ -33,11 +32,9 @@ from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
-from trainkit.lit.logs.metric_rows import MetricRows
+from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.window_summary import WindowSummary
-from trainkit.lit.resume.epoch_sums import EpochSums
 from trainkit.lit.resume.graceful_stop import GracefulStop
-from trainkit.lit.resume.random_state import RandomState
 
 
 def run(config: DictConfig) -> float | None:
@@ -49,12 +46,15 @@ def run(config: DictConfig) -> float | None:
     with open_dict(config):  # whatever happens to the working directory
         config.paths.run_dir = str(folder.path)
     keeps = config.trainer.get("enable_checkpointing") is not False
-    stop = GracefulStop(folder.checkpoints if keeps else None)
     windows = WindowSummary()
-    training = build(config, callbacks=[windows, *_resumable(), stop])
+    training = build(config, callbacks=[windows, WandbFacts()])
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
+    # What every run has, whatever callbacks are configured: it is resumed exactly.
+    place = folder.checkpoints if keeps else None
+    trainer.callbacks += without_checkpoint(trainer.callbacks, place)
+    stop = find_stop(trainer)
     ending = Ending()
     trainer.callbacks = [ending, *trainer.callbacks, beginning, RatePlanFile(folder)]
     _keep_profile(trainer, folder)
@@ -143,12 +143,6 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
         if is_mistake(error) and not had_begun:
             raise
         raise TrainingFailed.by(error) from error
-
-
-def _resumable() -> list[Callback]:
-    """What every run has, whatever callbacks are configured: it goes on exactly, and
-    W&B is told what it was."""
-    return [WandbFacts(), EpochSums(), MetricRows(), RandomState()]
 
 
 def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:

@@ -9,17 +9,19 @@ from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.core.terms import named_strategies
-from trainkit.lit.split.callback import SplitCallback
+from trainkit.errors import TrainkitError
+from trainkit.lit.front.held_schedulers import SchedulerHolder
 from trainkit.lit.windows import refusals
 
 
-class AccumulationCallback(SplitCallback):
+class AccumulationCallback(SchedulerHolder):
     """Exact gradient accumulation for a `LightningModule` you did not write.
 
         Trainer(accumulate_grad_batches=8, callbacks=[AccumulationCallback(PerToken())])
 
     Args:
-        strategy: says what a micro-batch weighs.
+        accumulation: says what a micro-batch weighs: a strategy, or for a loss of
+            several terms a dict of strategies by the terms' names.
         aggregation: what the backend does to gradients across ranks, where the
             Trainer's strategy does not show it: `"mean"`, `"sum"` or `"none"`.
         checks: `"late"` costs nothing and complains one window late; `"now"` waits for
@@ -27,25 +29,40 @@ class AccumulationCallback(SplitCallback):
         wide_gradients: keep the window's gradient in float32 beside parameters of half
             precision (`precision="bf16-true"`), and round it once.
         micro_batching: cuts each loader batch, which is then one optimizer step.
+        hold_schedulers: keep a learning-rate scheduler with `interval="step"` where it
+            is when a gradient scaler has skipped the optimizer's step.
+        strategy: another name for `accumulation`.
     """
 
     def __init__(
         self,
-        strategy: AccumulationStrategy | Strategies,
+        accumulation: AccumulationStrategy | Strategies | None = None,
         *,
         aggregation: Aggregation = "auto",
         checks: Checks = "late",
         wide_gradients: bool = False,
         micro_batching: MicroBatching | None = None,
+        hold_schedulers: bool = False,
+        strategy: AccumulationStrategy | Strategies | None = None,
     ) -> None:
-        named_strategies(strategy)  # none at all is for a module that says it itself
+        if accumulation is not None and strategy is not None:
+            raise TrainkitError(
+                f"AccumulationCallback: accumulation and strategy are two names of one "
+                f"option, received {accumulation!r} and {strategy!r}. Leave one out."
+            )
+        chosen = strategy if accumulation is None else accumulation
+        named_strategies(chosen)  # none at all is for a module that says it itself
         super().__init__(
-            strategy,
+            chosen,
             aggregation=aggregation,
             checks=checks,
             wide_gradients=wide_gradients,
         )
         self.micro_batching = micro_batching
+        self.hold_schedulers = hold_schedulers
+
+    def holds_schedulers(self, pl_module: Any) -> bool:
+        return self.hold_schedulers
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         refusals.refuse_manual_optimization(pl_module)

@@ -58,23 +58,30 @@ class AccumulationMixin(_Base):
             dict of strategies by the terms' names. There is no default: without one,
             `fit` refuses. Assigned while `fit` runs, it counts from the next window on.
         micro_batching: cuts each loader batch, which is then one optimizer step.
-        accumulation_checks: `"late"`, or `"now"` to refuse before a bad step is taken.
-        accumulation_aggregation: what the backend does to gradients across ranks,
-            where the Trainer's strategy does not show it.
-        accumulation_wide_gradients: True keeps the window's gradient in float32 beside
-            parameters of half precision (`precision="bf16-true"`), and rounds it once.
+        checks: `"late"`, or `"now"` to refuse before a bad step is taken.
+        wide_gradients: True keeps the window's gradient in float32 beside parameters of
+            half precision (`precision="bf16-true"`), and rounds it once.
         hold_schedulers: True keeps a learning-rate scheduler with `interval="step"`
             where it is when a gradient scaler has skipped the optimizer's step.
             Lightning moves it, and `global_step`, all the same. An `lr_scheduler_step`
             of your own is then not called either.
+        accumulation_aggregation: `aggregation` of `AccumulationCallback`: what the
+            backend does to gradients across ranks, where the Trainer's strategy does
+            not show it. The longer name, since layers of graph networks have an
+            `aggregation` of their own, with the very values "mean" and "sum".
+
+    A module that has a `checks` or `wide_gradients` of its own says the option as
+    `accumulation_checks` or `accumulation_wide_gradients`, which comes first.
     """
 
     accumulation: AccumulationStrategy | Strategies | None = None
     micro_batching: MicroBatching | None = None
-    accumulation_checks: Checks = "late"
-    accumulation_aggregation: Aggregation = "auto"
-    accumulation_wide_gradients: bool = False
+    checks: Checks = "late"
+    wide_gradients: bool = False
     hold_schedulers: bool = False
+    accumulation_aggregation: Aggregation = "auto"
+    accumulation_checks: Checks | None = None
+    accumulation_wide_gradients: bool | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -117,16 +124,6 @@ class AccumulationMixin(_Base):
         if any(isinstance(each, MixinCallback) for each in found):
             return found
         return [*found, MixinCallback(self, AccumulationMixin)]
-
-    def _was_skipped(self, scheduler: Any) -> bool:
-        """Whether a gradient scaler has skipped the step after which it is to move."""
-        if self._find_windows() is None:
-            return False  # as under lr_find
-        by_step = any(
-            config.scheduler is scheduler and config.interval == "step"
-            for config in self.trainer.lr_scheduler_configs
-        )
-        return by_step and self._windows().skipped_last_step()
 
     # ---- logging ---------------------------------------------------------------------
 

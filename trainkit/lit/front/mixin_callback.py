@@ -8,23 +8,22 @@ from trainkit.core.ranks import find_ranks
 from trainkit.core.strategies import AccumulationStrategy, Strategies, weigh_alike
 from trainkit.core.terms import named_strategies
 from trainkit.lit._compat import batches_into_epoch
-from trainkit.lit.front.own_hooks import hold_schedulers, release_schedulers
+from trainkit.lit.front.held_schedulers import SchedulerHolder
 from trainkit.lit.logs.exact_log import KEY, ExactMeans, shared_out
 from trainkit.lit.resume.between_steps import ends_epoch
 from trainkit.lit.resume.rank_states import gather
-from trainkit.lit.split.callback import SplitCallback
 from trainkit.lit.windows import refusals
 
 
-class MixinCallback(SplitCallback):
+class MixinCallback(SchedulerHolder):
     """The callback that a mixin module brings."""
 
     def __init__(self, module: Any, mixin: type) -> None:
         super().__init__(
             module.accumulation,
             aggregation=module.accumulation_aggregation,
-            checks=module.accumulation_checks,
-            wide_gradients=module.accumulation_wide_gradients,
+            checks=_option(module, "checks"),
+            wide_gradients=_option(module, "wide_gradients"),
         )
         self._mixin = mixin
         self._taken: int | None = None
@@ -45,7 +44,6 @@ class MixinCallback(SplitCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._give_back_window_size(trainer)
         if isinstance(pl_module, self._mixin):
-            release_schedulers(pl_module)  # a copy that was made within a fit
             super().setup(trainer, pl_module, stage)
         else:  # left in the list by the module of an earlier fit
             trainer.callbacks = [c for c in trainer.callbacks if c is not self]
@@ -57,8 +55,6 @@ class MixinCallback(SplitCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._choose(pl_module)
         super().on_train_start(trainer, pl_module)
-        if self._scaler is not None:
-            hold_schedulers(pl_module)
         # Lightning leaves out on_train_epoch_start in an epoch that is resumed.
         self.means.resume("train", pl_module.device)
 
@@ -67,6 +63,9 @@ class MixinCallback(SplitCallback):
         self.strategies = strategies_of(pl_module)
         self.micro_batching = pl_module.micro_batching
         self._chosen = pl_module.accumulation
+
+    def holds_schedulers(self, pl_module: Any) -> bool:
+        return pl_module.hold_schedulers
 
     def follow(self, pl_module: Any) -> None:
         if pl_module.micro_batching is not self.micro_batching:
@@ -114,15 +113,10 @@ class MixinCallback(SplitCallback):
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._log_means(trainer, pl_module, "test")
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_end(trainer, pl_module)
-        release_schedulers(pl_module)
-
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
         super().on_exception(trainer, pl_module, exception)
-        release_schedulers(pl_module)
         self._give_back_window_size(trainer)
 
     def on_save_checkpoint(
@@ -158,6 +152,12 @@ class MixinCallback(SplitCallback):
     def _log_means(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # "mean": outside of fit nothing is wrapped; only the group matters here.
         self.means.log(pl_module, stage, find_ranks(trainer.strategy, "mean"))
+
+
+def _option(module: Any, name: str) -> Any:
+    """What a module says under a name, or under the longer one, which comes first."""
+    longer = getattr(module, f"accumulation_{name}", None)
+    return getattr(module, name) if longer is None else longer
 
 
 def strategies_of(pl_module: Any) -> Strategies:

@@ -9,7 +9,6 @@ from types import MethodType
 from typing import Any
 
 CALLBACKS = "configure_callbacks"
-STEP = "lr_scheduler_step"
 
 
 class OwnCallbacks:
@@ -56,34 +55,3 @@ def _extended(module: Any, own: Any) -> list[Any]:
     if own is no_callbacks:
         return []
     return module._with_driver(own() if callable(own) else [])
-
-
-def hold_schedulers(module: Any) -> None:
-    """Let the module look, until `release_schedulers`, whether a scaler has skipped the
-    step after which a scheduler is to move.
-
-    To be called once Lightning has looked at the schedulers: it takes a module with a
-    hook of its own to know how they step. A partial, since it can be sent and copied
-    along with the module.
-    """
-    own = vars(module).get(STEP)
-    setattr(module, STEP, partial(_step_unless_held, module, own))
-
-
-def release_schedulers(module: Any) -> None:
-    """Give the hook back, where it has been taken."""
-    found = vars(module).get(STEP)
-    if not isinstance(found, partial) or found.func is not _step_unless_held:
-        return
-    _, own = found.args
-    if own is None:
-        delattr(module, STEP)
-    else:
-        setattr(module, STEP, own)
-
-
-def _step_unless_held(module: Any, own: Any, scheduler: Any, metric: Any) -> None:
-    if module.hold_schedulers and module._was_skipped(scheduler):
-        return
-    step = MethodType(type(module).lr_scheduler_step, module) if own is None else own
-    step(scheduler, metric)

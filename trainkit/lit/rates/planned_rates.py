@@ -11,7 +11,6 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from trainkit.core.rate_plan import RatePlan
@@ -21,7 +20,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.rates.scheduler_copies import copy_schedulers
-from trainkit.lit.rerun.generators import read_states, write_states
+from trainkit.lit.rerun.generators import read_states, same_states, write_states
 from trainkit.lit.schedule.callback import AccumulationSchedule
 from trainkit.lit.schedule.total_steps import total_steps
 
@@ -53,18 +52,9 @@ def plan_rates(trainer: Any, pl_module: Any) -> RatePlan:
     finally:
         after = read_states(pl_module.device)
         write_states(before, pl_module.device)
-    if not _are_same(before, after):
+    if not same_states(before, after):
         return RatePlan(why_not="the scheduler draws random numbers")
     return plan
-
-
-def _are_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    return all(
-        torch.equal(state, after[name])
-        if isinstance(state, torch.Tensor)
-        else state == after[name]
-        for name, state in before.items()
-    )
 
 
 def _why_unknown(trainer: Any, pl_module: Any) -> str:

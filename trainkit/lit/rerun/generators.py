@@ -71,5 +71,15 @@ def write_states(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
 
 
+def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether nothing was drawn between two `read_states`."""
+    return all(
+        torch.equal(state, other[name])
+        if isinstance(state, torch.Tensor)
+        else state == other[name]
+        for name, state in one.items()
+    )
+
+
 def _plain(number: Any) -> int | float:
     return float(number) if isinstance(number, float) else int(number)

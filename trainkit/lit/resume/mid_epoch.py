@@ -81,7 +81,7 @@ def _announce_other_data(trainer: Any) -> None:
 def why_data_differ(trainer: Any) -> str:
     """How a run that goes on within an epoch reads other rows than those that were
     left, and why; empty where it is exact."""
-    loaders = _flattened(trainer.train_dataloader)
+    loaders = train_loaders(trainer)
     if not all(hasattr(each, "load_state_dict") for each in loaders):
         return (
             "the train_dataloader starts again at its first batch, since it has no "
@@ -93,6 +93,11 @@ def why_data_differ(trainer: Any) -> str:
             "Lightning reads such a one a batch ahead; give it a __len__"
         )
     return ""
+
+
+def train_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the training, out of whatever lists and dicts they stand in."""
+    return _flattened(trainer.train_dataloader)
 
 
 def _flattened(loaders: Any) -> list[Any]:
