@@ -8,7 +8,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests s
 import pytest
 import torch
 
+from tests.startup import share
+
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        share()
 
 
 def pytest_collection_finish() -> None:
