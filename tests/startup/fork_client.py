@@ -9,7 +9,13 @@ import socket
 import sys
 from typing import Any
 
-MODULES = ("trainkit", "wandb", "torch.distributed.run")
+MODULES = (
+    "trainkit",
+    "wandb",
+    "torch.distributed.run",
+    "joblib.externals.loky.backend.popen_loky_posix",
+    "submitit.core._submit",
+)
 RANKS = "from multiprocessing.forkserver import main"
 HANDED_ON = [
     getattr(signal, f"SIG{name}")

@@ -101,6 +101,9 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             wanted = json.loads(text)
+            for each in (connection, self._listening, *self._forks.values()):
+                each.detach()  # or its end would close the file that has its number
+            self._selector.close()
             _take(wanted["files"], files)
             return wanted
         for file in files:
