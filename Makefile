@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo side_by_side test lint bench clean
+.PHONY: help demo side_by_side test test_environments lint bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s :
@@ -25,7 +25,12 @@ side_by_side: $(READY)  ## the same training by plain Lightning, trainkit and th
 	$(BIN)/python recipes/side_by_side.py
 
 test: $(READY)  ## run the tests, on every core
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	# many processes read what one has compiled, so it is written, whatever is set
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
+		--numprocesses auto --dist worksteal --durations 10
+
+test_environments: $(READY)  ## run the tests that build and install packages
+	$(BIN)/python -m pytest -m environments
 
 lint: $(READY)  ## ruff, pyright, codespell
 	$(BIN)/ruff check .

@@ -1,19 +1,43 @@
 """One thread: the models are tiny, and several processes share the machine."""
 
+import functools
 import gc
+import importlib.metadata
 import os
+
+# Every Trainer looks for callbacks in what is installed: 6 ms, for thousands of them.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
 import pytest
 import torch
 
+from tests.startup import share
+
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        share()
+
+
 def pytest_collection_finish() -> None:
-    """What the imports have made is there to stay: a full collection, which a window
-    that ran out of memory asks for, then looks at the tests' own objects only."""
+    _keep()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        _keep()
+    return done
+
+
+def _keep() -> None:
+    """What imports and reports have made is there to stay: a full collection, which a
+    window that ran out of memory asks for, then looks at a file's own objects only."""
     gc.collect()
     gc.freeze()
 

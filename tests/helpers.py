@@ -13,7 +13,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
 from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.startup import forked
 
 VOCABULARY = 13
 
@@ -183,8 +188,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     The function must stand at the top level of a module. What it returns comes back
     in the order of the ranks; an exception comes back as a `RankError`.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers", "trainkit.lit.front.mixin"])
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         processes = [
@@ -209,6 +213,21 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
             torch.load(f, weights_only=False) if f.exists() else RankError("died")
             for f in files
         ]
+
+
+@cache
+def _context() -> ForkServerContext:
+    """Forks of a process that is itself a fork of the one that has imported all."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers", "trainkit.lit.front.mixin"])
+    before = dict(os.environ)
+    os.environ.update(forked())
+    try:
+        ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
 
 
 class RankError(Exception):

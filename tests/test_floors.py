@@ -91,17 +91,27 @@ def test_importing_packages_and_plain_arithmetic_loads_nothing_heavy() -> None:
     assert {program: heavy for program, heavy in loaded.items() if heavy} == {}
 
 
-def test_data_and_core_load_torch_alone() -> None:
-    """The control: that torch is loaded is seen."""
-    loaded = loaded_by("from trainkit.data import *", USE_OF_CORE)
-    assert loaded == [{"torch"}, {"torch"}]
-
-
-def test_lit_knows_no_configuration_and_configuration_no_tracker() -> None:
-    lit, config = loaded_by(
+@pytest.fixture(scope="module")
+def floors() -> list[set[str]]:
+    """What is loaded after each floor, from below, in one process."""
+    return loaded_by(
+        "from trainkit.data import *",
+        USE_OF_CORE,
         "from trainkit.lit import *; import trainkit.lit.resume.graceful_stop",
         "import trainkit.config.build",
     )
+
+
+def test_data_and_core_load_torch_alone(floors: list[set[str]]) -> None:
+    """The control: that torch is loaded is seen."""
+    assert floors[:2] == [{"torch"}, {"torch"}]
+
+
+def test_lit_knows_no_configuration_and_configuration_no_tracker(
+    floors: list[set[str]],
+) -> None:
+    lit, config = floors[2:]
+    assert "lightning" in lit
     assert not lit & {"hydra", "omegaconf", "wandb", "jsonargparse"}
     assert "wandb" not in config
 

@@ -140,7 +140,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
         }
 
 
-@pytest.mark.slow
+@pytest.mark.environments
 def test_the_wheel_holds_every_file(built: Built) -> None:
     plugin = "trainkit/config/plugin/"
     expected = {"hydra_plugins/trainkit_searchpath/__init__.py"}
@@ -156,7 +156,7 @@ def test_the_wheel_holds_every_file(built: Built) -> None:
     assert set(contents(built.wheel_of_sdist)) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.environments
 def test_the_sdist_makes_the_same_wheel(built: Built) -> None:
     assert contents(built.wheel_of_sdist) == contents(built.wheel)
 
@@ -280,7 +280,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.environments
 def test_a_hydra_app_of_ones_own_has_the_groups(installed: Installed) -> None:
     written(
         installed.folder / "conf" / "app.yaml",
@@ -301,7 +301,7 @@ def test_a_hydra_app_of_ones_own_has_the_groups(installed: Installed) -> None:
 train_from = pytest.mark.parametrize("installed", ["sdist", "editable"], indirect=True)
 
 
-@pytest.mark.slow
+@pytest.mark.environments
 @train_from
 def test_train_with_a_module_and_a_strategy_in_the_current_folder(
     installed: Installed,
@@ -320,7 +320,7 @@ def test_train_with_a_module_and_a_strategy_in_the_current_folder(
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.environments
 @train_from
 def test_the_other_doors(installed: Installed) -> None:
     written(installed.folder / "mine.py", MINE)

@@ -21,7 +21,7 @@ TESTS = [
 OF_OTHERS = "ignore:register_new_resolver"  # a launcher calls it by its old name
 
 
-@pytest.mark.slow
+@pytest.mark.environments
 @pytest.mark.timeout(600)
 def test_configurations_work_without_a_warning(tmp_path: Path) -> None:
     """Beside the installed one, so that nothing is changed by the test."""

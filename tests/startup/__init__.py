@@ -2,7 +2,8 @@
 
 A process whose environment has `forked()` becomes a fork of a server that has imported
 torch, Lightning, Hydra and W&B: five seconds less for each. So does each process that
-it starts: ranks, trials, agents. `CHILD_PATH` alone gives a fresh interpreter.
+it starts: ranks, trials, agents. `CHILD_PATH` alone gives a fresh interpreter. One
+server is enough for all workers of a run: `share` starts it before them.
 """
 
 import atexit
@@ -18,6 +19,8 @@ HERE = Path(__file__).parent
 CHILD_PATH = os.pathsep.join([str(HERE), str(HERE.parents[1])])
 """Their PYTHONPATH: `sitecustomize.py` of this folder, and the repository."""
 
+SHARED = "TESTS_SHARED_SERVER"
+
 
 def forked() -> dict[str, str]:
     """The part of an environment that makes a process a fork, on Linux."""
@@ -25,9 +28,19 @@ def forked() -> dict[str, str]:
     return {"PYTHONPATH": CHILD_PATH, "TESTS_FORK_SERVER": server}
 
 
+def share() -> None:
+    """Start the server for this process and those that it starts."""
+    if sys.platform == "linux":
+        os.environ[SHARED] = _start()
+
+
 @cache
 def _server() -> str:
-    """Start this process's server; it ends with this process."""
+    return os.environ.get(SHARED) or _start()
+
+
+def _start() -> str:
+    """Start a server; it ends with this process."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = f"{folder}/socket"

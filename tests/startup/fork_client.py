@@ -9,7 +9,14 @@ import socket
 import sys
 from typing import Any
 
-MODULES = ("trainkit", "wandb", "torch.distributed.run")
+MODULES = (
+    "trainkit",
+    "wandb",
+    "torch.distributed.run",
+    "joblib.externals.loky.backend.popen_loky_posix",
+    "submitit.core._submit",
+)
+RANKS = "from multiprocessing.forkserver import main"
 HANDED_ON = [
     getattr(signal, f"SIG{name}")
     for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT")
@@ -17,8 +24,10 @@ HANDED_ON = [
 
 
 def words() -> list[str] | None:
-    """This process's command line, if it runs one of `MODULES` or a script."""
-    found = [word for word in sys.orig_argv if word != "-u"]
+    """This process's command line, if it runs one of `MODULES`, a script or `RANKS`."""
+    found = [word for word in sys.orig_argv if word not in ("-u", "-B")]
+    if found[1:2] == ["-c"] and found[2].startswith(RANKS):
+        return found
     if found[1:2] == ["-m"]:
         return found if found[2] in MODULES else None
     return None if len(found) < 2 or found[1].startswith("-") else found

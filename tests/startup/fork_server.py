@@ -1,5 +1,6 @@
 """A process that has imported everything, and forks one for each that asks.
 
+It imports when the first one asks: tests that start no process cost nothing.
 The asking process (`fork_client`) sends its command line, environment, folder and open
 files. It stays: it hands signals on, and ends as its fork ends. If it is killed, its
 fork is killed.
@@ -7,6 +8,7 @@ fork is killed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -19,8 +21,9 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 IMPORTED = (
     "numpy",
@@ -33,7 +36,12 @@ IMPORTED = (
     "hydra.experimental.callback",
     "hydra._internal.core_plugins.basic_launcher",
     "hydra_plugins.trainkit_searchpath",
+    "matplotlib.backends.backend_agg",
+    "torch.utils.serialization",
+    "wandb.apis.public",
     "wandb.cli.cli",
+    "wandb.sdk.launch",
+    "wandb.sdk.lib.gitlib",
 )
 MOST_FILES = 64
 ABOVE = 1000  # the numbers of any process's files
@@ -53,6 +61,12 @@ class Server:
         self._selector = selectors.DefaultSelector()
         for each in (self._listening, self._woken, sys.stdin.fileno()):
             self._selector.register(each, selectors.EVENT_READ)
+
+    def wait(self) -> None:
+        """Return when the first process asks."""
+        asking = [key for key, _ in self._selector.select()]
+        if any(key.fd == sys.stdin.fileno() for key in asking):
+            os._exit(0)
 
     def serve(self) -> dict[str, Any]:
         """Returns in a fork, with what was asked for."""
@@ -87,6 +101,9 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             wanted = json.loads(text)
+            for each in (connection, self._listening, *self._forks.values()):
+                each.detach()  # or its end would close the file that has its number
+            self._selector.close()
             _take(wanted["files"], files)
             return wanted
         for file in files:
@@ -155,8 +172,44 @@ def become(wanted: dict[str, Any]) -> None:
     sys.modules["sitecustomize"].ask_often()
 
 
-def run(words: list[str]) -> None:
-    """Run `-m MODULE ...` or `SCRIPT ...`."""
+def run(words: list[str]) -> NoReturn:
+    """Run `-c CODE`, `-m MODULE ...` or `SCRIPT ...`, and end as an interpreter does.
+
+    What it has imported is not taken down: that would copy all the server's memory.
+    """
+    status = 0
+    try:
+        _run(words)
+    except SystemExit as end:
+        status = _status_of(end.code)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    with contextlib.suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            file.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _status_of(code: Any) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _run(words: list[str]) -> None:
+    if words[0] == "-c":
+        sys.argv = ["-c"]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(words[1], vars(main))
+        return
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, os.getcwd())
@@ -171,18 +224,22 @@ def run(words: list[str]) -> None:
     exec(program, vars(main))
 
 
-if __name__ == "__main__":
-    import trainkit
-
+def import_all() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
-    for found in pkgutil.walk_packages(trainkit.__path__, "trainkit."):
+    package = importlib.import_module("trainkit")
+    for found in pkgutil.walk_packages(package.__path__, "trainkit."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
     gc.collect()
     gc.freeze()
+
+
+if __name__ == "__main__":
     server = Server(sys.argv[1])
     print("ready", flush=True)
+    server.wait()
+    import_all()
     wanted = server.serve()
     become(wanted)
     run(wanted["words"][1:])

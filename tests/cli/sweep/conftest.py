@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.startup import forked
+
 
 @pytest.fixture
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A private HOME, nothing of W&B's inherited; returns the folder to work in."""
+    """A private HOME, nothing of W&B's inherited; returns the folder to work in.
+
+    Trials that a sweep starts from here are forks."""
     for name in list(os.environ):
         if name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in forked().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -20,6 +20,7 @@ from tests.cli.sweep.helpers import (
     toy,
     wait_until,
 )
+from tests.startup import forked
 from tests.wandb_server import WandbServer
 from trainkit.cli.sweep.offline.state import SweepState
 
@@ -31,11 +32,11 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A sweep in a process: its first trial has ended, its second waits."""
     parameters = {"lr": LR, "rows": 4, "started": str(tmp_path / "started")}
     hold = {"hold": str(tmp_path / "go"), "hold_at": 0.01}
-    toy(tmp_path, {**parameters, **hold})
+    toy(tmp_path, {**parameters, **hold}, command=forks())
     process = subprocess.Popen(
         command("toy.yaml", "--offline"),
         cwd=tmp_path,
-        env={**private_env(tmp_path), "TESTS_FORK_SERVER": ""},  # its number is told
+        env={**private_env(tmp_path), "TESTS_FORK_SERVER": ""},  # it says its number
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -45,6 +46,12 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.kill()
     process.communicate()
     (tmp_path / "go").touch()  # whatever still waits ends
+
+
+def forks() -> list[str]:
+    """The command of trials that are forks, of a sweep that is none."""
+    given = [f"{name}={value}" for name, value in forked().items()]
+    return ["${env}", *given, "${interpreter}", "${program}", "${args_no_hyphens}"]
 
 
 def started(folder: Path) -> list[str]:
@@ -134,7 +141,7 @@ def test_a_second_process_and_another_file_are_refused(
 
     held.terminate()
     held.communicate(timeout=240)
-    toy(tmp_path, {"lr": {"values": [1, 2]}})
+    toy(tmp_path, {"lr": {"values": [1, 2]}}, command=forks())
     done = go_on(tmp_path)
     assert done.returncode == 2
     assert "is not what" in done.stderr
