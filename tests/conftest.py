@@ -10,10 +10,10 @@ importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_point
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
-from tests.startup import share
+from tests.startup import share  # noqa: E402
 
 torch.set_num_threads(1)
 

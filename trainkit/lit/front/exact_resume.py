@@ -18,7 +18,7 @@ from trainkit.lit.resume.epoch_sums import EpochSums
 from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.mid_epoch import (
     begin_batch,
-    go_on,
+    resume,
     train_loaders,
     why_data_differ,
 )
@@ -100,7 +100,7 @@ class ExactResume(RunCheckpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         has_windows = windows_of(trainer) is not None
         if not has_windows:  # whose callback says it otherwise
-            go_on(trainer, pl_module)
+            resume(trainer, pl_module)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             for text in _missing_in_loaders(trainer):
                 warnings.warn(f"ExactResume: {text}", stacklevel=2)
