@@ -155,12 +155,20 @@ def test_every_public_name_resolves(package: str) -> None:
         assert find_spec(f"{package}.{name}") is None
 
 
-def test_names_of_core_and_data_are_the_same_at_the_top() -> None:
-    for floor in map(import_module, ("trainkit.core", "trainkit.data")):
+def test_names_of_the_floors_are_the_same_at_the_top() -> None:
+    floors = ("trainkit.core", "trainkit.data", "trainkit.lit")
+    for floor in map(import_module, floors):
         for name in floor.__all__:
             assert getattr(floor, name) is getattr(trainkit, name)
 
 
+def test_the_top_lists_what_a_beginner_needs_and_knows_the_rest() -> None:
+    assert len(dir(trainkit)) == 16
+    assert "RunCheckpoint" not in dir(trainkit)
+    assert trainkit.RunCheckpoint.__name__ == "RunCheckpoint"
+    assert trainkit.WandbRunLogger.__name__ == "WandbRunLogger"
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="'trainkit' has no attribute 'Nothing'"):
+    with pytest.raises(AttributeError, match="No trainkit attribute Nothing"):
         _ = trainkit.Nothing  # type: ignore[attr-defined]

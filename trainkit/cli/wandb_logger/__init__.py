@@ -1,12 +1,5 @@
 """Lightning's W&B logger, for runs that need no account and cannot hang."""
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from trainkit._lazy import lazy_exports
-
-if TYPE_CHECKING:
-    from trainkit.cli.wandb_logger.logger import WandbRunLogger
-
-__all__ = ["WandbRunLogger"]
-
-__getattr__, __dir__ = lazy_exports(__name__, {"WandbRunLogger": ".logger"})
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,42 @@
+from .cli.fit.cli import TrainkitCLI as TrainkitCLI
+from .cli.wandb_logger.logger import WandbRunLogger as WandbRunLogger
+from .core.accumulator import Accumulator as Accumulator
+from .core.batch_plan import BatchPlan as BatchPlan
+from .core.curves import warmup_cosine as warmup_cosine
+from .core.effective import EffectiveBatch as EffectiveBatch
+from .core.epoch_plan import EpochPlan as EpochPlan
+from .core.split.micro_batching import MicroBatching as MicroBatching
+from .core.strategies import AccumulationStrategy as AccumulationStrategy
+from .core.strategies import PerSample as PerSample
+from .core.strategies import PerToken as PerToken
+from .core.strategies import Uniform as Uniform
+from .core.window_stats import WindowStats as WindowStats
+from .data.filler import WeighNothing as WeighNothing
+from .data.length_grouped import LengthGroupedSampler as LengthGroupedSampler
+from .data.padding import PadCollate as PadCollate
+from .data.resumable import ResumableLoader as ResumableLoader
+from .data.token_budget import TokenBudgetSampler as TokenBudgetSampler
+from .errors import TrainkitError as TrainkitError
+from .lit.batch_norm.guard import BatchNormGuard as BatchNormGuard
+from .lit.batch_size.effective import read_effective_batch as read_effective_batch
+from .lit.front.accumulation_callback import (
+    AccumulationCallback as AccumulationCallback,
+)
+from .lit.front.exact_resume import ExactResume as ExactResume
+from .lit.front.mixin import AccumulationMixin as AccumulationMixin
+from .lit.logs.metric_rows import MetricRows as MetricRows
+from .lit.logs.metrics_csv import MetricsCSVLogger as MetricsCSVLogger
+from .lit.logs.monitor import WindowMonitor as WindowMonitor
+from .lit.logs.plain_comparison import PlainComparison as PlainComparison
+from .lit.logs.step_progress import StepProgress as StepProgress
+from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
+from .lit.probe.find import find_micro_batch as find_micro_batch
+from .lit.rates.learning_rates import LearningRates as LearningRates
+from .lit.rates.lr_scaling import LRScaling as LRScaling
+from .lit.resume.epoch_sums import EpochSums as EpochSums
+from .lit.resume.graceful_stop import GracefulStop as GracefulStop
+from .lit.resume.random_state import RandomState as RandomState
+from .lit.resume.run_checkpoint import RunCheckpoint as RunCheckpoint
+from .lit.schedule.callback import AccumulationSchedule as AccumulationSchedule
+
+__version__: str

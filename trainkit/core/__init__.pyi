@@ -1,0 +1,11 @@
+from .accumulator import Accumulator as Accumulator
+from .batch_plan import BatchPlan as BatchPlan
+from .curves import warmup_cosine as warmup_cosine
+from .effective import EffectiveBatch as EffectiveBatch
+from .epoch_plan import EpochPlan as EpochPlan
+from .split.micro_batching import MicroBatching as MicroBatching
+from .strategies import AccumulationStrategy as AccumulationStrategy
+from .strategies import PerSample as PerSample
+from .strategies import PerToken as PerToken
+from .strategies import Uniform as Uniform
+from .window_stats import WindowStats as WindowStats
