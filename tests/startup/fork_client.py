@@ -11,6 +11,7 @@ from typing import Any
 
 MODULES = (
     "trainkit",
+    "trainkit.__main__",
     "wandb",
     "torch.distributed.run",
     "joblib.externals.loky.backend.popen_loky_posix",
