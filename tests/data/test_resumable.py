@@ -287,7 +287,7 @@ class Stream(IterableDataset[int]):
     ("how", "text"),
     [
         ({"dataset": Stream()}, "dataset: must have a length .* received Stream"),
-        ({"batch_size": 0}, "batch_size: must be a whole number of at least 1, .* 0"),
+        ({"batch_size": 0}, "batch_size: must be a whole number from 1 to .* 0"),
         ({"batch_size": None}, "batch_size: must be a whole number"),
         ({"seed": 1.5}, "seed: must be a whole number, received 1.5"),
         ({"sampler": RandomSampler(range(3))}, "it has its own .* RandomSampler"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 Unit = Literal["samples", "tokens"]
@@ -48,13 +49,7 @@ class EffectiveBatch:
         check_unit("EffectiveBatch", self.unit)
         check_size("EffectiveBatch micro_batch", self.micro_batch)
         for name in ("accumulate", "replicas"):
-            value = getattr(self, name)
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if not is_whole or value < 1:
-                raise TrainkitError(
-                    f"EffectiveBatch {name}: must be a whole number of at least 1, "
-                    f"received {value!r}."
-                )
+            check_whole_number(f"EffectiveBatch {name}", getattr(self, name))
 
     @property
     def size(self) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from trainkit.core.whole_number import check_whole_number, is_whole_number
 from trainkit.errors import TrainkitError
 
 StageUnit = Literal["epoch", "step", "tokens"]
@@ -51,7 +52,7 @@ class Stages:
                 f"{unit} 10 on."
             )
         for start, size in sizes.items():
-            if not _is_whole(start, at_least=0) or not _is_whole(size, at_least=1):
+            if not is_whole_number(start, least=0) or not is_whole_number(size):
                 raise TrainkitError(
                     f"AccumulationSchedule: a start must be a whole number of at least "
                     f"0 and a size one of at least 1, received {{{start!r}: {size!r}}}."
@@ -72,11 +73,7 @@ class Stages:
         ((0, 3, 6, 9), (1, 2, 3, 4))
         """
         for name, value in {"start": start, "end": end, "over": over}.items():
-            if not _is_whole(value, at_least=1):
-                raise TrainkitError(
-                    f"AccumulationSchedule.ramp {name}: must be a whole number of at "
-                    f"least 1, received {value!r}."
-                )
+            check_whole_number(f"AccumulationSchedule.ramp {name}", value)
         distance = abs(end - start)
         direction = 1 if end > start else -1
         stages = {0: start}
@@ -128,8 +125,3 @@ class Stages:
                 seen_before = seen
                 seen += taken * (tokens or 0)
         return steps
-
-
-def _is_whole(value: object, *, at_least: int) -> bool:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    return is_int and value >= at_least  # type: ignore[operator]

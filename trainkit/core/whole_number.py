@@ -1,4 +1,4 @@
-"""A check that plain arithmetic shares: is it a whole number?"""
+"""Whole numbers: what counts as one, and how another value is refused."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from trainkit.errors import TrainkitError
 LARGEST = 10**12
 
 
-def check_whole_number(name: str, value: object) -> None:
-    """Refuse what is no whole number from 1 to 10**12.
+def is_whole_number(value: object, *, least: int = 1) -> bool:
+    """Whether a value is a whole number of at least `least`; a bool is none."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and least <= value <= LARGEST  # type: ignore[operator]
+
+
+def check_whole_number(
+    name: str, value: object, *, least: int = 1, hint: str = ""
+) -> None:
+    """Refuse what is no whole number from `least` to 10**12.
 
     Args:
         name: what the number is, as the user knows it.
-        value: what was received; a bool is no number.
+        value: what was received.
+        least: the smallest that is allowed.
+        hint: a sentence that says what to write.
 
     Raises:
-        TrainkitError: the value is not a whole number.
+        TrainkitError: the value is not such a number.
     """
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or not 1 <= value <= LARGEST:  # type: ignore[operator]
+    if not is_whole_number(value, least=least):
         raise TrainkitError(
-            f"{name}: must be a whole number from 1 to {LARGEST:,}, received {value!r}."
+            f"{name}: must be a whole number from {least} to {LARGEST:,}, received "
+            f"{value!r}. {hint}".rstrip()
         )

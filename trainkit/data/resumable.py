@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
+from trainkit.core.whole_number import check_whole_number
 from trainkit.data.epoch_order import EpochOrder, check_seed
 from trainkit.data.filler import Filled
 from trainkit.data.length_sampler import LengthSampler
@@ -179,12 +180,7 @@ def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
             f"{type(dataset).__name__}. For a stream use a loader with a state of its "
             f"own, such as torchdata's StatefulDataLoader."
         )
-    is_whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-    if not is_whole or batch_size < 1:
-        raise TrainkitError(
-            f"ResumableLoader batch_size: must be a whole number of at least 1, "
-            f"received {batch_size!r}."
-        )
+    check_whole_number("ResumableLoader batch_size", batch_size)
     check_seed("ResumableLoader", seed)
 
 

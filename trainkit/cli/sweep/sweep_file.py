@@ -11,6 +11,7 @@ from typing import Any
 from trainkit.cli.sweep.command import check_command, is_trainkit
 from trainkit.cli.sweep.early_terminate import check_early_terminate
 from trainkit.cli.sweep.parameters import check_parameters, leaves
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 METHODS = ("grid", "random", "bayes")
@@ -136,11 +137,7 @@ def check(config: Mapping[str, Any], *, where: str) -> None:
     check_parameters(config.get("parameters"), method=str(method), where=where)
     _check_metric(config, where)
     check_early_terminate(config.get("early_terminate"), where=where)
-    cap = config.get("run_cap", 1)
-    if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
-        raise TrainkitError(
-            f"{where} run_cap: must be a whole number from 1, received {cap!r}."
-        )
+    check_whole_number(f"{where} run_cap", config.get("run_cap", 1))
     check_command(config, where=where)
     _check_plain(config, where)
 

@@ -16,6 +16,7 @@ from trainkit.core.gradients import parameters_of, total_norm
 from trainkit.core.late_reading import LateReading
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import PerSample, PerToken
+from trainkit.core.whole_number import check_whole_number
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
@@ -61,12 +62,9 @@ class WindowMonitor(Callback):
         self, every_n_steps: int = 50, *, attention_mask: Path | None = None
     ) -> None:
         super().__init__()
-        is_whole = isinstance(every_n_steps, int) and every_n_steps is not True
-        if not is_whole or every_n_steps < 1:
-            raise TrainkitError(
-                f"WindowMonitor every_n_steps: must be at least 1, and whole, received "
-                f"{every_n_steps!r}. 1 logs every window."
-            )
+        check_whole_number(
+            "WindowMonitor every_n_steps", every_n_steps, hint="1 logs every window."
+        )
         self.every_n_steps = every_n_steps
         self.attention_mask = attention_mask
         self._windows: WindowCallback | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
 from trainkit.core.strategies import Uniform
-from trainkit.errors import TrainkitError
+from trainkit.core.whole_number import check_whole_number
 from trainkit.lit.batch_size.effective import windows_of
 
 
@@ -41,11 +41,12 @@ class PlainComparison(Callback):
 
     def __init__(self, *, max_parameters: int = 10_000_000) -> None:
         super().__init__()
-        if not isinstance(max_parameters, int) or max_parameters < 0:
-            raise TrainkitError(
-                f"PlainComparison max_parameters: must be a whole number of at least "
-                f"0, received {max_parameters!r}. 0 never measures."
-            )
+        check_whole_number(
+            "PlainComparison max_parameters",
+            max_parameters,
+            least=0,
+            hint="0 never measures.",
+        )
         self.max_parameters = max_parameters
         self.is_measuring = False
         self._forget_window()

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from trainkit.core.effective import brief
 from trainkit.core.late_reading import LateReading
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import windows_of
 from trainkit.lit.schedule.total_steps import total_steps
@@ -30,12 +31,7 @@ class StepProgress(ProgressBar):
 
     def __init__(self, *, every_n_steps: int = 50) -> None:
         super().__init__()
-        is_whole = isinstance(every_n_steps, int) and every_n_steps is not True
-        if not is_whole or every_n_steps < 1:
-            raise TrainkitError(
-                f"StepProgress every_n_steps: must be a whole number of at least 1, "
-                f"received {every_n_steps!r}."
-            )
+        check_whole_number("StepProgress every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self._is_enabled = True
         self._bar: Any = None

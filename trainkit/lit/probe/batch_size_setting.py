@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from trainkit.core.whole_number import check_whole_number
 from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import write_batch_size
@@ -30,18 +31,15 @@ class Setting:
             return type(self.owner).__name__
         return f"{type(self.owner).__name__}.{self.name}"
 
-    def read(self) -> int:
+    def read(self) -> Any:
         if self.name is None:
             size = loader_batch_size(self.owner)
         elif hasattr(self.owner, self.name):
             size = getattr(self.owner, self.name)
         else:
             size = self.owner.hparams[self.name]
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise TrainkitError(
-                f"find_micro_batch: {self.text} must be a whole number of at least 1, "
-                f"received {size!r}. It is where the search begins."
-            )
+        name = f"find_micro_batch {self.text}"
+        check_whole_number(name, size, hint="It is where the search begins.")
         return size
 
     def write(self, size: int) -> None:

@@ -19,6 +19,7 @@ from trainkit.core.scaling import (
     check_weight_decay,
     make_rule,
 )
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step
 from trainkit.lit.batch_size.effective import (
@@ -101,11 +102,9 @@ class LRScaling(OrderedCallback):
         check_weight_decay(weight_decay)
         if micro_batch is not None:
             check_size("LRScaling micro_batch", micro_batch)
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise TrainkitError(
-                f"LRScaling warmup_steps: must be a whole number of at least 0, "
-                f"received {warmup_steps!r}. 0 scales at once."
-            )
+        check_whole_number(
+            "LRScaling warmup_steps", warmup_steps, least=0, hint="0 scales at once."
+        )
         self.rule = rule
         self.reference_batch = float(reference_batch)
         self.unit: Unit = unit

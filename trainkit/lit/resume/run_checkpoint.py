@@ -10,6 +10,7 @@ from weakref import proxy
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_ending
 from trainkit.lit.resume.between_steps import AtCleanMoments, put_in_order
@@ -44,11 +45,11 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         *,
         every_n_train_steps: int = 50,
     ) -> None:
-        is_whole = isinstance(every_n_train_steps, int)
-        if not is_whole or isinstance(every_n_train_steps, bool):
-            _refuse_interval(every_n_train_steps)
-        if every_n_train_steps < 1:
-            _refuse_interval(every_n_train_steps)
+        check_whole_number(
+            "RunCheckpoint every_n_train_steps",
+            every_n_train_steps,
+            hint="50 saves after every 50 optimizer steps.",
+        )
         super().__init__(
             None if dirpath is None else os.fspath(dirpath),
             every_n_train_steps=every_n_train_steps,
@@ -151,10 +152,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _refuse_interval(every_n_train_steps: Any) -> None:
-    raise TrainkitError(
-        f"RunCheckpoint every_n_train_steps: must be at least 1, and whole, received "
-        f"{every_n_train_steps!r}. 50 saves after every 50 optimizer steps."
-    )
