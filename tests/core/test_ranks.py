@@ -91,6 +91,37 @@ def shown(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+def summed_by_nobody(rank: int, world_size: int) -> list[str]:
+    start_gloo()
+    said = []
+    for hook in (None, all_reduce_sum):
+        net = DDP(fresh_net())
+        if hook is not None:
+            net.register_comm_hook(None, hook)
+        accumulator = Accumulator(GivenWeight(), module=net, aggregation="sum")
+        accumulator.backward(net(torch.ones(2, 3).long()).mean(), weight=1)
+        try:
+            accumulator.finish(net.parameters())
+            said.append("")
+        except TrainkitError as error:
+            said.append(str(error))
+    return said
+
+
+def all_reduce_sum(state, bucket):  # torch reads annotations, and not as text
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def test_a_sum_that_ddp_does_not_make_is_refused() -> None:
+    """The control: with a hook that adds up it is not."""
+    for refused, accepted in raise_rank_errors(run_ranks(summed_by_nobody, 2)):
+        assert "aggregation='sum'" in refused
+        assert "averages" in refused
+        assert accepted == ""
+
+
 def test_aggregation_equals_what_the_module_shows() -> None:
     for rank, found in enumerate(raise_rank_errors(run_ranks(shown, 2))):
         assert found.pop("alone") == ("none", 1, 0, 1, False)

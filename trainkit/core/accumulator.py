@@ -107,7 +107,7 @@ class Accumulator:
         self.window = Window(named_strategies(strategy), self.streamed)
         self.weigh_by(strategy)
         self._num_running = num_running()
-        self._reads_hooks = aggregation == "auto"
+        self._reads_hooks = aggregation in ("auto", "sum")
         self._averaged = averaged_by_ddp(module)
         if wide_gradients:
             refusals.refuse_wide_without_module(module)

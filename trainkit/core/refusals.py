@@ -231,10 +231,22 @@ def refuse_unreduced(averaged: AbstractSet[int], parameters: Sequence[Tensor]) -
 
 
 def look_at_hooks(ranks: Ranks) -> None:
-    """Hooks of torch's own average, but for two; of others nobody knows."""
+    """Refuse communication hooks that leave ranks apart, or that are missing.
+
+    Hooks of torch's own average, but for two; what others do is not known.
+    """
     if ranks.ddp is None or not ranks.backend_sums:
         return
-    for hook in communication_hooks(ranks.ddp):
+    hooks = communication_hooks(ranks.ddp)
+    if ranks.aggregation == "sum":
+        if not hooks:
+            raise TrainkitError(
+                "aggregation='sum': the module is DistributedDataParallel without a "
+                "communication hook, which averages, so that the gradient would be too "
+                "small by the number of ranks. Say 'auto'."
+            )
+        return
+    for hook in hooks:
         home = f"{hook.__module__}.{hook.__qualname__}"
         is_torch = home.startswith("torch.distributed.algorithms.ddp_comm_hooks")
         if is_torch and ("noop" in home or "post_localSGD" in home):

@@ -200,7 +200,9 @@ def test_a_trial_run_complains_of_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, 1.5])
 def test_its_interval_is_checked(value: Any) -> None:
-    with pytest.raises(TrainkitError, match="every_n_train_steps: must be a whole number from 1"):
+    with pytest.raises(
+        TrainkitError, match="every_n_train_steps: must be a whole number"
+    ):
         ExactResume(every_n_train_steps=value)
 
 

@@ -153,7 +153,9 @@ def test_exception_leaves_the_one_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_interval_is_checked(value: Any) -> None:
-    with pytest.raises(TrainkitError, match="every_n_train_steps: must be a whole number from 1"):
+    with pytest.raises(
+        TrainkitError, match="every_n_train_steps: must be a whole number"
+    ):
         RunCheckpoint(every_n_train_steps=value)
 
 
