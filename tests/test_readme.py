@@ -1,4 +1,4 @@
-"""What the README says is what happens."""
+"""What README and the other pages say is what happens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,29 @@ from tests.helpers import deviation, loader, quiet_lightning, ragged_sequences, 
 from trainkit.cli.main import main
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+CORE, LIT, DATA, CLI = (
+    f"trainkit/{floor}/README.md" for floor in ("core", "lit", "data", "cli")
+)
+PAGES = {
+    name: (ROOT / name).read_text()
+    for name in ("README.md", CORE, LIT, DATA, CLI, "CONTRIBUTING.md")
+}
+README = PAGES["README.md"]
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[name], flags=re.DOTALL)
+
+
+PYTHON_BLOCKS = [
+    pytest.param(block, id=f"{name}-{number}")
+    for name in PAGES
+    for number, block in enumerate(blocks(name, "python"))
+]
+
+
+def block_with(name: str, words: str) -> str:
+    return next(block for block in blocks(name, "python") if words in block)
 
 
 def run(block: str) -> dict[str, Any]:
@@ -30,14 +51,23 @@ def run(block: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0:UserWarning")
-@pytest.mark.parametrize("number", range(len(PYTHON_BLOCKS)))
-def test_python_blocks_run(number: int) -> None:
-    assert run(PYTHON_BLOCKS[number])
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
+def test_python_blocks_run(block: str) -> None:
+    assert run(block)
+
+
+@pytest.mark.parametrize("name", ["README.md", CORE, LIT, DATA])
+def test_a_page_on_code_has_examples(name: str) -> None:
+    assert blocks(name, "python")
+
+
+def test_front_page_is_short() -> None:
+    assert len(README.splitlines()) <= 200
 
 
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0:UserWarning")
 def test_first_block_equals_the_big_batch() -> None:
-    names = run(PYTHON_BLOCKS[0])
+    names = run(blocks("README.md", "python")[0])
 
     def fit(size: int, accumulate: int, *callbacks: pl.Callback) -> Any:
         torch.manual_seed(0)
@@ -54,7 +84,7 @@ def test_first_block_equals_the_big_batch() -> None:
 
 
 def test_plain_loop_equals_the_big_batch() -> None:
-    block = next(b for b in PYTHON_BLOCKS if "Accumulator(" in b)
+    block = block_with(CORE, "Accumulator(PerSample()")
     seeded = block.replace("import torch\n", "import torch\ntorch.manual_seed(3)\n", 1)
     trained = run(seeded)["model"]
     torch.manual_seed(3)
@@ -69,7 +99,7 @@ def test_plain_loop_equals_the_big_batch() -> None:
 
 
 class Small(pl.LightningModule):
-    """One BatchNorm, and the README's rate."""
+    """One BatchNorm, and the rate of the page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +125,11 @@ class Stop(pl.Callback):
 def test_table_before_training_is_the_one_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    block = next(b for b in PYTHON_BLOCKS if "LRScaling(" in b)
+    block = block_with(LIT, "LRScaling(")
     callbacks = [
         c for c in run(block)["trainer"].callbacks if "trainkit" in type(c).__module__
     ]
-    section = README.partition("## What follows from the effective batch")[2]
+    section = PAGES[LIT].partition("## The effective batch")[2]
     shown = re.findall(r"^trainkit \| .*$", section, flags=re.MULTILINE)
     data = loader(list(torch.randn(8 * 194 + 3, 2)), 8, collate=torch.stack)
     with quiet_lightning(), pytest.warns(UserWarning, match=r"BatchNorm: net\.1"):
@@ -113,7 +143,7 @@ def test_script_that_is_interrupted_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inside the second window, which both the uninterrupted run and it have whole."""
-    train = run(next(b for b in PYTHON_BLOCKS if "ExactResume()" in b))["train"]
+    train = run(block_with("README.md", "ExactResume()"))["train"]
     rows = torch.randn(8 * 51, 2).split(1)
 
     class Dropping(Small):
@@ -147,24 +177,66 @@ def test_script_that_is_interrupted_resumes_exactly(
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
-def test_commands_are_those_of_the_makefile() -> None:
-    named = set(re.findall(r"^make (\w+)", README, flags=re.MULTILINE))
+def test_loss_of_several_terms_equals_the_big_batch() -> None:
+    block = block_with(CORE, "Accumulator({")
+    seeded = block.replace("import torch\n", "import torch\ntorch.manual_seed(3)\n", 1)
+    names = run(seeded)
+    torch.manual_seed(3)
+    start = torch.nn.Linear(4, 5)
+    big = copy.deepcopy(start)
+    logits, labels = big(names["batch"]["x"]), names["batch"]["labels"]
+    ce = torch.nn.functional.cross_entropy(logits, labels)
+    (ce + 0.1 * logits.square().sum(1).mean()).backward()
+    torch.optim.SGD(big.parameters(), lr=0.1).step()
+    assert deviation(names["model"], big, start) < 1e-5
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_are_those_of_the_makefile(name: str) -> None:
+    named = re.findall(r"(?:^|`)make (\w+)", PAGES[name], flags=re.MULTILINE)
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert named == {"demo", "test"}
-    assert named <= set(targets)
+    assert set(named) <= set(targets)
 
 
-def test_files_that_it_links_exist() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_front_page_begins_with_two_commands() -> None:
+    named = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+    assert named == ["demo", "test"]
 
 
-def test_modules_that_it_runs_exist() -> None:
-    for module in re.findall(r"python -m ([\w.]+)", README):
-        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
+def anchors(page: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
-SHELL_BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+@pytest.mark.parametrize("name", PAGES)
+def test_what_it_links_to_exists(name: str) -> None:
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGES[name]):
+        file, _, anchor = target.partition("#")
+        path = (ROOT / name).parent / file if file else ROOT / name
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), target
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_modules_that_it_runs_exist(name: str) -> None:
+    for module in re.findall(r"python -m ([\w.]+)", PAGES[name]):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists(), module
+
+
+def test_files_that_contributing_names_exist() -> None:
+    """Files by their path; folders of lit in the picture, each of them."""
+    page = PAGES["CONTRIBUTING.md"]
+    for path in re.findall(r"`((?:core|lit)/[\w/]+(?:\.py|/))`", page):
+        assert (ROOT / "trainkit" / path).exists(), path
+    shown = set(re.findall(r"^   \|  (\w+)/ ", page, flags=re.MULTILINE))
+    inits = (ROOT / "trainkit" / "lit").glob("*/__init__.py")
+    assert shown == {path.parent.name for path in inits}
+
+
+SHELL_BLOCKS = [block for name in PAGES for block in blocks(name, "bash")]
 COMMANDS = [
     shlex.split(line, comments=True)
     for block in SHELL_BLOCKS
@@ -178,7 +250,9 @@ def test_there_are_commands_of_every_kind() -> None:
 
 
 TRAININGS = [
-    words for words in COMMANDS if words[1] == "train" and "ckpt_path=last" not in words
+    list(words)
+    for words in dict.fromkeys(map(tuple, COMMANDS))
+    if words[1] == "train" and "ckpt_path=last" not in words
 ]
 
 
@@ -198,7 +272,8 @@ def test_every_plan_it_names_is_made(words: list[str]) -> None:
 
 
 def test_every_group_it_names_is_there() -> None:
-    table = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", README, flags=re.MULTILINE)
+    lines = r"^\| (`[^|]+) \| ([^|]+) \|$"
+    table = re.findall(lines, PAGES[CLI], flags=re.MULTILINE)
     rows = [row for row in table if "`accumulation`" in row[0] or "`trainer`" in row[0]]
     assert len(rows) == 2
     for groups, options in rows:
