@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,61 @@ def test_every_training_it_names_composes(
 @pytest.mark.parametrize("words", [w for w in COMMANDS if w[1] == "plan"], ids=" ".join)
 def test_every_plan_it_names_is_made(words: list[str]) -> None:
     assert main(words[1:]) == 0
+
+
+MY_PROJECT = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+
+
+class MyModule(LightningModule):
+    def __init__(self, width: int = 2):
+        super().__init__()
+
+
+class MyData(LightningDataModule):
+    pass
+"""
+
+
+@pytest.fixture
+def my_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file in the current folder, as the pages have it, and the groups beside it."""
+    (tmp_path / "my_project.py").write_text(MY_PROJECT)
+    (tmp_path / "conf").symlink_to(ROOT / "conf")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    monkeypatch.setenv("TRAINKIT_ALLOW", "my_project")
+    yield tmp_path
+    sys.modules.pop("my_project", None)
+
+
+@pytest.mark.parametrize("words", [w for w in COMMANDS if w[1] == "fit"], ids=" ".join)
+def test_every_fit_it_names_is_parsed(
+    words: list[str], my_project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "--model=my_project.MyModule"
+    given = [model if word == "..." else word for word in words[1:]]
+    assert main([*given, "--print_config"]) == 0
+    assert "PerToken" in capsys.readouterr().out
+
+
+def test_every_sweep_it_names_is_there() -> None:
+    files = [words[2] for words in COMMANDS if words[1] == "sweep"]
+    assert files
+    assert all((ROOT / file).exists() for file in files)
+
+
+def test_a_model_of_ones_own_composes(
+    my_project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks(CLI, "yaml")
+    folder = my_project / "own" / "model"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(block)
+    assert main(["train", "--cfg=job", "--config-dir=own", "model=mine"]) == 0
+    assert "_target_: my_project.MyModule" in capsys.readouterr().out
 
 
 def test_every_group_it_names_is_there() -> None:
