@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -37,12 +38,14 @@ IMPORTED = (
     "hydra._internal.core_plugins.basic_launcher",
     "hydra_plugins.trainkit_searchpath",
     "matplotlib.backends.backend_agg",
+    "pytest",  # which the modules of tests import, in their ranks too
     "torch.utils.serialization",
     "wandb.apis.public",
     "wandb.cli.cli",
     "wandb.sdk.launch",
     "wandb.sdk.lib.gitlib",
 )
+OPTIONAL = ("joblib", "optuna", "submitit", "sweeps")
 MOST_FILES = 64
 ABOVE = 1000  # the numbers of any process's files
 
@@ -227,6 +230,9 @@ def _run(words: list[str]) -> None:
 def import_all() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
+    for name in OPTIONAL:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     package = importlib.import_module("trainkit")
     for found in pkgutil.walk_packages(package.__path__, "trainkit."):
         if not found.name.endswith("__main__"):
@@ -239,7 +245,9 @@ if __name__ == "__main__":
     server = Server(sys.argv[1])
     print("ready", flush=True)
     server.wait()
-    import_all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_all()
     wanted = server.serve()
     become(wanted)
     run(wanted["words"][1:])
