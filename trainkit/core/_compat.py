@@ -61,7 +61,7 @@ def communication_hooks(module: DistributedDataParallel) -> list[Any]:
 
 
 def ignored_names(module: DistributedDataParallel) -> set[str]:
-    """The parameters that DDP was told to leave alone."""
+    """The names of the parameters that DDP ignores."""
     return set(module.parameters_to_ignore)
 
 

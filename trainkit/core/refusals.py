@@ -79,9 +79,9 @@ def refuse_other_strategy(window: Window) -> None:
 def refuse_late_telling(window: Window, nonfinite: str) -> None:
     if window.is_open or window.told is not None:
         raise TrainkitError(
-            f"expect(): it tells a window beforehand, and the open one already has "
-            f"{len(window.losses)} micro-batches or was told. Call it once, before the "
-            f"window's first backward(); drop() forgets a window."
+            f"expect(): it announces a window, and the open one has already been "
+            f"announced or has micro-batches ({len(window.losses)}). Call it once, "
+            f"before the window's first backward(); drop() forgets a window."
         )
     if nonfinite == "skip":
         raise TrainkitError(

@@ -73,7 +73,7 @@ class WideGradients:
         self._known.update(new)
 
     def others(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the parameters that are not added up here."""
+        """The parameters that are not added up here."""
         return [p for p in parameters if id(p) not in self._known]
 
     def stand_in_of(self, parameter: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class WindowStats:
     """What the losses were; a sum that stays a sum is divided by nothing."""
 
     def on_host(self) -> WindowStats:
-        """The same, where no device is needed; waits for it."""
+        """A copy on the host; waits for the device."""
         return WindowStats(self.table.cpu(), self.totals.cpu(), self.reduction)
 
     @property

@@ -39,7 +39,7 @@ class Group:
         return any(start for start, _ in self.spans)
 
     def untrimmed(self) -> Group:
-        """The same, if every micro-batch gets all columns."""
+        """A copy of this group that gives every micro-batch all columns."""
         full = (0, self.padded_length)
         return replace(self, spans=[full] * len(self.spans))
 

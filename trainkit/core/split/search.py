@@ -222,8 +222,8 @@ class SizeSearch:
     # ---- checkpoints -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with. It may stand on another machine: what was
-        timed is timed again, and what had run there has to run once more."""
+        """The limits that a resumed run begins with. It may run on another machine, so
+        times are taken again, and sizes that ran before have to run once more."""
         return {
             "limit": None if self.is_searching else self.limit,
             "failed_at": self._failed_at,

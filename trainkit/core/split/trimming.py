@@ -36,8 +36,8 @@ Targets = tuple[Tensor, Tensor]
 class Trimming:
     """Says for each field of a batch what to trim.
 
-    A dimension that has once been of another length than the lengths say is none of
-    theirs, and is not taken for one when chance makes it as long.
+    A dimension that once differed from every known length is not ragged, and stays so
+    when chance makes it as long later.
 
     Args:
         ragged: further dimensions to trim, by path; none at all for an empty tuple.
