@@ -52,7 +52,7 @@ BANNED = [
     ),
     Phrase(r"\bsays of\b", "name what it returns or sets", (LIT, CLI, RECIPES)),
     Phrase(
-        r"\b(?:W|w)hoever\b",
+        r"\b(?:Whoever|whoever)\b",
         "name the caller, the user or the process",
         (LIT, CLI, PAGE),
     ),
