@@ -1,4 +1,4 @@
-"""What must be known to stop, read one window late and so without a price."""
+"""Checks that may stop a run, read one window late so that nothing waits."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def save_window(
 
 
 def save_weights(weights: Tensor, ranks: Ranks) -> Tensor:
-    """What each micro-batch weighed: a row for each of the ranks, which all must come
+    """The weight of each micro-batch: a row for each of the ranks, which all must come
     here, those not used as NaN."""
     longest = ranks.share(weights.new_tensor([len(weights)])).wait().max()
     unused = weights.new_full((int(longest) - len(weights),), torch.nan)

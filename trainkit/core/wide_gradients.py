@@ -61,7 +61,7 @@ class WideGradients:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those whose gradients are added up here."""
+        """The parameters whose gradients are added up here."""
         return list(self._known.values())
 
     def join(self, parameters: Iterable[Tensor]) -> None:
@@ -188,7 +188,7 @@ class WideGradients:
 
 
 def _refuse_unknown_backend(parameters: Iterable[Tensor]) -> None:
-    """Where ranks hold shards that do not say so, nobody may add them up."""
+    """Refuse a backend whose shards cannot be recognised."""
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     if plain:
         raise TrainkitError(

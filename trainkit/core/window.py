@@ -27,7 +27,7 @@ from trainkit.core.window_stats import COUNT, LARGEST, NUM_COLUMNS, SMALLEST
 
 @dataclass
 class Window:
-    """What one rank has seen of an open window.
+    """One rank's losses, weights and totals in an open window.
 
     Everything is kept as it came and looked at once, when the window closes: a step
     costs a few small operations, however many micro-batches it has.

@@ -39,7 +39,7 @@ from trainkit.errors import TrainkitError
 
 @dataclass(frozen=True)
 class Layout:
-    """What a batch was found to be.
+    """The structure of a batch: its fields, rows, and what to trim.
 
     Attributes:
         fields: its parts, in order.
@@ -225,7 +225,7 @@ class LayoutReader:
 
 
 def _no_count(lengths: Collection[int]) -> str:
-    """What not to share, where a tensor of one number may be a count."""
+    """The warning about a tensor of one number that may be a count."""
     if 1 not in lengths:
         return ""
     return " A count that the loss is divided by is made in training_step, not shared."

@@ -101,7 +101,7 @@ def group_of_path(
 
 
 def as_tensor(batch: Any, path: Path) -> Tensor:
-    """What a path of lengths leads to, with one entry for each row."""
+    """The tensor at a path of lengths, with one entry for each row."""
     found = lookup(batch, path)
     if not isinstance(found, Tensor):
         try:
