@@ -1,4 +1,4 @@
-"""What differs between Hydra 1.3 and 1.4, whose old forms 1.5 will not have."""
+"""Differences between Hydra 1.3 and 1.4, whose old forms 1.5 will not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be written down is replaced: keys, tokens, passwords."""
+"""Replace secrets before anything is written down: keys, tokens, passwords."""
 
 from __future__ import annotations
 

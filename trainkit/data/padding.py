@@ -95,7 +95,7 @@ class PadCollate:
         return batch | self._told(lengths)
 
     def _lengths(self, fields: dict[Any, list[Tensor] | None]) -> list[int] | None:
-        """Of the samples; None where nothing has a length."""
+        """The lengths of the samples; None where nothing has a length."""
         ragged = [name for name in fields if name not in self.fixed]
         for name in ragged if self.of is None else [self.of]:
             found = fields[name]
@@ -144,7 +144,7 @@ class PadCollate:
         return tuple(slice(all_of_it - size, None) for size, all_of_it in pairs)
 
     def _told(self, lengths: list[int] | None) -> dict[str, Tensor]:
-        """What is added to the batch."""
+        """The mask and lengths that are added to the batch."""
         if self.mask is None and self.lengths is None:
             return {}
         if lengths is None:

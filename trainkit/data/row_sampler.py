@@ -138,7 +138,7 @@ class RowSampler(EpochOrder):
 
 
 def check_last(last: object, weigh_nothing: object, *, drop_last: bool) -> None:
-    """Refuse what is no remedy, two at once, and fillers that would weigh something.
+    """Refuse an unknown `last`, two remedies at once, and fillers that weigh something.
 
     Raises:
         TrainkitError: in all these cases.
