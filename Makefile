@@ -32,10 +32,11 @@ test: $(READY)  ## run the tests, on every core
 test_environments: $(READY)  ## run the tests that build and install packages
 	$(BIN)/python -m pytest -m environments
 
-lint: $(READY)  ## ruff, pyright, codespell
+lint: $(READY)  ## ruff, pyright, codespell, plain English
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/python -m tests.plain_english
 	$(BIN)/pyright
 
 bench: $(READY)  ## measure the cost of a step

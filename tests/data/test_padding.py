@@ -157,7 +157,7 @@ def test_empty_list_is_a_row_of_length_nothing() -> None:
             [{"x": [1]}],
             "of: must be a field .* received 'z' .* 'x'",
         ),
-        (PadCollate(of="x"), [{"x": 1}], "of: must have a length, .* 'x'"),
+        (PadCollate(of="x"), [{"x": 1}], "of: must be a field with a length .* 'x'"),
         (PadCollate(mask="m"), [{"x": 1}], "mask, lengths: need a field that has a"),
         (PadCollate(mask="x"), [{"x": [1]}], "mask: 'x' is a field of the samples"),
         (PadCollate(lengths="n"), [[1, 2]], "mask, lengths: samples must be mappings"),

@@ -1,4 +1,4 @@
-"""What differs between Hydra 1.3 and 1.4, whose old forms 1.5 will not have."""
+"""Differences between Hydra 1.3 and 1.4, whose old forms 1.5 will not have."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def store(name: str, node: Any) -> None:
 
 
 def main_options(packages: Sequence[str]) -> dict[str, Any]:
-    """What `hydra.main` is told beside where the configuration is.
+    """Options of `hydra.main`, beyond the place of the configuration.
 
     Args:
-        packages: whose classes Hydra may make for itself, such as its callbacks.
+        packages: those whose classes Hydra itself may make, such as its callbacks.
     """
     options = dict(VERSION_BASE)
     if "execution_whitelist" in inspect.signature(hydra.main).parameters:

@@ -1,4 +1,4 @@
-"""What a configuration chooses, given to a module that somebody else wrote."""
+"""Apply a configured strategy, optimizer and scheduler to an existing module."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
 
 
 def _call(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A value that the constructor refuses is a mistake in the configuration."""
+    """Call a constructor; a value that it refuses is a mistake in the configuration."""
     try:
         return make(*args, **kwargs)
     except TrainkitError:

@@ -1,6 +1,6 @@
 """Refuses wrong keys and types before anything is built.
 
-The types are those of the target's own signature, whoever wrote it.
+The types come from the target's own signature, in trainkit's code or in yours.
 """
 
 from __future__ import annotations

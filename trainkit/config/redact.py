@@ -1,4 +1,4 @@
-"""What must not be written down is replaced: keys, tokens, passwords."""
+"""Replace secrets before anything is written down: keys, tokens, passwords."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _KINDS_OF_TOKEN = {
     "wandb",
 }
 _OF_VARIABLES = ("_TOKEN", "_KEY", "_PASS", "_PWD", "_PAT")
-"""In the environment these mean one thing; in a configuration, `pad_token` is none."""
+"""Endings of secret variables; in a configuration, `pad_token` is no secret."""
 
 _MIN_LENGTH = 8
 """Shorter values of environment variables are too likely to be something else."""
@@ -83,7 +83,7 @@ def redact(value: Any, *, environ: Mapping[str, str] | None = None) -> Any:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """The same for `key=value` words of a command line.
+    """Words of a command line, with secret values of `key=value` replaced.
 
     >>> redact_words(["seed=1", "+hub.token=abc", "++m={_target_: X, api_key: abc}"])
     ['seed=1', '+hub.token=<redacted>', '++m=<redacted>']

@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def run_name(environ: Mapping[str, str] = os.environ) -> str:
-    """When the run began, and something that no other has.
+    """A unique name: when the run began, and something that no other run has.
 
-    Ranks that Lightning starts are told the folder. Those of torchrun or srun compose
-    the configuration each by itself, and at their own time: what they share is the job.
+    Ranks that Lightning starts receive the folder. Under torchrun or srun each rank
+    composes the configuration by itself, at its own time: they share only the job.
 
     >>> run_name({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"})
     'slurm-77-0'
@@ -50,7 +50,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> str | None:
     job = environ.get("TORCHELASTIC_RUN_ID")
     if job is None:
         return None
-    if job == "none":  # not given; then all ranks have one parent, or are to be told
+    if job == "none":  # not given: all ranks have one parent, or need another name
         job = _started(os.getppid())
     return f"torchrun-{job}"
 

@@ -56,14 +56,14 @@ def allowed() -> list[str]:
 
 
 def allowed_packages() -> list[str]:
-    """The same as whole packages."""
+    """The top-level packages of everything that is allowed."""
     return list(dict.fromkeys(part.partition(".")[0] for part in allowed()))
 
 
 def instantiate(config: Any, *args: Any, **kwargs: Any) -> Any:
     """`hydra.utils.instantiate`, for targets of allowed packages.
 
-    A configuration file is not a licence to run anything: whoever sends one could have
+    A configuration file is not a licence to run anything: a stranger's could have
     `_target_: os.system` in it. Both the name of a target and the module in which the
     object behind that name is defined must be allowed, so that `torch.os.system` is
     not. It is no sandbox: what is allowed reads and writes files as it always does.
@@ -122,7 +122,7 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether a module is missing that is none of ours."""
+    """Whether a module is missing that is not part of trainkit."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return name is not None and name.partition(".")[0] != "trainkit"
 

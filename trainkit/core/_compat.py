@@ -1,4 +1,4 @@
-"""What torch keeps to itself and the core must know. Each function has a test."""
+"""Private parts of torch that the core needs. Each function has a test."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def communication_hooks(module: DistributedDataParallel) -> list[Any]:
 
 
 def ignored_names(module: DistributedDataParallel) -> set[str]:
-    """The parameters that DDP was told to leave alone."""
+    """The names of the parameters that DDP ignores."""
     return set(module.parameters_to_ignore)
 
 
@@ -84,7 +84,7 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Several groups in a module since torch 2.12, one before."""
+    """The groups of a module: several since torch 2.12, one before."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return several

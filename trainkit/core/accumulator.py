@@ -221,7 +221,7 @@ class Accumulator:
         return None if factor is None else torch.full_like(loss.detach(), factor)
 
     def _look(self, loss: Tensor) -> None:
-        """What is asked before every backward pass."""
+        """Checks before every backward pass."""
         window = self.window
         refusals.refuse_backward(window, self.ranks, loss)
         self.gradients.look(window.num_weighted, loss)
@@ -229,7 +229,7 @@ class Accumulator:
             window.is_apart = self.ranks.holds_back_gradients
 
     def passed(self) -> None:
-        """A backward pass that `weigh` or `seed` has prepared is over."""
+        """Note the end of a backward pass that `weigh` or `seed` has prepared."""
         self.gradients.add()
 
     @property

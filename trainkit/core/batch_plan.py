@@ -104,12 +104,12 @@ class BatchPlan:
 
     @property
     def exact(self) -> bool:
-        """Whether that is the target."""
+        """Whether the effective batch equals the target."""
         return self.effective == self.target
 
     @property
     def effective_batch(self) -> EffectiveBatch:
-        """The same as an `EffectiveBatch`."""
+        """The plan's effective batch, as an `EffectiveBatch`."""
         return EffectiveBatch(
             micro_batch=self.micro_batch,
             accumulate=self.accumulate,

@@ -1,4 +1,4 @@
-"""What must be known to stop, read one window late and so without a price."""
+"""Checks that may stop a run, read one window late so that nothing waits."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class Watch:
         Args:
             step: the window's.
             table: a row for each rank.
-            gradients: those of the window, not yet divided. Those of float16 are looked
-                at where no scaler asks: a sum of them overflows at 65,504, and no loss
-                tells.
+            gradients: those of the window, not yet divided. Gradients in float16 are
+                checked if there is no scaler: their sum overflows at 65,504, and no
+                loss shows it.
         """
         if self.checks == "late":
             self.read_arrived()

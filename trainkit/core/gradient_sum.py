@@ -94,7 +94,7 @@ class GradientSum:
         return not are_finite(self.parameters)
 
     def forget(self) -> None:
-        """What the last pass has left is there no more, or no longer of concern."""
+        """Forget what the last pass left."""
         self._zeroed.forget()
 
     def drop(self) -> None:
@@ -103,7 +103,7 @@ class GradientSum:
             self.wide.drop()
 
     def read_all(self) -> None:
-        """Complain of all that was found so far; waits for the device."""
+        """Report all that was found so far; waits for the device."""
         self._zeroed.read(wait=True)
 
 

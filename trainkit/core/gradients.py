@@ -210,7 +210,7 @@ def save_partial(
             total = total.to_sparse(1) if mine.is_sparse else total
         else:
             total = mine
-        # copy: on a CPU the checkpoint must not change when training goes on
+        # copy: on a CPU the checkpoint must not change when training continues
         saved[name] = total.detach().to("cpu", copy=True)
     return saved
 

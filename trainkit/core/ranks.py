@@ -23,7 +23,7 @@ Aggregation = Literal["auto", "mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The data-parallel replicas of a window: tensor-parallel ranks are none.
+    """The data-parallel replicas of a window, without tensor-parallel ranks.
 
     Attributes:
         aggregation: what the backend does to gradients across these ranks: it leaves

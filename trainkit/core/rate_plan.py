@@ -1,4 +1,4 @@
-"""Learning rates as they are to be, over optimizer steps."""
+"""Planned learning rates over optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RatePlan:
-    """What was planned when a training began.
+    """The rates that were planned when a training began.
 
     Attributes:
         steps: how many optimizer steps come before.
@@ -22,7 +22,7 @@ class RatePlan:
 
     @classmethod
     def of_json(cls, found: Any) -> RatePlan:
-        """What a file says.
+        """Read a plan from the text of a JSON file.
 
         >>> RatePlan.of_json({"steps": [0], "rates": {"lr": [0.1]}}).rates
         {'lr': [0.1]}
@@ -41,7 +41,7 @@ class RatePlan:
         return plan if len(lengths) == 1 else damaged
 
     def from_step(self, step: float, later: RatePlan) -> RatePlan:
-        """This one up to a step, and from there on another.
+        """This plan up to a step, and another from there on.
 
         >>> one = RatePlan([0, 1, 2], {"lr": [3.0, 2.0, 1.0]})
         >>> one.from_step(1, RatePlan([1, 2], {"lr": [9.0, 8.0]})).rates

@@ -1,4 +1,4 @@
-"""What a window cannot be made of, refused by name."""
+"""Errors for windows that cannot be exact, each with its cause by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_loss(loss: Any, reduction: str) -> None:
 
 
 def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
-    """All that a backward pass must not begin with."""
+    """Refuse a backward pass that would break the window."""
     refuse_announced(window)
     refuse_torn(window)
     refuse_loss(loss, window.reduction)
@@ -50,7 +50,7 @@ def refuse_division(
     *,
     is_apart: bool,
 ) -> None:
-    """All that a window must not close with."""
+    """Refuse to close a window that cannot be divided exactly."""
     refuse_torn(window)
     if not is_apart:
         refuse_apart(window)
@@ -79,9 +79,9 @@ def refuse_other_strategy(window: Window) -> None:
 def refuse_late_telling(window: Window, nonfinite: str) -> None:
     if window.is_open or window.told is not None:
         raise TrainkitError(
-            f"expect(): it tells a window beforehand, and the open one already has "
-            f"{len(window.losses)} micro-batches or was told. Call it once, before the "
-            f"window's first backward(); drop() forgets a window."
+            f"expect(): it announces a window, and the open one has already been "
+            f"announced or has micro-batches ({len(window.losses)}). Call it once, "
+            f"before the window's first backward(); drop() forgets a window."
         )
     if nonfinite == "skip":
         raise TrainkitError(
@@ -93,7 +93,7 @@ def refuse_late_telling(window: Window, nonfinite: str) -> None:
 def refuse_other_state(
     state: Mapping[str, Any], ranks: Ranks, strategy: AccumulationStrategy
 ) -> None:
-    """A saved window that is not this rank's, or was weighed in another way."""
+    """Refuse a saved window of another rank, or one that was weighed in another way."""
     if state["totals"] is None:
         return
     if state["rank"] not in (None, ranks.index):

@@ -1,4 +1,4 @@
-"""How many micro-batches a window has, as training goes on."""
+"""How many micro-batches a window has at each stage of a training."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def save_window(
 
 
 def save_weights(weights: Tensor, ranks: Ranks) -> Tensor:
-    """What each micro-batch weighed: a row for each of the ranks, which all must come
+    """The weight of each micro-batch: a row for each of the ranks, which all must come
     here, those not used as NaN."""
     longest = ranks.share(weights.new_tensor([len(weights)])).wait().max()
     unused = weights.new_full((int(longest) - len(weights),), torch.nan)
@@ -79,7 +79,7 @@ def save_weights(weights: Tensor, ranks: Ranks) -> Tensor:
 
 def load_weights(table: Tensor | None, ranks: Ranks) -> list[Weight]:
     """A rank's own weights again; none on another number of ranks, where they would not
-    be this rank's, and none from a checkpoint of before, which has no table."""
+    be this rank's, and none from an older checkpoint, which has no table."""
     if table is None or len(table) != ranks.size:
         return []
     own = table[ranks.index]

@@ -70,8 +70,8 @@ class PerSample(AccumulationStrategy):
     Args:
         size: path of the tensor (or list) whose length counts; `""` is the batch
             itself, where that is a list of samples. Default: the leading dimension that
-            all tensors of the batch share, or what a graph library's batch says of
-            itself. A list of tensors that are all alike may be of samples or of fields,
+            all tensors of the batch share, or the number that a graph library's batch
+            states. A list of tensors that are all alike may be of samples or of fields,
             and is refused without `size`.
         mask: path of a tensor of 0/1 or real-valued sample weights; its sum counts.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
@@ -207,7 +207,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def check_reduction(strategy: AccumulationStrategy) -> None:
-    """Refuse a `loss_reduction` that is none of the known ones."""
+    """Refuse an unknown `loss_reduction`."""
     if strategy.loss_reduction not in get_args(LossReduction):
         raise TrainkitError(
             f"{type(strategy).__name__} loss_reduction: must be 'mean', 'sum' or "

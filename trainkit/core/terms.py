@@ -1,4 +1,4 @@
-"""A loss of several terms, each with a denominator of its own."""
+"""Losses of several terms, each with a denominator of its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def named_strategies(strategy: Any) -> dict[str, AccumulationStrategy]:
 
 
 def leading(strategies: Strategies) -> AccumulationStrategy:
-    """The first term's, by which the window as a whole is measured."""
+    """The first term's strategy, which measures the window as a whole."""
     if not strategies:
         raise TrainkitError(
             "strategy: the module has not said yet what a micro-batch weighs. Set "

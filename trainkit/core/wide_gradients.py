@@ -61,7 +61,7 @@ class WideGradients:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those whose gradients are added up here."""
+        """The parameters whose gradients are added up here."""
         return list(self._known.values())
 
     def join(self, parameters: Iterable[Tensor]) -> None:
@@ -73,7 +73,7 @@ class WideGradients:
         self._known.update(new)
 
     def others(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the parameters that are not added up here."""
+        """The parameters that are not added up here."""
         return [p for p in parameters if id(p) not in self._known]
 
     def stand_in_of(self, parameter: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class WideGradients:
 
 
 def _refuse_unknown_backend(parameters: Iterable[Tensor]) -> None:
-    """Where ranks hold shards that do not say so, nobody may add them up."""
+    """Refuse a backend whose shards cannot be recognised."""
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     if plain:
         raise TrainkitError(

@@ -27,7 +27,7 @@ from trainkit.core.window_stats import COUNT, LARGEST, NUM_COLUMNS, SMALLEST
 
 @dataclass
 class Window:
-    """What one rank has seen of an open window.
+    """One rank's losses, weights and totals in an open window.
 
     Everything is kept as it came and looked at once, when the window closes: a step
     costs a few small operations, however many micro-batches it has.
@@ -162,7 +162,7 @@ class Window:
         self.divisors.append(divided_by)
 
     def copy(self) -> Window:
-        """The same window, whose lists can grow apart."""
+        """A copy of the window with lists of its own."""
         other = replace(self)
         for name, value in vars(other).items():
             if isinstance(value, list):
@@ -222,7 +222,7 @@ class Window:
         return torch.cat([sums, vector(counts, weights.device)])
 
     def _columns_on_host(self) -> Tensor:
-        """The same in plain numbers: each tensor operation costs more than all this."""
+        """The columns in plain numbers: one tensor operation would cost more."""
         weights = cast(list[float], self.weights)
         losses = [
             x.item() * by for x, by in zip(self.losses, self.divisors, strict=True)

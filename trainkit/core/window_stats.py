@@ -1,4 +1,4 @@
-"""What a closed window was, over all ranks."""
+"""Numbers of a closed window, over all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PADDING, TOKENS, SAMPLES = range(7, NUM_COLUMNS)
 
 @dataclass(frozen=True, eq=False)
 class WindowStats:
-    """What a window was, over all ranks.
+    """Loss, weights and counts of a window, over all ranks.
 
     Everything in it has been exchanged when the window closed. Its numbers are 0-d
     tensors on the device: reading one never communicates, and nothing waits for it
@@ -46,7 +46,7 @@ class WindowStats:
     """What the losses were; a sum that stays a sum is divided by nothing."""
 
     def on_host(self) -> WindowStats:
-        """The same, where no device is needed; waits for it."""
+        """A copy on the host; waits for the device."""
         return WindowStats(self.table.cpu(), self.totals.cpu(), self.reduction)
 
     @property

@@ -33,7 +33,7 @@ class ZeroedWatch:
         self._held = HeldGradients(parameters, looks_before=self._looks_before)
 
     def look(self, num_micro_batches: int) -> None:
-        """Look whether it is still there.
+        """Check whether the held gradients are still there.
 
         Args:
             num_micro_batches: how many passes the window has had.
@@ -46,7 +46,7 @@ class ZeroedWatch:
         self.read()
 
     def read(self, *, wait: bool = False) -> None:
-        """Complain of what was found, when it has reached the host."""
+        """Report what was found, once it has reached the host."""
         while self._late and (wait or self._late[0][1].arrived):
             num_micro_batches, reading = self._late.popleft()
             flags = reading.values()

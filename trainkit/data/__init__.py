@@ -1,4 +1,4 @@
-"""Loading: what reaches a training loop, and how it goes on after an interruption."""
+"""Loading: what reaches a training loop, and how it resumes after an interruption."""
 
 import lazy_loader
 

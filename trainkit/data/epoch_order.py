@@ -55,7 +55,7 @@ class EpochOrder(DistributedSampler[Any], ABC):
 
     @property
     def num_rows(self) -> int:
-        """How many the dataset has."""
+        """How many rows the dataset has."""
         return len(cast(Sized, self.dataset))
 
     @property

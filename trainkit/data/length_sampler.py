@@ -51,17 +51,17 @@ class LengthSampler(EpochOrder):
 
     @property
     def sampler(self) -> LengthSampler:
-        """Itself: where Lightning looks for what is to be told the epoch."""
+        """Itself: Lightning calls `set_epoch` on what it finds here."""
         return self
 
     @property
     @abstractmethod
     def num_batches(self) -> int:
-        """How many there are in every epoch, before they are dealt."""
+        """How many batches there are in every epoch, before they are dealt."""
 
     @abstractmethod
     def batches(self) -> list[Batch]:
-        """Those of this epoch, before they are dealt; the same on every rank."""
+        """The batches of this epoch before they are dealt, equal on every rank."""
 
     @property
     def end(self) -> int:

@@ -95,7 +95,7 @@ class PadCollate:
         return batch | self._told(lengths)
 
     def _lengths(self, fields: dict[Any, list[Tensor] | None]) -> list[int] | None:
-        """Of the samples; None where nothing has a length."""
+        """The lengths of the samples; None where nothing has a length."""
         ragged = [name for name in fields if name not in self.fixed]
         for name in ragged if self.of is None else [self.of]:
             found = fields[name]
@@ -104,8 +104,8 @@ class PadCollate:
         if self.of is None:
             return None
         raise TrainkitError(
-            f"PadCollate of: must have a length, received field {self.of!r}, which is "
-            f"none in some sample."
+            f"PadCollate of: must be a field with a length in every sample, received "
+            f"{self.of!r}. Name a field that holds a tensor or a list."
         )
 
     def _stacked(self, name: Any, found: list[Tensor], *, is_as_long: bool) -> Tensor:
@@ -144,7 +144,7 @@ class PadCollate:
         return tuple(slice(all_of_it - size, None) for size, all_of_it in pairs)
 
     def _told(self, lengths: list[int] | None) -> dict[str, Tensor]:
-        """What is added to the batch."""
+        """The mask and lengths that are added to the batch."""
         if self.mask is None and self.lengths is None:
             return {}
         if lengths is None:
@@ -177,7 +177,7 @@ class PadCollate:
         if added and not is_named:
             raise TrainkitError(
                 f"PadCollate mask, lengths: samples must be mappings, so that a batch "
-                f"has names; received {added} for samples that are none."
+                f"has names; received {added} for samples of another type."
             )
         for option, name in (("mask", self.mask), ("lengths", self.lengths)):
             if name in columns:
@@ -273,7 +273,7 @@ def as_tensor(value: Any) -> Tensor | None:
 
 
 def _is_array(value: Any) -> bool:
-    """Of numbers: numpy's texts, dates and objects are none."""
+    """Whether it is an array of numbers, not of texts, dates or objects."""
     return hasattr(value, "__array__") and value.__array__().dtype.kind in "biufc"
 
 

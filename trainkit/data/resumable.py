@@ -1,4 +1,4 @@
-"""A loader that goes on at the very row where an interrupted run stopped."""
+"""A loader that resumes at the very row where an interrupted run stopped."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ResumableLoader(DataLoader[Any]):
     training reads batches, a validation or a look at samples, give that a loader of its
     own, or its place is what a checkpoint taken then holds.
 
-    What cannot go on exactly is what worker processes draw at random for each row: they
-    start anew. Draw it from a generator that is seeded by the row.
+    Random numbers that worker processes draw for each row cannot resume exactly: the
+    workers start anew. Draw them from a generator that is seeded by the row.
 
     Args:
         dataset: with a length and rows by index.
@@ -105,7 +105,7 @@ class ResumableLoader(DataLoader[Any]):
             dataset = Filled(dataset, weigh_nothing)
         options.setdefault("generator", torch.Generator())
         super().__init__(dataset, **how, **options)
-        # Where Lightning looks for what is told the epoch and deals to the ranks.
+        # Where Lightning looks for the object that knows the epoch and the ranks.
         self.__dict__["sampler"] = self._order = order
         # Under their own names, as Lightning reads them to make a loader anew.
         self.shuffle, self.seed = order.shuffle, order.seed
@@ -148,7 +148,7 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after what was read; refuses where that cannot be told."""
+        """Resume after the rows that were read; refuse a state that does not fit."""
         _check_state(state_dict)
         if 0 < state_dict["position"] < state_dict["end"]:
             for name, value in self._order.described().items():
@@ -210,7 +210,7 @@ def _check_batch_sampler(
 
 
 def _takes_no_other_order(options: dict[str, Any]) -> bool:
-    """Whether the rows are to be read as they stand: Lightning makes a loader anew
+    """Whether a dataset fixes the order of its own rows: Lightning makes a loader anew
     with a `SequentialSampler` for `overfit_batches`."""
     sampler = options.pop("sampler", None)
     if sampler is not None and not isinstance(sampler, SequentialSampler | RowSampler):
@@ -227,8 +227,8 @@ def _check_in_order(options: dict[str, Any]) -> None:
     """Only where batches come in the order of their rows is a count of them a place."""
     if not options.get("in_order", True):
         raise TrainkitError(
-            "ResumableLoader in_order: must be True, since a run that goes on needs to "
-            "know which rows were read, received False. Leave it out."
+            "ResumableLoader in_order: must be True, since a resumed run needs to know "
+            "which rows were read, received False. Leave it out."
         )
 
 
@@ -244,9 +244,9 @@ def _check_state(state_dict: dict[str, Any]) -> None:
 
 def _refuse_earlier(epoch: int, *, saved: int) -> None:
     raise TrainkitError(
-        f"ResumableLoader: was saved in epoch {saved}, and is told that this is epoch "
-        f"{epoch}. Call loader.sampler.set_epoch({saved}) before the epoch that goes "
-        f"on. With Fabric leave this loader out of setup_dataloaders, which counts "
+        f"ResumableLoader: was saved in epoch {saved}, but set_epoch() announced "
+        f"epoch {epoch}. Call loader.sampler.set_epoch({saved}) before the epoch that "
+        f"resumes. With Fabric leave this loader out of setup_dataloaders: it counts "
         f"epochs from 0 (it deals rows to the ranks by itself), and move batches by "
         f"fabric.to_device."
     )

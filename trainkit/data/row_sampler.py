@@ -19,7 +19,7 @@ class RowSampler(EpochOrder):
     The epoch's order is cut into stretches of `batch_size` rows times the number of
     ranks, and each stretch is shared out. So after any number of batches the rows that
     all ranks have read are the first ones of the order, with one rank or with several:
-    that is what lets a run go on at its very row. In the last stretch ranks may differ
+    that is what lets a run resume at its very row. In the last stretch ranks may differ
     by one row. No row is read twice. Rows that do not go round are left out, unless it
     `fills` the places of the other ranks.
 
@@ -138,7 +138,7 @@ class RowSampler(EpochOrder):
 
 
 def check_last(last: object, weigh_nothing: object, *, drop_last: bool) -> None:
-    """Refuse what is no remedy, two at once, and fillers that would weigh something.
+    """Refuse an unknown `last`, two remedies at once, and fillers that weigh something.
 
     Raises:
         TrainkitError: in all these cases.

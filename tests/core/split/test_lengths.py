@@ -182,7 +182,7 @@ def test_lengths_that_fit_two_tensors_in_mid_training_trim_nothing() -> None:
         ("nothing", r"path 'nothing': the batch has nothing at 'nothing'"),
         ("one", r"lengths 'one': must lead to a mask or to integers.*float32\[\]"),
         ("words", r"lengths 'words': must lead to a mask.*list\(str"),
-        ("added", r"lengths 'added': in a mask, 0 is padding.*numbers below 0"),
+        ("added", r"lengths 'added': a mask has 0 for padding.*numbers below 0"),
         ("halves", r"lengths 'halves': lengths must be whole numbers.*0\.5"),
         ("below", r"lengths 'below': lengths must be whole.*\[-1"),
         ("flags", r"lengths 'flags': lengths must be whole.*bool\[4\]"),

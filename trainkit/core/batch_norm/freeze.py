@@ -8,7 +8,7 @@ from trainkit.core.batch_norm.layers import BatchNorm
 
 
 def freeze(layer: BatchNorm) -> None:
-    """Keep a layer in evaluation mode, whoever calls `train()` on it or above it."""
+    """Keep a layer in evaluation mode, even after `train()` on it or a parent."""
     layer.eval()
     layer.train = functools.partial(_stay_frozen, layer)  # type: ignore[method-assign]
 

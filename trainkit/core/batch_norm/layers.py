@@ -87,7 +87,7 @@ def momentum_per_micro_batch(momentum: float, num_micro_batches: int) -> float:
     """
     if momentum >= 1:
         return momentum
-    # The same as above, but exact for the smallest momenta.
+    # 1 - (1 - momentum) ** (1 / n), but exact for the smallest momenta.
     return -math.expm1(math.log1p(-momentum) / num_micro_batches)
 
 

@@ -43,7 +43,7 @@ class Statistics:
 
     @classmethod
     def of(cls, x: Tensor) -> Statistics:
-        """Those of one micro-batch, which may be empty."""
+        """Statistics of one micro-batch, which may be empty."""
         if x.numel() == 0:
             return cls.none(x.shape[1], x.device)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -54,7 +54,7 @@ class Statistics:
         return cls(count, mean.to(dtype), var.to(dtype) * count)
 
     def merged(self, other: Statistics) -> Statistics:
-        """Those of both together (Chan et al. 1979, the parallel variance)."""
+        """Statistics of both together (Chan et al. 1979, the parallel variance)."""
         count = self.count + other.count
         share = other.count / count.clamp(min=1)
         distance = other.mean - self.mean
@@ -63,7 +63,7 @@ class Statistics:
         return Statistics(count, mean, self.deviation + other.deviation + between)
 
     def over(self, ranks: Ranks) -> Statistics:
-        """Those of all ranks together, the same on each to the last bit."""
+        """Statistics of all ranks together, equal on each rank to the last bit."""
         row = torch.cat([self.count.view(1), self.mean, self.deviation])
         table = ranks.share(row).wait()
         channels = self.mean.numel()

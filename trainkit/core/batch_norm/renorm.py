@@ -86,7 +86,7 @@ class BatchRenorm(BatchNorm):
     @torch.no_grad()
     def _corrections(self, var: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         running_std = (self.running_var + self.eps).sqrt()
-        # On the device, so that counting forward passes waits for nothing.
+        # On the device, so that counting forward passes never waits.
         seen = self.num_batches_tracked.to(mean.dtype)
         opened = (seen / self.ramp).clamp(max=1) if self.ramp else seen.clamp(max=1)
         r_max, d_max = 1 + opened * (self.r_max - 1), opened * self.d_max

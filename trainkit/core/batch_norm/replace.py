@@ -112,7 +112,7 @@ def to_sync(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _carried_over(layer: BatchNorm, new: nn.Module) -> nn.Module:
-    # The parameters themselves, not copies: whoever holds one still holds it.
+    # The parameters themselves, not copies: an optimizer that holds one keeps it.
     new.weight, new.bias = layer.weight, layer.bias
     return new
 

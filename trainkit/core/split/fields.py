@@ -66,7 +66,7 @@ def _walk(
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """The named or numbered parts of a container; None for what is none."""
+    """The named or numbered parts of a container; None for any other value."""
     if isinstance(value, Mapping):
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

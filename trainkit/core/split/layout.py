@@ -39,7 +39,7 @@ from trainkit.errors import TrainkitError
 
 @dataclass(frozen=True)
 class Layout:
-    """What a batch was found to be.
+    """The structure of a batch: its fields, rows, and what to trim.
 
     Attributes:
         fields: its parts, in order.
@@ -56,7 +56,7 @@ class Layout:
     trims: Mapping[int, Trims]
 
     def untrimmed(self) -> Layout:
-        """The same, if every micro-batch gets all columns."""
+        """A copy of this layout that gives every micro-batch all columns."""
         groups = [group.untrimmed() for group in self.rows.groups]
         return replace(self, rows=replace(self.rows, groups=groups), trims={})
 
@@ -86,7 +86,7 @@ class LayoutReader:
         """Take a batch apart.
 
         Raises:
-            TrainkitError: its rows cannot be told; the text shows its structure.
+            TrainkitError: its number of rows is unclear; the text shows its structure.
         """
         shared = {id(lookup(batch, path)) for path in self._options.shared}
         self._targets = targets_of(batch, self._strategy)
@@ -225,7 +225,7 @@ class LayoutReader:
 
 
 def _no_count(lengths: Collection[int]) -> str:
-    """What not to share, where a tensor of one number may be a count."""
+    """The warning about a tensor of one number that may be a count."""
     if 1 not in lengths:
         return ""
     return " A count that the loss is divided by is made in training_step, not shared."

@@ -41,7 +41,7 @@ def spans_of(counts: Tensor, *, from_first: bool = False) -> list[Span]:
 
     Returns:
         (first, behind the last) of each row; (0, 1) for a row where nothing counts,
-        since a micro-batch of no columns is none.
+        since a micro-batch needs at least one column.
     """
     marks = counts != 0 if counts.dtype is not torch.bool else counts
     if not marks.shape[1]:
@@ -93,15 +93,15 @@ def group_of_path(
             return Group.make(found.shape[1], spans_of(counts, from_first=True))
     if found.is_floating_point() and bool((found < 0).any()):
         raise TrainkitError(
-            f"MicroBatching lengths {str(path)!r}: in a mask, 0 is padding and what is "
-            f"above 0 is none, received numbers below 0, as in a mask that is added. "
-            f"Name a mask of 0 and 1, or the rows' lengths."
+            f"MicroBatching lengths {str(path)!r}: a mask has 0 for padding and "
+            f"numbers above 0 elsewhere, received numbers below 0, as in a mask that "
+            f"is added. Name a mask of 0 and 1, or the rows' lengths."
         )
     return Group.make(found.shape[1], spans_of(found))
 
 
 def as_tensor(batch: Any, path: Path) -> Tensor:
-    """What a path of lengths leads to, with one entry for each row."""
+    """The tensor at a path of lengths, with one entry for each row."""
     found = lookup(batch, path)
     if not isinstance(found, Tensor):
         try:

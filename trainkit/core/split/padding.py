@@ -19,9 +19,9 @@ def is_padding(values: Any, group: Group, padding: Tensor) -> Answer:
     """Whether a field holds nothing where its rows are padding.
 
     All rows must hold one and the same value behind their ends, and one before their
-    beginnings. Positions may go on, or stop, and rows may be constant or all alike:
-    then columns say nothing. A few entries could be the same by chance, so that they
-    must be 0 or something else that is no value.
+    beginnings. Positions may continue, or stop, and rows may be constant or all alike:
+    then columns prove nothing. A few entries could be equal by chance, so they must be
+    0 or something else that is no value.
 
     >>> group = Group.make(3, [(0, 3), (0, 1)])
     >>> padding = torch.tensor([[False, False, False], [False, True, True]])

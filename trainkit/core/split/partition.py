@@ -116,7 +116,7 @@ def cut_spans(
     overhead: float,
     attention: float = 0.0,
 ) -> list[Run]:
-    """The same for several ragged groups, or rows padded on either side.
+    """Cut rows of several ragged groups, or rows padded on either side.
 
     In each group a row covers a span of columns, and a run as many as from the first
     column to the last that any of its rows covers; what the groups cost adds up. Each

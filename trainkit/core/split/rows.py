@@ -1,4 +1,4 @@
-"""What is known of a loader batch before it is cut: its rows and their lengths."""
+"""Facts about a loader batch before it is cut: its rows and their lengths."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Group:
         return any(start for start, _ in self.spans)
 
     def untrimmed(self) -> Group:
-        """The same, if every micro-batch gets all columns."""
+        """A copy of this group that gives every micro-batch all columns."""
         full = (0, self.padded_length)
         return replace(self, spans=[full] * len(self.spans))
 
@@ -81,13 +81,13 @@ class Rows:
         return self.padded_of(range(self.num_rows))
 
     def padded_of(self, rows: Sequence[int]) -> int:
-        """What a micro-batch of these rows computes."""
+        """The tokens that a micro-batch of these rows computes."""
         if not self.has_lengths:
             return len(rows)
         return len(rows) * width(self.spans, rows)
 
     def real_of(self, rows: Sequence[int]) -> int:
-        """Of this, what is no padding."""
+        """The tokens of these rows without padding."""
         if not self.has_lengths:
             return len(rows)
         return sum([group.lengths[row] for group in self.groups for row in rows])

@@ -70,7 +70,7 @@ class SizeSearch:
         self._proven: list[Point] = []
 
     def begin(self, whole: int) -> None:
-        """A window is to be cut.
+        """Choose the size for the window that is about to be cut.
 
         Args:
             whole: its size as one micro-batch, on the rank where that is the largest.
@@ -88,7 +88,7 @@ class SizeSearch:
         )
 
     def failed(self, size: int) -> None:
-        """Memory ran out in a micro-batch of this size."""
+        """Note that memory ran out in a micro-batch of this size."""
         assert self.limit is not None
         self._failed_at = min(size, self._failed_at or size)
         self._proven = [point for point in self._proven if point[0] < size]
@@ -112,7 +112,7 @@ class SizeSearch:
         seconds: float,
         real: float,
     ) -> None:
-        """A window has run.
+        """Note that a window has run.
 
         Args:
             points: its micro-batches, or the `frontier` of them.
@@ -138,7 +138,7 @@ class SizeSearch:
         self._num_spent = self._num_here = 0
 
     def rest(self) -> None:
-        """A window has run, and there is nothing to tell of it."""
+        """Note that a window has run whose time says nothing."""
         self._quiet += 1
         due = self._grow_after is not None and self._quiet >= self._grow_after
         if due and not self.is_searching:
@@ -222,8 +222,8 @@ class SizeSearch:
     # ---- checkpoints -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with. It may stand on another machine: what was
-        timed is timed again, and what had run there has to run once more."""
+        """The limits that a resumed run begins with. It may run on another machine, so
+        times are taken again, and sizes that ran before have to run once more."""
         return {
             "limit": None if self.is_searching else self.limit,
             "failed_at": self._failed_at,

@@ -36,8 +36,8 @@ Targets = tuple[Tensor, Tensor]
 class Trimming:
     """Says for each field of a batch what to trim.
 
-    A dimension that has once been of another length than the lengths say is none of
-    theirs, and is not taken for one when chance makes it as long.
+    A dimension that once differed from every known length is not ragged, and stays so
+    when chance makes it as long later.
 
     Args:
         ragged: further dimensions to trim, by path; none at all for an empty tuple.
@@ -145,7 +145,7 @@ class Trimming:
         targets: Targets | None,
         is_told: bool,
     ) -> str | None:
-        """What speaks against trimming a field; "" where too little speaks for it."""
+        """The reason not to trim a field; "" if there is too little evidence."""
         shape = field.value.shape
         if not is_told and dims != [1]:
             return (
@@ -235,7 +235,7 @@ def _named_dims(
     *,
     is_first: bool,
 ) -> list[int]:
-    """Those that the user names, and dimension 1 with them where it is ragged."""
+    """The dimensions that the user names, and dimension 1 if it is ragged."""
     shape = field.value.shape
     dims = {dim % len(shape) for dim in extra}
     if dims and is_first:
