@@ -24,7 +24,7 @@ KEY = "trainkit_micro_batching"
 
 
 class SplitCallback(WindowCallback):
-    """Cuts loader batches where it is told to; otherwise as its parent.
+    """Cuts loader batches if `micro_batching` is set; otherwise acts as its parent.
 
     Attributes:
         micro_batching: how to cut them, if they are to be cut.
