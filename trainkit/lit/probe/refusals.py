@@ -1,4 +1,4 @@
-"""Where no size can be found, it is said by name."""
+"""Refuse by name the settings in which no size can be found."""
 
 from __future__ import annotations
 
