@@ -19,7 +19,7 @@ _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def resume(trainer: Any, pl_module: Any) -> None:
-    """To be called in `on_train_start`; does nothing where a run begins."""
+    """Prepare a resumed run, in `on_train_start`; a new run is left as it is."""
     restore_loaders(trainer)
     if leave_ended_epoch(trainer) and trainer.is_global_zero:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for each rank."""
+"""The entries of a checkpoint that differ between ranks."""
 
 from __future__ import annotations
 

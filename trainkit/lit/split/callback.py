@@ -137,7 +137,7 @@ class SplitCallback(WindowCallback):
             self.weigh(loss)
 
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
-        """What `on_before_backward` does in a split window, also without that hook."""
+        """Weigh a micro-batch's loss before its backward pass in a split window."""
         assert self.split is not None
         self._batch_is_unfinished = True
         return self.split.weigh(loss, as_seed=as_seed)
@@ -168,7 +168,7 @@ class SplitCallback(WindowCallback):
         return self._slots(accumulator, told.most_micro_batches()) if told else 0
 
     def forget_means(self) -> None:
-        """What `log_exact` has added up in the batch under way, which is run again."""
+        """Drop what `log_exact` has added up in the batch, which is run again."""
 
     def _num_torn(self) -> int:
         if self.split is None or not self._batch_is_unfinished:

@@ -1,4 +1,4 @@
-"""What `training_step` returns beside the loss, put together from its micro-batches."""
+"""The outputs of `training_step` beside the loss, combined from its micro-batches."""
 
 from __future__ import annotations
 

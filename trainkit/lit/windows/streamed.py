@@ -43,7 +43,7 @@ class _Steps:
         self._unlike = Unlike()
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """What Lightning runs as `training_step`."""
+        """Weigh the batch and run `training_step`."""
         with self._watched():
             self._weigh(batch)
             return self._training_step(batch, *args, **kwargs)
