@@ -139,7 +139,7 @@ class ExactResume(RunCheckpoint):
             if has_callback([logger], "CSVLogger"):
                 yield (
                     "a CSVLogger begins its file anew when a run is resumed, so the "
-                    "rows of before are not in it. Use trainkit.MetricsCSVLogger."
+                    "earlier rows are lost. Use trainkit.MetricsCSVLogger."
                 )
         if threading.current_thread() is not threading.main_thread():
             yield (

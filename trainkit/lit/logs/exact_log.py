@@ -186,7 +186,7 @@ def stage_of(trainer: Any) -> str:
 def _say_beginning_is_missing(names: list[str]) -> None:
     warnings.warn(
         f"log_exact: the checkpoint was taken within an epoch and does not hold what "
-        f"all ranks had added up for {', '.join(names)}, so the mean of this epoch is "
-        f"that of its rest.",
+        f"all ranks had added up for {', '.join(names)}, so the mean covers only the "
+        f"rest of this epoch.",
         stacklevel=2,
     )

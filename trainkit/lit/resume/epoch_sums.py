@@ -70,7 +70,7 @@ class EpochSums(Callback):
             warnings.warn(
                 f"EpochSums: the checkpoint was taken within an epoch and does not "
                 f"hold what the metric objects of {', '.join(objects)} had seen, so "
-                f"their values of this epoch are those of its rest.",
+                f"their values cover only the rest of this epoch.",
                 stacklevel=2,
             )
 

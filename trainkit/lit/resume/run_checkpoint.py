@@ -91,8 +91,8 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         if over > 0 or (over == 0 and is_between):
             self.save(trainer)
         elif is_ending(trainer):
-            # From here it goes on, should the limit be raised; not from the epoch's
-            # end, which comes next and leaves the rest of the epoch out.
+            # The run resumes from here, should the limit be raised; not from the
+            # epoch's end, which comes next and leaves the rest of the epoch out.
             self.save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -193,7 +193,7 @@ class SplitWindows:
         current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
         self._metrics.end_logs()
         if current.returned.is_nothing:
-            if current.tells:  # else the window goes on with its other loader batches
+            if current.tells:  # else other loader batches of the window follow
                 self._accumulator.drop()
             return None
         strategies = self._accumulator.strategies
