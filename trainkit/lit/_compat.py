@@ -194,12 +194,12 @@ def restore_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
 
 
 def restore_loaders(trainer: Any) -> None:
-    """Let the loaders go on where the checkpoint was, if Lightning has not.
+    """Resume the loaders where the checkpoint was, if Lightning has not.
 
-    Whoever asks for `estimated_stepping_batches` in `configure_optimizers` has the
-    loaders set up before Lightning knows their states, which it then leaves unused: the
-    epoch would begin at its first row. To be called in `on_train_start`, and before
-    random states are restored: a new iterator may draw.
+    If `configure_optimizers` asks for `estimated_stepping_batches`, the loaders are set
+    up before Lightning knows their states. It then leaves the states unused, and the
+    epoch would begin at its first row. Call this in `on_train_start`, before random
+    states are restored: a new iterator may draw.
     """
     loop = trainer.fit_loop
     if loop.restarting and loop._combined_loader_states_to_load:
@@ -208,7 +208,7 @@ def restore_loaders(trainer: Any) -> None:
 
 
 def is_within_epoch(trainer: Any) -> bool:
-    """Whether a run goes on within an epoch; to be called in `on_train_start`."""
+    """Whether a run resumes within an epoch; call it in `on_train_start`."""
     return bool(trainer.fit_loop.restarted_mid_epoch)
 
 
@@ -243,7 +243,7 @@ def end_restart(trainer: Any) -> None:
 
 
 def leave_ended_epoch(trainer: Any) -> bool:
-    """Go on with the next epoch where a checkpoint was written after one had ended.
+    """Begin the next epoch if the checkpoint was written after one had ended.
 
     With `max_epochs=-1` Lightning would begin the next with the batch index at which
     the last one ended, and end it too late. To be called in `on_train_start`.

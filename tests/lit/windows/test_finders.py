@@ -155,7 +155,7 @@ def test_search_inside_a_window_is_refused(
     front: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = "taken out, .*inside a window of 2 micro-batches so far.*on_train_epoch_st"
+    text = "taken out .*inside a window of 2 micro-batches so far.*on_train_epoch_st"
     with pytest.raises(TrainkitError, match=text):
         fit(front, RateInsideWindow(num_training_steps=19), window=2)
 

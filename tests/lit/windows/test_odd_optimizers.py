@@ -51,7 +51,7 @@ def test_lbfgs_in_windows_of_several_is_refused(scheduled: bool) -> None:
     scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
     callbacks = [scheduler] if scheduled else []
     fitted = trainer(1 if scheduled else 2, callbacks=callbacks)
-    text = "^LBFGS: .*, and accumulate_grad_batches is 2. Set it to 1"
+    text = "^LBFGS: .* exactly one. accumulate_grad_batches is 2. Set it to 1"
     with pytest.raises(TrainkitError, match=text):
         fitted.fit(WithLBFGS(), micro_batches(SEQUENCES))
     assert fitted.current_epoch == int(scheduled)

@@ -119,7 +119,7 @@ class QuasiNewton(TokenModule):
 
 
 def test_lbfgs_with_several_micro_batches_is_refused() -> None:
-    refused("LBFGS: its closure runs only the last micro-batch", QuasiNewton())
+    refused("LBFGS: its closure repeats only the last micro-batch", QuasiNewton())
 
 
 def test_lbfgs_in_a_schedule_is_refused_when_windows_grow() -> None:

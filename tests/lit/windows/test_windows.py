@@ -165,8 +165,8 @@ def test_epoch_shorter_than_window_is_said_and_equals_big_batch() -> None:
     texts = [str(w.message) for w in said]
     assert [t for t in texts if t.startswith("accumulate")] == [
         "accumulate_grad_batches=64: the epoch has only 10 batches, so no window ever "
-        "fills; every step is divided by what those 10 weigh. Lower it, or give longer "
-        "epochs."
+        "fills; every step is divided by the weight of those 10. Lower it, or make the "
+        "epochs longer."
     ]
     assert_exact(module, big_batch(SEQUENCES, window=64).end)
 

@@ -1,4 +1,4 @@
-"""Saying what accumulation does to BatchNorm, with the remedies by name."""
+"""Warnings of what accumulation does to BatchNorm, with the remedies by name."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ class BatchNormGuard(OrderedCallback):
         if self._chunks > 1:
             self._window = None  # the next batch opens a window that counts them
         if num_rows is not None and micro_batch is not None and seen == micro_batch:
-            # Batch renormalisation goes on with one value, where torch refuses.
+            # Batch renormalisation accepts one value, which torch refuses.
             values = {
                 name: value * num_sharing_ranks(self._layers[name])
                 for name, value in watch.values.items()

@@ -36,11 +36,11 @@ class Policy:
         """A checkpoint is being written."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it must know to go on."""
+        """The policy's state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Training goes on from a checkpoint."""
+        """Restore the policy's state from a checkpoint."""
 
     def end(self) -> None:
         """Training is over: leave the layers as they were, where that is meant."""

@@ -1,4 +1,4 @@
-"""Statistics computed anew before they are used or kept."""
+"""Running statistics that are computed anew before they are used or kept."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _anew(trainer: Any) -> Iterator[Any]:
 
 
 def _fresh(loader: Any) -> Any:
-    """The same loader, whose iteration does not disturb the one under way."""
+    """A copy of the loader, whose iteration does not disturb the one under way."""
     try:
         again = copy.copy(loader)
     except TypeError as error:

@@ -125,7 +125,7 @@ class Sync(Policy):
 
 
 def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
-    """Layers that came after `setup`, and stand in the optimizer already."""
+    """Refuse layers that came after `setup` and are in the optimizer already."""
     if names:
         raise TrainkitError(
             f"BatchNormGuard({policy!r}): {listed(names)} came into "

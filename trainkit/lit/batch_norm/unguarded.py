@@ -11,8 +11,9 @@ from trainkit.lit.callback.table import Row
 
 
 def unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> list[Row]:
-    """What is said of BatchNorm where there is no `BatchNormGuard`; nothing where each
-    window is one micro-batch.
+    """The table's row on BatchNorm without a `BatchNormGuard`.
+
+    There is no row if each window is one micro-batch.
 
     Args:
         trainer: about to train.

@@ -51,7 +51,7 @@ def find_effective_batch(
     micro_batch: float | None = None,
     accumulate: int | None = None,
 ) -> EffectiveBatch | None:
-    """The same, or None where it is not known yet.
+    """The effective batch, or None while it is not known.
 
     Args:
         trainer: in `fit`.
@@ -173,7 +173,7 @@ def _weighs_tokens(strategy: AccumulationStrategy) -> bool:
 
 
 def why_unknown(trainer: Any, unit: Unit) -> str:
-    """In a sentence, for an error."""
+    """Why the effective batch is unknown, as a sentence for an error."""
     windows = windows_of(trainer)
     if windows is None:
         return (

@@ -1,4 +1,4 @@
-"""What trainkit's callbacks have in common: their order, and one table for all."""
+"""Base of trainkit's callbacks: their order, and one table for all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OrderedCallback(Callback):
         trainer.callbacks = [*sorted(ours, key=lambda c: c.order), *others]
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
-        """What it is going to do, for the table before training."""
+        """The callback's rows in the table before training."""
         return []
 
     def on_cut(self, num_micro_batches: int) -> None:
@@ -80,7 +80,7 @@ class WindowOwner(OrderedCallback):
     @property
     @abstractmethod
     def strategy(self) -> AccumulationStrategy:
-        """Says what a micro-batch weighs."""
+        """The strategy that weighs a micro-batch."""
 
     def follow(self, pl_module: Any) -> None:
         """Take over what has been assigned to the module while `fit` runs."""

@@ -1,4 +1,4 @@
-"""What stays of a `fit` when it is over: numbers, and nothing that trained."""
+"""State of a callback after a `fit`: its numbers, and nothing that trained."""
 
 from __future__ import annotations
 

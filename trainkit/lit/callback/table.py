@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 Row = tuple[str, str]
-"""A label and what is said of it."""
+"""A label and its text."""
 
 
 def show(rows: list[Row]) -> None:

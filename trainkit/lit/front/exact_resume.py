@@ -31,7 +31,7 @@ _PARTS = (EpochSums, MetricRows, RandomState, GracefulStop)
 
 
 class ExactResume(RunCheckpoint):
-    """Lets an interrupted run end as it would have ended without the interruption.
+    """Makes an interrupted run end exactly as it would have ended uninterrupted.
 
         trainer = Trainer(
             callbacks=[ExactResume(dirpath="runs/first")],
@@ -44,11 +44,11 @@ class ExactResume(RunCheckpoint):
     in a checkpoint are the ones that the five callbacks write by themselves, so either
     way resumes what the other has saved.
 
-    What would make a resumed run differ is said by name before training: a loader that
-    cannot be resumed, worker processes that draw random numbers, a `CSVLogger`, a
-    folder that the next start will not find, a thread that hears no signals. What
-    stands twice is refused: one of the five callbacks beside it, or another
-    `ModelCheckpoint` that writes `last.ckpt` to the same place.
+    Before training it warns by name of what would make a resumed run differ: a loader
+    that cannot be resumed, worker processes that draw random numbers, a `CSVLogger`, a
+    folder that the next start will not find, a thread that gets no signals. It refuses
+    duplicates: one of the five callbacks beside it, or another `ModelCheckpoint` that
+    writes `last.ckpt` to its folder.
 
     Args:
         dirpath: the folder of `last.ckpt`; default: `checkpoints` in the folder of the
@@ -77,7 +77,7 @@ class ExactResume(RunCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Its name in a checkpoint: the one of a `RunCheckpoint`, whose state it is."""
+        """The name of its state in a checkpoint, which is a `RunCheckpoint`'s name."""
         own, shared = type(self).__qualname__, RunCheckpoint.__qualname__
         return super().state_key.replace(own, shared, 1)
 
@@ -139,7 +139,7 @@ class ExactResume(RunCheckpoint):
             if has_callback([logger], "CSVLogger"):
                 yield (
                     "a CSVLogger begins its file anew when a run is resumed, so the "
-                    "rows of before are not in it. Use trainkit.MetricsCSVLogger."
+                    "earlier rows are lost. Use trainkit.MetricsCSVLogger."
                 )
         if threading.current_thread() is not threading.main_thread():
             yield (
@@ -151,11 +151,11 @@ class ExactResume(RunCheckpoint):
 def without_checkpoint(
     callbacks: Sequence[Callback], dirpath: str | os.PathLike[str] | None = None
 ) -> list[Callback]:
-    """What else of `ExactResume` a run needs whose checkpoints the user chooses.
+    """The parts of `ExactResume` for a run whose checkpoints the user chooses.
 
     Args:
-        callbacks: those that the run has. What is among them is not made again; with
-            an `ExactResume` nothing is missing.
+        callbacks: the run's callbacks. A part that is among them is not made again;
+        with an `ExactResume` nothing is missing.
         dirpath: of the `GracefulStop`.
     """
     if any(isinstance(each, ExactResume) for each in callbacks):
@@ -169,7 +169,7 @@ def without_checkpoint(
 
 
 def find_stop(trainer: Any) -> GracefulStop:
-    """The callback that stops a run, once there is one, of an `ExactResume` or not."""
+    """The `GracefulStop` of a run, alone or as part of an `ExactResume`."""
     for each in trainer.callbacks:
         if isinstance(each, ExactResume):
             return each.stop
@@ -181,8 +181,10 @@ def _stands_in(callbacks: Sequence[Callback], own: Any) -> bool:
 
 
 def _without_leftovers(callbacks: Sequence[Callback]) -> list[Callback]:
-    """All but what was brought by an `ExactResume` that is there no more: Lightning
-    puts what a module's `configure_callbacks` makes in place of the one before."""
+    """All callbacks except those brought by an `ExactResume` that was replaced.
+
+    Lightning replaces it if a module's `configure_callbacks` returns another one.
+    """
     owners = ((each, getattr(each, "brought_by", None)) for each in callbacks)
     return [
         each for each, owner in owners if owner is None or _stands_in(callbacks, owner)

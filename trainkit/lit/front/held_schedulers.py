@@ -23,7 +23,7 @@ class SchedulerHolder(SplitCallback):
 
     @abstractmethod
     def holds_schedulers(self, pl_module: Any) -> bool:
-        """Whether they stay where they are after a step that was skipped."""
+        """Whether the schedulers hold their place after a skipped step."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         release_schedulers(pl_module)  # a copy that was made within a fit
@@ -48,7 +48,7 @@ class SchedulerHolder(SplitCallback):
 
 
 def release_schedulers(module: Any) -> None:
-    """Give the hook back, where it has been taken."""
+    """Give the module its own hook back, if it was replaced."""
     found = vars(module).get(STEP)
     if not isinstance(found, partial) or found.func is not _step_unless_held:
         return

@@ -109,8 +109,7 @@ class AccumulationMixin(_Base):
         return read_effective_batch(trainer)
 
     def __dir__(self) -> list[str]:
-        # Who walks through all attributes, as TorchScript's tracing does, would ask for
-        # it also where it is not known.
+        # TorchScript's tracing reads all attributes, also before this one is known.
         return [name for name in super().__dir__() if name != "effective_batch"]
 
     # ---- hooks -----------------------------------------------------------------------
@@ -130,8 +129,10 @@ class AccumulationMixin(_Base):
     def log(
         self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
     ) -> None:
-        """As Lightning's. In split windows, what the micro-batches of a loader batch
-        log is put together into what the whole batch would have logged, once.
+        """Log a value, as Lightning's `log` does.
+
+        In split windows, the values that a loader batch's micro-batches log are
+        combined into the value that the whole batch would have logged, once.
 
         Args:
             name: of the value.
@@ -158,7 +159,7 @@ class AccumulationMixin(_Base):
         """Run a micro-batch's backward pass, weighted, into an optimizer's window.
 
         With several optimizers each has a window of its own; use `toggle_optimizer` as
-        ever, so that one's loss leaves no gradient in the other's parameters.
+        usual, so that one's loss leaves no gradient in the other's parameters.
 
         Args:
             loss: what the strategy's `loss_reduction` says, undivided.
@@ -167,7 +168,7 @@ class AccumulationMixin(_Base):
             weight: the weight itself, in place of `batch`.
             sync: False leaves the ranks' gradients apart, which saves time on all
                 micro-batches but a window's last: `sync=self.window_ends(batch_idx)`.
-            **backward_options: go on to `manual_backward`, such as `retain_graph`.
+            **backward_options: passed to `manual_backward`, such as `retain_graph`.
         """
         self._refuse_in_automatic("accumulate")
         windows = self._windows()
@@ -203,9 +204,9 @@ class AccumulationMixin(_Base):
         return window_ends(self.trainer, batch_idx, num_expected)
 
     def finish_window(self, optimizer: Any = None) -> WindowStats:
-        """Close an optimizer's window: its gradients become those of the big batch.
+        """Close an optimizer's window: its gradients become the big batch's gradients.
 
-        Then clip, `optimizer.step()` and `optimizer.zero_grad()` as ever.
+        Then clip, `optimizer.step()` and `optimizer.zero_grad()` as usual.
 
         Args:
             optimizer: whose window; needed when there are several. Where one loss
@@ -231,7 +232,7 @@ class AccumulationMixin(_Base):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, as ever, also in `training_step` under a gradient scaler.
+        """Clip gradients, also in `training_step` under a gradient scaler.
 
         There the gradients still carry the scaler's factor (lightning#18089), and the
         limit is multiplied by it.
@@ -350,8 +351,10 @@ def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hide_from_torchscript(cls: type, name: str) -> None:
-    """It would ask each module for the value of a property; which ones it is not to
-    ask for, it looks up in the class itself alone."""
+    """Exclude a property from TorchScript, which would read it on each module.
+
+    TorchScript looks up exclusions in the class itself only.
+    """
     own = getattr_static(AccumulationMixin, name)
     if getattr_static(cls, name) is own:
         setattr(cls, name, own)

@@ -123,8 +123,8 @@ class MixinCallback(SchedulerHolder):
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        # After an epoch's last batch Lightning goes on with the next epoch, without a
-        # hook that tells where that begins.
+        # After an epoch's last batch Lightning continues with the next epoch, and no
+        # hook shows where it begins.
         has_ended = ends_epoch(trainer) and not self.means.is_in_batch
         mine = {} if has_ended else self.means.state_dict("train")
         checkpoint[KEY] = gather(trainer, mine)
@@ -155,13 +155,13 @@ class MixinCallback(SchedulerHolder):
 
 
 def _option(module: Any, name: str) -> Any:
-    """What a module says under a name, or under the longer one, which comes first."""
+    """The value of a module's option; its longer name comes first."""
     longer = getattr(module, f"accumulation_{name}", None)
     return getattr(module, name) if longer is None else longer
 
 
 def strategies_of(pl_module: Any) -> Strategies:
-    """What a mixin module says a micro-batch weighs, by term."""
+    """The strategies of a mixin module, by term."""
     refusals.refuse_no_strategy(pl_module)
     return named_strategies(pl_module.accumulation)
 

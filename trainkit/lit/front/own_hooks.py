@@ -12,8 +12,9 @@ CALLBACKS = "configure_callbacks"
 
 
 class OwnCallbacks:
-    """A class's `configure_callbacks`, in the place of which an instance may have one:
-    what that returns is extended by the mixin's callback.
+    """A `configure_callbacks` that an instance may replace with its own.
+
+    What the instance's own function returns is extended by the mixin's callback.
 
     A data descriptor, since the instance's own function would hide anything else. What
     was set stays in the instance as it is, which can be sent and copied as before.
@@ -40,12 +41,12 @@ class OwnCallbacks:
 
 
 def no_callbacks() -> list[Any]:
-    """An instance's `configure_callbacks` that not even the mixin's is to join."""
+    """A `configure_callbacks` to which the mixin's callback is not added."""
     return []
 
 
 def listed(callbacks: Any) -> list[Any]:
-    """What a `configure_callbacks` returned, as Lightning reads it."""
+    """The result of a `configure_callbacks` as a list."""
     if not callbacks:
         return []
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]

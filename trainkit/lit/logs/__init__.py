@@ -1,1 +1,1 @@
-"""What a training says: monitors, exact means, CSV files, progress."""
+"""Output of a training: monitors, exact means, CSV files, progress."""

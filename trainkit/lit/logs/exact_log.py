@@ -34,7 +34,7 @@ class ExactMeans:
         self._lacks_beginning.discard(stage)
 
     def resume(self, stage: str, device: torch.device) -> None:
-        """An epoch goes on with what was loaded, or begins."""
+        """Resume an epoch with the totals that were loaded, or begin one."""
         self._totals[stage] = {
             name: sums.to(device, totals_dtype(device))
             for name, sums in self._totals.get(stage, {}).items()
@@ -144,7 +144,7 @@ class ExactMeans:
 def shared_out(
     states: list[dict[str, dict[str, Any]] | None], rank: int, world_size: int
 ) -> dict[str, dict[str, Any]]:
-    """What a rank takes up of all ranks' `state_dict`.
+    """A rank's share of all ranks' `state_dict`.
 
     Its own; where there are more ranks now or fewer, the first takes all, since only
     the sum over the ranks counts.
@@ -186,7 +186,7 @@ def stage_of(trainer: Any) -> str:
 def _say_beginning_is_missing(names: list[str]) -> None:
     warnings.warn(
         f"log_exact: the checkpoint was taken within an epoch and does not hold what "
-        f"all ranks had added up for {', '.join(names)}, so the mean of this epoch is "
-        f"that of its rest.",
+        f"all ranks had added up for {', '.join(names)}, so the mean covers only the "
+        f"rest of this epoch.",
         stacklevel=2,
     )

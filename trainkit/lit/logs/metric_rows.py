@@ -1,4 +1,4 @@
-"""Checkpoints know how many rows `metrics.csv` had, and a resumed run begins there."""
+"""Cut `metrics.csv` to the rows that a checkpoint knows, when a run resumes."""
 
 from __future__ import annotations
 

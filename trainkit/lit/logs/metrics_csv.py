@@ -26,8 +26,8 @@ class MetricsCSVLogger(Logger):
     new metric adds a column; the file is then written anew and put in its place in one
     step. Numbers keep all their digits.
 
-    With `MetricRows` among the Trainer's callbacks a resumed run goes on after the last
-    row that its checkpoint knows of: none is there twice and none is lost.
+    With `MetricRows` among the Trainer's callbacks a resumed run continues after the
+    last row that its checkpoint knows of: no row is written twice and none is lost.
 
     Args:
         save_dir: the folder of `metrics.csv`.

@@ -46,8 +46,8 @@ class WindowMonitor(Callback):
     - `window/samples_seen`: the samples of all windows so far, where every batch tells
       how many it has.
 
-    The last two count every window, also those that are not logged, and go on where a
-    checkpoint was written: they are x-axes that a change of the batch does not bend.
+    The last two count every window, also windows that are not logged, and a resumed run
+    continues them: they are x-axes that a change of the batch does not bend.
 
     With several optimizers the keys are `window/0/loss` and so on.
 

@@ -63,7 +63,7 @@ class FoundMicroBatch:
         return [(f"micro-batch {each.size}", str(each)) for each in self.trials]
 
     def rows(self) -> list[Row]:
-        """The same, and what was chosen."""
+        """The sizes tried and the chosen one, as rows of a table."""
         plan = self.plan
         target = "exactly the target" if plan.exact else f"target {plan.target}"
         made = f"{plan.micro_batch} x accumulation {plan.accumulate}"

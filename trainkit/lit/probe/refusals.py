@@ -1,4 +1,4 @@
-"""Where no size can be found, it is said by name."""
+"""Refuse by name the settings in which no size can be found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN_SCHEDULES = {"GradientAccumulationScheduler", "AccumulationSchedule"}
 
 
 def refuse_before_fit(trainer: Any, module: Any) -> None:
-    """What can be known before the Trainer has begun.
+    """Refuse what can be known before the Trainer has begun.
 
     Raises:
         TrainkitError: the module, a callback or the backend leaves no size to find.
@@ -36,7 +36,7 @@ def refuse_before_fit(trainer: Any, module: Any) -> None:
 
 
 def refuse_in_fit(trainer: Any, module: Any) -> None:
-    """What is known once the module is set up.
+    """Refuse what is known once the module is set up.
 
     Raises:
         TrainkitError: its optimizers or its layers leave no size to find.

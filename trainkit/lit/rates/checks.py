@@ -1,4 +1,4 @@
-"""What goes badly with scaled learning rates, said before training."""
+"""Checks before training of what does not work with scaled learning rates."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def announce_frequency(trainer: Any) -> None:
 
 
 def announce_foreign_schedulers(trainer: Any, known: Sequence[str] | None) -> None:
-    """A scheduler of somebody else's may keep rates where nobody finds them."""
+    """Warn of schedulers that are not torch's, which may hold rates out of sight."""
     configs = trainer.lr_scheduler_configs
     for scheduler in every_scheduler(config.scheduler for config in configs):
         kind = type(scheduler)

@@ -61,12 +61,12 @@ class ModelAverages:
         return self._decays[0].k
 
     def follow(self, k: float) -> None:
-        """Go to k times the reference batch."""
+        """Set the decays for k times the reference batch."""
         for decay in self._decays:
             decay.follow(k)
 
     def restore(self) -> None:
-        """Leave behind what was found."""
+        """Set the decays back to their values for the reference batch."""
         self.follow(1.0)
 
     def summary(self) -> str:

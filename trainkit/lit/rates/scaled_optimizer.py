@@ -99,7 +99,7 @@ class ScaledOptimizer:
         )
 
     def follow(self, k: float, *, step: int, warmup_steps: int) -> None:
-        """Go to k times the reference batch, or on towards it."""
+        """Scale to k times the reference batch, or a warm-up step towards it."""
         self._take_in_new_groups()
         self.check_reach(k)
         self.target = checked_factor(f"rule {self.rule.name}", self.rule.lr, k)
@@ -151,7 +151,7 @@ class ScaledOptimizer:
         return found
 
     def summary(self) -> str:
-        """The same for a reader: `lr 0.1 -> 0.2, weight_decay 0.01 -> 0.02`."""
+        """The scaled values as text: `lr 0.1 -> 0.2, weight_decay 0.01 -> 0.02`."""
         texts = [
             f"{name} {brief(before)} -> {brief(after)}"
             for name, (before, after) in self.values().items()
@@ -230,7 +230,7 @@ class ScaledOptimizer:
 
 
 LEFT_SCALED: WeakSet[Any] = WeakSet()
-"""Optimizers that a fit has left scaled, for whoever looks at them afterwards."""
+"""Optimizers that a fit has left scaled, kept so that a later fit can unscale them."""
 
 
 def leave_scaled(scaled: ScaledOptimizer) -> None:

@@ -1,4 +1,4 @@
-"""Copies of a training's schedulers, of which the training does not notice anything."""
+"""Copies of a training's schedulers that do not disturb the training."""
 
 from __future__ import annotations
 

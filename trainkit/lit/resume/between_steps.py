@@ -1,4 +1,4 @@
-"""The moments at which a checkpoint holds all that makes the resumed run the same."""
+"""The moments between steps at which a checkpoint lets a run resume exactly."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from trainkit.lit._compat import (
 
 
 class AtCleanMoments(Callback):
-    """Calls `at_clean_moment` where Lightning goes on exactly from a checkpoint.
+    """Calls `between_steps` at the moments from which Lightning can resume exactly.
 
-    That is at the end of a batch, and at the end of a validation within an epoch. Left
-    out are a batch's end with a validation to follow, which a resumed run would leave
-    out, and an epoch's last batch, whose end it would leave out: the epoch's hooks, its
-    row of metrics, the schedulers that go by these. A checkpoint that falls due there
-    waits for the next batch or the end of that validation. What the module does in its
-    own `on_train_batch_end` comes after all callbacks, and so after the checkpoint.
+    These clean moments are the end of a batch, and the end of a validation within an
+    epoch. Two batch ends do not count: one that a validation follows, since a resumed
+    run would skip that validation; and the epoch's last, since a resumed run would skip
+    the end of the epoch (its hooks, its row of metrics, the schedulers that use them).
+    A checkpoint that is due there waits for the next batch or the end of that
+    validation. The module's own `on_train_batch_end` runs after all callbacks, and so
+    after the checkpoint.
 
-    An epoch that has no such moment, since it is one batch long, say, gets one at its
-    `on_train_epoch_end`: from there Lightning goes on without the schedulers that go by
-    a metric, and with `max_steps` it counts that epoch twice.
+    An epoch without such a moment (of one batch, for example) gets one at its
+    `on_train_epoch_end`. From there Lightning resumes without the schedulers that
+    follow a metric, and with `max_steps` it counts that epoch twice.
     """
 
     _has_been = False
 
     @abstractmethod
-    def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
+    def between_steps(self, trainer: Any, pl_module: Any) -> None:
         """Save, stop, or do nothing."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -59,17 +60,17 @@ class AtCleanMoments(Callback):
             or steps_by_metric(trainer)
         ):
             self._has_been = True
-            self.at_clean_moment(trainer, pl_module)
+            self.between_steps(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         is_within = trainer.state.fn == "fit" and not trainer.sanity_checking
         if is_within and not ends_epoch(trainer):
             self._has_been = True
-            self.at_clean_moment(trainer, pl_module)
+            self.between_steps(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._has_been:
-            self.at_clean_moment(trainer, pl_module)
+            self.between_steps(trainer, pl_module)
 
 
 def ends_epoch(trainer: Any) -> bool:
@@ -79,10 +80,10 @@ def ends_epoch(trainer: Any) -> bool:
 
 
 def put_in_order(trainer: Any) -> None:
-    """Last come those that save, so that what they save is complete.
+    """Move the callbacks that save to the end, so that what they save is complete.
 
-    Callbacks of a `late_place` above 2 come after Lightning's own checkpoints, whose
-    choice of the best they save; one of 1 comes before these.
+    Callbacks with a `late_place` above 2 come after Lightning's own checkpoints and
+    save their choice of the best. Callbacks with 1 come before these.
     """
 
     def place(callback: Any) -> int:

@@ -1,4 +1,4 @@
-"""What `self.log` has kept in an epoch, for the run that goes on with it."""
+"""The sums of `self.log` over an epoch, saved for a run that resumes within it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KEY = "trainkit_epoch_sums"
 class EpochSums(Callback):
     """Saves what `self.log(..., on_epoch=True)` has added up in `training_step`.
 
-    Lightning's checkpoints leave that out: after a resume within an epoch, its mean is
-    that of the rest. Here it goes on, each rank's own, and on fewer ranks also those of
-    ranks that are no more. `trainer.callback_metrics` comes back too, by which
-    schedulers and early stopping go. What a `torchmetrics` object has seen is not
-    saved, and this is said.
+    Lightning's checkpoints leave these sums out, so after a resume within an epoch its
+    mean would cover only the rest. Here each rank continues its own sums. On fewer
+    ranks than before, the sums of missing ranks are shared out.
+    `trainer.callback_metrics` is restored too, since schedulers and early stopping read
+    it. What a `torchmetrics` object has seen is not saved; a warning says so.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class EpochSums(Callback):
             warnings.warn(
                 f"EpochSums: the checkpoint was taken within an epoch and does not "
                 f"hold what the metric objects of {', '.join(objects)} had seen, so "
-                f"their values of this epoch are those of its rest.",
+                f"their values cover only the rest of this epoch.",
                 stacklevel=2,
             )
 

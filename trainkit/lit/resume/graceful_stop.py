@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM stop a run where it can go on exactly, and save it there."""
+"""Stop and save a run on SIGINT or SIGTERM, where it can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class GracefulStop(AtCleanMoments):
     """Ends a run that is asked to stop, after the batch or validation under way.
 
     The first SIGINT (Ctrl+C) or SIGTERM saves `last.ckpt` at the next moment from which
-    Lightning goes on exactly, and ends `fit` with `Stopped`, a `SystemExit` of status
-    130 or 143. The second SIGINT ends it at once, and the checkpoint before stands.
-    Several ranks stop together, whichever of them was asked, and all but the first one
-    with status 0. Validation, test and prediction by themselves end after a batch, each
-    rank by the signals that it got itself; there is nothing to save. If the run ends
-    before such a moment comes, or has taken its last step, it has ended, and was not
-    stopped.
+    Lightning can resume exactly, and ends `fit` with `Stopped`, a `SystemExit` of
+    status 130 or 143. The second SIGINT ends the run at once and leaves the last
+    checkpoint as it is. Several ranks stop together if any of them got the signal; all
+    but the first end with status 0. Validation, test and prediction outside of `fit`
+    end after a batch, on each rank that got the signal itself; there is nothing to
+    save. A run that ends before such a moment comes, or has taken its last step, counts
+    as ended, not as stopped.
 
-    Lightning's own handling of SIGTERM ends a run in states from which it does not go
-    on exactly, and lets ranks communicate inside a signal handler: it is out of force
-    while the run is under way. Python tells only the main thread of signals; a run in
-    another thread is left as it is.
+    Lightning's own handling of SIGTERM ends a run in states from which it cannot resume
+    exactly, and lets ranks communicate inside a signal handler. It is switched off
+    while the run is under way. Python delivers signals to the main thread only; a run
+    in another thread is left as it is.
 
     Args:
         dirpath: the folder of `last.ckpt`, where there is no `RunCheckpoint` that has
@@ -41,8 +41,8 @@ class GracefulStop(AtCleanMoments):
 
     Attributes:
         stopped_by: the signal that ended the run, or None.
-        checkpoint_path: from where the stopped run goes on, or None.
-        caveat: what is to be known of going on there, or empty.
+        checkpoint_path: the checkpoint from which to resume the stopped run, or None.
+        caveat: what differs in the resumed run, or empty.
     """
 
     late_place = 4
@@ -89,7 +89,7 @@ class GracefulStop(AtCleanMoments):
         self._request.look(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
+    def between_steps(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size == 1:
             self._request.look(trainer)  # it may have come in a validation
         # A run that ends by itself needs no checkpoint to resume from.
@@ -154,8 +154,9 @@ class GracefulStop(AtCleanMoments):
         self._note(trainer, self._request.agreed)
         if trainer.state.fn == "fit" and trainer.validating:
             end_validation(trainer)  # the module may be trained on in this process
-        # Where Lightning has started the ranks, it kills the first one when another has
-        # ended otherwise than with 0; if all stop together it has the word.
+        # If Lightning has started the ranks, it kills the first one when another ends
+        # with a status other than 0. All stop together, so the first one's status
+        # counts.
         is_together = trainer.state.fn == "fit" and not trainer.is_global_zero
         raise Stopped(0 if is_together else 128 + self._request.agreed)
 
@@ -164,7 +165,7 @@ class GracefulStop(AtCleanMoments):
         if trainer.state.fn != "fit":
             return
         path, saver = self._path(trainer), _run_checkpoint(trainer)
-        # What stands there may be an earlier run's, unless it is what a run goes on by.
+        # A file there may be from an earlier run, unless this run was resumed from it.
         is_ours = self._has_saved or saver is not None
         if path is not None and is_ours and path.exists():
             self.checkpoint_path = str(path)

@@ -1,4 +1,4 @@
-"""A run that goes on within an epoch, and what Lightning leaves out there."""
+"""Resuming within an epoch, and what Lightning leaves out there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def resume(trainer: Any, pl_module: Any) -> None:
-    """To be called in `on_train_start`; does nothing where a run begins."""
+    """Prepare a resumed run, in `on_train_start`; a new run is left as it is."""
     restore_loaders(trainer)
     if leave_ended_epoch(trainer) and trainer.is_global_zero:
         warnings.warn(
@@ -61,15 +61,15 @@ def _announce_missed_hooks(trainer: Any, pl_module: Any) -> None:
         names = " and ".join(type(each).__name__ for each in missed)
         warnings.warn(
             f"checkpoint: it was taken within epoch {trainer.current_epoch}, and "
-            f"Lightning does not call on_train_epoch_start again when an epoch is gone "
-            f"on with: what {names} sets there is missing until the next epoch. Save "
-            f"it with the checkpoint, or set it in on_train_start as well.",
+            f"Lightning skips on_train_epoch_start when it resumes in mid-epoch, so "
+            f"what {names} sets there is missing until the next epoch. Save it with "
+            f"the checkpoint, or set it in on_train_start as well.",
             stacklevel=2,
         )
 
 
 def _announce_other_data(trainer: Any) -> None:
-    """Of streams; of loaders with a length Lightning itself says it."""
+    """Warn that a stream reads other data; Lightning warns of loaders with a length."""
     why = why_data_differ(trainer)
     if why and reads_ahead(trainer):
         warnings.warn(
@@ -79,8 +79,8 @@ def _announce_other_data(trainer: Any) -> None:
 
 
 def why_data_differ(trainer: Any) -> str:
-    """How a run that goes on within an epoch reads other rows than those that were
-    left, and why; empty where it is exact."""
+    """Why a run resumed within an epoch reads other rows than were left; empty if the
+    rows are exact."""
     loaders = train_loaders(trainer)
     if not all(hasattr(each, "load_state_dict") for each in loaders):
         return (
@@ -96,7 +96,7 @@ def why_data_differ(trainer: Any) -> str:
 
 
 def train_loaders(trainer: Any) -> list[Any]:
-    """The loaders of the training, out of whatever lists and dicts they stand in."""
+    """The training loaders, taken out of any lists and dicts that hold them."""
     return _flattened(trainer.train_dataloader)
 
 

@@ -97,7 +97,7 @@ def without_state(
 def restore(
     state: Mapping[str, Any], accumulators: Mapping[int, Accumulator], pl_module: Any
 ) -> None:
-    """Go on inside the window that `save` has saved."""
+    """Restore the open window that `save` has saved."""
     for index, num_windows in state["num_windows"].items():
         if index in accumulators:
             accumulators[index].num_windows = num_windows

@@ -1,4 +1,4 @@
-"""Random numbers go on where an interrupted run stopped."""
+"""Random generators that continue where an interrupted run stopped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ KEY = "trainkit_random"
 class RandomState(Callback):
     """Saves the states of all random generators, each rank's own, and restores them.
 
-    Python's, NumPy's, torch's and that of the rank's device. So dropout goes on exactly
-    in a resumed run, and so do augmentations of a dataset that is read without workers.
-    They are restored when training begins, after all that Lightning draws on the way
-    there.
+    These are Python's, NumPy's, torch's and the device's generators. So dropout
+    continues exactly in a resumed run, and so do augmentations of a dataset read
+    without workers. They are restored when training begins, after all that Lightning
+    draws on the way there.
 
     A `DataLoader` with `shuffle=True` draws its order from torch's generator when an
-    epoch begins, so within an epoch it cannot go on; a `ResumableLoader` can, and draws
-    nothing.
+    epoch begins, so it cannot be resumed within an epoch. A `ResumableLoader` can, and
+    draws nothing.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds for each rank."""
+"""The entries of a checkpoint that differ between ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def gather(trainer: Any, value: Any) -> list[Any]:
 
 
 def shares(trainer: Any, values: list[Any]) -> list[Any]:
-    """The values that fall to this rank: its own, and in turn those of ranks that are
-    no more."""
+    """The values for this rank: its own, and its share of those of missing ranks."""
     mine = values[trainer.global_rank :: trainer.world_size]
     return [each for each in mine if each is not None]
 

@@ -1,4 +1,4 @@
-"""`last.ckpt`: from where a run goes on exactly, whatever interrupted it."""
+"""`last.ckpt`: the checkpoint from which an interrupted run resumes exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.lit.resume.between_steps import AtCleanMoments, put_in_order
 
 
 class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
-    """Keeps one checkpoint, `last.ckpt`, from which a run goes on exactly.
+    """Keeps one checkpoint, `last.ckpt`, from which a run resumes exactly.
 
         Trainer(callbacks=[
             RunCheckpoint(every_n_train_steps=50),
@@ -28,8 +28,8 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
     It is written under another name and put in its place in one step, so that there is
     a whole one at every moment (of a sharded one, which is a folder, it takes two, and
     between them the one before is `last.ckpt.old`). It is written only where Lightning
-    can go on exactly (see `AtCleanMoments`), and at the end of training. For the best
-    one add Lightning's `ModelCheckpoint(monitor=...)`.
+    can resume exactly (a clean moment, see `AtCleanMoments`), and at the end of
+    training. To keep the best one too, add Lightning's `ModelCheckpoint(monitor=...)`.
 
     Args:
         dirpath: its folder; default: `checkpoints` in the folder of the first logger.
@@ -82,7 +82,7 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._step_before = trainer.global_step
 
-    def at_clean_moment(self, trainer: Any, pl_module: Any) -> None:
+    def between_steps(self, trainer: Any, pl_module: Any) -> None:
         step = trainer.global_step
         over = step - self._saved_step - self.num_steps_apart
         # Between windows there are no partial gradients to save. Where a window's end
@@ -92,8 +92,8 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         if over > 0 or (over == 0 and is_between):
             self.save(trainer)
         elif is_ending(trainer):
-            # From here it goes on, should the limit be raised; not from the epoch's
-            # end, which comes next and leaves the rest of the epoch out.
+            # The run resumes from here, should the limit be raised; not from the
+            # epoch's end, which comes next and leaves the rest of the epoch out.
             self.save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -102,7 +102,7 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
-        """Nothing: after an exception the state is torn. The last one stands."""
+        """Save nothing, since the state is torn; the last checkpoint stays."""
 
     def save(self, trainer: Any) -> None:
         """Write `last.ckpt`, if there is something new; to be called by every rank."""
@@ -118,7 +118,7 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
 
 
 def save_whole(trainer: Any, path: Path) -> None:
-    """Write a checkpoint that is there as a whole or not at all.
+    """Write a checkpoint that exists completely or not at all.
 
     Lightning writes it in the system's temporary folder and moves it; where that is
     another file system, this is a copy, and a killed process leaves a part of one.

@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Hears SIGINT and SIGTERM, and tells the other ranks of them.
+    """Hears SIGINT and SIGTERM, and lets the other ranks know.
 
     Attributes:
         heard: the first signal that this process got, or 0.

@@ -45,7 +45,7 @@ def draws_in_workers(loader: Any) -> bool:
 
 
 class _Look(Dataset[bool]):
-    """Reads once, and says whether random numbers were drawn."""
+    """A data set that reads rows once and returns whether random numbers were drawn."""
 
     def __init__(self, dataset: Any, collate: Any, *, in_batches: bool) -> None:
         self.dataset, self.collate, self.in_batches = dataset, collate, in_batches

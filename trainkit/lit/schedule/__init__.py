@@ -1,1 +1,1 @@
-"""How large windows become while training goes on: the schedule and its steps."""
+"""The schedule that changes the size of windows during training, and its steps."""

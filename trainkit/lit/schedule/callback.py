@@ -1,4 +1,4 @@
-"""Windows of another size as training goes on."""
+"""The callback that changes the size of windows during training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.lit.schedule import checks
 
 
 class AccumulationSchedule(OrderedCallback):
-    """More or fewer micro-batches in a window, as training goes on.
+    """Changes the number of micro-batches in a window during training.
 
         AccumulationSchedule({0: 8, 10: 4, 20: 1})  # from epoch 10 on, 4
         AccumulationSchedule({0: 1, 500: 4}, unit="step")

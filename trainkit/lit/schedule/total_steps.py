@@ -1,4 +1,4 @@
-"""How many optimizer steps a training takes, whoever sets the size of its windows."""
+"""The number of optimizer steps in a training, with or without a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether micro-batches weigh on the device what their window was told they weigh."""
+"""A check that micro-batches weigh on the device what they weighed on the host."""
 
 from __future__ import annotations
 

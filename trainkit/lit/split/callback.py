@@ -24,7 +24,7 @@ KEY = "trainkit_micro_batching"
 
 
 class SplitCallback(WindowCallback):
-    """Cuts loader batches where it is told to; otherwise as its parent.
+    """Cuts loader batches if `micro_batching` is set; otherwise acts as its parent.
 
     Attributes:
         micro_batching: how to cut them, if they are to be cut.
@@ -137,7 +137,7 @@ class SplitCallback(WindowCallback):
             self.weigh(loss)
 
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
-        """What `on_before_backward` does in a split window, also without that hook."""
+        """Weigh a micro-batch's loss before its backward pass in a split window."""
         assert self.split is not None
         self._batch_is_unfinished = True
         return self.split.weigh(loss, as_seed=as_seed)
@@ -168,7 +168,7 @@ class SplitCallback(WindowCallback):
         return self._slots(accumulator, told.most_micro_batches()) if told else 0
 
     def forget_means(self) -> None:
-        """What `log_exact` has added up in the batch under way, which is run again."""
+        """Drop what `log_exact` has added up in the batch, which is run again."""
 
     def _num_torn(self) -> int:
         if self.split is None or not self._batch_is_unfinished:

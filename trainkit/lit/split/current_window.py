@@ -26,7 +26,9 @@ class CurrentWindow:
         logs: what has been logged in it.
         returned: what its micro-batches have returned.
         micro_batch: the micro-batch that runs.
-        at: that which is being brought to the device, or runs: where memory runs out.
+        at: the micro-batch that is on its way to the device, or runs; if memory runs
+        out,
+            it ran out there.
         value: its loss, as reported.
         is_forward_only: whether nothing runs backward.
     """

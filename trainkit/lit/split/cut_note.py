@@ -14,8 +14,8 @@ MOST_SHOWN = 8
 
 
 def add_note(error: Exception, loader_batch: Any, current: CurrentWindow) -> None:
-    """Say with an error of the user's code what the code was given, and which option
-    gives it something else.
+    """Add a note to an error of the user's code: what the code got, and which option
+    changes that.
 
     Errors of our own say it themselves, and memory that runs out is no matter of
     sizes that do not match. Python 3.10 has no notes.

@@ -1,4 +1,4 @@
-"""Rows that fill places must weigh nothing under the strategy that is used."""
+"""Check that rows which only fill places weigh nothing under the strategy."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _weigh(trainer: Any, pl_module: Any, strategy: Any, batch: Any) -> float:
 def _weight_among(
     combined: Any, loader: ResumableLoader, batch: Any, weigh: Callable[[Any], float]
 ) -> float:
-    """What a batch weighs where the other loaders have ended, or else go on."""
+    """The weight of a batch if the other loaders have ended, or continue."""
     try:
         return weigh(_among(combined, loader, batch, None))
     except Exception:

@@ -148,7 +148,7 @@ class HeldLogs:
 
 
 def is_loggable(value: Any) -> bool:
-    """Whether it is what Lightning logs; it says itself what it refuses."""
+    """Whether Lightning can log the value; Lightning itself refuses other values."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, Number | Metric)

@@ -110,13 +110,13 @@ class MetricCalls:
             self.value = self.metric.compute(*args, **kwargs)
 
     def reset_late(self) -> None:
-        """What the window has shown is logged: now it may begin anew."""
+        """Do the resets that have waited until the window's values were logged."""
         if self._resets_late:
             self.metric.reset()
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is asked of it any more."""
+        """Forget what was asked of the metric object."""
         self._asked, self._resets_late = None, False
 
     @property
@@ -196,5 +196,5 @@ def compute_all(calls: list[MetricCalls]) -> None:
 
 
 def are_alone() -> bool:
-    """There are no other ranks to ask, says this to torchmetrics in `compute`."""
+    """False: `compute` of torchmetrics must not ask other ranks."""
     return False

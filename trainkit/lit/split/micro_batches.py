@@ -130,7 +130,7 @@ class MicroBatches:
         ]
 
     def shared_fields(self) -> SharedFields | None:
-        """What every micro-batch of the loader batch gets whole, to be looked at."""
+        """The fields that every micro-batch gets whole, to be checked for changes."""
         if not self._cutter.shared:
             return None
         is_first, self._has_shared = not self._has_shared, True
@@ -188,7 +188,7 @@ def _verify_cut(
     micro_batches: Sequence[WeighedMicroBatch],
     strategies: Strategies,
 ) -> None:
-    """In the first window: are the parts what was to be cut, and weigh they as much?"""
+    """Check in the first window that rows and weights of the parts add up."""
     rows = sorted(row for micro_batch in micro_batches for row in micro_batch.cut.rows)
     if rows != list(range(len(rows))):
         raise TrainkitError(

@@ -1,4 +1,4 @@
-"""What `training_step` returns beside the loss, put together from its micro-batches."""
+"""The outputs of `training_step` beside the loss, combined from its micro-batches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Returned:
     def as_one(
         self, strategies: Strategies, micro_batches: Sequence[WeighedMicroBatch]
     ) -> Any:
-        """What `training_step` would have returned for the whole loader batch."""
+        """The output that `training_step` would have returned for the whole batch."""
         counting = [each for each in micro_batches if each.counts]
         first = next(iter(strategies))
         weights = {t: [each.weights[t] for each in counting] for t in strategies}

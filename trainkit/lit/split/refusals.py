@@ -1,4 +1,4 @@
-"""What a split window cannot be is refused by name, at the latest in the first one."""
+"""Refuse by name what split windows cannot do, at the latest in the first one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_wrong_type(options: Any) -> None:
 def refuse_before_training(
     trainer: Any, pl_module: Any, options: MicroBatching, strategies: Strategies
 ) -> None:
-    """What can be known before the first batch."""
+    """Refuse what can be known before the first batch."""
     name = type(pl_module).__name__
     if not pl_module.automatic_optimization:
         raise TrainkitError(
@@ -50,7 +50,7 @@ def refuse_before_training(
 
 
 def _refuse_or_announce_uniform(options: MicroBatching) -> None:
-    """It counts what is cut at will: a comparison at best, with a cut that stays."""
+    """Refuse `Uniform()` with "auto", else warn: its step depends on the cut."""
     if options.is_auto:
         raise TrainkitError(
             'MicroBatching("auto"): Uniform() counts micro-batches, and their number '
@@ -78,7 +78,7 @@ def refuse_terms_of_several_batches(trainer: Any, strategies: Strategies) -> Non
 
 
 def refuse_untold_terms(strategies: Strategies) -> None:
-    """Several terms in a streamed window."""
+    """Refuse a loss of several terms in a streamed window."""
     if len(strategies) > 1:
         raise TrainkitError(
             f"accumulation: the terms {sorted(strategies)} have denominators of their "

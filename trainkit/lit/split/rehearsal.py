@@ -21,7 +21,7 @@ def rehearsed(
         strategies: of the loss, by term.
         batch: on the device.
         *args: what `training_step` gets besides.
-        **kwargs: the same, by name.
+        **kwargs: further keyword arguments of `training_step`.
     """
     with replaced(pl_module, log=uncompiled(pl_module, _unheard)):
         output = pl_module.training_step(batch, *args, **kwargs)

@@ -34,7 +34,7 @@ class Failure:
 
 
 class FixedSizes:
-    """The user has said the size; what does not fit is the user's to know."""
+    """The size that the user has set; what does not fit is an error."""
 
     catches = False
     shown: int | None = None
@@ -93,7 +93,7 @@ class AutoSizes:
         self._since = 0.0
 
     def begin(self, rows: Rows) -> Limit:
-        """A loader batch is to be cut; every rank comes here."""
+        """The size limit for a loader batch about to be cut; every rank calls this."""
         self._whole, self._in_tokens = rows.padded, rows.has_lengths
         whole = rows.padded
         if self.search.limit is None:
@@ -103,7 +103,7 @@ class AutoSizes:
         return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
 
     def look_at(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """It is cut: ask the other ranks whether they have run such before."""
+        """Ask the other ranks whether they have run such sizes before."""
         self._points = frontier([(m.padded, _longest(m)) for m in micro_batches])
         self._real = sum(m.real for m in micro_batches)
         has_proven = self.search.has_proven(self._points)
@@ -126,7 +126,7 @@ class AutoSizes:
         return not self._unproven
 
     def failed_anywhere(self, failure: Failure | None) -> bool:
-        """Tell how the window went, and hear of the other ranks; all of them act alike.
+        """Agree with all ranks whether the window failed on any of them.
 
         Raises:
             TrainkitError: a single sample does not fit on some rank.
@@ -183,7 +183,7 @@ class AutoSizes:
         return "tokens" if self._in_tokens else "rows"
 
     def _shared(self, mine: list[float]) -> Tensor:
-        """What every rank says, a row for each."""
+        """The numbers of all ranks, one row for each."""
         table = torch.zeros(self._ranks.size, len(mine), dtype=torch.float64)
         table[self._ranks.index] = torch.tensor(mine, dtype=torch.float64)
         if self._ranks.size > 1:

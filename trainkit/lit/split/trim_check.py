@@ -65,8 +65,8 @@ class Found(NamedTuple):
 
     Attributes:
         whole: what was measured as the loader padded the rows.
-        trimmed: the same without the columns that are padding in all of them.
-        differs: whether these are not the same.
+        trimmed: what was measured without the columns that are padding in all rows.
+        differs: whether the two differ.
         unmeasured: why nothing can be said.
         is_open: whether a later window may show it.
         error: what `training_step` has raised for the trimmed rows alone.

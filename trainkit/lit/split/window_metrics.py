@@ -120,8 +120,8 @@ class WindowMetrics:
     def open(self, num_micro_batches: int) -> None:
         """A window begins.
 
-        Also that of one micro-batch, where there are other ranks: all must compute at
-        the same moment.
+        With several ranks this includes a window of one micro-batch, since all ranks
+        must compute together.
         """
         if num_micro_batches == 1 and not self._has_ranks:
             return
@@ -232,8 +232,10 @@ class WindowMetrics:
 
 
 def _each_its_own(results: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The same values, none of them under two names: by the tensor that is logged it is
-    known what was logged."""
+    """A copy of the results in which no tensor stands under two names.
+
+    The tensor that is logged shows which result was logged.
+    """
     if len({id(value) for value in results.values()}) == len(results):
         return results
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in results.items()}

@@ -124,12 +124,12 @@ class SplitWindows:
         self._patch.enter_context(calls)
 
     def read_late(self) -> None:
-        """Where an epoch or training ends: complain of what has not been read yet."""
+        """Check what has not been read yet, when an epoch or training ends."""
         if self._arrivals is not None:
             self._arrivals.read_all()
 
     def stop(self) -> None:
-        """Give them back. Nothing of the fit stays but the size that was found."""
+        """Give Lightning's calls back; only the size that was found stays."""
         self._patch.close()
         self.current = None
         kept = {name: it for name, it in vars(self).items() if name in KEPT}
@@ -148,13 +148,13 @@ class SplitWindows:
         return loss
 
     def stash_gradients(self, optimizer: Any) -> None:
-        """Lightning is about to zero the gradients of the window that has just run."""
+        """Put the window's gradients away, before Lightning zeroes them."""
         self._stash = StashedGradients(parameters_of(optimizer))
 
     # ---- a loader batch --------------------------------------------------------------
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """What Lightning runs as `training_step`."""
+        """Run a loader batch in place of `training_step`."""
         is_forward_only = skips_backward(self._trainer)
         self._windows.follow(self._module)
         self._drop_unstepped()
@@ -185,7 +185,7 @@ class SplitWindows:
         self._is_complete = False
 
     def _end(self) -> Any:
-        """What the micro-batches logged and returned becomes that of one batch."""
+        """Combine the logs and outputs of the micro-batches into one batch's."""
         assert (current := self.current) is not None
         self._is_complete = current.closes
         self._metrics.close()
@@ -193,7 +193,7 @@ class SplitWindows:
         current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
         self._metrics.end_logs()
         if current.returned.is_nothing:
-            if current.tells:  # else the window goes on with its other loader batches
+            if current.tells:  # else other loader batches of the window follow
                 self._accumulator.drop()
             return None
         strategies = self._accumulator.strategies

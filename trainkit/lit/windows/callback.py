@@ -34,10 +34,10 @@ from trainkit.lit.windows.streamed import streamed_steps
 
 
 class WindowCallback(WindowOwner):
-    """What the callback for foreign modules and the mixin's have in common.
+    """Base of the callback for foreign modules and of the mixin's callback.
 
-    It stands before all others that look at gradients in `trainer.callbacks`, so that
-    every other callback sees the exact one in `on_before_optimizer_step`.
+    It stands in `trainer.callbacks` before all others that look at gradients, so that
+    they see the exact gradient in `on_before_optimizer_step`.
     """
 
     order = 1
@@ -61,7 +61,7 @@ class WindowCallback(WindowOwner):
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing of one `fit` reaches the next."""
+        """Clear what belongs to one `fit`, so that nothing of it reaches the next."""
         self.accumulators: dict[int, Accumulator] = {}
         self.windows: dict[int, WindowStats] = {}
         self.first_windows = FirstWindows()
@@ -86,7 +86,7 @@ class WindowCallback(WindowOwner):
         return copied_without_fit(self)
 
     def _show_as(self, other: WindowCallback) -> None:
-        """Show the numbers of another one's `fit`."""
+        """Show the numbers of a `fit` that another callback has run."""
         self.windows = {i: stats.on_host() for i, stats in other.windows.items()}
         self.first_windows = other.first_windows
         self._skipped_before = other.num_skipped_steps
@@ -95,7 +95,7 @@ class WindowCallback(WindowOwner):
 
     @property
     def strategy(self) -> AccumulationStrategy:
-        """Says what a micro-batch weighs; with several terms, in the first of them."""
+        """The rule that weighs a micro-batch; with several terms, the first term's."""
         return leading(self.strategies)
 
     @property
@@ -115,12 +115,12 @@ class WindowCallback(WindowOwner):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """What a micro-batch is limited to, where that is found while training runs."""
+        """The size limit of a micro-batch, if training finds it itself; else None."""
         return None
 
     def keep_weights(self, wanted: Callable[[int], bool]) -> None:
-        """Keep single weights in the windows (by index) for which `wanted` is true;
-        every rank must say the same."""
+        """Keep each micro-batch's weight in the windows (by index) that are `wanted`;
+        `wanted` must answer alike on every rank."""
         self._wants_weights.append(wanted)
 
     # ---- before training -------------------------------------------------------------
@@ -195,14 +195,14 @@ class WindowCallback(WindowOwner):
         self._num_closed, self._batch_idx = 0, batch_idx
         if not self.accumulators:
             return
-        if batch_idx == 0:  # GradientAccumulationScheduler has been here by now
+        if batch_idx == 0:  # GradientAccumulationScheduler has run by now
             num_expected = trainer.accumulate_grad_batches
             refusals.refuse_closures_that_repeat(trainer, num_expected)
         if trainer.is_last_batch:
             refusals.refuse_early_end(trainer, self._meeting_point)
 
     def take_calls(self, trainer: Any, pl_module: Any) -> None:
-        """See each batch as `training_step` gets it, until training is over."""
+        """Weigh each batch as `training_step` gets it, until training is over."""
         self._calls.enter_context(streamed_steps(trainer, pl_module, self))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -211,8 +211,9 @@ class WindowCallback(WindowOwner):
             return  # accumulate() weights the loss itself
         accumulator = self.accumulators[0]
         if not accumulator.is_open and not self._gradients_are_fresh:
-            # Lightning zeroes by the batch's index and steps by their number: where
-            # accumulate_grad_batches changes or the loader yields None, it does not.
+            # Lightning zeroes gradients by the batch's index and steps by the number of
+            # batches. If accumulate_grad_batches changes, or the loader yields None,
+            # the two disagree and the old gradients are still there.
             clear_gradients(trainer.optimizers[0])
         num_expected = trainer.accumulate_grad_batches  # Lightning has divided by it
         value = loss.detach()
@@ -262,8 +263,8 @@ class WindowCallback(WindowOwner):
 
         Args:
             trainer: the Trainer.
-            index: whose window.
-            others: optimizers whose gradients come from the same losses.
+            index: the optimizer that the window belongs to.
+            others: further optimizers that train on these losses.
         """
         accumulator = self.accumulators[index]
         for each in (index, *others):
@@ -321,7 +322,7 @@ class WindowCallback(WindowOwner):
             watch.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Nothing of a `fit` stays behind but its numbers."""
+        """Release what the `fit` has held; only its numbers stay."""
         self._calls.close()  # a finder that leaves `fit` early calls this hook alone
         self._wants_weights.clear()
         self._scaler = self.weight = self._meeting_point = None
@@ -333,8 +334,8 @@ class WindowCallback(WindowOwner):
         self._calls.close()
         held = [a.num_micro_batches for a in self.accumulators.values() if a.is_open]
         if held and not isinstance(exception, Stopped):
-            # Only said: a checkpoint that is written because of the exception may
-            # still save the window. The next fit forgets it.
+            # This only warns: a checkpoint that is written because of the exception
+            # may still save the window. The next fit forgets it.
             say_dropped(sum(held), f"{type(exception).__name__} ended training")
         for watch in self._step_watches:
             watch.close()
@@ -369,8 +370,11 @@ class WindowCallback(WindowOwner):
             self._restored = open_window.without_state(checkpoint, num_expected)
 
     def _num_torn(self) -> int:
-        """How many micro-batches a window has that the one under way has been added
-        to: the resumed run will run that one again, and cannot without the others."""
+        """The size of a window whose last micro-batch is under way, else 0.
+
+        A resumed run repeats that micro-batch, so its gradient must not be saved, and
+        it cannot be taken out of the sum.
+        """
         if not self._batch_is_unfinished:
             return 0
         held = sum(a.num_micro_batches for a in self.accumulators.values())
@@ -379,7 +383,7 @@ class WindowCallback(WindowOwner):
     # ---- small things ----------------------------------------------------------------
 
     def index_of(self, trainer: Any, optimizer: Any) -> int:
-        """Which of the Trainer's optimizers this is."""
+        """The optimizer's index among the Trainer's optimizers."""
         wanted = unwrapped(optimizer)
         for index, candidate in enumerate(trainer.optimizers):
             if unwrapped(candidate) is wanted:

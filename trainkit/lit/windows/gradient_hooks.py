@@ -1,4 +1,4 @@
-"""Hooks of the user's that see gradients of a micro-batch, not of the window."""
+"""User hooks that see the gradient of a micro-batch, not of the window."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from trainkit.lit.callback.table import Row
 
 
 def early_hooks(trainer: Any, pl_module: Any, windows: WindowOwner) -> list[Row]:
-    """The row that names them in the table before training; none where each window is
-    one micro-batch.
+    """The row of the table before training that names such hooks.
 
-    A hook that is linear in the gradient (a mask, a factor) gives the big batch's step,
-    one that clips it does not, and only its author knows which one it is.
+    There is no row if each window is one micro-batch.
+
+    A hook that is linear in the gradient (a mask, a factor) gives the big batch's step.
+    A hook that clips does not. Only its author knows which kind it is.
 
     Args:
         trainer: about to train.
         pl_module: what trains.
-        windows: the callback that divides them.
+        windows: the callback that divides windows.
     """
     owners = [pl_module, *trainer.callbacks]
     found = [

@@ -1,7 +1,7 @@
-"""State that `training_step` itself moves, such as a momentum encoder or a centre.
+"""State that `training_step` itself changes, such as a momentum encoder or a centre.
 
-It runs once for each micro-batch, so what it moves once for each batch moves several
-times a step.
+`training_step` runs once for each micro-batch, so such state changes several times in
+an optimizer step.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ Print = tuple[Tensor, torch.Size, torch.dtype]
 
 
 class MovedState:
-    """Looks whether a call of `training_step` changes what no optimizer moves.
+    """Detects that `training_step` changes state which no optimizer moves.
 
-    That is parameters that are frozen or in no optimizer, buffers, and tensors and
-    floats that are attributes of the module or its parts. Values are compared, not
-    versions, which `p.data.mul_()` does not count. Left out: running statistics of
-    normalisation layers and metric objects, of which others speak; what has another
-    shape afterwards, as caches have that follow the input's length; what holds a graph,
-    as kept activations do; whole numbers, which mostly count, and lists, which mostly
-    gather.
+    Such state is: parameters that are frozen or in no optimizer, buffers, and tensors
+    and floats that are attributes of the module or its parts. Values are compared, not
+    versions, because `p.data.mul_()` does not raise the version. Left out are:
 
-    It looks in windows 0, 1, 2, 4, 8, ... of several micro-batches, until it has found
-    something: what moves may begin to move later. It waits for the device there; in
-    other windows it does nothing. It copies no tensor, and looks on the first rank
-    alone: to the others DDP sends the first one's buffers in each forward pass.
+    - running statistics of normalisation layers, and metric objects;
+    - what changes its shape, such as a cache that follows the input's length;
+    - what holds a graph, such as kept activations;
+    - whole numbers, which are mostly counters, and lists, which mostly collect.
+
+    It looks in windows 0, 1, 2, 4, 8, ... of several micro-batches until it has found
+    something, because a change may begin late. In these windows it waits for the
+    device; in others it does nothing. It copies no tensor. It looks on the first rank
+    only, since DDP sends that rank's buffers to the others in each forward pass.
 
     Args:
         pl_module: what trains.
@@ -53,9 +54,9 @@ class MovedState:
         self._has_said = pl_module.global_rank != 0
 
     def watch(self) -> AbstractContextManager[Any]:
-        """To be held around one `training_step`, without its backward pass.
+        """A context around one `training_step`, without its backward pass.
 
-        To be called once in each window of several micro-batches, for its first.
+        Call it once in each window of several micro-batches, for the first of them.
         """
         number, self._num_windows = self._num_windows, self._num_windows + 1
         if self._has_said or number & (number - 1):
@@ -107,7 +108,7 @@ class MovedState:
 
 
 def _parts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module's parts, without those whose state others look after."""
+    """The parts of a module whose state is checked here, with their paths."""
     left_out: set[int] = set()
     for path, module in root.named_modules():
         if isinstance(module, Metric | MetricCollection):
@@ -117,15 +118,18 @@ def _parts(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether torch can sum it."""
+    """Whether torch can sum the tensor."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     is_number = tensor.dtype.is_signed or tensor.dtype.itemsize == 1  # no uint16
     return is_strided and is_number and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _print(tensor: Tensor) -> Tensor:
-    """Its sum and its norm, or of what is no floating point, its entries that are not
-    0; each unchanged tensor gives the same bits again."""
+    """A fingerprint of a tensor; an unchanged tensor gives equal bits again.
+
+    It is the sum and the norm. If the tensor is not floating point, the count of
+    entries that are not 0 takes the norm's place.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype.itemsize == 1:
@@ -141,7 +145,7 @@ def _print(tensor: Tensor) -> Tensor:
 
 
 def _changed(before: Mapping[str, Print], after: Mapping[str, Print]) -> list[str]:
-    """The names of what has other values; one read for each device."""
+    """The names of what has changed its values; reads once from each device."""
     by_device: dict[torch.device, list[str]] = {}
     for name, (numbers, *kind) in after.items():
         if name in before and list(before[name][1:]) == kind:
@@ -164,10 +168,10 @@ def _announce(names: list[str]) -> None:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
         f"training_step has changed {', '.join(names[:3])}{more}, which no optimizer "
-        f"moves. It runs once for each micro-batch, so they change as often as there "
-        f"are micro-batches in a step, and not as with the whole batch: if the loss "
-        f"depends on them, it is another one. Move them in on_before_optimizer_step of "
-        f"the module, which runs once a step in streamed and in split windows; what "
-        f"they need of each micro-batch can be gathered in a list until then.",
+        f"moves. It runs once for each micro-batch, so they change several times in a "
+        f"step, and only once with the whole batch. If the loss depends on them, it "
+        f"differs from the whole batch's loss. Change them in on_before_optimizer_step "
+        f"of the module, which runs once a step in streamed and in split windows; "
+        f"collect what they need of each micro-batch in a list until then.",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""What cannot be exact is refused by name, as early as it can be known."""
+"""Refuse by name what cannot be exact, as early as it can be known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.lit._compat import (
 from trainkit.lit.callback.base import has_callback
 
 PATIENCE = timedelta(minutes=5)
-"""How long a rank whose batches are over waits for the others to say the same."""
+"""How long a rank that has run out of batches waits for the others to run out too."""
 
 
 def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:
@@ -42,20 +42,20 @@ def refuse_no_strategy(pl_module: Any) -> None:
     if pl_module.accumulation is None:
         raise TrainkitError(
             f"{type(pl_module).__name__}.accumulation: a module with AccumulationMixin "
-            f"must say what a micro-batch weighs, and it is None. Set it to what the "
+            f"must say what a micro-batch weighs, received None. Set it to what the "
             f"loss of training_step is a mean over: PerSample() for a mean over "
             f"samples; PerToken() for a mean over labels that are not ignored; "
-            f"Uniform() only where all micro-batches hold equally much, which nobody "
-            f"checks. On the command line: accumulation=per_sample for trainkit train, "
-            f"--accumulation=PerSample for trainkit fit."
+            f"Uniform() only if all micro-batches hold equally much, which is not "
+            f"checked. On the command line: accumulation=per_sample for trainkit "
+            f"train, --accumulation=PerSample for trainkit fit."
         )
 
 
 def refuse_other_micro_batching(before: Any, pl_module: Any) -> None:
     raise TrainkitError(
         f"{type(pl_module).__name__}.micro_batching: it was {before!r} when training "
-        f"began, and {pl_module.micro_batching!r} was assigned since. How batches are "
-        f"cut stays as it is for a whole fit: assign it before trainer.fit()."
+        f"began, and {pl_module.micro_batching!r} was assigned since. The cut cannot "
+        f"change during a fit. Assign it before trainer.fit()."
     )
 
 
@@ -63,9 +63,9 @@ def refuse_backend_that_accumulates(trainer: Any) -> None:
     strategy = trainer.strategy
     if strategy.handles_gradient_accumulation:
         raise TrainkitError(
-            f"strategy {type(strategy).__name__}: it accumulates gradients by itself, "
-            f"out of reach of on_before_optimizer_step, and divides by its own count. "
-            f"Use ddp, fsdp or ModelParallelStrategy."
+            f"strategy {type(strategy).__name__}: it accumulates gradients by itself "
+            f"and divides by its own count, so on_before_optimizer_step cannot correct "
+            f"them. Use ddp, fsdp or ModelParallelStrategy."
         )
 
 
@@ -74,8 +74,9 @@ def refuse_unknown_backend(trainer: Any) -> None:
     if averages_models(strategy):
         raise TrainkitError(
             f"strategy {type(strategy).__name__}(model_averaging_period=...): with "
-            f"post-local SGD the ranks average weights, not gradients, so no gradient "
-            f"is the window's. Remove the averaging period and its communication hook."
+            f"post-local SGD the ranks average weights, not gradients, so no rank has "
+            f"the window's gradient. Remove the averaging period and its communication "
+            f"hook."
         )
     if trainer.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
         raise TrainkitError(
@@ -89,8 +90,8 @@ def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
     for optimizer in map(unwrapped, trainer.optimizers):
         if isinstance(optimizer, LBFGS) and num_micro_batches > 1:
             raise TrainkitError(
-                f"LBFGS: its closure runs only the last micro-batch of a window again, "
-                f"so a window must have one, and accumulate_grad_batches is "
+                f"LBFGS: its closure repeats only the last micro-batch of a window, so "
+                f"a window must have exactly one. accumulate_grad_batches is "
                 f"{num_micro_batches}. Set it to 1, or use another optimizer."
             )
 
@@ -98,9 +99,9 @@ def refuse_closures_that_repeat(trainer: Any, num_micro_batches: int) -> None:
 def refuse_second_closure(num_closed: int) -> None:
     if num_closed > 1:
         raise TrainkitError(
-            "optimizer: it ran its closure twice in one step, and the closure runs "
-            "only the last of the window's micro-batches again. With such an "
-            "optimizer, set accumulate_grad_batches=1."
+            "optimizer: it ran its closure twice in one step, and the closure repeats "
+            "only the last micro-batch of the window. Set accumulate_grad_batches=1 "
+            "for such an optimizer."
         )
 
 
@@ -146,29 +147,29 @@ def refuse_wide_under_scaler(scaler: Any) -> None:
     if scaler is not None:
         raise TrainkitError(
             "wide_gradients=True: under a gradient scaler (precision='16-mixed') the "
-            "parameters are float32, and so are their gradients, which the scaler "
-            "wants to see before the window closes. Leave it out: it is for "
+            "parameters and their gradients are float32 already, and the scaler must "
+            "see the gradients before the window closes. Leave it out: it is for "
             "precision='bf16-true'."
         )
 
 
 def refuse_search_inside_window(accumulators: Iterable[Accumulator]) -> None:
-    """A finder has taken the callback out while a window is open."""
+    """Refuse a finder that takes the callback out while a window is open."""
     held = sum(a.num_micro_batches for a in accumulators if a.is_open)
     if held:
         raise TrainkitError(
-            f"trainer.callbacks: the callback that divides windows was taken out, as "
-            f"Lightning's finders do, inside a window of {held} micro-batches so far, "
-            f"whose gradients the search would zero. Begin the search between two "
-            f"windows: in on_train_epoch_start, say."
+            f"trainer.callbacks: a search (as by Lightning's finders) has taken out "
+            f"the callback that divides windows, inside a window of {held} "
+            f"micro-batches so far. The search would zero their gradients. Begin it "
+            f"between two windows, for example in on_train_epoch_start."
         )
 
 
 def announce_taken_out(callback: Any) -> None:
     warnings.warn(
-        f"{type(callback).__name__}: it is not among trainer.callbacks any more, so "
-        f"that batches run uncut and undivided until it is there again, with plain "
-        f"Lightning's gradients. Said once.",
+        f"{type(callback).__name__}: it is not among trainer.callbacks any more. Until "
+        f"it is there again, batches run uncut and undivided, with plain Lightning's "
+        f"gradients. This warning appears once.",
         stacklevel=2,
     )
 
@@ -202,7 +203,7 @@ def refuse_none_on_last_micro_batch() -> None:
 
 
 def refuse_unequal_loaders(trainer: Any, ranks: Ranks) -> None:
-    """Compare the lengths of the ranks' loaders; once an epoch, which waits."""
+    """Refuse loaders of unequal length; ranks wait for each other, once an epoch."""
     if ranks.size == 1:
         return
     length = trainer.num_training_batches
@@ -212,23 +213,24 @@ def refuse_unequal_loaders(trainer: Any, ranks: Ranks) -> None:
     if len(set(lengths)) > 1:
         raise TrainkitError(
             f"train_dataloader: all ranks must have the same number of batches, and "
-            f"they have {lengths} (-1: unknown). A rank without a batch leaves the "
-            f"others waiting. Use a distributed sampler, or limit_train_batches."
+            f"they have {lengths} (-1: unknown). The others would wait forever for a "
+            f"rank that has no batch. Use a distributed sampler, or "
+            f"limit_train_batches."
         )
 
 
 def make_meeting_point(ranks: Ranks) -> Any:
-    """A group whose barrier can give up; every rank makes it together."""
+    """A group of ranks whose barrier has a time limit; all ranks create it together."""
     if ranks.size == 1:
         return None
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def refuse_early_end(trainer: Any, meeting_point: Any) -> None:
-    """The epoch ends here before its announced length: on the other ranks as well?
+    """Refuse an epoch that ends before its announced length on some ranks only.
 
-    Only a rank that sees its batches end waits, and only where their number was not
-    known: a rank that came alone says so, instead of leaving the others waiting.
+    A rank waits only when its batches have ended and their number was not known. If it
+    waits alone, it raises an error, so that the other ranks do not wait forever.
     """
     num_seen = num_batches_seen(trainer)
     if meeting_point is None or num_seen >= trainer.num_training_batches:
@@ -269,7 +271,7 @@ def announce_finders(trainer: Any) -> None:
 
 
 def announce_short_epoch(trainer: Any) -> bool:
-    """Whether the epoch has fewer batches than a window."""
+    """Warn if the epoch has fewer batches than a window; returns whether it has."""
     expected = trainer.accumulate_grad_batches
     num_batches = trainer.num_training_batches
     if num_batches >= expected or trainer.fast_dev_run:
@@ -278,8 +280,8 @@ def announce_short_epoch(trainer: Any) -> bool:
         warnings.warn(
             f"accumulate_grad_batches={expected}: the epoch has only {num_batches} "
             f"batch{'es' * (num_batches != 1)}, so no window ever fills; every step is "
-            f"divided by what those {num_batches} weigh. Lower it, or give longer "
-            f"epochs.",
+            f"divided by the weight of those {num_batches}. Lower it, or make the "
+            f"epochs longer.",
             stacklevel=2,
         )
     return True
@@ -291,6 +293,6 @@ def announce_undivided_step(index: int) -> None:
         f"since self.finish_window() was not called for it. If its losses come from "
         f"self.accumulate() of another optimizer, close both at once: "
         f"self.finish_window([first, second]). If it has no windows on purpose, ignore "
-        f"this. Said once.",
+        f"this. This warning appears once.",
         stacklevel=2,
     )

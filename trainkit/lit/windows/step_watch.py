@@ -1,4 +1,4 @@
-"""Watching the optimizer's own step, through torch's public step hooks."""
+"""Observation of the optimizer's own step, through torch's public step hooks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainkit.lit._compat import unscales_itself
 
 
 class StepWatch:
-    """Knows whether a window's step was really taken, and refuses undivided ones.
+    """Knows whether a window's step was taken, and refuses undivided steps.
 
-    A gradient scaler that finds an infinity does not call `optimizer.step()`: that is
-    how a skipped step shows, without asking the device. A fused optimizer skips inside
-    its step, and one that is none of torch's own has no hooks; then the scaler's factor
-    falls, which is counted on the device.
+    A gradient scaler that finds an infinity does not call `optimizer.step()`, so a
+    skipped step is seen without asking the device. A fused optimizer skips inside its
+    step, and an optimizer that is not torch's own has no hooks. For these, a fall of
+    the scaler's factor is counted on the device.
     """
 
     def __init__(self, optimizer: Any, accumulator: Accumulator, scaler: Any) -> None:
@@ -42,12 +42,12 @@ class StepWatch:
 
     @property
     def num_skipped(self) -> int:
-        """Steps skipped so far; waits for the device where the factor is read."""
+        """Steps skipped so far; waits for the device if the factor is read."""
         return self._skipped + int(self._times_fallen)
 
     @property
     def skipped_last(self) -> bool:
-        """Whether the window that closed last was not stepped with."""
+        """Whether the step of the window that closed last was skipped."""
         if not self._has_scaler:
             return False
         if self._reads_factor:
@@ -56,13 +56,13 @@ class StepWatch:
         return not self._stepped
 
     def expect_step(self) -> None:
-        """A window closes: its step should follow."""
+        """Note that a window closes, so that its step should follow."""
         self._expects, self._stepped = True, False
         if self._reads_factor:
             self._factor_before = self._factor()
 
     def look(self) -> None:
-        """The batch is over: count the step as taken or skipped."""
+        """Count the step as taken or skipped, when the batch is over."""
         if not self._expects:
             return
         self._expects = False
@@ -72,7 +72,7 @@ class StepWatch:
             self._skipped += 1
 
     def close(self) -> None:
-        """Training is over: only its numbers stay."""
+        """Release all but the numbers, when training is over."""
         if self._reads_factor:
             self._read_factor()
         for hook in self._hooks:

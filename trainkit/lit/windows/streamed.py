@@ -1,4 +1,4 @@
-"""What happens to each loader batch of a streamed window right before its step."""
+"""Weigh each loader batch of a streamed window right before its `training_step`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Steps:
         self._unlike = Unlike()
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """What Lightning runs as `training_step`."""
+        """Weigh the batch and run `training_step`."""
         with self._watched():
             self._weigh(batch)
             return self._training_step(batch, *args, **kwargs)
 
     def _watched(self) -> AbstractContextManager[Any]:
-        """Look what the first step of a window moves, if the window has several."""
+        """A context that detects state moved by the first of several micro-batches."""
         if self._trainer.accumulate_grad_batches == 1:
             return NOTHING
         for accumulator in self._windows.accumulators.values():
@@ -72,7 +72,7 @@ class _Steps:
                 self.say_unlike()
 
     def say_unlike(self) -> None:
-        """Say how unlike the first micro-batches were that counted alike."""
+        """Show how unlike the first micro-batches were that counted alike."""
         row = self._unlike.row()
         if row is not None and self._trainer.is_global_zero:
             show([row])

@@ -1,4 +1,4 @@
-"""Lightning's calls of its strategy object, taken while `fit` runs."""
+"""Replacement of methods of Lightning's strategy object while `fit` runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainkit.lit.windows.refusals import (
 
 @contextmanager
 def taken_calls(trainer: Any, owner: Any, **mine: Callable[..., Any]) -> Iterator[None]:
-    """Let Lightning call methods of ours in place of its strategy object's.
+    """Let Lightning call our methods in place of its strategy object's methods.
 
-    No hook of a callback stands where these do: right around `training_step`, after all
-    hooks that may edit the batch.
+    They run right around `training_step`, after all hooks that may edit the batch. No
+    callback hook runs there.
 
     Args:
         trainer: in `fit`.
@@ -37,8 +37,10 @@ def taken_calls(trainer: Any, owner: Any, **mine: Callable[..., Any]) -> Iterato
 
 
 class _Taken:
-    """Calls ours, or Lightning's own while the callback is taken out: its finders do
-    that while they search, within a training too."""
+    """Calls our method, or Lightning's own while the callback is taken out.
+
+    Lightning's finders take callbacks out while they search, also during a training.
+    """
 
     def __init__(self, trainer: Any, owner: Any) -> None:
         self._trainer = trainer
