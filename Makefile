@@ -25,7 +25,7 @@ side_by_side: $(READY)  ## the same training by plain Lightning, trainkit and th
 	$(BIN)/python recipes/side_by_side.py
 
 test: $(READY)  ## run the tests, on every core
-	# many processes read what one has compiled, so it is written, whatever is set
+	# write bytecode in any case: many processes read what one has compiled
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
 		--numprocesses auto --dist worksteal --durations 10
 

@@ -13,7 +13,7 @@ def run_of(logger: Any) -> Any:
 
 
 def set_run(logger: Any, run: Any) -> None:
-    """Make it the run of a `WandbLogger`: its constructor takes one, but too early."""
+    """Set the run of a `WandbLogger`; its constructor takes one, but too early."""
     logger._experiment = run
 
 
@@ -23,7 +23,7 @@ def is_attached(logger: Any) -> bool:
 
 
 def is_finished(run: Any) -> bool:
-    """Whether somebody has called `finish` on a W&B run: logging to it would raise."""
+    """Whether a W&B run is finished, so that logging to it would raise."""
     return getattr(run, "_is_finished", False)
 
 

@@ -1,4 +1,4 @@
-"""After `trainkit train -m`: its runs in one table, the best first."""
+"""The table of runs after `trainkit train -m`, the best first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Comparison(Callback):
 
     under_way: ClassVar[DictConfig | None] = None
     num_failed: ClassVar[int] = 0
-    """Of the last multirun: a sweeper may go on past failed runs, and say no more."""
+    """Failed runs of the last multirun; a sweeper may ignore them silently."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = config
@@ -51,8 +51,7 @@ class Comparison(Callback):
 
 @contextmanager
 def compared_even_if_some_fail() -> Iterator[None]:
-    """The table also where Hydra does not come to the end of a multirun, because one of
-    its runs has failed or it was interrupted."""
+    """Print the table even if a failed run or an interruption ends the multirun."""
     Comparison.under_way = None
     Comparison.num_failed = 0
     try:
@@ -131,7 +130,7 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def _rank(value: float | None, maximizes: bool) -> tuple[bool, float]:
-    """Those without a metric come last."""
+    """The sort key of a run; runs without a metric come last."""
     if value is None:
         return True, 0.0
     return False, -value if maximizes else value

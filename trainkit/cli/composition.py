@@ -1,4 +1,4 @@
-"""What a `trainkit train` command line composes, to be asked before it runs."""
+"""The configuration of a `trainkit train` command line, before it runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Composition:
             return compose(name, overrides)
 
     def options(self, group: str) -> list[str]:
-        """The choices of a group, with a user's own; empty if there is no such one."""
+        """The choices of a group, with a user's own; empty if it does not exist."""
         if group not in self._options:
             with self._hydra() as (name, overrides):
                 loader = GlobalHydra.instance().config_loader()

@@ -1,4 +1,4 @@
-"""What ends the command, as a message and an exit status."""
+"""Errors that end the command, as a message and an exit status."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainingFailed(Exception):
 
     @classmethod
     def by(cls, error: Exception) -> TrainingFailed:
-        """With the traceback, but for what was refused."""
+        """The failure with its traceback, or with the message alone for a refusal."""
         lines = traceback.format_exception(error)
         if not is_mistake(error):
             return cls("".join(lines))
@@ -44,16 +44,16 @@ class Interrupted(SystemExit):
 
 
 def guarded(call: Callable[[], int]) -> int:
-    """Run something; say in one message what went wrong.
+    """Run a command, and print one message if it fails.
 
-    A mistake of the user's shows no traceback, unless the environment has
+    A user's mistake shows no traceback, unless the environment has
     `TRAINKIT_TRACEBACK=1`.
     """
     try:
         return call()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who was reading has seen enough, as in `... | head`
+    except BrokenPipeError:  # the reader has stopped, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except TrainingFailed as failed:
@@ -68,14 +68,14 @@ def guarded(call: Callable[[], int]) -> int:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether it is about what was asked, and not a fault of a program."""
+    """Whether an error is a mistake of the user's, and not a fault of a program."""
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
     return isinstance(error, TrainkitError) or bool(names & _MISTAKES)
 
 
 def readable(error: BaseException) -> str:
-    """An error's text, that of its causes where there is more in them, and for a key
-    that does not exist those that do."""
+    """An error's text, with more from its causes, and the existing keys for a missing
+    one."""
     if isinstance(error, TrainkitError):
         return str(error)  # it names the thing itself
     lines = _lines(error)

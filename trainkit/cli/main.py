@@ -1,4 +1,4 @@
-"""The `trainkit` command: which sub-commands there are."""
+"""The `trainkit` command and its sub-commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = {
     "predict": ("trainkit.cli.fit.main", "predict with the Lightning CLI"),
     "plan": ("trainkit.cli.plan.main", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
-    "report": ("trainkit.cli.report.main", "draw what a run has logged, again"),
+    "report": ("trainkit.cli.report.main", "draw the charts of a run again"),
     "completion": ("trainkit.cli.completion.main", "print shell completion"),
 }
 
@@ -29,8 +29,8 @@ usage: trainkit COMMAND ...
 
 {commands}
 
-trainkit COMMAND --help says more, trainkit --version which one this is. With
-TRAINKIT_TRACEBACK=1 in the environment, a mistake shows where it was found.
+trainkit COMMAND --help describes a command, trainkit --version prints the version. With
+TRAINKIT_TRACEBACK=1 in the environment, error messages include a traceback.
 """
 
 
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
     """Run a sub-command.
 
     Returns:
-        the exit status: 0; 1 for a training that failed; 2 for a mistake in what was
-        asked; 130 and 143 after SIGINT and SIGTERM.
+        the exit status: 0; 1 for a training that failed; 2 for a mistake in the
+        arguments; 130 and 143 after SIGINT and SIGTERM.
     """
     return guarded(lambda: _dispatch(argv))
 

@@ -59,7 +59,7 @@ def option(argv: Sequence[str], name: str) -> str | None:
 
 
 def key_of(word: str) -> str:
-    """What an override is about.
+    """The key of an override.
 
     >>> key_of("+trainer.devices=2"), key_of("~schedule"), key_of("--cfg")
     ('trainer.devices', 'schedule', '--cfg')
@@ -95,7 +95,7 @@ def unquoted(value: str) -> str:
 
 
 def of_this_job() -> list[str]:
-    """What asks for the job under way again: its overrides, and where its files are."""
+    """The arguments that repeat the current job: its overrides and config folders."""
     from hydra.core.hydra_config import HydraConfig
 
     hydra = HydraConfig.get()

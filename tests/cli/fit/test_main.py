@@ -239,7 +239,7 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
     assert fit("--accumulation=PerToken") == status
     last = Path("checkpoints/last.ckpt").absolute()
     said = capsys.readouterr().out
-    assert f"to go on: the same command with --ckpt_path={last}\n" in said
+    assert f"to resume: the same command with --ckpt_path={last}\n" in said
     assert len(ends) == 1
 
     assert fit("--accumulation=PerToken", f"--ckpt_path={last}") == 0

@@ -180,7 +180,7 @@ SUMMARY: dict[str, Any] = {
         (3, SUMMARY, "finished after 4 optimizer steps"),
         (3, SUMMARY, "off by 5.8% of their size"),
         (3, SUMMARY, "per-device batch 4 x accumulation 4 x ranks 2 = 32 samples"),
-        (9, SUMMARY, "has gone on, up to step 9"),
+        (9, SUMMARY, "resumed, up to step 9"),
         (3, None, "has not ended, or was killed; its last row is of step 3"),
         (3, {**SUMMARY, "effective_batch": None}, "finished after 4"),
     ],
@@ -194,4 +194,4 @@ def test_the_table_on_top_is_the_summary(
     page = page_of(folder)
     table = page.partition('<table class="summary">')[2].partition("</table>")[0]
     assert said in table
-    assert ("gone on" in table) == (last_step == 9)
+    assert ("resumed" in table) == (last_step == 9)

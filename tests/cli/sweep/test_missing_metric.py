@@ -46,7 +46,7 @@ def test_the_closest_name_comes_first() -> None:
     names = [f"grad/{n}" for n in range(20)]
     text = message(sweep(), trial("finished"), ["lr", *names, "val/loss"])
 
-    assert "t has finished and logged no val/los" in text
+    assert "t finished and logged no val/los" in text
     assert "It logged val/loss, " in text
     assert text.count("grad/") + text.count("lr,") == 11
     assert " and 10 more. " in text

@@ -79,10 +79,10 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
             r"lr: must be a mapping, received 0.1. Write lr: \{value: 0.1\}",
         ),
         (with_lr({"vals": [1]}), "has no key 'vals'"),
-        (with_lr({}), "says no values"),
+        (with_lr({}), "must have values"),
         (with_lr({"values": []}), "a list with something in it"),
         (with_lr({"values": 3}), "a list with something in it"),
-        (with_lr({"min": 0.1}), "min and max go together"),
+        (with_lr({"min": 0.1}), "min and max need each other"),
         (with_lr({"min": 0.1, "max": 0.1}), "min must be below max"),
         (with_lr({"min": None, "max": 1}), "min: must be a number, received None"),
         (with_lr({"min": "1e-4", "max": 0.1}), "lr.min: 1e-4 .* Write 0.0001"),
@@ -123,7 +123,7 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
             },
             "early_terminate needs one, and it is missing",
         ),
-        ({**GOOD, "program": None}, "program: must say what a trial runs"),
+        ({**GOOD, "program": None}, "program: must name the program of a trial"),
         ({**GOOD, "command": "python train.py"}, "command: must be a list of words"),
         ({**GOOD, "program": "trainkit"}, r"needs \$\{args_no_hyphens\}"),
         (
@@ -154,10 +154,10 @@ def test_what_wandb_knows_is_taken(parameter: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"a: [", "is no YAML"),
+        (b"a: [", "is not YAML"),
         (b"", "must hold a mapping"),
         (b"- 1", "must hold a mapping"),
-        (b"\xff\xfe\x00a", "is no YAML"),
+        (b"\xff\xfe\x00a", "is not YAML"),
     ],
 )
 def test_an_unreadable_file_is_refused(

@@ -34,7 +34,11 @@ def go_on(*overrides: str) -> int:
     ("change", "text"),
     [
         ("model.d_model=16", "size mismatch for token.weight"),
-        ("optimizer=sgd", "optimizer: must be that of the checkpoint, received SGD"),
+        (
+            "optimizer=sgd",
+            "optimizer: must be of the type that the checkpoint was written with, "
+            "received SGD",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_the_run_as_it_was(
@@ -62,7 +66,7 @@ def test_a_finished_run_says_so_and_stays_as_it_was(
     for words in ([], [], ["trainer.max_steps=3"]):
         assert go_on(*words) == 0
         shown = capsys.readouterr().out
-        assert "it had finished already, after 4 optimizer steps" in shown
+        assert "the run had finished after 4 optimizer steps" in shown
         assert "trainer.max_steps=8" in shown
         assert texts(run) == before
     assert go_on("trainer.max_steps=6", "trainer.accumulate_grad_batches=2") == 0
@@ -77,7 +81,9 @@ def test_a_run_that_came_to_nothing_is_not_the_last(
     run = the_run(tmp_path)
     (tmp_path / "no.ckpt").write_text("this is no checkpoint")
     assert train("ckpt_path=no.ckpt") == 2
-    assert "no.ckpt is not of this configuration, or no ch" in capsys.readouterr().err
+    assert (
+        "no.ckpt does not fit this configuration, or is not" in capsys.readouterr().err
+    )
     assert len(run_dirs(tmp_path)) == 2
     assert go_on("trainer.max_steps=5") == 0
     assert summary_of(run)["steps"] == 5

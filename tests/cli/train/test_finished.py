@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Timer
 from tests.helpers import TokenModule, loader, ragged_sequences, trainer
 from trainkit.cli.train.finished import why_no_more
 
-STEPS = "it had finished already, after 2 optimizer steps"
+STEPS = "nothing to do: the run had finished after 2 optimizer steps"
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,13 @@ STEPS = "it had finished already, after 2 optimizer steps"
         ({"max_epochs": 1}, f"{STEPS}; .* ckpt_path=a.ckpt trainer.max_epochs=2$"),
         (
             {"max_steps": 9, "callbacks": [Timer(timedelta(0))]},
-            r"it had used up its time, trainer.max_time, already, after 0 optimizer "
+            r"the run had used up its time \(trainer.max_time\) after 0 optimizer "
             r"steps; .* trainer.max_time=null, or a longer one$",
         ),
-        ({"limit_train_batches": 0}, "^it had finished already, after 0 optimizer.*s$"),
+        (
+            {"limit_train_batches": 0},
+            "^nothing to do: the run had finished after 0 optimizer.*s$",
+        ),
     ],
 )
 def test_what_had_ended_it_is_named(options: dict[str, Any], text: str) -> None:

@@ -86,7 +86,7 @@ def test_it_ends_as_if_nothing_had_happened(
     run = the_run(tmp_path)
     if status > 0:
         assert summary_of(run)["status"] == "interrupted"
-        assert f"to go on: trainkit train ckpt_path={run}" in killed.stdout
+        assert f"to resume: trainkit train ckpt_path={run}" in killed.stdout
     assert run_here(tmp_path, "ckpt_path=last", "callbacks.killer=null") == 0
     assert the_run(tmp_path) == run
     assert same_weights(weights_of(run), weights_of(whole))

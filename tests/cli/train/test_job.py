@@ -40,7 +40,7 @@ def test_the_status_says_who_stopped_it(
     assert isinstance(left.value, Interrupted) == (status != 0)
     said = capsys.readouterr().out
     assert said == (
-        f"trainkit | stopped by {number.name}; to go on: trainkit train "
+        f"trainkit | stopped by {number.name}; to resume: trainkit train "
         f"'ckpt_path=/a b/last.ckpt'\n"
     )
 

@@ -76,7 +76,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["+logger.mine={a: 1}"], "logger.mine: must say by _target_ what it is"),
         (["+micro_batching.size=3"], "size: is an argument of what micro_batching is"),
         (["+lr_scaling.rule=sqrt"], "no option of lr_scaling is chosen, received 'sqr"),
-        (["paths.root_dir=/dev/null"], "the folder of the run cannot be made"),
+        (["paths.root_dir=/dev/null"], "the folder of the run cannot be created"),
         (["--config-dir=nowhere"], "nowhere' not found"),
     ],
 )

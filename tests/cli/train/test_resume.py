@@ -115,8 +115,8 @@ def test_a_folder_that_is_given_is_where_it_looks() -> None:
     [
         (["ckpt_path=last"], "ckpt_path=last: there is no run in"),
         (["ckpt_path=gone.ckpt"], "received 'gone.ckpt', which does not exist"),
-        (["ckpt_path=last", "-m"], "continues one run"),
-        (["ckpt_path=auto", "-m"], "continues one run"),
+        (["ckpt_path=last", "-m"], "resumes one run"),
+        (["ckpt_path=auto", "-m"], "resumes one run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(words: list[str], text: str) -> None:
@@ -191,7 +191,7 @@ def test_auto_leaves_the_newest_trial_to_its_own_sweep(
 
 def test_a_secret_has_to_be_given_again() -> None:
     made("a", ["+hub.token=<redacted>", "seed=1"], at=1)
-    with pytest.raises(TrainkitError, match=r"hub\.token: was a secret"):
+    with pytest.raises(TrainkitError, match=r"hub\.token: is a secret"):
         expand(["ckpt_path=last"])
     assert "+hub.token=x" in expand(["ckpt_path=last", "+hub.token=x"])
 

@@ -100,7 +100,7 @@ def stop_by_signal(name: str, ranks: str, status: int, where: Path) -> Path:
     found = the_run(where)
     assert summary_of(found)["status"] == "interrupted"
     assert 2 <= summary_of(found)["steps"] < 6
-    assert f"stopped by {name}; to go on: trainkit train ckpt_path=" in stopped.stdout
+    assert f"stopped by {name}; to resume: trainkit train ckpt_path=" in stopped.stdout
     assert stopped.stdout.count("trainkit | stopped by") == 1
     return found
 

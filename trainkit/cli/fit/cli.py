@@ -51,8 +51,8 @@ class TrainkitCLI(LightningCLI):
 
     All of them are off by default. `--accumulation` takes the short name of a strategy
     of trainkit's, or of an imported subclass of your own, or a dotted path, or a YAML
-    file. It works for any module: one with `AccumulationMixin` gets the strategy, any
-    other is left alone and gets the callback.
+    file. It works for any module: one with `AccumulationMixin` gets the strategy; any
+    other stays unchanged, and the callback is added.
 
     Every YAML file may be in Hydra's notation or in Lightning's, or mix them; see
     `trainkit.cli.fit.shared_yaml`. All else, and every argument, is as in
@@ -85,7 +85,7 @@ class TrainkitCLI(LightningCLI):
         return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        # Here, and not in add_arguments_to_parser, which is the user's to override.
+        # Not in add_arguments_to_parser, which users override.
         super().add_default_arguments_to_parser(parser)
         parser.add_subclass_arguments(
             AccumulationStrategy, ACCUMULATION, required=False
@@ -164,8 +164,11 @@ def _refuse_other_namespace(*classes: Any) -> None:
 
 
 def _refusal_in(error: BaseException) -> TrainkitError | None:
-    """jsonargparse wraps what a constructor says into what it tried; before 4.53 only
-    the text tells it, after an optional argument's `None`."""
+    """trainkit's own error inside one of jsonargparse's, or None.
+
+    jsonargparse wraps a constructor's error. Before 4.53 only the text shows it, after
+    an optional argument's `None`.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, TrainkitError):

@@ -29,15 +29,15 @@ _FOUND_BY_LIGHTNING = re.compile(r"(best|last|hpc)$|registry\b|\w+:/")
 class RedactedConfig(SaveConfigCallback):
     """The configuration of a `fit` in its folder, without secrets.
 
-    Where no logger numbers the folders there may be one of an earlier run, or a file
-    that was given with `--config`: it stays, and `config-v1.yaml` is written, as
+    Without a logger that numbers the folders, an earlier run's file or the one given
+    with `--config` may stand there. It stays, and `config-v1.yaml` is written, as
     Lightning names checkpoints.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or self.already_saved:
             return
-        folder = trainer.log_dir  # which all ranks are asked for
+        folder = trainer.log_dir  # every rank must ask for it
         path = _unused(Path(folder or ".", self.config_filename))
         self.config_filename = path.name
         super().setup(trainer, pl_module, stage)
@@ -46,7 +46,7 @@ class RedactedConfig(SaveConfigCallback):
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the four.
+    """Run one of the four sub-commands.
 
     Args:
         argv: the sub-command's name, then its arguments.
@@ -55,8 +55,8 @@ def main(argv: list[str]) -> int:
         the exit status: 0, or 130 and 143 after SIGINT and SIGTERM.
 
     Raises:
-        TrainkitError: a mistake in what was asked.
-        TrainingFailed: what was refused when training had begun.
+        TrainkitError: a mistake in the arguments or the configuration.
+        TrainingFailed: training had begun, and then ended with an error.
     """
     find_modules_here()
     trainers: list[Trainer] = []
@@ -67,15 +67,15 @@ def main(argv: list[str]) -> int:
 
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             trainer: Any = super().instantiate_trainer(**kwargs)
-            # Nothing here takes the place of the `ModelCheckpoint` that Lightning adds
-            # where no other is configured.
+            # None of these keeps Lightning from adding its own `ModelCheckpoint` if
+            # no other is configured.
             trainer.callbacks += without_checkpoint(trainer.callbacks)
             trainers.append(trainer)
             return trainer
 
     try:
         Command(
-            # Lightning warns of arguments beside those of the process.
+            # Lightning warns if it gets arguments that are not the process's own.
             args=None if argv == sys.argv[1:] else argv,
             save_config_callback=RedactedConfig,
             parser_kwargs={"prog": "trainkit", "exit_on_error": False},
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         raise TrainkitError(str(error)) from error
     except Exception as error:
         had_begun = bool(trainers) and trainers[0].global_step > 0
-        if had_begun and is_mistake(error):  # not in what was asked, but come to
+        if had_begun and is_mistake(error):  # a result of training
             raise TrainingFailed.by(error) from error
         raise
     except SystemExit as end:
@@ -98,19 +98,19 @@ def _refuse_absent(ckpt_path: Any) -> None:
     if not Path(ckpt_path).expanduser().exists():
         raise TrainkitError(
             f"ckpt_path: must be a checkpoint, a URL of one, or last, best or hpc, "
-            f"received {str(ckpt_path)!r}, which does not exist. Leave it out to begin "
-            f"anew."
+            f"received {str(ckpt_path)!r}, which does not exist. Leave it out to start "
+            f"a new run."
         )
 
 
 def _unused(path: Path) -> Path:
-    """The path, or with the least `-v1`, `-v2`, ... under which nothing stands."""
+    """The path, with the first of `-v1`, `-v2`, ... that is free if it is taken."""
     others = (path.with_stem(f"{path.stem}-v{n}") for n in count(1))
     return next(each for each in chain([path], others) if not each.exists())
 
 
 def _status(end: SystemExit, trainers: list[Trainer]) -> int:
-    """Of a run that was interrupted, or of `--help` and the like."""
+    """The exit status after an interruption, `--help` and the like."""
     status = end.code
     if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with 1
         status = 130
@@ -121,11 +121,11 @@ def _status(end: SystemExit, trainers: list[Trainer]) -> int:
     if not isinstance(status, int):
         raise end  # with a text, which Python shows
     for trainer in trainers:
-        _say_how_to_go_on(trainer)
+        _say_how_to_resume(trainer)
     return status
 
 
-def _say_how_to_go_on(trainer: Any) -> None:
+def _say_how_to_resume(trainer: Any) -> None:
     stops = [each for each in trainer.callbacks if isinstance(each, GracefulStop)]
     stopped_by = stops[0].stopped_by if stops else None
     if stopped_by is None or not trainer.is_global_zero:
@@ -133,7 +133,7 @@ def _say_how_to_go_on(trainer: Any) -> None:
     how = ""
     if stops[0].checkpoint_path is not None:
         path = shlex.quote(stops[0].checkpoint_path)
-        how = f"; to go on: the same command with --ckpt_path={path}{stops[0].caveat}"
+        how = f"; to resume: the same command with --ckpt_path={path}{stops[0].caveat}"
     elif trainer.state.fn == "fit":
         how = "; nothing was saved"
     print(f"trainkit | stopped by {stopped_by.name}{how}", flush=True)

@@ -1,4 +1,4 @@
-"""Which options `trainkit fit | validate | test | predict` have, as plain data."""
+"""The options of `trainkit fit | validate | test | predict`, as plain data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jsonargparse import ArgumentParser
 from trainkit.cli.fit.cli import TrainkitCLI
 
 Option = tuple[list[str], int | str | None, list[str]]
-"""Its names, argparse's `nargs`, and the values that are known."""
+"""An option's names, argparse's `nargs`, and its known values."""
 
 
 class _Made(Exception):
-    """The parsers stand; nothing is to be parsed."""
+    """Raised when the parsers are made, since nothing is to be parsed."""
 
 
 def options() -> dict[str, list[Option]]:
@@ -48,13 +48,13 @@ def options_of(parser: ArgumentParser) -> list[Option]:
 
 
 def _nargs(action: Any) -> int | str | None:
-    """`--print_config` may stand alone, which only its help shows."""
+    """argparse's `nargs`; only the help shows that `--print_config` needs no value."""
     return "?" if "[" in str(action.metavar) else action.nargs
 
 
 def _choices(action: Any) -> list[str]:
-    """The values of a bool or an enum; or the classes, by their last name where that is
-    enough."""
+    """The values of a bool or an enum; or the classes, by their short names if these
+    are unique."""
     shown = action.metavar or ""
     if isinstance(shown, str) and shown.startswith("{"):
         return shown.strip("{}").split(",")

@@ -1,4 +1,4 @@
-"""The Lightning CLI's parser, which says in one message what was wrong."""
+"""The Lightning CLI's parser, with one short message for a mistake."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainkit.cli.fit import shared_yaml
 # At import, since a parser also arrives pickled, in a process that ddp_spawn starts.
 shared_yaml.register()
 
-# Lines of jsonargparse's messages that speak of its own workings: what is optional
-# there is a union with None, and a nested option an object of its own.
+# Lines of jsonargparse's messages about its own internals: an optional value is a
+# union with None, and a nested option is an object.
 _NOISE = re.compile(
     r"\s*(- )?(Does not validate against any|Subtypes: |Errors:|Given value type: "
     r"|Expected a <class 'NoneType'>|Given value: (NestedArg|Namespace)\()"
@@ -23,10 +23,10 @@ _NO_PATH = re.compile(r"\s*- Expected a path but [^\s/]+(?<!\.yaml)(?<!\.yml) ei
 
 
 class TrainkitParser(LightningArgumentParser):
-    """Lightning's parser, with the choices in place of pages of usage.
+    """Lightning's parser, which lists the choices instead of pages of usage.
 
     Attributes:
-        hints: for an argument, what may be given; added to a message about it.
+        hints: for each argument, its possible values; added to messages about it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class TrainkitParser(LightningArgumentParser):
         self.exit(2, f"{self.prog}: {text}\n")
 
     def _hints(self, message: str) -> list[str]:
-        if not self.hints:  # a parser that jsonargparse makes for what is inside
+        if not self.hints:  # a parser that jsonargparse makes for a nested value
             return []
         key = re.search(r'Parser key "([\w.]+)"', message)
         path = re.search(r"given class_path '([\w.]+)'", message)
@@ -66,7 +66,7 @@ class TrainkitParser(LightningArgumentParser):
 
 
 def readable(message: str) -> str:
-    """A message of jsonargparse's without what speaks of its own workings.
+    """A message of jsonargparse's without the lines about its internals.
 
     >>> print(readable('''Parser key "trainer.max_epochs":
     ...   Does not validate against any of the Union subtypes

@@ -1,11 +1,11 @@
 """The YAML that the Lightning CLI reads: both notations, Hydra's and its own.
 
-What is read is jsonargparse's own dialect, which is OmegaConf's as well (`1e-4` is a
-number). On top of it, in a file:
+The dialect is jsonargparse's, and OmegaConf's as well (`1e-4` is a number). A file may
+also hold:
 
 - `_target_` nodes are read as `class_path` nodes, alone or mixed with them;
 - `${...}` is resolved within the file that has it, `${oc.env:NAME,default}` too;
-- `???`, which must be given, counts as not given.
+- `???` (a value that must be given) counts as not given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MISSING = "???"
 
 
 def register() -> None:
-    """Make the mode known to jsonargparse; again is nothing."""
+    """Register the mode with jsonargparse; a second call changes nothing."""
     set_loader(MODE, load, (TrainkitError,))
 
 
@@ -45,7 +45,7 @@ def load(text: str, path: str = "") -> Any:
         path: the file that holds it, for the message.
 
     Raises:
-        TrainkitError: it is no YAML, or what stands in it cannot be resolved or
+        TrainkitError: it is not YAML, or its content cannot be resolved or
             translated.
     """
     place = f"{path}: " if path else ""
@@ -58,13 +58,13 @@ def load(text: str, path: str = "") -> Any:
         return to_class_path(_without_missing(found))
     except yaml.YAMLError as error:
         raise TrainkitError(
-            f"{place}must be YAML, received what is not: {error}"
+            f"{place}must be YAML, and cannot be read as YAML: {error}"
         ) from (error)
     except OmegaConfBaseException as error:
         raise TrainkitError(
             f"{place}{error.full_key or 'file'}: {str(error).splitlines()[0]}. In a "
-            f"file that the Lightning CLI reads, ${{...}} may name what stands in the "
-            f"same file, or be ${{oc.env:NAME,default}}."
+            f"file that the Lightning CLI reads, ${{...}} may name an entry of that "
+            f"file, or be ${{oc.env:NAME,default}}."
         ) from error
     except TrainkitError as error:
         raise TrainkitError(f"{place}{error}") from error

@@ -71,7 +71,7 @@ def _refuse_without_key(config: DictConfig) -> None:
 
 
 def _quieten() -> None:
-    """What Lightning says of a run that is none."""
+    """Silence Lightning's advice, which a probe does not need."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for known in (r".*treespec, LeafSpec.*", r".*does not have many workers.*"):
         warnings.filterwarnings("ignore", known)

@@ -1,4 +1,4 @@
-"""What `trainkit plan` says: as data with stable keys, and as lines to read."""
+"""The output of `trainkit plan`: data with stable keys, and lines to read."""
 
 from __future__ import annotations
 

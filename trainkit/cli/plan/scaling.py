@@ -21,7 +21,7 @@ EPS = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What was found good, and for which batch.
+    """Good hyperparameters, and the batch that they were found for.
 
     Attributes:
         batch: the effective batch it was found for.

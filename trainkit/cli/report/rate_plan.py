@@ -13,7 +13,7 @@ from trainkit.lit.rates.planned_rates import plan_rates
 
 
 class RatePlanFile(Callback):
-    """Keeps `learning_rate_plan.json`; a run that goes on replaces what is to come.
+    """Keeps `learning_rate_plan.json`; a resumed run replaces the steps to come.
 
     It stands after `LRScaling` and `LearningRates` among the callbacks.
 

@@ -77,7 +77,7 @@ def write_report(folder: RunFolder, *, pictures: bool = True) -> Report | None:
 def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
     """The report of a training that has ended in this process, however it ended.
 
-    What cannot be drawn is said in one line: a training never fails of its report.
+    A failure is printed in one line: a training never fails because of its report.
     """
     try:
         report = write_report(folder, pictures=pictures)
@@ -122,7 +122,7 @@ def summary_rows(facts: dict[str, Any], charts: Charts) -> list[Row]:
         return [("training", said)]
     found = rows(facts)
     if last > facts["steps"]:
-        found.insert(1, ("since then", f"has gone on, up to step {last:,.0f}"))
+        found.insert(1, ("since then", f"resumed, up to step {last:,.0f}"))
     batch = facts.get("effective_batch")
     if batch:
         names = ("micro_batch", "accumulate", "replicas", "unit")

@@ -94,7 +94,7 @@ def _contents(folder: RunFolder) -> list[str]:
 def _effective_batch(
     trainer: Any, sizes: tuple[int, int] | None
 ) -> dict[str, Any] | None:
-    """That of the last step; a schedule may have begun with another."""
+    """The effective batch of the last step; a schedule may have begun with another."""
     if trainer.train_dataloader is None:
         return None  # it ended before there were data
     first, last = sizes or (None, None)

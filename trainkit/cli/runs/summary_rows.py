@@ -1,4 +1,4 @@
-"""What is said of a run that has ended, from its `summary.json`."""
+"""The summary table of a run that has ended, from its `summary.json`."""
 
 from __future__ import annotations
 

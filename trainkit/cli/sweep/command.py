@@ -15,10 +15,10 @@ from trainkit.cli.words import options_first, quoted
 from trainkit.errors import TrainkitError
 
 DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
-"""What W&B runs where a file has no `command`."""
+"""The command that W&B runs if a file has no `command`."""
 
 HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
-"""What hands the arguments to a Hydra application."""
+"""The macros that give the arguments to a Hydra application."""
 
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _BARE = re.compile(r"[A-Za-z0-9_/.+%*@?|-][A-Za-z0-9_/.+%*@?| :-]*")
@@ -47,7 +47,7 @@ def is_trainkit(config: Mapping[str, Any]) -> bool:
 
 
 def fixed_words(config: Mapping[str, Any]) -> list[str]:
-    """What `command` itself says to `trainkit train`, beside the swept arguments.
+    """The arguments of `trainkit train` in `command`, without the swept ones.
 
     >>> command = ["trainkit", "train", "logger=wandb", "-cd", "conf", "${args}"]
     >>> fixed_words({"command": command})
@@ -160,7 +160,7 @@ def check_command(config: Mapping[str, Any], *, where: str) -> None:
     words = template_of(config)
     if "${program}" in words and not config.get("program"):
         raise TrainkitError(
-            f"{where} program: must say what a trial runs, and is missing. Write "
+            f"{where} program: must name the program of a trial, and is missing. Write "
             f'program: train.py, or command: ["${{env}}", "trainkit", "train", '
             f'"${{args_no_hyphens}}"].'
         )

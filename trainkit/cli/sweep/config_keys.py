@@ -1,4 +1,4 @@
-"""The keys that `trainkit train` has, to be asked before a sweep is created."""
+"""The keys of `trainkit train`, checked before a sweep is created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConfigKeys:
     """Which keys and groups the configuration has, with some groups chosen.
 
     Args:
-        words: what the command of all trials says, places of configurations included.
+        words: the arguments that all trials share, with the places of configurations.
         maybe: values by key; those that choose an option of a group are chosen too.
     """
 
@@ -36,15 +36,15 @@ class ConfigKeys:
         self._config: Any = OmegaConf.to_container(config, resolve=False)
 
     def __call__(self, key: str) -> bool:
-        """Whether an override of that key would be taken."""
+        """Whether an override of the key would be accepted."""
         return self._has(key) or bool(key and self.options(key))
 
     def options(self, key: str) -> list[str]:
-        """The choices of a group; empty for what is no group."""
+        """The choices of a group; empty if the key is not a group."""
         return self._groups.options(key)
 
     def close_to(self, key: str) -> str | None:
-        """What may have been meant: the same last part, or much the same letters."""
+        """The key that was probably meant, by its last part or by similar letters."""
         names = self._names(self._config)
         last = key.rpartition(".")[2]
         same_end = [name for name in names if name.rpartition(".")[2] == last]
@@ -70,10 +70,10 @@ class ConfigKeys:
 def check_keys(sweep: SweepFile) -> None:
     """Refuse parameters that `trainkit train` does not have, and unknown choices.
 
-    A program of somebody else's has keys of its own, which only it knows.
+    Other programs are not checked, since only they know their keys.
 
     Raises:
-        TrainkitError: names the parameter and what may have been meant.
+        TrainkitError: names the parameter and the key that was probably meant.
     """
     if not sweep.runs_trainkit:
         return
@@ -86,7 +86,7 @@ def check_keys(sweep: SweepFile) -> None:
     for name in chosen:
         _check_choices(name, every[name], keys, sweep)
     for name in every:
-        # Where a group is swept too, its keys depend on the trial.
+        # If a group is swept too, its keys depend on the trial.
         if not keys(name) and name.partition(".")[0] not in chosen:
             close = keys.close_to(name)
             hint = f" Did you mean {close}?" if close else ""

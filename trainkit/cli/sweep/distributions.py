@@ -30,8 +30,8 @@ DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "beta": ((), ("a", "b")),
     "q_beta": ((), ("a", "b", "q")),
 }
-"""By name: the keys that it needs, and those it also takes; W&B's own schema, in the
-package `sweeps`."""
+"""For each distribution its required and its optional keys, from W&B's own schema in
+the package `sweeps`."""
 
 _IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
@@ -57,14 +57,14 @@ def check_distribution(
     if name == "int_uniform" and not all(isinstance(each, int) for each in bounds):
         raise TrainkitError(
             f"{place}: int_uniform takes whole numbers, received min {bounds[0]} and "
-            f"max {bounds[1]}. Write distribution: uniform for what lies between."
+            f"max {bounds[1]}. Write distribution: uniform for numbers between them."
         )
     if method == "grid" and name not in _IN_A_GRID:
         _refuse_in_a_grid(parameter, name, place)
 
 
 def implied(parameter: Mapping[str, Any]) -> str:
-    """What W&B takes where a parameter names no distribution.
+    """The distribution that W&B uses if a parameter names none.
 
     >>> implied({"values": [1, 2]}), implied({"min": 1, "max": 9})
     ('categorical', 'int_uniform')

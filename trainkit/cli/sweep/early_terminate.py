@@ -1,4 +1,4 @@
-"""A sweep file's `early_terminate`: W&B's hyperband, and what it takes."""
+"""A sweep file's `early_terminate`: the keys of W&B's hyperband."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEYS = ("type", *_RULES)
 
 
 def check_early_terminate(rule: Any, *, where: str) -> None:
-    """Refuse what W&B would ignore: it drops keys that it does not know.
+    """Refuse keys that W&B does not know and would ignore.
 
     Args:
         rule: the file's entry, or None.

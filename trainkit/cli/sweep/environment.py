@@ -1,4 +1,4 @@
-"""What a trial finds in its environment."""
+"""The environment variables of a trial."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KILL_DELAY = "WANDB_AGENT_KILL_DELAY"
 
 
 def base() -> dict[str, str]:
-    """This process's, so that `python` and `trainkit` are those of this Python."""
+    """This process's environment, with this Python's `python` and `trainkit` first."""
     env = {k: v for k, v in os.environ.items() if k not in _OF_ANOTHER_RUN}
     here = str(Path(sys.executable).parent)
     env["PATH"] = os.pathsep.join([here, env.get("PATH", os.defpath)])

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as something that a loop can look at."""
+"""SIGINT and SIGTERM as a counter that a loop can check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Counts the signals while it is entered; the program decides when to leave.
+    """Counts signals inside a `with` block; the program decides when to leave.
 
     Attributes:
         signum: the first signal that came, or None.

@@ -24,9 +24,9 @@ file runs without a server or an account: W&B's own engine proposes, and each tr
 an offline run, which `wandb sync` can upload later.
 """
 _EXIT = """\
-exit status: 0 when at least one trial finished, 1 when none did or none has logged the
-metric, 2 for a mistake in the file, 130 and 143 when SIGINT or SIGTERM ended it;
---resume ID then goes on.
+exit status: 0 if at least one trial finished; 1 if none finished or none logged the
+metric; 2 for a mistake in the file; 130 and 143 after SIGINT and SIGTERM, from which
+--resume ID continues.
 """
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     status, sweep_id, folder, trials = run(sweep, options)
     _report(sweep, trials, options, sweep_id, folder)
     if status:
-        _say(f"to go on: {_again(options, sweep_id)}")
+        _say(f"to resume: {_again(options, sweep_id)}")
         return status
     has_finished = any(trial.state == "finished" for trial in trials)
     return 0 if has_finished and not finished_without(sweep, trials) else 1
@@ -61,10 +61,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--agents", type=int, default=1, metavar="K", help="trials at once (default: 1)"
     )
     add("--count", type=int, metavar="N", help="start at most N trials, in all agents")
-    add("--resume", metavar="ID", help="go on with this sweep instead of a new one")
-    add("--dir", default="sweeps", help="where its folder is made (default: sweeps)")
-    add("--seed", default=None, help="of --offline's proposals (default: the new id)")
-    add("--json", action="store_true", help="the table for programs")
+    add("--resume", metavar="ID", help="continue this sweep instead of a new one")
+    add("--dir", default="sweeps", help="the parent of its folder (default: sweeps)")
+    add("--seed", default=None, help="seed of --offline (default: the sweep's id)")
+    add("--json", action="store_true", help="print the table as JSON")
     options = parser.parse_args(argv)
     for name in ("agents", "count"):
         value = getattr(options, name)
@@ -114,9 +114,9 @@ def _refuse_another(sweep: SweepFile, config: dict[str, object], sweep_id: str) 
         keys = {*sweep.config, *config}
         changed = sorted(k for k in keys if sweep.config.get(k) != config.get(k))
         raise TrainkitError(
-            f"trainkit sweep --resume: {sweep.path} is not what {sweep_id} was started "
-            f"with; changed: {', '.join(changed)}. Change it back, or leave --resume "
-            f"out to start a new sweep."
+            f"trainkit sweep --resume: {sweep.path} has changed since {sweep_id} was "
+            f"started: {', '.join(changed)}. Change it back, or leave --resume out to "
+            f"start a new sweep."
         )
 
 
@@ -171,5 +171,5 @@ def _again(options: argparse.Namespace, sweep_id: str) -> str:
 
 
 def _say(text: str) -> None:
-    """News go to standard error: standard output is the table's."""
+    """Print news to standard error, since standard output is for the table."""
     print(f"trainkit | {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A sweep whose trials do not log its metric: seen at the first that finishes."""
+"""A sweep whose trials do not log its metric, found when the first one finishes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_NAMES = 12
 def finished_without(
     sweep: SweepFile, trials: Sequence[Trial], *, but: Collection[str] = ()
 ) -> Trial | None:
-    """The first trial that finished and has no value, where none at all has one.
+    """The first trial that finished without a value, if no trial has one.
 
-    Trials that crashed, or were stopped before their first value, tell nothing.
+    Trials that crashed, or were stopped before their first value, do not count.
 
     Args:
         sweep: the file.
@@ -32,7 +32,7 @@ def finished_without(
 
 
 def names_in(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """What was logged as a number, without W&B's own columns.
+    """The names logged with numbers, without W&B's own columns.
 
     >>> names_in([{"_step": 0, "loss": 1.5}, {"loss": 1, "lr": "NaN", "kind": "a"}])
     ['loss', 'lr']
@@ -47,7 +47,7 @@ def names_in(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def message(sweep: SweepFile, trial: Trial, logged: Sequence[str]) -> str:
-    """What to say, and what to do.
+    """The message: what is missing, and what to do.
 
     Args:
         sweep: the file.
@@ -55,8 +55,8 @@ def message(sweep: SweepFile, trial: Trial, logged: Sequence[str]) -> str:
         logged: what it logged instead.
     """
     start = (
-        f"{sweep.path} metric.name: {trial.name} has finished and logged no "
-        f"{sweep.metric}, nor has another trial, so no more are started. "
+        f"{sweep.path} metric.name: {trial.name} finished and logged no "
+        f"{sweep.metric}, nor did another trial, so no more are started. "
     )
     if not logged and sweep.runs_trainkit:
         return start + "It logged nothing to W&B: write logger=wandb into `command`."
@@ -66,8 +66,8 @@ def message(sweep: SweepFile, trial: Trial, logged: Sequence[str]) -> str:
     more = len(closest) - _MOST_NAMES
     rest = f" and {more} more" if more > 0 else ""
     return (
-        f"{start}It logged {', '.join(closest[:_MOST_NAMES])}{rest}. Write the one to "
-        f"compare by into the file, and start a new sweep."
+        f"{start}It logged {', '.join(closest[:_MOST_NAMES])}{rest}. Write one of "
+        f"these into metric.name, and start a new sweep."
     )
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a sweep file: what they are called, and what they may hold."""
+"""The parameters of a sweep file: their names and their values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def number_for_yaml(text: str) -> str | None:
-    """How YAML wants the number that a string looks like; None for another string.
+    """The number that a string looks like, as YAML needs it; None for other strings.
 
     PyYAML, which W&B's client uses, reads YAML 1.1: a float needs a point, and its
     exponent a sign. `1e-4` is a string there.
@@ -86,14 +86,14 @@ def number_for_yaml(text: str) -> str | None:
 
 
 def check_parameters(parameters: Any, *, method: str, where: str) -> None:
-    """Refuse what W&B would take without a word and then misread.
+    """Refuse values that W&B would accept silently and then misread.
 
     Raises:
         TrainkitError: names the parameter, what it holds, and the fix.
     """
     if not isinstance(parameters, Mapping) or not parameters:
         raise TrainkitError(
-            f"{where} parameters: must be a mapping of names to what they may be, "
+            f"{where} parameters: must be a mapping of names to values, "
             f"received {parameters!r}. Write, for example, parameters: "
             f"{{optimizer.lr: {{values: [0.1, 0.01]}}}}."
         )
@@ -120,8 +120,8 @@ def _check_name(name: Any, place: str) -> None:
     bare = str(name).lstrip("+~")
     raise TrainkitError(
         f"{place}: W&B takes letters, digits, _, - and points in a name, received "
-        f"{name!r}. Write {bare!r} if it is a key of the configuration; what Hydra is "
-        f"to add or delete stands in `command`, before ${{args_no_hyphens}}."
+        f"{name!r}. Write {bare!r} if it is a key of the configuration; keys that "
+        f"Hydra adds or deletes belong into `command`, before ${{args_no_hyphens}}."
     )
 
 
@@ -134,7 +134,7 @@ def _check_keys(parameter: Mapping[str, Any], place: str) -> None:
     is_drawn = "distribution" in parameter and "value" not in parameter
     if not is_drawn and not {"value", "values", "min", "parameters"} & set(parameter):
         raise TrainkitError(
-            f"{place}: says no values, received {dict(parameter)!r}. Give it value, "
+            f"{place}: must have values, received {dict(parameter)!r}. Give it value, "
             f"values, min and max, or parameters."
         )
     values = parameter.get("values")
@@ -161,7 +161,9 @@ def _check_numbers(parameter: Mapping[str, Any], place: str) -> None:
 
 def _check_range(parameter: Mapping[str, Any], place: str) -> None:
     if ("min" in parameter) != ("max" in parameter):
-        raise TrainkitError(f"{place}: min and max go together; one is missing.")
+        raise TrainkitError(
+            f"{place}: min and max need each other, and one is missing. Give both."
+        )
     if "min" not in parameter:
         return
     low, high = parameter["min"], parameter["max"]

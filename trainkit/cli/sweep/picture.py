@@ -88,7 +88,7 @@ def _draw_parameter(
 
 
 def _mark_listed(panel: Axes, listed: Sequence[Any]) -> None:
-    """Where a parameter has a list of values, these are the axis's."""
+    """Label the axis with the values of a parameter that lists them."""
     from matplotlib.ticker import NullLocator
 
     if 0 < len(listed) <= _MOST_TICKS:
@@ -150,7 +150,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_logarithmic(sweep: SweepFile, name: str, values: Sequence[Any]) -> bool:
-    """By its distribution, or by values that grow by a factor, as 0.1, 0.01, 0.001."""
+    """Whether a parameter's axis is logarithmic, by its distribution or its values."""
     listed = sweep.varied[name].get("values", [])
     if min([*values, *listed]) <= 0:
         return False

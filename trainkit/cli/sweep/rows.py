@@ -69,7 +69,7 @@ def metric_values(rows: list[dict[str, Any]], metric: str | None) -> list[float]
 
 
 def number(value: Any) -> float | None:
-    """A logged value, if it is a number; text stands for those that JSON lacks."""
+    """A logged value if it is a number, also NaN and infinities written as text."""
     is_text = isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity")
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
         return float(value)
@@ -78,7 +78,7 @@ def number(value: Any) -> float | None:
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    # A file that is being written ends in mid-record; what stands before it counts.
+    # A file that is being written ends inside a record; the ones before it count.
     done = subprocess.run(
         command,
         capture_output=True,

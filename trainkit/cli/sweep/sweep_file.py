@@ -35,7 +35,7 @@ _OF_METRIC = ("name", "goal", "target", "impute", "impute_while_running")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """What a sweep file says.
+    """A sweep file's content.
 
     Attributes:
         path: where it is.
@@ -50,7 +50,7 @@ class SweepFile:
         """Read a file.
 
         Raises:
-            TrainkitError: it cannot be read, or is no sweep that could run.
+            TrainkitError: it cannot be read, or describes a sweep that cannot run.
         """
         path = Path(path)
         config = _load(path)
@@ -63,7 +63,7 @@ class SweepFile:
 
     @property
     def metric(self) -> str | None:
-        """What trials are compared by; a grid or a random search may have none."""
+        """The metric that compares trials; grid and random search may have none."""
         return (self.config.get("metric") or {}).get("name")
 
     @property
@@ -84,7 +84,7 @@ class SweepFile:
 
     @property
     def varied(self) -> dict[str, Mapping[str, Any]]:
-        """The parameters that are not the same in all trials, by dotted name."""
+        """The parameters that differ between trials, by dotted name."""
         every = leaves(self.config["parameters"])
         return {name: parameter for name, parameter in every if _varies(parameter)}
 
@@ -107,7 +107,7 @@ def _load(path: Path) -> dict[str, Any]:
             f"sweep file: {path} cannot be read: {error.strerror}."
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TrainkitError(f"sweep file: {path} is no YAML: {error}") from error
+        raise TrainkitError(f"sweep file: {path} is not YAML: {error}") from error
     if not isinstance(config, dict):
         raise TrainkitError(
             f"sweep file: {path} must hold a mapping with method and parameters, "
@@ -117,7 +117,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a sweep that could not run, or would not be what it looks like.
+    """Refuse a sweep that cannot run, or that W&B would misread.
 
     Raises:
         TrainkitError: names the key, the rule, the value and the fix.
@@ -143,7 +143,7 @@ def check(config: Mapping[str, Any], *, where: str) -> None:
 
 
 def _check_plain(node: Any, where: str) -> None:
-    """YAML also reads dates, and keys that are no text; W&B, and JSON, have neither."""
+    """Refuse dates and keys that are not text: YAML has them, W&B and JSON do not."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""The trials of a sweep, the best first, for eyes and for programs."""
+"""The trials of a sweep, the best first, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEST = "*"
 
 
 def show(sweep: SweepFile, trials: list[Trial], *, file: TextIO | None = None) -> None:
-    """Print the table; plain lines, without colours, where there is no terminal."""
+    """Print the table, without colours if the output is not a terminal."""
     stream = file or sys.stdout
     if stream.isatty():
         _show_rich(sweep, trials, stream)
@@ -30,7 +30,7 @@ def lines(sweep: SweepFile, trials: list[Trial]) -> list[str]:
 
 
 def as_json(sweep: SweepFile, trials: list[Trial], **about: Any) -> str:
-    """The table for programs; a metric that is no finite number is null."""
+    """The table as JSON; a metric that is not a finite number is null."""
     best = best_of(trials, maximizes=sweep.maximizes)
     content = {
         **about,

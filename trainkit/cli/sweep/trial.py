@@ -10,7 +10,7 @@ from typing import Any, Literal
 from trainkit.cli.sweep.parameters import flatten
 
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]
-"""stopped: by the sweep's early_terminate, which is no failure."""
+"""States of a trial; "stopped" means by early_terminate, which is not a failure."""
 
 _OF_WANDB: dict[str, State] = {
     "finished": "finished",
@@ -24,17 +24,17 @@ _OF_WANDB: dict[str, State] = {
 
 @dataclass(kw_only=True)
 class Trial:
-    """What a sweep knows of one of its runs.
+    """A trial of a sweep, with its state and results.
 
     Attributes:
         name: the W&B run's id.
-        arguments: as they were proposed, nested where the file nests them.
-        state: where it is.
+        arguments: as proposed, nested as in the file.
+        state: its progress.
         metric: the metric's values, in the order they were logged.
         num_rows: how many rows it logged.
         exit_code: of its process.
-        note: what is to be said of it: why it crashed.
-        folder: where its files are.
+        note: a remark, for example why it crashed.
+        folder: the folder of its files.
     """
 
     name: str
@@ -84,7 +84,7 @@ def state_from_wandb(state: str) -> State:
 
 
 def ranked(trials: list[Trial], *, maximizes: bool) -> list[Trial]:
-    """The best first; those whose metric is no number last.
+    """The best first; trials whose metric is not a number last.
 
     >>> a = Trial(name="a", arguments={}, metric=[2.0])
     >>> b = Trial(name="b", arguments={}, metric=[1.0])
@@ -102,7 +102,7 @@ def ranked(trials: list[Trial], *, maximizes: bool) -> list[Trial]:
 
 
 def best_of(trials: list[Trial], *, maximizes: bool) -> Trial | None:
-    """The best of those that ended well: the whole training, not a part of one."""
+    """The best of the finished trials; a stopped one trained only in part."""
     ended = [trial for trial in trials if trial.state == "finished"]
     first = ranked(ended, maximizes=maximizes)[:1]
     has_number = [t for t in first if t.value is not None and math.isfinite(t.value)]
@@ -110,7 +110,7 @@ def best_of(trials: list[Trial], *, maximizes: bool) -> Trial | None:
 
 
 def own_lines(lines: Sequence[str]) -> list[str]:
-    """Those that a trial has written, without those of W&B's client.
+    """The lines that a trial has written, without the output of W&B's client.
 
     >>> own_lines(["wandb: Syncing run", "", "RuntimeError: no"])
     ['RuntimeError: no']

@@ -1,4 +1,4 @@
-"""What a sweep owns, where W&B mixes it with what was logged.
+"""The arguments that a sweep has set, separated from what runs have logged.
 
 1. `wandb agent` starts a trial with the swept arguments. When it resumes one, after a
    preemption, it hands over the run's whole configuration instead: each top-level entry
@@ -23,14 +23,14 @@ from trainkit.cli.sweep.parameters import flatten
 
 SWEEP = "WANDB_SWEEP_ID"
 PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
-"""Where the agent tells the client which arguments it gave."""
+"""The variable with the path of the agent's file of arguments."""
 
 _OWN = ("hydra", "paths", "ckpt_path")
-"""Where a run writes and what it goes on from is not what it was."""
+"""Keys of a run's folders and checkpoint; a resumed run needs new ones."""
 
 
 def for_train(argv: list[str]) -> list[str]:
-    """The words after `trainkit train`, without what an agent added wrongly."""
+    """The words after `trainkit train`, without those that an agent added wrongly."""
     if SWEEP not in os.environ:
         return argv
     from trainkit.cli.sweep.config_keys import ConfigKeys
@@ -48,7 +48,7 @@ def swept_arguments(
     is_group: Callable[[str], bool] = lambda key: False,
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Of the arguments that a sweep's agent added, those that are overrides.
+    """The command line without the added arguments that are not overrides.
 
     Under `WANDB_SWEEP_ID`, of the words that the agent made of the run's configuration
 
@@ -60,12 +60,12 @@ def swept_arguments(
       the choice of a group, which Hydra does not take, is dropped.
 
     So a resumed trial has the arguments that it was started with, and with them plain
-    entries of the root (`seed=0`), whose values are those it had. Words that stand in
+    entries of the root (`seed=0`), whose values have not changed. Words that stand in
     the sweep's `command` itself stay as they are, and without a sweep all do.
 
     Args:
         argv: the words after `trainkit train`.
-        known: whether an override of a key would be taken.
+        known: whether an override of a key would be accepted.
         is_group: whether a key is a group, whose options are files.
         environ: the environment.
     """
@@ -99,7 +99,7 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def _is_given(word: str, given: Mapping[str, Any] | None) -> bool:
-    """Whether the agent made the word; where it left no file, it may be any."""
+    """Whether the agent made the word; without its file, any word counts."""
     key, text = _split(word)
     if given is None or key not in given:
         return given is None
@@ -120,7 +120,7 @@ def read_parameters(path: Path) -> dict[str, Any]:
 
 
 def _given(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments by the agent's own file, typed; None where there is none."""
+    """The arguments from the agent's file, typed; None if there is no file."""
     path = environ.get(PARAMETERS)
     return read_parameters(Path(path)) if path and Path(path).is_file() else None
 
@@ -136,7 +136,7 @@ def _read(text: str) -> Any:
 
 
 class _Text(str):
-    """Already in a notation that Hydra reads."""
+    """Text that Hydra can read as it is."""
 
 
 def _overrides(key: str, value: Any, known: Callable[[str], bool]) -> Iterator[str]:

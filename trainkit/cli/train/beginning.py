@@ -1,4 +1,4 @@
-"""What is written when a run begins, and what is said of one that cannot go on."""
+"""Files that a run writes when it begins, and the errors of one that cannot resume."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainkit.errors import TrainkitError
 class Beginning(Callback):
     """Writes `config.yaml` and `overrides.yaml`.
 
-    In a new folder at once. In that of a run which goes on only when its training
-    does: a checkpoint that does not fit, or no step left to make, leaves the folder as
-    it was, and the next `ckpt_path=last` does not inherit what could not be done.
+    A new folder gets them at once. A resumed run's folder gets them only when training
+    starts. If the checkpoint does not fit, or no step is left, the folder stays as it
+    was, and the next `ckpt_path=last` does not inherit the failed attempt.
 
     Args:
         folder: of the run.
@@ -33,7 +33,7 @@ class Beginning(Callback):
 
     @property
     def has_come(self) -> bool:
-        """Also for a process that trains nothing itself, where others do."""
+        """Whether this process, or another rank, has written the files."""
         return self._earlier is None or self.folder.started() != self._earlier
 
     def write_if_new(self) -> None:
@@ -47,17 +47,20 @@ class Beginning(Callback):
 
 
 def _refuse_other_optimizers(trainer: Any) -> None:
-    """torch takes the state of any optimizer of as many parameters, and breaks down at
-    the first step."""
+    """Refuse an optimizer whose restored state lacks some of its options.
+
+    torch accepts the state of any optimizer with as many parameters, and then fails at
+    the first step.
+    """
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             missing = [name for name in optimizer.defaults if name not in group]
             if missing:
                 raise TrainkitError(
-                    f"optimizer: must be that of the checkpoint, received "
-                    f"{type(optimizer).__name__}, for which it has no {missing[0]!r}. "
-                    f"Take back the change, or start a run of its own by leaving "
-                    f"ckpt_path out."
+                    f"optimizer: must be of the type that the checkpoint was written "
+                    f"with, received {type(optimizer).__name__}; the checkpoint has no "
+                    f"{missing[0]!r} for it. Undo the change, or leave "
+                    f"ckpt_path out to start a new run."
                 )
 
 
@@ -70,12 +73,13 @@ def was_restoring(error: BaseException) -> bool:
 
 
 def does_not_fit(path: str, error: BaseException) -> TrainkitError:
-    """In place of what torch says, which may be a line for each tensor."""
+    """A short error in place of torch's, which may have a line for each tensor."""
     first, *more = [line.strip() for line in str(error).splitlines()] or ["?"]
     shown = " ".join([first, *more[:1]])
     shown += f" (and {len(more) - 1} more)" if len(more) > 1 else ""
     return TrainkitError(
-        f"ckpt_path: {path} is not of this configuration, or no checkpoint: {shown}\n"
-        f"Take back what was changed since (config.yaml beside its folder says what it "
-        f"was), or leave ckpt_path out to start a run of its own."
+        f"ckpt_path: {path} does not fit this configuration, or is not a checkpoint: "
+        f"{shown}\n"
+        f"Undo what you changed in the configuration (the run's config.yaml shows the "
+        f"old values), or leave ckpt_path out to start a new run."
     )

@@ -1,4 +1,4 @@
-"""A run that is over writes down how it went, whatever signal comes."""
+"""Signals after training: the summary is written before the process ends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from trainkit.lit.resume.stop_request import SIGNALS
 
 
 class Ending(Callback):
-    """Hears SIGINT and SIGTERM after training.
+    """Handles SIGINT and SIGTERM after training.
 
-    Lightning gives the signals back before it closes the loggers, which may upload for
-    long: SIGTERM would end the process there, and nobody would write down that the
-    training had finished. It stands first among the callbacks, so that none of them
-    comes between.
+    Lightning restores the signal handlers before it closes the loggers, which may
+    upload for a long time. A SIGTERM would then end the process before the summary is
+    written. This callback must be the first one, so that no other runs before it.
 
     Attributes:
         has_come: whether training has ended by itself.
-        heard: the first signal that came since then, or since `listen`; or 0.
+        heard: the first signal after training or after `listen`; 0 if none came.
     """
 
     def __init__(self) -> None:
@@ -36,7 +35,7 @@ class Ending(Callback):
         self.has_come = True
 
     def listen(self) -> None:
-        """Take the signals over; outside of the main thread Python forbids it."""
+        """Install the signal handlers; Python allows it in the main thread only."""
         if threading.current_thread() is threading.main_thread():
             for each in SIGNALS:
                 signal.signal(each, self._hear)
@@ -44,17 +43,17 @@ class Ending(Callback):
     def _hear(self, number: int, frame: Any) -> None:
         if not self.heard:
             self.heard = number
-            again = "; Ctrl+C again leaves at once" if number == signal.SIGINT else ""
+            again = "; Ctrl+C again quits at once" if number == signal.SIGINT else ""
             name = signal.Signals(number).name
-            text = f"\ntrainkit | {name}: the training is over, and is summed up{again}"
-            os.write(2, f"{text}\n".encode())  # print may be what it interrupted
+            text = f"\ntrainkit | {name}: training is over, writing the summary{again}"
+            os.write(2, f"{text}\n".encode())  # it may have interrupted a print
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def signals_given_back() -> Iterator[None]:
-    """Leave the signals to whom they belonged before."""
+    """Restore the signal handlers at the end."""
     before = {each: signal.getsignal(each) for each in SIGNALS}
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is said of a run that goes on but has no step left to make."""
+"""The message for a resumed run that has no steps left."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from trainkit.cli.runs.summary_rows import counted_steps
 
 
 def why_no_more(trainer: Any, ckpt_path: str | None) -> str:
-    """What had ended it, and what to change to go on.
+    """Why the run has nothing left to train, and what to change to train longer.
 
     Args:
-        trainer: that has restored the checkpoint, and trained nothing.
+        trainer: the one that restored the checkpoint and trained no step.
         ckpt_path: the checkpoint.
     """
     done = f"after {counted_steps(trainer.global_step)}"
     if 0 <= trainer.max_steps <= trainer.global_step:
-        why, change = "finished", f"trainer.max_steps={2 * trainer.global_step}"
+        why, change = (
+            "the run had finished",
+            f"trainer.max_steps={2 * trainer.global_step}",
+        )
     elif 0 <= (trainer.max_epochs or -1) <= trainer.current_epoch:
-        why, change = "finished", f"trainer.max_epochs={2 * trainer.current_epoch}"
+        why, change = (
+            "the run had finished",
+            f"trainer.max_epochs={2 * trainer.current_epoch}",
+        )
     elif any(_is_over(each) for each in trainer.callbacks):
-        why = "used up its time, trainer.max_time,"
+        why = "the run had used up its time (trainer.max_time)"
         change = "trainer.max_time=null, or a longer one"
     else:
-        return f"it had finished already, {done}"
+        return f"nothing to do: the run had finished {done}"
     return (
-        f"it had {why} already, {done}; for more of them: trainkit train "
+        f"nothing to do: {why} {done}; to train longer: trainkit train "
         f"{shlex.quote(f'ckpt_path={ckpt_path}')} {change}"
     )
 

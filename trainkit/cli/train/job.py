@@ -51,7 +51,7 @@ def run(config: DictConfig) -> float | None:
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
-    # What every run has, whatever callbacks are configured: it is resumed exactly.
+    # Every run can be resumed exactly, whatever callbacks are configured.
     place = folder.checkpoints if keeps else None
     trainer.callbacks += without_checkpoint(trainer.callbacks, place)
     stop = find_stop(trainer)
@@ -73,7 +73,7 @@ def run(config: DictConfig) -> float | None:
 
 
 def _keep_profile(trainer: Any, folder: RunFolder) -> None:
-    """In a file: without one Lightning shows it by the logger that is made quiet."""
+    """Write the profile to a file; Lightning would print it with a silenced logger."""
     profiler = trainer.profiler
     if profiler.filename is None and not isinstance(profiler, PassThroughProfiler):
         profiler.filename = "profile"
@@ -83,7 +83,7 @@ def _keep_profile(trainer: Any, folder: RunFolder) -> None:
 def _held_by_first_rank(
     trainer: Any, folder: RunFolder
 ) -> AbstractContextManager[None]:
-    """Two runs in one folder would mix their rows, and each other's checkpoints."""
+    """Lock the folder: two runs in it would mix their rows and checkpoints."""
     if not trainer.is_global_zero:
         return nullcontext()
     return only_one(folder.path, what="paths.run_dir")
@@ -97,7 +97,7 @@ def _fit_and_tell(
     stop: GracefulStop,
     ending: Ending,
 ) -> None:
-    """Train, then write and show the summary, however it ended."""
+    """Train, then write and show the summary, even after an error."""
     started = time.monotonic()
     status = "failed"
     try:
@@ -128,7 +128,7 @@ def _fit_and_tell(
 
 
 def _others_follow() -> bool:
-    """Whether this run is one of several, of which a signal ends all."""
+    """Whether this run is part of a multirun, all of which a signal ends."""
     return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
@@ -138,7 +138,7 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
     except Exception as error:
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit(ckpt_path, error) from error
-        # What is refused later is what training has come to: a loss of NaN, say.
+        # A later refusal is a result of training, for example a loss of NaN.
         had_begun = beginning.has_come and training.trainer.global_step > 0
         if is_mistake(error) and not had_begun:
             raise
@@ -148,17 +148,18 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
 def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
     assert stop.stopped_by is not None
     if not is_first:
-        raise SystemExit(0)  # Lightning would kill the first rank, which has the word
+        raise SystemExit(
+            0
+        )  # another status makes Lightning kill the first rank, which reports
     where = stop.checkpoint_path or folder.newest_checkpoint()
-    how = "there is no checkpoint yet"
+    how = "there is no checkpoint yet, so it cannot be resumed"
     if where is not None:
-        how = (
-            f"to go on: trainkit train {shlex.quote(f'ckpt_path={where}')}{stop.caveat}"
-        )
+        path = shlex.quote(f"ckpt_path={where}")
+        how = f"to resume: trainkit train {path}{stop.caveat}"
     print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
     if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
-        # That is how a sweep stops a poor trial, which is no failure: after three of
-        # these in a row wandb's agent gives up.
+        # A sweep stops a poor trial with SIGTERM, which must not count as a failure:
+        # wandb's agent gives up after three failures in a row.
         raise SystemExit(0)
     raise Interrupted(stop.stopped_by)
 
@@ -168,21 +169,21 @@ def _metric(training: Training, name: str | None) -> float | None:
         return None
     found: Any = training.trainer.callback_metrics
     if name not in found:
-        print(f"trainkit | {name}: was not logged, so there is no metric to compare by")
+        print(f"trainkit | metric: {name} was not logged, so this run has no metric")
         return None
     value = float(found[name])
-    # Optuna's sweeper takes None for a failed trial, and dies of NaN.
+    # Optuna's sweeper reads None as a failed trial, and crashes on NaN.
     return None if math.isnan(value) else value
 
 
 def _quieten() -> None:
-    """Lightning prints by itself what Hydra's logging prints too, and gives advice."""
+    """Silence what Lightning prints beside Hydra's logging, and its advice."""
     logging.getLogger("lightning").handlers.clear()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for known in (
         r".*treespec, LeafSpec.*",
         r".*does not have many workers.*",
         r".*LearningRateMonitor.* no learning rate schedulers.*",
-        r".*Checkpoint directory .* exists and is not empty.*",  # a run goes on in it
+        r".*Checkpoint directory .* exists and is not empty.*",  # a resumed run's
     ):
         warnings.filterwarnings("ignore", known)

@@ -58,18 +58,18 @@ def main(argv: list[str]) -> int:
         try:
             app(run_job)()
         except _JobEnded as ended:
-            raise ended.error from ended.error.__cause__  # not from this errand
+            raise ended.error from ended.error.__cause__  # without _JobEnded
         except (OSError, ValueError) as error:
             if is_mistake(error) or _is_of_a_job(error):
                 raise
-            if some_failed():  # Optuna, where there is no trial to be the best
+            if some_failed():  # Optuna, if every trial failed
                 return 1
             raise TrainkitError(_of_hydra_itself(error)) from error
     return 1 if Comparison.num_failed else 0
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
-    """What Hydra writes goes where the run's files go."""
+    """Make Hydra write its files to `paths.run_dir`, if that is given."""
     words = {key_of(word): word.partition("=")[2] for word in argv}
     if "paths.run_dir" not in words or "hydra.run.dir" in words:
         return argv
@@ -77,7 +77,7 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 
 
 def run_job(config: DictConfig) -> float | None:
-    """One training. What it returns is what a sweeper optimises."""
+    """Train once, and return the metric that a sweeper optimises."""
     from trainkit.cli.train.job import run
 
     try:
@@ -85,7 +85,7 @@ def run_job(config: DictConfig) -> float | None:
     except Exception as error:
         if HydraConfig.get().mode is RunMode.RUN:
             raise _JobEnded(error) from error
-        raise  # one of many, and Hydra's to count
+        raise  # in a multirun, Hydra counts the failures
 
 
 def _is_of_a_job(error: Exception) -> bool:
@@ -96,18 +96,18 @@ def _is_of_a_job(error: Exception) -> bool:
 
 
 def _of_hydra_itself(error: Exception) -> str:
-    """Hydra composes a configuration and makes the folder; both may fail bare."""
+    """A readable message for an error that Hydra itself raised."""
     if "No trials are completed" in str(error):  # Optuna's words
         return (
-            "metric: no trial has logged it as a number, so none is the best. Choose "
-            "one that they log, as the columns of metrics.csv: metric=val/loss."
+            "metric: no trial has logged it as a number, so there is no best one. "
+            "Name a column of metrics.csv instead, for example metric=val/loss."
         )
     if isinstance(error, OSError):
         if str(error.filename).endswith(".yaml"):
             return f"configuration: {error}"
         return (
-            f"paths.root_dir: the folder of the run cannot be made: {error}. Choose "
-            f"a place that can be written to: paths.root_dir=/some/where."
+            f"paths.root_dir: the folder of the run cannot be created: {error}. Choose "
+            f"a writable folder: paths.root_dir=/some/where."
         )
     return (
         f"overrides: {error}. A group takes the name of one of its options, such as "
@@ -117,7 +117,7 @@ def _of_hydra_itself(error: Exception) -> str:
 
 @contextmanager
 def _as_program(name: str, argv: list[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv`, and knows no sub-commands."""
+    """Set `sys.argv`, which Hydra reads, without the sub-command."""
     before = sys.argv
     sys.argv = [before[0] if before else name, *argv]
     try:
@@ -128,7 +128,7 @@ def _as_program(name: str, argv: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _errors_come_through() -> Iterator[None]:
-    """Hydra would print errors itself and exit with 1, whosever the mistake is."""
+    """Make Hydra raise errors; it would print them and exit with 1."""
     variable: Any = "HYDRA_FULL_ERROR"
     before = os.environ.get(variable)
     os.environ[variable] = "1"

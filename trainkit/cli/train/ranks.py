@@ -21,32 +21,32 @@ from trainkit.cli.train.resume import quoted
 _MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _TO_END = 60.0
 _TO_END_AFTER_AN_ERROR = 5.0
-"""Seconds that the other ranks have once this one is through."""
+"""Seconds that the other ranks have to end after this one has ended."""
 
 
 def make_repeatable(overrides: Sequence[str], folder: RunFolder) -> None:
-    """Make the command line what starts this one run, in this folder.
+    """Set the command line to one that starts this run alone, in this folder.
 
-    In a multirun it would start all of them; and in the worker process of a launcher,
-    such as joblib's, it is the worker's.
+    Lightning starts the other ranks with it. The original would start every run of a
+    multirun; in a launcher's worker process, such as joblib's, it is the worker's.
     """
     own = [*overrides, f"paths.run_dir={quoted(folder.path)}"]
     sys.argv[1:] = ["train", *dict.fromkeys(own)]
     if not HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
         sys.argv[0] = str(Path(__file__).parents[2] / "__main__.py")
-        sys.modules["__main__"].__spec__ = None  # what Lightning looks at first
+        sys.modules["__main__"].__spec__ = None  # Lightning looks at it first
 
 
 @contextmanager
 def ranks_of_one_run(trainer: Any) -> Iterator[None]:
-    """Wait for the other ranks at the end, and leave nothing of them to the next run.
+    """Wait for the other ranks at the end, and clean up for the next run.
 
-    Lightning lets the process group stand, and in the environment where its ranks met:
-    the next job of a multirun would talk to ranks that have gone, and start none.
+    Lightning keeps the process group, and its address in the environment. The next job
+    of a multirun would talk to ranks that have ended, and start none.
     https://github.com/Lightning-AI/pytorch-lightning/issues/2727
 
     Raises:
-        TrainingFailed: another rank failed when this one was through.
+        TrainingFailed: another rank failed after this one had ended.
     """
     before = {name: os.environ.get(name) for name in _MEETING}
     seconds = _TO_END_AFTER_AN_ERROR
@@ -62,7 +62,7 @@ def ranks_of_one_run(trainer: Any) -> Iterator[None]:
             _restore(before)
             if any(codes) and seconds == _TO_END:
                 raise TrainingFailed(
-                    f"trainkit: the other ranks ended with exit status {codes}"
+                    f"trainkit: another rank failed; exit statuses: {codes}"
                 )
 
 

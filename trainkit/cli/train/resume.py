@@ -1,4 +1,4 @@
-"""`ckpt_path=last` and `auto`: go on in the folder of an earlier run, as configured."""
+"""`ckpt_path=last` and `auto`: resume an earlier run with its own configuration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OF_A_TRIAL = {"WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"}
 
 
 def expand(argv: list[str]) -> list[str]:
-    """Turn `ckpt_path=` into what continues that run; other arguments stay.
+    """Replace `ckpt_path=` with the arguments that resume that run; others stay.
 
-    The run's own overrides come first, then those given now, so that
-    `trainkit train ckpt_path=last trainer.max_steps=500` goes on for longer. A
-    checkpoint that stands in no run's folder starts a run of its own. `auto` is for
-    what is restarted with the command it was started with: it goes on where there is a
-    run, and begins one where there is none.
+    The run's own overrides come first, then the new ones, so that
+    `trainkit train ckpt_path=last trainer.max_steps=500` trains for longer. A
+    checkpoint outside of any run's folder starts a new run. `auto` is for jobs that are
+    restarted with an unchanged command: it resumes the run if there is one, and starts
+    it otherwise.
     """
     given = [word for word in argv if key_of(word) == KEY]
     if not given:
@@ -38,23 +38,23 @@ def expand(argv: list[str]) -> list[str]:
     if wanted in ("", "null", "None"):
         return rest
     if wanted == AUTO and _OF_A_TRIAL & os.environ.keys():
-        return rest  # the newest run is another trial's; its own is found in as_trial
+        return rest  # the newest run may be another trial's; see as_trial
     if "-m" in argv or "--multirun" in argv:
         raise TrainkitError(
-            "ckpt_path: continues one run, received it with --multirun. Leave -m out, "
-            "or start the runs anew."
+            "ckpt_path: resumes one run, so it cannot be used with --multirun. Leave "
+            "-m out to resume, or leave ckpt_path out to start new runs."
         )
     if wanted == AUTO:
-        return _gone_on_or_begun(rest)
+        return _resumed_or_begun(rest)
     folder, checkpoint = _newest(rest) if wanted == LAST else _of_file(wanted)
     if folder is None:
         return [*rest, f"{KEY}={quoted(checkpoint)}"]
     if checkpoint is None:
         print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
-    return _gone_on(folder, checkpoint, rest)
+    return _resumed(folder, checkpoint, rest)
 
 
-def _gone_on(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
+def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
     saved = folder.overrides()
     words = [*_still_wanted(saved, given), *(_known_now(word, saved) for word in given)]
     words.append(f"hydra.run.dir={quoted(folder.path)}")
@@ -63,19 +63,19 @@ def _gone_on(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> li
     return words
 
 
-def _gone_on_or_begun(given: list[str]) -> list[str]:
-    """The same words for the first attempt and for those after it: what restarts a
-    program (torchrun, SLURM, a container's supervisor) does not change its command.
+def _resumed_or_begun(given: list[str]) -> list[str]:
+    """The arguments that resume the run if there is one, or else start it.
 
-    The folder is the one that is given, or the job's own; for a process that is of no
-    job, that of the newest run.
+    What restarts a program (torchrun, SLURM, a container's supervisor) does not change
+    its command. The folder is `paths.run_dir` if given, or the job's own; without a job
+    it is the newest run's.
     """
     folder = _of_the_job(given)
     if folder is None:
         newest = _newest_of(_paths(given).output_dir)
-        return given if newest is None else _gone_on(*newest, given)
+        return given if newest is None else _resumed(*newest, given)
     if folder.is_of_a_run():
-        return _gone_on(folder, folder.newest_checkpoint(), given)
+        return _resumed(folder, folder.newest_checkpoint(), given)
     return [*given, f"hydra.run.dir={quoted(folder.path)}"]
 
 
@@ -87,8 +87,10 @@ def _of_the_job(given: list[str]) -> RunFolder | None:
 
 
 def as_trial(argv: list[str]) -> list[str]:
-    """A trial that W&B hands to an agent again goes on in its folder, where there is a
-    checkpoint; it has the id of the run that was there."""
+    """The arguments of a sweep's trial, with its checkpoint if it is being resumed.
+
+    A trial that W&B gives to an agent again has the id of its earlier run.
+    """
     run_id = os.environ.get("WANDB_RUN_ID")
     words = [word for word in argv if word != f"{KEY}={AUTO}"]
     settled = {KEY, "paths.run_dir", "hydra.run.dir"} & {key_of(word) for word in words}
@@ -97,7 +99,7 @@ def as_trial(argv: list[str]) -> list[str]:
     for path in Path(_paths(argv).output_dir).rglob(wandb_id.FILE):
         checkpoint = RunFolder(path.parent).newest_checkpoint()
         if checkpoint is not None and wandb_id.remembered(str(path.parent)) == run_id:
-            print(f"trainkit | {run_id}: goes on from {checkpoint}", flush=True)
+            print(f"trainkit | {run_id}: resuming from {checkpoint}", flush=True)
             return [*argv, f"{KEY}={quoted(checkpoint)}"]
     return argv
 
@@ -108,22 +110,22 @@ def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
     for word in wanted:
         if REDACTED in word:
             raise TrainkitError(
-                f"{key_of(word)}: was a secret, and is not written down in the run's "
-                f"folder. Give it again, beside ckpt_path."
+                f"{key_of(word)}: is a secret, so its value was not saved in the run's "
+                f"folder. Give it again on the command line, beside ckpt_path."
             )
     return wanted
 
 
 def _known_now(word: str, saved: list[str]) -> str:
-    """What the run had added with `+` is there by that word alone: take its place."""
+    """The override as `++` if the run added its key with `+`, to replace it."""
     is_plain = not word.startswith(("+", "~", "-"))
     was_added = any(w.startswith("+") and key_of(w) == key_of(word) for w in saved)
     return f"++{word}" if is_plain and was_added else word
 
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
-    """The run that was started last: under this configuration's output_dir, or in the
-    folder that is given for it."""
+    """The run that was started last, in `paths.run_dir` if given, or else under this
+    configuration's output_dir."""
     paths = _paths(argv)
     is_given = any(key_of(word) == "paths.run_dir" for word in argv)
     where = Path(paths.run_dir if is_given else paths.output_dir)
@@ -131,7 +133,7 @@ def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
     if newest is None:
         raise TrainkitError(
             f"ckpt_path=last: there is no run in {where}. Leave ckpt_path out to start "
-            f"one, or name a checkpoint: ckpt_path=path/to/last.ckpt."
+            f"a run, or name a checkpoint: ckpt_path=path/to/last.ckpt."
         )
     return newest
 
@@ -150,7 +152,7 @@ def _newest_of(
 
 
 def _came_to_nothing(run: RunFolder) -> bool:
-    """Whether there is nothing to go on with: it failed before its first checkpoint."""
+    """Whether the run failed before its first checkpoint: nothing can be resumed."""
     failed = (run.read_summary() or {}).get("status") == "failed"
     return failed and run.newest_checkpoint() is None
 
@@ -160,7 +162,7 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
     if not path.exists():
         raise TrainkitError(
             f"ckpt_path: must be a checkpoint, `last` or `auto`, received {wanted!r}, "
-            f"which does not exist. `trainkit train ckpt_path=last` goes on in the "
+            f"which does not exist. `trainkit train ckpt_path=last` resumes the "
             f"newest run."
         )
     for parent in path.parents:
@@ -170,7 +172,7 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
 
 
 def _paths(argv: list[str]) -> Any:
-    # Only what settles where runs are: a word may be about what the run had added.
+    # Only overrides that decide the folder: others may need keys that the run added.
     settle = ("name", "paths", "experiment")
     words = [
         word

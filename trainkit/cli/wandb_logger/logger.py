@@ -34,7 +34,7 @@ class WandbRunLogger(WandbLogger):
       say; else online under a sweep's agent or with a login; else offline, to be
       uploaded by `wandb sync` at any time. Nobody is asked.
     - **One run per folder.** The run's id is kept in `save_dir`, so that a training
-      that is resumed there goes on with the same W&B run; `WANDB_RUN_ID` wins. Rows
+      that is resumed there continues that W&B run; `WANDB_RUN_ID` wins. Rows
       cannot be taken back from W&B: of steps that a killed training had logged after
       its checkpoint there are two, with the same `trainer/global_step`, of which the
       later belongs to the weights. (`metrics.csv` has each step once.)
@@ -123,7 +123,7 @@ class WandbRunLogger(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The W&B run, opened by whoever asks first; opened again where it was
+        """The W&B run, opened at first use, and again if it was
         finished."""
         run = run_of(self)
         if run is None and is_attached(self):
@@ -193,8 +193,8 @@ class WandbRunLogger(WandbLogger):
             **options,
             name=self._name,
             dir=self.save_dir,
-            mode=mode,  # type: ignore[arg-type]  # one of its literals
-            resume=resume,  # type: ignore[arg-type]  # the same
+            mode=mode,  # type: ignore[arg-type]  # a literal
+            resume=resume,  # type: ignore[arg-type]  # a literal
             settings=settings,
         )
 

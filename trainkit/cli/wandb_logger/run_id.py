@@ -17,7 +17,7 @@ FILE = "wandb_run.json"
 def run_id(
     save_dir: str | None, wanted: str | None, *, environ: Mapping[str, str] = os.environ
 ) -> str | None:
-    """The id of the run to go on with, or None: it is to be a new one.
+    """The id of the run to resume, or None for a new run.
 
     What is wanted, or what an agent says (`WANDB_RUN_ID`), or the run that was in this
     folder before.
@@ -29,7 +29,7 @@ def run_id(
 
 
 def remember(save_dir: str | None, run_id: str) -> None:
-    """So that the next run in this folder goes on with the same W&B run."""
+    """Save the id, so that the next run in this folder resumes this W&B run."""
     if save_dir is None:
         return
     unfinished = Path(save_dir, f".{FILE}.{os.getpid()}")

@@ -97,7 +97,7 @@ def test_a_metric_that_no_trial_logs_is_told_with_those_it_did(
     said = news(server, private_wandb)
 
     assert said[0] == "a finished: lr=0.1"
-    assert "a has finished and logged no val/loss" in said[1]
+    assert "a finished and logged no val/loss" in said[1]
     assert "It logged val/los. Write" in said[1]
     (private_wandb / "agent-0.log").write_text(" - wandb.wandb_agent - INFO - Stop: a")
     assert news(server, private_wandb) == ["a finished: lr=0.1"]

@@ -22,14 +22,14 @@ _STATES = {
 
 
 class Engine:
-    """Proposes trials, and says which to stop.
+    """Proposes trials, and selects those to stop.
 
-    The same seed and the same trials give the same proposal, so that a sweep which goes
-    on after a kill proposes what it would have proposed.
+    A proposal depends only on the seed and the trials, so that a sweep resumed after
+    a kill proposes what it would have proposed.
 
     Args:
         config: the sweep, in W&B's format.
-        seed: of what is drawn.
+        seed: for random proposals.
 
     Raises:
         TrainkitError: `sweeps` is not installed.
@@ -41,7 +41,7 @@ class Engine:
         self._seed = seed
 
     def propose(self, trials: Sequence[Trial]) -> dict[str, Any] | None:
-        """The next trial's arguments as plain Python; None where there are no more.
+        """The next trial's arguments as plain Python; None if there are no more.
 
         Raises:
             TrainkitError: the engine refuses the sweep.
@@ -79,7 +79,7 @@ class Engine:
 
     @contextmanager
     def _asking(self, num_trials: int) -> Iterator[None]:
-        """The engine draws from global generators, which are put back afterwards."""
+        """Seed the global generators for the engine, and restore them afterwards."""
         import numpy as np
 
         states = random.getstate(), np.random.get_state()
@@ -114,7 +114,7 @@ def _import() -> ModuleType:
 
 
 def _plain(value: Any) -> Any:
-    """Without numpy's types, which YAML and command lines do not take."""
+    """A value without numpy's types, which YAML and command lines cannot hold."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a trial without a server finds in its environment."""
+"""The environment variables of a trial without a server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
 def offline(
     config: Mapping[str, Any], trial: Trial, folder: Path, *, group: str
 ) -> dict[str, str]:
-    """For a trial that logs to W&B on this disk.
+    """The environment of a trial that logs to W&B on this disk.
 
-    The client is told the arguments as an agent would tell them, so that a program may
+    The client gets the arguments in a file, as from an agent, so that a program may
     also read `wandb.config`. There is no `WANDB_SWEEP_ID`: the server knows no such
     sweep when the run is uploaded. The group holds its trials together instead.
     """
@@ -41,7 +41,7 @@ def offline(
 
 
 def write_parameters(trial: Trial, folder: Path) -> Path:
-    """Tell the client the arguments, in the file that agents write."""
+    """Write the file that gives the client the arguments, as agents do."""
     import yaml
 
     entries = {name: {"value": value} for name, value in trial.arguments.items()}

@@ -1,4 +1,4 @@
-"""A trial's process, which can be stopped, and found again after a kill."""
+"""A trial's process, which a sweep can stop, and find again after a kill."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _POLL = 0.05
 class TrialProcess:
     """Runs a trial's command; its output goes to `<folder>/output.log`.
 
-    The process holds a lock on its folder as long as it lives, so that a sweep which
-    goes on after a kill sees whether its trials are still running.
+    The process holds a lock on its folder as long as it lives, so that a
+    resumed sweep sees whether its trials are still running.
 
     Args:
         trial: which one.
@@ -69,7 +69,7 @@ class TrialProcess:
         return code
 
     def stop(self) -> None:
-        """Ask it to end, as `wandb agent` does; it is killed if it does not in time."""
+        """Ask it to end, as `wandb agent` does; `poll` kills it if it is too slow."""
         if self._deadline is None and self._process.poll() is None:
             self.asked_to_stop = True
             self._deadline = time.monotonic() + kill_delay()
@@ -85,17 +85,17 @@ def end_orphan(trial: Trial, folder: Path) -> bool:
     """Stop a trial whose sweep was killed, and which is still running.
 
     Returns:
-        whether it was.
+        whether it was still running.
 
     Raises:
-        TrainkitError: it runs, and nobody wrote down as which process.
+        TrainkitError: it runs, and its process id was not saved.
     """
     if not folder.is_dir() or _is_free(folder):
         return False
     if trial.pid is None:
         raise TrainkitError(
             f"trial {trial.name}: a process still runs it in {folder}, started as the "
-            f"sweep was killed. End that process, then go on."
+            f"sweep was killed. End that process, then resume the sweep."
         )
     try:
         os.kill(trial.pid, signal.SIGTERM)
@@ -106,7 +106,7 @@ def end_orphan(trial: Trial, folder: Path) -> bool:
         if not _becomes_free(folder):
             raise TrainkitError(
                 f"trial {trial.name}: something that it has started still runs in "
-                f"{folder}, and has left its process group. End it, then go on."
+                f"{folder}, and has left its process group. End it, then resume."
             )
     return True
 
@@ -121,7 +121,7 @@ def _becomes_free(folder: Path) -> bool:
 
 
 def last_words(folder: Path) -> str:
-    """The last line that a trial has written, beside those of W&B's client."""
+    """The last line that a trial has written, without W&B's client's output."""
     path = folder / "output.log"
     if not path.is_file():
         return ""
@@ -156,4 +156,4 @@ def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # it has gone
+        pass  # it has ended

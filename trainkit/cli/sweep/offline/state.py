@@ -1,4 +1,4 @@
-"""What an offline sweep keeps on disk, so that a kill loses nothing that was done."""
+"""The state of an offline sweep on disk, so that a kill loses no finished work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SweepState:
 
     Attributes:
         folder: the sweep's; its name is the sweep's id.
-        config: the sweep, as it was read when it was started.
+        config: the sweep file's content when the sweep was started.
         seed: of the engine.
         trials: in the order they were proposed.
     """
@@ -47,7 +47,7 @@ class SweepState:
         return self.folder / "state.json"
 
     def save(self) -> None:
-        """All of it or nothing: a sweep may be killed at any moment."""
+        """Write the file atomically, since a sweep may be killed at any moment."""
         content = {
             "version": _VERSION,
             "seed": self.seed,
@@ -81,7 +81,7 @@ class SweepState:
         if content["version"] != _VERSION:
             raise TrainkitError(
                 f"trainkit sweep --resume: {path} has version {content['version']}, "
-                f"and this trainkit reads {_VERSION}. Start the sweep anew."
+                f"and this trainkit reads {_VERSION}. Start a new sweep."
             )
         trials = [Trial(**trial) for trial in content["trials"]]
         return cls(folder, content["config"], content["seed"], trials)

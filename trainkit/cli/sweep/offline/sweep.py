@@ -1,4 +1,4 @@
-"""A sweep with no server: proposes, runs, reads back, stops; goes on after a kill."""
+"""A sweep without a server: it proposes, runs, reads and stops trials."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class OfflineSweep:
 
     Args:
         sweep: the file.
-        state: what has been done already.
+        state: the trials so far.
         agents: how many trials run at once.
         count: how many may be started now, or None for all.
-        say: where news go, line by line.
+        say: called with each line of news.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class OfflineSweep:
         self._look_at = 0.0
 
     def run(self) -> int:
-        """Until every trial is over.
+        """Run the sweep until every trial is over.
 
         Returns:
             0, or 130 or 143 when a signal ended it.
@@ -89,7 +89,7 @@ class OfflineSweep:
     # ---- before ----------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Trials that ran when the sweep was killed are run again."""
+        """Queue the trials that ran when the sweep was killed."""
         for trial in self._state.trials:
             if trial.state == "running":
                 if end_orphan(trial, self._folder(trial)):
@@ -145,7 +145,7 @@ class OfflineSweep:
         if checkpoint is not None:
             more.append(f"ckpt_path={hydra_text(str(checkpoint))}")
         else:
-            # An attempt that is run again from its start must not be uploaded as well.
+            # A trial that restarts from its beginning must not be uploaded twice.
             shutil.rmtree(folder if more else folder / "wandb", ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
         return command_line(
@@ -168,7 +168,7 @@ class OfflineSweep:
         self._read(trial)
         trial.exit_code = code
         summary = RunFolder(self._folder(trial)).read_summary() or {}
-        # It may have been over when it was asked.
+        # It may have finished before it was asked to stop.
         if process.asked_to_stop and summary.get("status") != "finished":
             self._end(trial, "stopped", f"stopped after {len(trial.metric)} values")
         elif code != 0:
@@ -203,7 +203,7 @@ class OfflineSweep:
         return f"no {metric} in the {trial.num_rows} rows it logged to {trial.folder}"
 
     def _give_up_without_metric(self) -> None:
-        """No more trials where the metric's name is wrong: they would cost as much."""
+        """Start no more trials if the metric's name is wrong."""
         trials = self._state.trials
         if self._is_over or not missing_metric.finished_without(self._sweep, trials):
             return
@@ -239,7 +239,7 @@ class OfflineSweep:
     # ---- the end ---------------------------------------------------------------------
 
     def _end_running(self, interruption: Interruption) -> None:
-        """After a signal or an error: trials save and end, and wait for another run."""
+        """Stop the running trials, after a signal or an error, for a later resume."""
         if self._running:
             self._say(
                 f"stopping {len(self._running)} running trials, which may save what "

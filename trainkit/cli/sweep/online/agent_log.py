@@ -1,4 +1,4 @@
-"""What an agent of W&B's client has written of a trial, beside the trial's output."""
+"""The log of W&B's agents, which also holds the output of trials."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _AGENT = " - wandb.wandb_agent - "
 
 
 def was_stopped(folder: Path, name: str) -> bool:
-    """Whether an agent was told to stop it: such a trial ends with exit status 0."""
+    """Whether an agent had to stop the trial, which then ends with exit status 0."""
     return any(line.endswith(f"Stop: {name}") for _, line in _said(folder))
 
 
 def last_words_of(folder: Path, name: str) -> str:
-    """The last line of a trial that has ended; nothing where no agent had it.
+    """The last line of a trial that has ended; empty if no agent ran it.
 
     Args:
         folder: where the agents' output goes.
@@ -28,7 +28,7 @@ def last_words_of(folder: Path, name: str) -> str:
 
 
 def _said(folder: Path) -> list[tuple[list[str], str]]:
-    """The agents' own lines, each with what its trial has written before it."""
+    """The agents' own lines, each with the trial's output before it."""
     found = []
     for path in sorted(folder.glob("agent-*.log")):
         written: list[str] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainkit.cli.sweep.environment import kill_delay
 
 _PAUSE = 0.5
-"""Between two signals: the agent has to have seen the first."""
+"""Seconds between two signals, so that the agent sees both."""
 
 
 class Agents:
@@ -59,7 +59,7 @@ class Agents:
         self._signal()
 
     def stop(self) -> None:
-        """End the trials with SIGTERM, and leave; kill what outstays its time."""
+        """End the trials with SIGTERM, and leave; kill those that take too long."""
         # An agent counts: at the first SIGINT it waits for its trials, at the second
         # it sends them SIGTERM, at the third SIGKILL.
         self._signal()
@@ -79,7 +79,7 @@ class Agents:
                 process.wait()
 
     def wait(self, seconds: float) -> bool:
-        """Whether all have left, at the latest after so long."""
+        """Wait for the agents to leave, and return whether all have left in time."""
         deadline = time.monotonic() + seconds
         while self.are_running() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A sweep's runs as they stand on this disk, where no server can tell."""
+"""A sweep's runs on this disk, for when no server answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainkit.cli.sweep.whole_config import read_parameters
 
 
 def local_trials(folder: Path, sweep_id: str, *, metric: str | None) -> list[Trial]:
-    """What agents started from a folder, with what their runs have logged.
+    """The trials that agents started from a folder, with their logged metric.
 
     Args:
         folder: the agents' `WANDB_DIR`.

@@ -1,4 +1,4 @@
-"""What a sweep asks of a W&B server, through the client's public API."""
+"""A sweep's requests to a W&B server, through the client's public API."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainkit.errors import TrainkitError
 _SECONDS = 20
 _PROJECT = "trainkit"
 UNKNOWN = object()
-"""The value of an argument that no configuration has; None may be a value."""
+"""The value of an argument that is missing; None may be a value."""
 
 
 class Server:
     """A sweep's side of the server that the client is logged in to.
 
     Args:
-        sweep: what the file says.
+        sweep: the file.
 
     Raises:
         TrainkitError: there is no server, or nobody is logged in.
@@ -60,7 +60,7 @@ class Server:
         """The id of a sweep that is there already.
 
         Raises:
-            TrainkitError: it is not.
+            TrainkitError: the server has no such sweep.
         """
         with _as_our_error():
             return self._api.sweep(self.path(sweep_id)).id
@@ -88,7 +88,7 @@ class Server:
             return [self._trial(run) for run in runs]
 
     def logged(self, name: str) -> list[str]:
-        """What a run has logged as a number, by its summary."""
+        """The names that a run has logged with numbers, from its summary."""
         with _as_our_error():
             run = self._api.run(f"{self.entity}/{self.project}/{name}")
             summary = dict(run.summary)
@@ -139,6 +139,6 @@ def _as_our_error() -> Iterator[None]:
         yield
     except (wandb.Error, ValueError, OSError) as error:
         raise TrainkitError(
-            f"trainkit sweep: W&B says: {error} Check `wandb login` and the network, "
-            f"or run the same file without a server: --offline."
+            f"trainkit sweep: W&B reports: {error} Check `wandb login` and the "
+            f"network, or run the same file without a server: --offline."
         ) from error

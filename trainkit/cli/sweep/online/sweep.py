@@ -23,11 +23,11 @@ _FINISH_TIMEOUT = "600"
 
 
 class OnlineSweep:
-    """Runs agents on a sweep until it is over, and says what becomes of its trials.
+    """Runs agents on a sweep until it is over, and reports the states of its trials.
 
-    An agent asks a server that has gone for ever, so the sweep asks too: after
-    `lost_after` seconds without an answer, the trials that run are left to end, which
-    keep their rows on disk, and no more are started.
+    An agent waits forever for a server that has died, so the sweep checks it too. After
+    `lost_after` seconds without an answer, running trials end by themselves, with their
+    rows on disk, and no more are started.
 
     Args:
         sweep: the file.
@@ -36,7 +36,7 @@ class OnlineSweep:
         folder: for what the agents and their trials write.
         lost_after: how long a server may be silent.
         look_every: how often it is asked.
-        say: where news go, line by line.
+        say: called with each line of news.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OnlineSweep:
         self.is_lost = False
 
     def run(self, *, agents: int, count: int | None) -> int:
-        """Until the agents leave.
+        """Run the agents until they leave.
 
         Returns:
             0, or 130 or 143 when a signal ended it.
@@ -87,15 +87,15 @@ class OnlineSweep:
         return interruption.exit_status
 
     def trials(self) -> list[Trial]:
-        """What the server knows; what stands on this disk where it does not answer."""
+        """The server's trials, or those on this disk if it does not answer."""
         if self._server.is_alive():
             try:
                 return self._ask()
             except TrainkitError as error:
                 self._say(str(error))
         self._say(
-            f"the server does not answer: the table is made of what is on this disk; "
-            f"`wandb sync --no-skip-online {self._folder}/wandb/run-*` uploads it"
+            f"the server does not answer, so the table shows the runs on this disk; "
+            f"to upload them: `wandb sync --no-skip-online {self._folder}/wandb/run-*`"
         )
         return local_trials(self._folder, self._id, metric=self._sweep.metric)
 
@@ -104,7 +104,7 @@ class OnlineSweep:
         env["WANDB_DIR"] = str(self._folder)
         env["WANDB_ENTITY"] = self._server.entity
         env["WANDB_PROJECT"] = self._server.project
-        # A trial must not wait for ever for a server that has gone.
+        # A trial must not wait forever for a server that has died.
         env.setdefault("WANDB_FINISH_TIMEOUT", _FINISH_TIMEOUT)
         return env
 
@@ -118,8 +118,8 @@ class OnlineSweep:
         if silent > self._lost_after and not self.is_lost:
             self.is_lost = True
             self._say(
-                f"the server has not answered for {silent:.0f} s: running trials go on "
-                f"to their end, and no more are started"
+                f"the server has not answered for {silent:.0f} s: running trials "
+                f"continue to their end, and no more are started"
             )
             agents.start_no_more()
         self._look_at = time.monotonic() + self._look_every
@@ -140,7 +140,7 @@ class OnlineSweep:
                     self._say(self._news(trial))
             self._give_up_without_metric(trials, agents)
         except TrainkitError:
-            return  # it went just now; the next look will see
+            return  # the server has just died; the next check will notice
 
     def _news(self, trial: Trial) -> str:
         parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
