@@ -8,7 +8,7 @@ LARGEST = 10**12
 
 
 def is_whole_number(value: object, *, least: int = 1) -> bool:
-    """Whether a value is a whole number of at least `least`; a bool is none."""
+    """Whether a value is a whole number of at least `least`; a bool is not one."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return is_int and least <= value <= LARGEST  # type: ignore[operator]
 
