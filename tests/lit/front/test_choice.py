@@ -329,5 +329,5 @@ def test_micro_batching_in_mid_training_is_refused() -> None:
             if where == "batch" and number == 3:
                 self.micro_batching = MicroBatching(size=1)
 
-    with pytest.raises(TrainkitError, match="assign it before trainer.fit"):
+    with pytest.raises(TrainkitError, match="Assign it before trainer.fit"):
         fitted(Cuts(3))
