@@ -118,7 +118,7 @@ def test_a_stop_while_loggers_are_closed_finds_a_finished_run(
     assert train(LATE) == 0
     assert died == []
     assert summary_of(the_run(tmp_path))["status"] == "finished"
-    assert "SIGTERM: the training is over" in capfd.readouterr().err
+    assert "SIGTERM: training is over" in capfd.readouterr().err
 
 
 def test_a_stop_while_the_report_is_drawn(
