@@ -22,7 +22,7 @@ class RatePlan:
 
     @classmethod
     def of_json(cls, found: Any) -> RatePlan:
-        """Read a plan from the text of a JSON file.
+        """Read a plan from parsed JSON.
 
         >>> RatePlan.of_json({"steps": [0], "rates": {"lr": [0.1]}}).rates
         {'lr': [0.1]}

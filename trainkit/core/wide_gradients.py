@@ -188,7 +188,7 @@ class WideGradients:
 
 
 def _refuse_unknown_backend(parameters: Iterable[Tensor]) -> None:
-    """Refuse a backend whose shards cannot be recognised."""
+    """Refuse parameters that neither DDP nor FSDP2 brings together."""
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     if plain:
         raise TrainkitError(

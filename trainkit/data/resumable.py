@@ -210,7 +210,7 @@ def _check_batch_sampler(
 
 
 def _takes_no_other_order(options: dict[str, Any]) -> bool:
-    """Whether a dataset fixes the order of its own rows: Lightning makes a loader anew
+    """Whether rows are to be read in the dataset's order: Lightning makes a loader anew
     with a `SequentialSampler` for `overfit_batches`."""
     sampler = options.pop("sampler", None)
     if sampler is not None and not isinstance(sampler, SequentialSampler | RowSampler):

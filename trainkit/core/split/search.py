@@ -138,7 +138,7 @@ class SizeSearch:
         self._num_spent = self._num_here = 0
 
     def rest(self) -> None:
-        """Note that a window has run whose time says nothing."""
+        """Count a window that has run; try a larger size when it is due."""
         self._quiet += 1
         due = self._grow_after is not None and self._quiet >= self._grow_after
         if due and not self.is_searching:
