@@ -139,7 +139,7 @@ def test_a_mistake_is_one_readable_message(args: list[str], text: str) -> None:
         ("nope: 3", "does not accept option 'nope'"),
         (
             "trainer: {max_epochs: '${data.n}'}",
-            r"config\.yaml: trainer\.max_epochs: .*same file",
+            r"config\.yaml: trainer\.max_epochs: .*entry of that file",
         ),
         ("accumulation: {_target_: trainkit.PerToken, _args_: [1]}", "by name only"),
     ],

@@ -144,8 +144,8 @@ def test_a_second_process_and_another_file_are_refused(
     toy(tmp_path, {"lr": {"values": [1, 2]}}, command=forks())
     done = go_on(tmp_path)
     assert done.returncode == 2
-    assert "is not what" in done.stderr
-    assert "changed: parameters" in done.stderr
+    assert "toy.yaml has changed since" in done.stderr
+    assert "started: parameters." in done.stderr
 
 
 def test_a_kill_while_the_state_is_written_leaves_the_one_before(
