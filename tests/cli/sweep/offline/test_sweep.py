@@ -197,7 +197,7 @@ def test_a_metric_that_the_first_finished_trial_lacks_ends_the_sweep(
     assert trial.state == "finished"
     assert "no val/los in the 1 rows it logged" in trial.note
     assert said[-1].startswith(f"{path} metric.name: s1-000 finished and logged no")
-    assert "It logged val/loss, step. Write the one" in said[-1]
+    assert "It logged val/loss, step. Write one of these" in said[-1]
 
     offline(path, say=said.append).run()  # nor does it go on
     assert len(trials_of(sweep)) == 1
