@@ -11,16 +11,18 @@ importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_point
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 from tests.startup import share  # noqa: E402
 
-torch.set_num_threads(1)
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
         share()
+    if is_worker or config.getoption("dist", "no") == "no":  # it runs tests itself
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
