@@ -7,6 +7,7 @@ list, named tuple), a dataclass, or any of these inside one another.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,16 @@ def lookup_tensor(batch: Any, path: Path, *, role: str) -> Tensor:
             f"{describe(found)} in the batch {describe(batch)}. Name the tensor itself."
         )
     return found
+
+
+def num_samples(batch: Any) -> float:
+    """How many samples a batch holds; NaN if that cannot be counted."""
+    if isinstance(batch, list) and all(getattr(x, "ndim", 0) == 2 for x in batch):
+        batch = tuple(batch)  # ids, mask and labels; only a strategy must know for sure
+    try:
+        return leading_dimension(batch)
+    except TrainkitError:
+        return math.nan
 
 
 def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:

@@ -37,8 +37,8 @@ from trainkit import (
     Uniform,
     read_effective_batch,
 )
+from trainkit.core.ledger import NUM_MEASURED
 from trainkit.errors import TrainkitError
-from trainkit.lit.callback.first_windows import NUM_MEASURED
 
 WINDOW = 4
 

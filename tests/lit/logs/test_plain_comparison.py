@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
-from trainkit.lit.logs.window_summary import WindowSummary
+from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
 
 
 class Net(LightningModule):
+    def test_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -178,15 +181,33 @@ def test_a_wrong_limit_is_refused() -> None:
         PlainComparison(max_parameters=-1)
 
 
-def test_the_summary_of_all_windows() -> None:
-    summary = WindowSummary()
-    assert summary.facts() == {}
-    fit(RAGGED, [AccumulationCallback(PerSample()), summary])
-    facts = summary.facts()
+def test_the_summary_of_all_windows(tmp_path: Path) -> None:
+    def trained(epochs: int, resume: Any = None) -> Trainer:
+        trainer = Trainer(
+            max_epochs=epochs,
+            accumulate_grad_batches=4,
+            callbacks=[AccumulationCallback(PerSample()), WindowSummary()],
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        assert facts_of_windows(trainer) == {}
+        trainer.fit(Net(), batches(RAGGED), ckpt_path=resume, weights_only=True)
+        return trainer
+
+    first = trained(1)
+    facts = facts_of_windows(first)
     assert facts["windows"] == 3
     assert (facts["smallest"], facts["largest"], facts["weight"]) == (7, 16, 35)
-    again = WindowSummary()
-    again.load_state_dict(summary.state_dict())
-    fit(RAGGED, [AccumulationCallback(PerSample()), again])
-    assert again.facts()["windows"] == 6
-    assert again.facts()["first_loss"] == facts["first_loss"]
+    path = tmp_path / "last.ckpt"
+    first.save_checkpoint(path)
+    resumed = trained(2, path)
+    again = facts_of_windows(resumed)
+    assert again["windows"] == 6
+    assert again["weight"] == 70
+    assert again["first_loss"] == facts["first_loss"]
+    resumed.test(Net(), batches(RAGGED), ckpt_path=path, weights_only=True)
+    assert facts_of_windows(resumed) == again
+    assert facts_of_windows(trained(2)) == again

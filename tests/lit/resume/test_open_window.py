@@ -66,7 +66,7 @@ def test_checkpoint_holds_partial_gradients_and_totals(tmp_path: Path) -> None:
 def test_checkpoint_between_windows_holds_no_gradients(tmp_path: Path, at: int) -> None:
     path = tmp_path / "between.ckpt"
     trainer(WINDOW, callbacks=[Saving(path, at)]).fit(Mixed(), Resumable())
-    assert set(holds(path)) == {"num_windows", "measured"}
+    assert set(holds(path)) == {"num_windows", "measured", "ledger"}
 
 
 @pytest.mark.parametrize("at", [1, 5, 8])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import NAIVE
-from tests.lit.fronts import micro_batches, plain_token_loss
+from tests.helpers import NAIVE, trainer
+from tests.lit.fronts import Plain, micro_batches, plain_token_loss
 from tests.lit.resume.resuming import Resumable, Saving
 from tests.lit.schedule.scheduling import (
     EPOCHS,
@@ -257,11 +257,30 @@ def test_plans_that_are_resumed_change_in_mid_epoch() -> None:
         assert any(len({len(w) for w in ws[:-1]}) > 1 for ws in windows)
 
 
-def test_tokens_that_nobody_counted_are_spoken_of(tmp_path: Path) -> None:
-    """A plan by steps counts none; one by tokens that resumes it starts at 0."""
-    by_steps = AccumulationSchedule({0: 2, 3: 4}, unit="step")
-    fitted("mixin", by_steps, Keeping(tmp_path), loader=Resumable())
+# Windows of 4, 4 and 2; the first of them has so many tokens.
+CHANGES_AT = sum(token_counts()[:4])
+
+
+def test_a_plan_by_tokens_resumes_a_plan_by_steps_exactly(tmp_path: Path) -> None:
+    """Tokens are counted by whatever plan; counted from the checkpoint on, as the
+    control counts them, the window of epoch 0 that is next would have another size."""
+    path = tmp_path / "old.ckpt"
+    by_steps = AccumulationSchedule({0: 4}, unit="step")
+    fitted("mixin", by_steps, Saving(path, 5), loader=Resumable())
+    by_tokens = AccumulationSchedule({0: 4, CHANGES_AT: 1}, unit="tokens")
+    module, _ = fitted("mixin", by_tokens, loader=Resumable(), resume=path)
+    first = [range(4), range(4, 8), range(8, 9), range(9, 10)]
+    rest = [[range(i, i + 1) for i in range(10)]] * (EPOCHS - 1)
+    assert off(module, big_batch_over([first, *rest])) <= EXACT
+    control = [range(4), range(4, 8), range(8, 10)]
+    assert off(module, big_batch_over([control, *rest])) > NAIVE
+
+
+def test_tokens_that_nobody_counted_are_announced(tmp_path: Path) -> None:
+    """A checkpoint of plain Lightning holds no count; the plan starts at 0."""
+    path = tmp_path / "old.ckpt"
+    plain = trainer(2, callbacks=[Saving(path, 9)], max_epochs=1)
+    plain.fit(Plain(optimizer="adamw"), Resumable())
     by_tokens = AccumulationSchedule({0: 2, 50: 4}, unit="tokens")
-    path = sorted(tmp_path.iterdir())[5]
-    with pytest.warns(UserWarning, match="went by the step and counted no tokens"):
+    with pytest.warns(UserWarning, match="holds no count of tokens, so they are"):
         fitted("mixin", by_tokens, loader=Resumable(), resume=path)

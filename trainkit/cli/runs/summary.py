@@ -20,7 +20,7 @@ from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
 from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.plain_comparison import PlainComparison
-from trainkit.lit.logs.window_summary import WindowSummary
+from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
 from trainkit.lit.split.callback import SplitCallback
 
 _PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
@@ -39,7 +39,9 @@ def collect(
         "metrics": metrics,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
-        "windows": {name: _number(fact) for name, fact in windows.facts().items()},
+        "windows": {
+            name: _number(fact) for name, fact in facts_of_windows(trainer).items()
+        },
         "effective_batch": _effective_batch(trainer, windows.sizes),
         "micro_batching": _micro_batching(trainer),
         "learning_rates": _learning_rates(trainer),

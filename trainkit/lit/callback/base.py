@@ -10,9 +10,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.window_stats import WindowStats
-from trainkit.lit.callback.first_windows import FirstWindows
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import unwrapped
 from trainkit.lit.callback.left_behind import without_module
 from trainkit.lit.callback.table import Row, show
 
@@ -61,7 +63,8 @@ class WindowOwner(OrderedCallback):
     Attributes:
         accumulators: one for each optimizer, by its index.
         windows: the window that closed last, of each optimizer.
-        first_windows: those from which a size can be measured.
+        ledger: what all closed windows of the training add up to.
+        first_windows: the windows from which a batch size can be measured.
         strategies: say what a micro-batch weighs in each term of the loss.
         weight: what the micro-batch under way weighs, in a streamed window.
         counts_samples: whether somebody wants the samples of all windows.
@@ -71,6 +74,7 @@ class WindowOwner(OrderedCallback):
 
     accumulators: dict[int, Accumulator]
     windows: dict[int, WindowStats]
+    ledger: Ledger
     first_windows: FirstWindows
     own_sizes: frozenset[int] = frozenset()
     strategies: Mapping[str, AccumulationStrategy]
@@ -89,6 +93,22 @@ class WindowOwner(OrderedCallback):
     def is_split(self) -> bool:
         """Whether it cuts loader batches, and so looks at the micro-batches itself."""
         return False
+
+    def index_of(self, trainer: Any, optimizer: Any) -> int:
+        """The optimizer's index among the Trainer's optimizers."""
+        wanted = unwrapped(optimizer)
+        for index, candidate in enumerate(trainer.optimizers):
+            if unwrapped(candidate) is wanted:
+                return index
+        raise TrainkitError(
+            f"optimizer: must be one that configure_optimizers returned, received "
+            f"{type(wanted).__name__}. Take it from self.optimizers()."
+        )
+
+    @property
+    def must_count_samples(self) -> bool:
+        """Whether the samples of the next micro-batch must be counted."""
+        return self.counts_samples or not self.first_windows.is_complete
 
 
 def has_callback(callbacks: Iterable[Any], *names: str) -> bool:

@@ -26,6 +26,9 @@ class MixinCallback(SchedulerHolder):
             wide_gradients=_option(module, "wide_gradients"),
         )
         self._mixin = mixin
+        for each in module.trainer.callbacks:
+            if isinstance(each, MixinCallback):
+                self.ledger = each.ledger  # of an earlier `fit`, which may be continued
         self._taken: int | None = None
         asked = module.trainer.accumulate_grad_batches
         if asked != 1 and not module.automatic_optimization:

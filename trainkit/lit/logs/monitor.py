@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from trainkit.core.batches import Path, lookup_tensor
 from trainkit.core.gradients import parameters_of, total_norm
 from trainkit.core.late_reading import LateReading
+from trainkit.core.ledger import Account
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import PerSample, PerToken
 from trainkit.core.whole_number import check_whole_number
@@ -22,10 +23,6 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
 from trainkit.lit.callback.left_behind import without_module
 from trainkit.lit.windows.callback import WindowCallback
-from trainkit.lit.windows.seen import Seen
-
-SEEN = "trainkit_seen"
-"""The totals' entry in a checkpoint."""
 
 
 class WindowMonitor(Callback):
@@ -69,15 +66,12 @@ class WindowMonitor(Callback):
         self.attention_mask = attention_mask
         self._windows: WindowCallback | None = None
         self._waiting: deque[tuple[int, list[str], LateReading]] = deque()
-        self._seen = Seen()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**without_module(self), "_windows": None, "_waiting": deque()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._waiting.clear()
-        if trainer.global_step == 0:
-            self._seen = Seen()  # another training, with the same callback
         found = [c for c in trainer.callbacks if isinstance(c, WindowCallback)]
         if not found:
             raise TrainkitError(
@@ -109,12 +103,10 @@ class WindowMonitor(Callback):
         index = self._windows.index_of(trainer, optimizer)
         num_windows = self._windows.accumulators[index].num_windows
         stats = self._windows.windows.get(index)
-        if stats is not None:
-            self._seen.add(index, stats)
         if num_windows and self._is_due(num_windows - 1) and stats is not None:
             several = len(self._windows.accumulators) > 1
             prefix = f"window/{index}/" if several else "window/"
-            numbers = _numbers(stats) | self._seen.numbers(index)
+            numbers = _numbers(stats, self._windows.ledger.of(index))
             size = self._windows.micro_batch_size
             if size is not None:
                 numbers["micro_batch_size"] = torch.tensor(size)
@@ -134,12 +126,6 @@ class WindowMonitor(Callback):
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         self._log_arrived(trainer, wait=True)  # a resumed run has none of these rows
-        checkpoint[SEEN] = self._seen.state_dict()
-
-    def on_load_checkpoint(
-        self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
-    ) -> None:
-        self._seen.load_state_dict(checkpoint.get(SEEN, {}))
 
     def _is_due(self, window: int) -> bool:
         return window % self.every_n_steps == 0
@@ -174,7 +160,7 @@ class WindowMonitor(Callback):
                 logger.log_metrics(known, step=step)
 
 
-def _numbers(stats: WindowStats) -> dict[str, Tensor]:
+def _numbers(stats: WindowStats, account: Account | None) -> dict[str, Tensor]:
     numbers = {
         "loss": stats.loss,
         "weight": stats.weight,
@@ -183,6 +169,8 @@ def _numbers(stats: WindowStats) -> dict[str, Tensor]:
         "uniform_gap": stats.uniform_gap,
         "padding": stats.padding,
     }
+    if account is not None:
+        numbers |= {"seen": account.weight, "samples_seen": account.samples}
     return {name: number for name, number in numbers.items() if number is not None}
 
 

@@ -241,7 +241,7 @@ class LRScaling(OrderedCallback):
         first = windows.first_windows
         if not self._follow(trainer):
             # A window of weight 0 has a gradient of 0, and tells nothing.
-            if first.num_weighty or first.is_complete:
+            if first.is_complete or not first.is_empty:
                 checks.refuse_unmeasured(trainer, self.unit)
             return
         if first.is_complete:

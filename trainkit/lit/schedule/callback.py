@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from trainkit.core.late_reading import LateReading
+from trainkit.core.ledger import Account
 from trainkit.core.stages import Stages, StageUnit
 from trainkit.core.window_size import WindowSize
-from trainkit.core.window_stats import WindowStats
 from trainkit.lit._compat import num_batches_seen
 from trainkit.lit.batch_size.effective import num_replicas, steps_taken, train_loader
 from trainkit.lit.callback.base import OrderedCallback, has_callback
@@ -130,14 +128,17 @@ class AccumulationSchedule(OrderedCallback):
         windows = checks.require_windows(trainer)
         checks.refuse_unfit(trainer, windows, self.stages)
         if self._restored is not None:
-            checks.announce_uncounted_tokens(self._restored, self.stages)
-            self._tokens.load_state_dict(self._restored)
+            before = self._restored.get("tokens_before")
+            self._tokens.resume(windows.ledger.of(), before)
             size, first = self._restored["size"], self._restored["first_batch"]
             self._set(trainer, size, first_batch=first)
             self._restored = None
         else:
+            self._tokens.resume(windows.ledger.of(), None)
             # A run that was resumed without a schedule's state may be in mid-epoch.
             self._open(trainer, first_batch=num_batches_seen(trainer))
+        if self.stages.unit == "tokens":
+            checks.announce_uncounted_tokens(trainer, windows.ledger)
         checks.look_for_wrong_totals(trainer, self)
         self.show_table(trainer, pl_module)
 
@@ -174,7 +175,7 @@ class AccumulationSchedule(OrderedCallback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.stages.unit == "tokens":
-            self._tokens.see(checks.require_windows(trainer).windows.get(0))
+            self._tokens.look(checks.require_windows(trainer).ledger.of())
 
     def _open(self, trainer: Any, *, first_batch: int) -> None:
         size = self.stages.at(self._position(trainer))
@@ -225,7 +226,7 @@ class AccumulationSchedule(OrderedCallback):
             "size": int(self._current),
             "first_batch": self._current.first_batch,
             "unit": self.stages.unit,
-            **self._tokens.state_dict(),
+            "tokens_before": self._tokens.before_the_last,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -236,37 +237,38 @@ class TokenCount:
     """All that has been weighed so far, read one window late."""
 
     def __init__(self) -> None:
-        self._last: WindowStats | None = None
-        self._total: Any = 0.0
+        self._num_windows = 0
         self._waiting: list[LateReading] = []
         self._before: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """The count as plain numbers."""
         counted = TokenCount()
-        counted.load_state_dict(self.state_dict())
+        counted._before = self.before_the_last
         return vars(counted)
 
     @property
     def before_the_last(self) -> float:
-        """The count up to the window before the one that closed last: that has long
-        arrived, and is the same on all ranks."""
+        """The count up to the window before the one that closed last: it has long
+        arrived, and all ranks have one value."""
         while len(self._waiting) > 1:
             self._before = self._waiting.pop(0).values()
         return self._before
 
-    def see(self, stats: WindowStats | None) -> None:
-        """Count a window, if it is a new one."""
-        if stats is None or stats is self._last:
-            return
-        self._last = stats
-        self._total = self._total + stats.weight
-        self._waiting.append(LateReading(self._total))
+    def look(self, account: Account | None) -> None:
+        """Begin to read the count, if another window has closed."""
+        if account is not None and account.num_windows != self._num_windows:
+            self._num_windows = account.num_windows
+            self._waiting.append(LateReading(account.weight))
 
-    def state_dict(self) -> dict[str, float]:
-        before = self.before_the_last
-        return {"tokens_before": before, "tokens": float(self._total)}
+    def resume(self, account: Account | None, before: float | None) -> None:
+        """Continue from the account of the run that is resumed.
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._before, self._total = state["tokens_before"], state["tokens"]
-        self._waiting = [LateReading(torch.tensor(self._total, dtype=torch.float64))]
+        Args:
+            account: of the first optimizer.
+            before: the count up to the window before its last one; default: its total.
+        """
+        self.look(account)
+        if before is None and account is not None:
+            before = account.weight.item()
+        self._before = before or 0.0

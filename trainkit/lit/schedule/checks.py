@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, SequentialLR
 
 from trainkit.core._compat import nested_schedulers, scheduler_milestones
 from trainkit.core.learning_rates import every_scheduler
+from trainkit.core.ledger import Ledger
 from trainkit.core.ranks import find_ranks
 from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
@@ -78,12 +79,14 @@ def refuse_unfit(trainer: Any, windows: Any, stages: Stages) -> None:
         check_measurable(trainer, "tokens")
 
 
-def announce_uncounted_tokens(state: Mapping[str, Any], stages: Stages) -> None:
-    """Tokens are counted where the stages ask for them, and not otherwise."""
-    if stages.unit == "tokens" and state["unit"] != "tokens":
+def announce_uncounted_tokens(trainer: Any, ledger: Ledger) -> None:
+    """Name a checkpoint that was written without trainkit's count of tokens."""
+    if trainer.global_step and ledger.of() is None:
         warnings.warn(
-            f"AccumulationSchedule(unit='tokens'): the run that it resumes went by the "
-            f"{state['unit']} and counted no tokens, so they are counted from 0.",
+            f"AccumulationSchedule(unit='tokens'): training resumes at step "
+            f"{trainer.global_step} from a checkpoint that holds no count of tokens, "
+            f"so they are counted from 0. Write the stages for the tokens that are to "
+            f"come.",
             stacklevel=2,
         )
 
@@ -104,7 +107,7 @@ def refuse_endless(num_batches: Any, num_epochs: Any, max_steps: float) -> None:
 
 
 TOTALS = {"total_steps", "T_max", "total_iters"}
-"""By what names torch's schedulers keep how long they go on."""
+"""The names under which torch's schedulers keep their length."""
 
 
 def look_for_wrong_totals(trainer: Any, schedule: Any) -> None:
@@ -175,7 +178,7 @@ def _totals(scheduler: Any) -> Iterator[tuple[str, float]]:
 
 
 def _numbers_of(function: Any) -> Mapping[str, Any]:
-    """What a user's function was made with, wherever it keeps it."""
+    """The values that a user's function was made with, wherever it keeps them."""
     if isinstance(function, functools.partial):
         return function.keywords
     if inspect.ismethod(function):

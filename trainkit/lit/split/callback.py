@@ -154,12 +154,14 @@ class SplitCallback(WindowCallback):
         if self.split is None:
             return super()._finish(trainer, accumulator, parameters)
         self._num_closed = 1  # a closure that runs again runs all of them again
-        num_batches = self.split.num_loader_batches * accumulator.ranks.size
-        stats = accumulator.finish(
+        return accumulator.finish(
             parameters, slots=self.slots(), is_apart=self.split.is_apart
         )
-        self.first_windows.add(stats, num_batches=num_batches)
-        return stats
+
+    def _num_loader_batches(self) -> int | None:
+        if self.split is None:
+            return None
+        return self.split.num_loader_batches * self.accumulators[0].ranks.size
 
     def slots(self) -> int:
         """For how many single weights a window that closes has room, on each rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -12,16 +13,15 @@ from torch import Tensor
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import Checks
 from trainkit.core.gradients import clear_gradients, parameters_of
+from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform, Weight
 from trainkit.core.terms import ONE, leading, named_strategies
 from trainkit.core.window_stats import WindowStats
-from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
 from trainkit.lit.callback.base import Stopped, WindowOwner
-from trainkit.lit.callback.first_windows import FirstWindows
 from trainkit.lit.callback.left_behind import copied_without_fit, emptied
 from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.window_end import say_dropped, window_ends
@@ -51,6 +51,7 @@ class WindowCallback(WindowOwner):
         wide_gradients: bool = False,
     ) -> None:
         super().__init__()
+        self.ledger = Ledger()
         # Made here for its checks alone: the ranks are not known before training.
         self.strategies = {} if strategy is None else named_strategies(strategy)
         Accumulator(strategy or Uniform(), aggregation="none", checks=checks)
@@ -89,6 +90,7 @@ class WindowCallback(WindowOwner):
         """Show the numbers of a `fit` that another callback has run."""
         self.windows = {i: stats.on_host() for i, stats in other.windows.items()}
         self.first_windows = other.first_windows
+        self.ledger = copy.copy(other.ledger)
         self._skipped_before = other.num_skipped_steps
 
     # ---- what others ask -------------------------------------------------------------
@@ -130,6 +132,8 @@ class WindowCallback(WindowOwner):
         if stage != "fit":
             return
         self._forget()
+        if trainer.global_step == 0:
+            self.ledger = Ledger()  # else this `fit` continues the training
         refusals.refuse_backend_that_accumulates(trainer)
         refusals.announce_finders(trainer)
         self.move_to_front(trainer)
@@ -276,17 +280,23 @@ class WindowCallback(WindowOwner):
             p for i in (index, *others) for p in parameters_of(trainer.optimizers[i])
         ]
         stats = self._finish(trainer, accumulator, parameters)
-        self.windows.update(dict.fromkeys((index, *others), stats))
+        counts_samples = self.must_count_samples or self.is_split
+        for each in (index, *others):
+            self.windows[each] = stats
+            self.ledger.add(each, stats, counts_samples=counts_samples)
+        if index == 0:
+            self.first_windows.add(stats, num_batches=self._num_loader_batches())
         return stats
 
     def _finish(
         self, trainer: Any, accumulator: Accumulator, parameters: list[Tensor]
     ) -> WindowStats:
         size = max(trainer.accumulate_grad_batches, self.longest_window)
-        stats = accumulator.finish(parameters, slots=self._slots(accumulator, size))
-        if accumulator is self.accumulators[0]:
-            self.first_windows.add(stats)
-        return stats
+        return accumulator.finish(parameters, slots=self._slots(accumulator, size))
+
+    def _num_loader_batches(self) -> int | None:
+        """How many loader batches the window had, on all ranks, if they were cut."""
+        return None
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -360,6 +370,7 @@ class WindowCallback(WindowOwner):
             alone=trainer.interrupted,
         )
         checkpoint[open_window.KEY]["measured"] = self.first_windows.state_dict()
+        checkpoint[open_window.KEY]["ledger"] = self.ledger.state_dict()
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
@@ -368,6 +379,8 @@ class WindowCallback(WindowOwner):
         if self._restored is None:
             num_expected = trainer.accumulate_grad_batches
             self._restored = open_window.without_state(checkpoint, num_expected)
+        if trainer.state.fn == "fit":  # else a test of another checkpoint
+            self.ledger.load_state_dict((self._restored or {}).get("ledger", {}))
 
     def _num_torn(self) -> int:
         """The size of a window whose last micro-batch is under way, else 0.
@@ -379,16 +392,3 @@ class WindowCallback(WindowOwner):
             return 0
         held = sum(a.num_micro_batches for a in self.accumulators.values())
         return held or self._num_closed
-
-    # ---- small things ----------------------------------------------------------------
-
-    def index_of(self, trainer: Any, optimizer: Any) -> int:
-        """The optimizer's index among the Trainer's optimizers."""
-        wanted = unwrapped(optimizer)
-        for index, candidate in enumerate(trainer.optimizers):
-            if unwrapped(candidate) is wanted:
-                return index
-        raise TrainkitError(
-            f"optimizer: must be one that configure_optimizers returned, received "
-            f"{type(wanted).__name__}. Take it from self.optimizers()."
-        )

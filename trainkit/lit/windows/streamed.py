@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from trainkit.core.batches import num_samples
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.first_windows import num_samples
 from trainkit.lit.callback.table import show
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
@@ -62,13 +62,12 @@ class _Steps:
         windows.follow(self._module)
         if self._module.automatic_optimization:
             windows.weight = windows.strategy.weight(batch)
-        is_measured = windows.first_windows.is_complete
-        if windows.counts_samples or not is_measured:
+        if windows.must_count_samples:
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=num_samples(batch))
         if counts_alike(windows.strategies):
             self._unlike.look(batch)
-            if is_measured:
+            if windows.first_windows.is_complete:
                 self.say_unlike()
 
     def say_unlike(self) -> None:

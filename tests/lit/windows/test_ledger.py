@@ -1,4 +1,4 @@
-"""How much was seen equals the sum over all windows, logged or not."""
+"""What the ledger holds equals the sum over all windows, logged or not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers import TokenModule, loader, pad, trainer
 from tests.lit.front.test_optimizers import Gan
+from tests.lit.fronts import Mixed
 from tests.lit.logs.test_monitor import BATCH, DATA, WINDOW, Record, recorded
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
 
@@ -98,6 +99,35 @@ def test_a_second_training_with_the_same_callback_starts_at_nothing() -> None:
         record = Record()
         train(record, 1, *callbacks)
         assert seen(record) == totals(1)
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback"])
+def test_a_second_fit_of_one_trainer_continues_the_totals(front: str) -> None:
+    record = Record()
+    kinds = {"mixin": Mixed, "callback": TokenModule}
+    callbacks = [AccumulationCallback(PerToken())] if front == "callback" else []
+    options: Any = {"callbacks": [*callbacks, WindowMonitor(1)]}
+    fit = trainer(WINDOW, logger=record, max_epochs=2, log_every_n_steps=1, **options)
+    module = kinds[front]()
+    fit.fit(module, loader(DATA, BATCH))
+    fit.fit_loop.max_epochs = EPOCHS
+    fit.fit(module, loader(DATA, BATCH))
+    assert seen(record) == totals()
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. ")  # the loader starts again
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_samples_that_nobody_counted_are_not_shown(tmp_path: Path) -> None:
+    """Without a monitor only the first eight windows count their samples."""
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=12)
+    train(Record(), 4, AccumulationCallback(PerToken()), saves)
+    (saved,) = tmp_path.iterdir()
+    record = Record()
+    callbacks = [AccumulationCallback(PerToken()), WindowMonitor(1)]
+    train(record, EPOCHS, *callbacks, resume=saved)
+    rows = list(record.of_windows().values())
+    assert [row["window/seen"] for row in rows] == [n for n, _ in totals()[12:]]
+    assert not any("window/samples_seen" in row for row in rows)
 
 
 def test_each_optimizer_has_its_own_totals() -> None:

@@ -1,0 +1,107 @@
+"""What a ledger holds equals the sums over its windows."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.core.ledger import FirstWindows, Ledger
+from trainkit.core.window_stats import COLUMNS, WindowStats
+
+RANKS = 3
+
+
+def windows(number: int, *, reduction: Any = "mean") -> list[WindowStats]:
+    """Windows of three ranks; some have kept their single weights as well."""
+    generator = torch.Generator().manual_seed(number)
+    made = []
+    for i in range(number):
+        columns = len(COLUMNS) + i % 3
+        table = torch.rand(RANKS, columns, generator=generator, dtype=torch.float64)
+        made.append(WindowStats(table, table.sum(0), reduction))
+    return made
+
+
+def entered(made: list[WindowStats], ledger: Ledger | None = None) -> Ledger:
+    ledger = Ledger() if ledger is None else ledger
+    for stats in made:
+        ledger.add(0, stats, counts_samples=True)
+    return ledger
+
+
+def numbers(ledger: Ledger) -> list[float]:
+    account = ledger.of()
+    assert account is not None
+    held = [account.weight, account.samples, account.smallest, account.largest]
+    losses = [account.first.loss, account.newest.loss]
+    return [account.num_windows, *map(float, [*held, *losses])]
+
+
+def test_an_account_equals_sums_and_extremes_by_hand() -> None:
+    made = windows(7)
+    weights = [float(each.weight) for each in made]
+    samples = [float(each.samples) for each in made]
+    losses = [float(made[0].loss), float(made[-1].loss)]
+    by_hand = [7, sum(weights), sum(samples), min(weights), max(weights), *losses]
+    assert numbers(entered(made)) == pytest.approx(by_hand, rel=1e-15)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "total"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.deepcopy,
+        copy.copy,
+        lambda ledger: pickle.loads(pickle.dumps(ledger)),
+    ],
+)
+def test_a_copy_continues_alone(
+    again: Callable[[Ledger], Ledger], reduction: Any
+) -> None:
+    made = windows(9, reduction=reduction)
+    whole = numbers(entered(made))
+    ledger = entered(made[:4])
+    before = numbers(ledger)
+    assert numbers(entered(made[4:], again(ledger))) == whole
+    assert numbers(ledger) == before
+
+
+def test_samples_are_unknown_after_a_window_that_counted_none() -> None:
+    ledger = entered(windows(2))
+    ledger.add(0, windows(1)[0], counts_samples=False)
+    entered(windows(2), ledger)
+    account = ledger.of()
+    assert account is not None
+    assert math.isnan(account.samples)
+    assert account.weight > 0
+
+
+def test_an_optimizer_without_windows_has_no_account() -> None:
+    assert entered(windows(2)).of(1) is None
+
+
+def test_first_windows_measure_eight_and_resume_with_one_loader() -> None:
+    made = windows(11)
+    weight = sum(float(each.weight) for each in made[:8])
+    straight = FirstWindows()
+    assert straight.is_empty
+    for stats in made:
+        straight.add(stats, num_batches=2)
+    assert len(straight) == 8
+    assert straight.micro_batch("weight") == pytest.approx(weight / 16)
+    begun, resumed, other = FirstWindows(), FirstWindows(), FirstWindows()
+    for stats in made[:3]:
+        begun.add(stats, num_batches=2)
+    resumed.load_state_dict(begun.state_dict())
+    for stats in made[3:]:
+        resumed.add(stats, num_batches=2)
+    assert resumed.micro_batch("weight") == straight.micro_batch("weight")
+    other.loader_size = 4
+    other.load_state_dict(begun.state_dict())
+    assert len(other) == 0

@@ -1,0 +1,219 @@
+"""What the closed windows of a training add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainkit.core.window_stats import (
+    COLUMNS,
+    NUM_COLUMNS,
+    SAMPLES,
+    WEIGHT,
+    WindowStats,
+)
+
+NUM_MEASURED = 8
+"""From how many windows a batch size is measured that the loader does not announce."""
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """Sums and extremes over the closed windows of one optimizer.
+
+    All numbers are over all ranks, and alike on all of them. They stay on the device.
+    """
+
+    num_windows: int
+    sums: Tensor
+    """The columns of the windows' totals, added up."""
+    smallest: Tensor
+    largest: Tensor
+    first: WindowStats
+    newest: WindowStats
+    counts_samples: bool
+    """Whether the samples of every window have been counted."""
+
+    @classmethod
+    def open(cls, stats: WindowStats, *, counts_samples: bool = True) -> Account:
+        """The account of one window."""
+        sums, weight = stats.totals[:NUM_COLUMNS], stats.weight
+        return cls(1, sums, weight, weight, stats, stats, counts_samples)
+
+    def with_window(self, stats: WindowStats, *, counts_samples: bool) -> Account:
+        """This account and one more window."""
+        new = stats.totals[:NUM_COLUMNS]
+        weight = stats.weight
+        return Account(
+            num_windows=self.num_windows + 1,
+            sums=self.sums.to(new) + new,
+            smallest=torch.minimum(self.smallest.to(new), weight),
+            largest=torch.maximum(self.largest.to(new), weight),
+            first=self.first,
+            newest=stats,
+            counts_samples=self.counts_samples and counts_samples,
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights of all windows, in the strategy's unit."""
+        return self.sums[WEIGHT]
+
+    @property
+    def samples(self) -> Tensor:
+        """The samples of all windows; NaN if a window's could not be counted."""
+        known = self.sums[SAMPLES]
+        return known if self.counts_samples else torch.full_like(known, torch.nan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The account as plain numbers; waits for the device."""
+        return {
+            "num_windows": self.num_windows,
+            "sums": self.sums.tolist(),
+            "smallest": self.smallest.item(),
+            "largest": self.largest.item(),
+            "first": _saved(self.first),
+            "newest": _saved(self.newest),
+            "counts_samples": self.counts_samples,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Account:
+        """The account that `state_dict` has saved."""
+        return cls(
+            num_windows=state["num_windows"],
+            sums=_vector(state["sums"]),
+            smallest=_vector(state["smallest"]),
+            largest=_vector(state["largest"]),
+            first=_restored(state["first"]),
+            newest=_restored(state["newest"]),
+            counts_samples=state["counts_samples"],
+        )
+
+
+class Ledger:
+    """The accounts of a training's closed windows, one for each optimizer."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[int, Account] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        copied = Ledger()
+        copied.load_state_dict(self.state_dict())
+        return vars(copied)
+
+    def add(self, index: int, stats: WindowStats, *, counts_samples: bool) -> None:
+        """Enter the window that an optimizer has closed.
+
+        Args:
+            index: of the optimizer.
+            stats: the window.
+            counts_samples: whether the samples of its batches were counted.
+        """
+        account = self._accounts.get(index)
+        self._accounts[index] = (
+            Account.open(stats, counts_samples=counts_samples)
+            if account is None
+            else account.with_window(stats, counts_samples=counts_samples)
+        )
+
+    def of(self, index: int = 0) -> Account | None:
+        """The account of an optimizer; None before its first window has closed."""
+        return self._accounts.get(index)
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        return {index: each.state_dict() for index, each in self._accounts.items()}
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        self._accounts = {i: Account.restored(each) for i, each in state.items()}
+
+
+def _saved(stats: WindowStats) -> dict[str, Any]:
+    totals = stats.totals[:NUM_COLUMNS].tolist()
+    return {"totals": totals, "reduction": stats.reduction}
+
+
+def _restored(state: Mapping[str, Any]) -> WindowStats:
+    totals = _vector(state["totals"])
+    return WindowStats(totals[None], totals, state["reduction"])
+
+
+def _vector(numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+class FirstWindows:
+    """What the first windows of a loader held; nothing is read before it is asked.
+
+    Attributes:
+        loader_size: the batch size that the loader announces, if it does. A measure of
+            another loader's windows is not resumed.
+    """
+
+    def __init__(self) -> None:
+        self.loader_size: int | None = None
+        self._num_windows = 0
+        self._sums: Tensor | None = None
+        self._num_batches: Tensor | int = 0
+        self._resumed: Mapping[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        copied = FirstWindows()
+        copied.loader_size = self.loader_size
+        copied.load_state_dict(self.state_dict())
+        return vars(copied)
+
+    def __len__(self) -> int:
+        return self._num_windows + int(self._resumed.get("windows", 0))
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self) >= NUM_MEASURED
+
+    def add(self, stats: WindowStats, *, num_batches: int | None = None) -> None:
+        """Measure a window that has closed, if it is one of the first.
+
+        Args:
+            stats: the window.
+            num_batches: how many loader batches it had, on all ranks. Default: as many
+                as micro-batches.
+        """
+        if self.is_complete:
+            return
+        self._num_windows += 1
+        sums = stats.totals[:NUM_COLUMNS]
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._num_batches = self._num_batches + (num_batches or stats.num_micro_batches)
+
+    def micro_batch(self, what: Literal["samples", "weight"]) -> float | None:
+        """The mean `samples` or `weight` of a loader batch; waits for the device.
+
+        None if no window has closed, or if not all samples could be counted.
+        """
+        totals = self._totals()
+        held = totals[what]
+        return held / totals["num_micro_batches"] if held > 0 else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no window of this run has weighed anything; waits for the device."""
+        return self._sums is None or not bool(self._sums[WEIGHT] > 0)
+
+    def _totals(self) -> dict[str, float]:
+        found = {"samples": 0.0, "weight": 0.0, "num_micro_batches": 0.0}
+        if self._sums is not None:
+            sums = dict(zip(COLUMNS, self._sums.tolist(), strict=True))
+            found = {name: sums.get(name, 0.0) for name in found}
+            found["num_micro_batches"] = float(self._num_batches)
+        return {n: value + self._resumed.get(n, 0.0) for n, value in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": len(self), "loader": self.loader_size, **self._totals()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("loader") == self.loader_size:
+            self._resumed = state
