@@ -60,7 +60,7 @@ def test_rank_that_was_not_there_is_spoken_of() -> None:
     module: Any = torch.nn.Module()
     module.device = CPU
     with pytest.warns(
-        UserWarning, match="generators of 1 ranks and not those of rank 1"
+        UserWarning, match="generators of 1 ranks, but not of rank 1"
     ):
         each.on_train_start(trainer, module)
 

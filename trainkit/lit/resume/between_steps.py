@@ -17,16 +17,16 @@ from trainkit.lit._compat import (
 )
 
 
-class AtCleanMoments(Callback):
+class BetweenSteps(Callback):
     """Calls `between_steps` at the moments from which Lightning can resume exactly.
 
-    These clean moments are the end of a batch, and the end of a validation within an
-    epoch. Two batch ends do not count: one that a validation follows, since a resumed
-    run would skip that validation; and the epoch's last, since a resumed run would skip
-    the end of the epoch (its hooks, its row of metrics, the schedulers that use them).
-    A checkpoint that is due there waits for the next batch or the end of that
-    validation. The module's own `on_train_batch_end` runs after all callbacks, and so
-    after the checkpoint.
+    These are the end of a batch and the end of a validation within an epoch. Two batch
+    ends do not count: one that a validation follows, because a resumed run would skip
+    that validation; and the epoch's last one, because a resumed run would skip the end
+    of the epoch (its hooks, its row of metrics, the schedulers that use them). A
+    checkpoint that is due there waits for the next batch or the end of that validation.
+    The module's own `on_train_batch_end` runs after all callbacks, and so after the
+    checkpoint.
 
     An epoch without such a moment (of one batch, for example) gets one at its
     `on_train_epoch_end`. From there Lightning resumes without the schedulers that

@@ -1,4 +1,4 @@
-"""Stop and save a run on SIGINT or SIGTERM, where it can be resumed exactly."""
+"""Stop and save a run at SIGINT or SIGTERM, where it can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.lit._compat import end_validation, is_ending
 from trainkit.lit.callback.base import Stopped
-from trainkit.lit.resume.between_steps import AtCleanMoments, put_in_order
+from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
 from trainkit.lit.resume.mid_epoch import why_data_differ
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_whole
 from trainkit.lit.resume.stop_request import StopRequest
 
 
-class GracefulStop(AtCleanMoments):
+class GracefulStop(BetweenSteps):
     """Ends a run that is asked to stop, after the batch or validation under way.
 
     The first SIGINT (Ctrl+C) or SIGTERM saves `last.ckpt` at the next moment from which
@@ -35,9 +35,9 @@ class GracefulStop(AtCleanMoments):
     in another thread is left as it is.
 
     Args:
-        dirpath: the folder of `last.ckpt`, where there is no `RunCheckpoint` that has
-            one; default: that of the first `ModelCheckpoint`. Where there is none of
-            these nothing is saved.
+        dirpath: the folder of `last.ckpt`, for a run without `RunCheckpoint`, whose
+            folder comes first; default: the folder of the first `ModelCheckpoint`.
+            Without any of these nothing is saved.
 
     Attributes:
         stopped_by: the signal that ended the run, or None.
@@ -58,7 +58,7 @@ class GracefulStop(AtCleanMoments):
 
     @property
     def heard(self) -> int:
-        """The first signal that came, also where the run then ended by itself; or 0."""
+        """The first signal that came, even if the run then ended by itself; or 0."""
         return self._request.heard
 
     # ---- listening -------------------------------------------------------------------
@@ -119,8 +119,8 @@ class GracefulStop(AtCleanMoments):
         self._after_batch(args[0])
 
     def _after_batch(self, trainer: Any) -> None:
-        # Here ranks may have different numbers of batches: where one asked the others
-        # after each, it would wait for those that have no more.
+        # Here ranks may have different numbers of batches: a rank that asked the others
+        # after each batch would wait for those that have no more.
         self._request.look_alone()
         if self._request.agreed:
             self._stop(trainer)
@@ -130,8 +130,8 @@ class GracefulStop(AtCleanMoments):
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
-        """Say how it ended where it was not we who stopped it; save nothing, since the
-        state is torn."""
+        """Note the signal if Lightning stopped the run; save nothing, because the state
+        is torn."""
         if self.stopped_by is None and isinstance(exception, KeyboardInterrupt):
             self._note(trainer, signal.SIGINT)
         elif self.stopped_by is None and isinstance(exception, SIGTERMException):

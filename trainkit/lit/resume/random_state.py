@@ -54,8 +54,8 @@ class RandomState(Callback):
             return
         warnings.warn(
             f"RandomState: the checkpoint holds the random generators of "
-            f"{sum(s is not None for s in states)} ranks and not those of rank "
-            f"{trainer.global_rank}, whose go on as they are. What is drawn at random "
-            f"there differs from an uninterrupted run.",
+            f"{sum(s is not None for s in states)} ranks, but not of rank "
+            f"{trainer.global_rank}, which keeps the generators that it has. What it "
+            f"draws at random differs from an uninterrupted run.",
             stacklevel=2,
         )

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_ending
-from trainkit.lit.resume.between_steps import AtCleanMoments, put_in_order
+from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
 
 
-class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
+class RunCheckpoint(BetweenSteps, ModelCheckpoint):
     """Keeps one checkpoint, `last.ckpt`, from which a run resumes exactly.
 
         Trainer(callbacks=[
@@ -25,16 +25,16 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         ])
         trainer.fit(module, ckpt_path="last")
 
-    It is written under another name and put in its place in one step, so that there is
-    a whole one at every moment (of a sharded one, which is a folder, it takes two, and
-    between them the one before is `last.ckpt.old`). It is written only where Lightning
-    can resume exactly (a clean moment, see `AtCleanMoments`), and at the end of
-    training. To keep the best one too, add Lightning's `ModelCheckpoint(monitor=...)`.
+    The file is written under another name and then renamed, so that a complete
+    checkpoint exists at every moment. (A sharded checkpoint is a folder, which takes
+    two steps; between them the previous one is `last.ckpt.old`.) It is written only
+    where Lightning can resume exactly (see `BetweenSteps`), and at the end of training.
+    To keep the best checkpoint too, add Lightning's `ModelCheckpoint(monitor=...)`.
 
     Args:
         dirpath: its folder; default: `checkpoints` in the folder of the first logger.
-        every_n_train_steps: how many optimizer steps apart, or the next clean moment
-            after that.
+        every_n_train_steps: how many optimizer steps lie between two checkpoints; the
+            next one is written as soon as the run can resume from it.
     """
 
     late_place = 3
@@ -85,15 +85,15 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
     def between_steps(self, trainer: Any, pl_module: Any) -> None:
         step = trainer.global_step
         over = step - self._saved_step - self.num_steps_apart
-        # Between windows there are no partial gradients to save. Where a window's end
-        # was no clean moment it waits for the next one's, and then no longer.
+        # Between windows there are no partial gradients to save. If the run could not
+        # resume from a window's end, this waits for the end of the next one.
         can_wait = trainer.num_training_batches > trainer.accumulate_grad_batches
         is_between = step > self._step_before or not can_wait
         if over > 0 or (over == 0 and is_between):
             self.save(trainer)
         elif is_ending(trainer):
-            # The run resumes from here, should the limit be raised; not from the
-            # epoch's end, which comes next and leaves the rest of the epoch out.
+            # If the limit is raised later, the run resumes from here. It cannot from
+            # the epoch's end, which comes next and skips the rest of the epoch.
             self.save(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -105,7 +105,7 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
         """Save nothing, since the state is torn; the last checkpoint stays."""
 
     def save(self, trainer: Any) -> None:
-        """Write `last.ckpt`, if there is something new; to be called by every rank."""
+        """Write `last.ckpt` if there is something new; every rank must call this."""
         batch = trainer.fit_loop.total_batch_idx
         if trainer.fast_dev_run or batch == self._saved_batch:
             return
@@ -120,8 +120,8 @@ class RunCheckpoint(AtCleanMoments, ModelCheckpoint):
 def save_whole(trainer: Any, path: Path) -> None:
     """Write a checkpoint that exists completely or not at all.
 
-    Lightning writes it in the system's temporary folder and moves it; where that is
-    another file system, this is a copy, and a killed process leaves a part of one.
+    Lightning writes it in the system's temporary folder and moves it. If that is
+    another file system, moving is copying, and a killed process leaves a part of it.
     """
     part = path.with_name(path.name + ".part")
     trainer.save_checkpoint(part)

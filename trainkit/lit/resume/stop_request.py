@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Hears SIGINT and SIGTERM, and lets the other ranks know.
+    """Hears SIGINT and SIGTERM, and informs the other ranks.
 
     Attributes:
         heard: the first signal that this process got, or 0.
@@ -30,10 +30,10 @@ class StopRequest:
         self._process = -1
 
     def listen(self) -> None:
-        """Take the signals over; outside of the main thread Python forbids it.
+        """Handle the signals from now on; outside of the main thread Python forbids it.
 
-        To be called once the Trainer has put its own handlers in place and has noted
-        those from before the run, which it restores when the run ends, however it ends.
+        Call this once the Trainer has set its own handlers and has noted the earlier
+        ones, which it restores when the run ends, however it ends.
         """
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
@@ -41,7 +41,7 @@ class StopRequest:
                 signal.signal(each, self._hear)
 
     def look(self, trainer: Any, *, wait: bool = False) -> None:
-        """Bring `agreed` up to date; to be called by every rank.
+        """Bring `agreed` up to date; every rank must call this.
 
         Several ranks know of a signal one call later, so that none waits for the
         device.
@@ -81,8 +81,10 @@ class StopRequest:
 
 
 def _hear_in_worker(number: int) -> None:
-    """A loader's worker inherits the handler: Ctrl+C reaches it too, and it must go on
-    until the run has stopped; SIGTERM is how it is ended."""
+    """Handle a signal in a loader's worker, which inherits the handler.
+
+    Ctrl+C reaches it too, and it must work until the run has stopped; SIGTERM ends it.
+    """
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
