@@ -22,7 +22,8 @@ from trainkit.lit.batch_norm.samples import (
     refuse_unreadable,
 )
 from trainkit.lit.callback.base import has_callback
-from trainkit.lit.rerun.quietly import muted, other_buffers_kept, seed
+from trainkit.lit.rerun.quietly import muted, seed
+from trainkit.lit.rerun.snapshot import kept
 
 SEED = 20050709
 """Every pass sees the same batches, with the same augmentation."""
@@ -104,7 +105,7 @@ class Recalibrate(Policy):
         with (
             isolate_rng(),
             muted(module),
-            other_buffers_kept(module, self._layers),
+            kept(module, leave_out=self._layers.values()),
             self._as_in_training(trainer, module),
         ):
             with trainer.strategy.precision_plugin.train_step_context():

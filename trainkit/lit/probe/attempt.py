@@ -20,8 +20,8 @@ from trainkit.lit._compat import before_batch_transfer, scaler_of
 from trainkit.lit.probe.refusals import refuse_loss
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
-from trainkit.lit.rerun.objects import Snapshot
 from trainkit.lit.rerun.quietly import muted
+from trainkit.lit.rerun.snapshot import Snapshot
 
 FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
 
@@ -58,7 +58,7 @@ class Attempts:
 
     def __post_init__(self) -> None:
         self._module = self.trainer.lightning_module
-        self._snapshot = Snapshot(self._module)
+        self._snapshot = Snapshot(self._module, around_steps=True)
         self._last_batch: str = "none was made"
         self._failure: BaseException | None = None
 

@@ -31,8 +31,7 @@ from trainkit.lit.probe.batch_size_setting import (
 from trainkit.lit.probe.refusals import refuse_before_fit, refuse_in_fit
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import DoesNotFit, Trial, choose, search, sizes_for
-from trainkit.lit.rerun.generators import read_states, write_states
-from trainkit.lit.rerun.objects import Snapshot
+from trainkit.lit.rerun.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -249,8 +248,9 @@ def _put_back(
     strategy = trainer.strategy
     device = strategy.root_device
     others = [*parts_of(trainer), *([] if data is None else [data])]
-    snapshot = Snapshot(module, trainer.callbacks, others=tuple(others))
-    random_states = read_states(device)
+    snapshot = Snapshot(
+        module, trainer.callbacks, others=others, around_steps=True, device=device
+    )
     optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
     scaling = copy.deepcopy(trainer.precision_plugin.state_dict())
     try:
@@ -260,7 +260,6 @@ def _put_back(
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers
         if scaling:
             trainer.precision_plugin.load_state_dict(scaling)
-        write_states(random_states, device)
         last()
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
-from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.batches import tensors
 
 
 def seed(number: int) -> None:
@@ -22,25 +21,6 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
-
-
-@contextlib.contextmanager
-def other_buffers_kept(module: Any, layers: dict[str, BatchNorm]) -> Iterator[None]:
-    """Queues, centres, codebooks: what a forward pass in training moves."""
-    concerned = set(layers.values())
-    kept = [
-        (each, name, buffer, buffer.clone())
-        for each in module.modules()
-        if each not in concerned
-        for name, buffer in each.named_buffers(recurse=False)
-        if not is_lazy(buffer)
-    ]
-    try:
-        yield
-    finally:
-        for each, name, buffer, copied in kept:
-            buffer.copy_(copied)
-            setattr(each, name, buffer)
 
 
 @contextlib.contextmanager
@@ -67,21 +47,8 @@ def muted(module: Any) -> Iterator[None]:
 def _detached(metric: Any) -> dict[int, Tensor]:
     """What `deepcopy` is to take for values that hang on a graph, which it refuses: a
     metric keeps the loss that it was given."""
-    found: dict[int, Tensor] = {}
-
-    def note(value: Any) -> None:
-        if isinstance(value, Tensor):
-            if not value.is_leaf:
-                found[id(value)] = value.detach().clone()
-        elif isinstance(value, list | tuple):
-            for each in value:
-                note(each)
-        elif isinstance(value, dict):
-            note(list(value.values()))
-
-    for each in metric.modules():
-        note(vars(each))
-    return found
+    held = (value for each in metric.modules() for value in tensors(vars(each)))
+    return {id(v): v.detach().clone() for v in held if not v.is_leaf}
 
 
 def _outermost_metrics(module: Any) -> dict[str, Any]:

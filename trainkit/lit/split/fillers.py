@@ -19,7 +19,7 @@ from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import combined_loader, leaves_places_empty
 from trainkit.lit.batch_norm.samples import on_device
-from trainkit.lit.rerun.objects import Snapshot
+from trainkit.lit.rerun.snapshot import Snapshot
 
 
 def refuse_fillers_that_count(
@@ -101,7 +101,7 @@ def _unmoved(dataset: Any) -> Iterator[None]:
     """Leave a data set's attributes and generators as they are: without workers, the
     look at a row would let it draw, and count, once more than in training."""
     held = (dataset, getattr(dataset, "dataset", None))
-    before = Snapshot(others=tuple(each for each in held if hasattr(each, "__dict__")))
+    before = Snapshot(others=[each for each in held if hasattr(each, "__dict__")])
     try:
         yield
     finally:

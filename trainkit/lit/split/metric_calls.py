@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from trainkit.lit._compat import forget_computed, replaced, uncompiled
-from trainkit.lit.rerun.window import Snapshot
+from trainkit.lit.rerun.snapshot import Snapshot
 
 NAMES = ("forward", "update", "compute", "reset")
 
@@ -152,7 +152,7 @@ class MetricCalls:
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         # That of some wrappers keeps what it has found, the least value say.
         is_kept = isinstance(self.metric, WrapperMetric)
-        kept = Snapshot(self.metric, random=False) if is_kept else None
+        kept = Snapshot(self.metric, generators=False) if is_kept else None
         with self._moment.inside():
             value = self._own["compute"](*args, **kwargs)
         if kept is not None:

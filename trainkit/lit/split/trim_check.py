@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.cutting import Cutter, MicroBatch
-from trainkit.lit.rerun.window import Snapshot
+from trainkit.lit.rerun.snapshot import Snapshot
 
 Run = Callable[[MicroBatch], list[Tensor]]
 """The terms of a micro-batch's loss, none for None; keeps nothing else of it."""
@@ -195,7 +195,7 @@ class TrimCheck:
         def measured(micro_batch: MicroBatch, *, is_anew: bool = False) -> Measured:
             put_back()
             if is_anew:
-                state = Snapshot(self._module, random=False)
+                state = Snapshot(self._module, generators=False)
                 run(copy.deepcopy(micro_batch))
                 state.restore()
             losses = run(copy.deepcopy(micro_batch))  # it may be written into
@@ -304,7 +304,7 @@ def _deviation(one: Measured, other: Measured) -> float:
 def _kept(pl_module: Any) -> Iterator[Callable[[bool], None]]:
     """The module in full precision; yields what puts back all that a training step
     changes, and says whether all but BatchNorm is to be in training mode."""
-    snapshot = Snapshot(pl_module)
+    snapshot = Snapshot(pl_module, device=pl_module.device)
     frozen = [p for p in pl_module.parameters() if not p.requires_grad]
     if sum(p.numel() * p.element_size() for p in frozen) > MOST_FROZEN:
         frozen = []

@@ -24,7 +24,8 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.window_end import say_dropped, window_ends
-from trainkit.lit.rerun.window import KeptGradients, Snapshot, StashedGradients
+from trainkit.lit.rerun.gradients import KeptGradients, StashedGradients
+from trainkit.lit.rerun.snapshot import Snapshot
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
@@ -239,7 +240,7 @@ class SplitWindows:
             current.logs.begin(on_device, weights, is_muted=not counts)
             if self._metrics.are_any:
                 self._metrics.begin(current.share, is_muted=not counts)
-            before = None if counts else Snapshot(self._module, random=False)
+            before = None if counts else Snapshot(self._module, generators=False)
             is_first = micro_batch is current.micro_batches[0]
             is_looked_at = is_first and (several or size > 1)
             with self._apart_unless_last(current):
@@ -360,7 +361,8 @@ class SplitWindows:
         if ddp is not None and not self._accumulator.is_open:
             send_forward_messages(ddp)
         gradients = KeptGradients(self._parameters())
-        snapshot, mark = Snapshot(self._module), self._accumulator.window.copy()
+        snapshot = Snapshot(self._module, device=self._module.device)
+        mark = self._accumulator.window.copy()
         while self.sizes.failed_anywhere(self._attempt(batch, args, kwargs)):
             self._accumulator.rewind(mark)
             gradients.restore()

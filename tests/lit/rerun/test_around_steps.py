@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
-from trainkit.lit.rerun.objects import Snapshot
+from trainkit.lit.rerun.snapshot import Snapshot
 
 
 class Holder(nn.Module):
@@ -81,7 +81,7 @@ def state(holder: Holder) -> dict[str, Any]:
 
 def test_everything_comes_back_and_does_so_again() -> None:
     holder = Holder()
-    snapshot, before = Snapshot(holder), state(holder)
+    snapshot, before = Snapshot(holder, around_steps=True), state(holder)
     drawn = holder.draw()
     for _ in range(2):
         change(holder)
@@ -96,7 +96,7 @@ def test_a_module_that_was_cast_is_float32_again() -> None:
     """As a `bf16-true` Trainer casts it; the rounding is undone too."""
     module = nn.Linear(3, 3)
     before, weight = module.weight.detach().clone(), module.weight
-    snapshot = Snapshot(module)
+    snapshot = Snapshot(module, around_steps=True)
     module.to(torch.bfloat16)
     snapshot.restore()
     assert module.weight is weight

@@ -15,7 +15,10 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from trainkit.lit.rerun.window import KeptGradients, Snapshot, StashedGradients
+from trainkit.lit.rerun.gradients import KeptGradients, StashedGradients
+from trainkit.lit.rerun.snapshot import Snapshot, kept
+
+CPU = torch.device("cpu")
 
 
 class Meter:
@@ -98,7 +101,7 @@ def shown(model: Any) -> Any:
 def test_all_is_put_back_as_often_as_it_is_asked() -> None:
     model = Model()
     changed(model)
-    before, snapshot = shown(model), Snapshot(model)
+    before, snapshot = shown(model), Snapshot(model, device=CPU)
     for _ in range(2):
         changed(model)
         assert shown(model) != before
@@ -151,20 +154,21 @@ def test_an_attribute_that_a_step_makes_and_a_failing_metric_leave_nothing() -> 
     assert not hasattr(model.mean, "made_late")
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_generators_of_its_own_are_put_back_with_the_others(kept: bool) -> None:
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_generators_of_its_own_are_put_back_with_the_others(are_kept: bool) -> None:
     model: Any = Model()
-    model.numbers = np.random.default_rng(0)
+    model.numbers, model.python = np.random.default_rng(0), random.Random(0)
     model.seen["generator"] = torch.Generator().manual_seed(0)
 
     def draw() -> tuple[float, ...]:
         own = torch.rand((), generator=model.seen["generator"])
-        return float(own), model.numbers.random(), float(torch.rand(()))
+        others = model.numbers.random(), model.python.random()
+        return float(own), *others, float(torch.rand(()))
 
-    snapshot = Snapshot(model, random=kept)
+    snapshot = Snapshot(model, generators=are_kept, device=CPU if are_kept else None)
     first = draw()
     snapshot.restore()
-    assert [a == b for a, b in zip(first, draw(), strict=True)] == [kept] * 3
+    assert [a == b for a, b in zip(first, draw(), strict=True)] == [are_kept] * 4
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -192,3 +196,25 @@ def test_gradients_put_aside_come_back_as_they_were() -> None:
     assert weight.grad is None
     aside.put_back()
     assert weight.grad is gradient
+
+
+def test_what_is_left_out_stays_as_it_is() -> None:
+    """As the layers that a recalibration writes to."""
+    model = Model()
+    with kept(model, leave_out=[model.norm]):
+        changed(model)
+        model.norm.note = "written"
+    assert model.norm.num_batches_tracked == 1
+    assert model.norm.note == "written"
+    assert model.number == 1
+    assert model.moving.tolist() == [0, 0]
+
+
+def test_a_module_in_a_list_is_kept_too() -> None:
+    """As a teacher that is no submodule, so that no optimizer and no checkpoint has
+    it."""
+    model: Any = Model()
+    model.teachers = [nn.BatchNorm1d(2)]
+    with kept(model):
+        model.teachers[0](torch.randn(4, 2))
+    assert model.teachers[0].num_batches_tracked == 0

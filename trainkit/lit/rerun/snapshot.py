@@ -1,0 +1,199 @@
+"""What training changes in modules and other objects, kept and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainkit.lit.rerun.generators import generator_keeper, read_states, write_states
+
+FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
+"""What torch, Lightning and torchmetrics keep in a module; `training_step` changes none
+of it but the buffers, which have a public list."""
+
+VALUES = (int, float, complex, bool, str, bytes, type(None))
+CONTAINERS = (list, tuple, dict, set, deque)
+
+MOST_ENTRIES = 1000
+"""A longer list is a store, whose entries are not looked at."""
+
+
+class Snapshot:
+    """The state of modules and other objects, as it is when the snapshot is made.
+
+    Of a module it keeps the buffers, and what the attributes hold: numbers, tensors,
+    containers, random generators, the states of metrics, and objects that hold plain
+    values alone, such as a meter of the user's own. The very objects are put back,
+    tensors by value. Tensors in a list are put back by reference, because such a list
+    grows with each batch. Other objects are left as they are.
+
+    Args:
+        things: modules, or containers of them.
+        others: objects of which only the attributes themselves are kept, with the
+            generators among them, and likewise the attributes of their loaders,
+            samplers and data sets.
+        around_steps: whether optimizers may step before the state is put back. Then
+            parameters, gradients, and tensors in lists are kept by value too, and the
+            copies on the host, because a device's memory is what is measured meanwhile.
+        generators: whether to keep the random generators that the modules hold.
+        device: keep the global random generators as well, this device's among them.
+        leave_out: modules that stay as they are.
+    """
+
+    def __init__(
+        self,
+        *things: Any,
+        others: Iterable[Any] = (),
+        around_steps: bool = False,
+        generators: bool = True,
+        device: torch.device | None = None,
+        leave_out: Iterable[nn.Module] = (),
+    ) -> None:
+        self._around_steps = around_steps
+        self._generators = generators
+        self._device = device
+        self._put_back: list[Callable[[], None]] = []
+        # It holds the objects, so that no other object gets one of their ids.
+        self._seen: dict[int, Any] = {id(each): each for each in leave_out}
+        for thing in things:
+            self._keep(thing)
+        for other in others:
+            self._keep_attributes(other, within=False)
+        self._random = None if device is None else read_states(device)
+
+    def restore(self) -> None:
+        """Put everything back; may be called again."""
+        with torch.no_grad():
+            for put_back in self._put_back:
+                put_back()
+        if self._random is not None:
+            assert self._device is not None
+            write_states(self._random, self._device)
+
+    def _keep(self, value: Any) -> None:
+        if type(value) in VALUES or self._was_seen(value):
+            return
+        if isinstance(value, Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, nn.Module):
+            self._keep_module(value)
+            for module in value.modules():
+                if not self._was_seen(module):
+                    self._keep_module(module)
+        elif isinstance(value, tuple):
+            self._keep_entries(value)
+        elif isinstance(value, CONTAINERS):
+            self._keep_container(value)
+        elif not self._keep_generator(value) and _holds_plain_values(value):
+            self._keep_container(vars(value))
+
+    def _was_seen(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return True
+        self._seen[id(value)] = value
+        return False
+
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if self._around_steps and tensor.is_leaf:
+            gradient = tensor.grad
+            self._put_back.append(lambda: setattr(tensor, "grad", gradient))
+            if gradient is not None:
+                self._keep(gradient)
+        is_stepped = isinstance(tensor, nn.Parameter) and not self._around_steps
+        if is_stepped or is_lazy(tensor) or tensor.is_meta:
+            return
+        place = "cpu" if self._around_steps else tensor.device
+        kept = tensor.detach().to(place, copy=True)
+        self._put_back.append(functools.partial(_restore, tensor, kept, tensor.device))
+
+    def _keep_module(self, module: nn.Module) -> None:
+        if not self._around_steps:
+            for name, buffer in module.named_buffers(recurse=False):
+                self._keep(buffer)
+                # `self.mean = 0.9 * self.mean` puts another tensor in its place.
+                put = functools.partial(setattr, module, name, buffer)
+                self._put_back.append(put)
+        self._keep_attributes(module, within=True)
+
+    def _keep_container(self, value: Any) -> None:
+        kept = value.copy()
+        put = value.extend if isinstance(value, list | deque) else value.update
+
+        def put_back() -> None:
+            value.clear()
+            put(kept)
+
+        self._put_back.append(put_back)
+        if isinstance(kept, dict):
+            for each in kept.values():
+                self._keep(each)
+        elif self._around_steps or len(kept) <= MOST_ENTRIES:
+            self._keep_entries(kept)
+
+    def _keep_entries(self, entries: Iterable[Any]) -> None:
+        for each in entries:
+            if self._around_steps or not isinstance(each, Tensor):
+                self._keep(each)
+
+    def _keep_attributes(self, thing: Any, *, within: bool) -> None:
+        # A loader's persistent iterator may have been shut down meanwhile.
+        left = FRAMEWORK if within and not self._around_steps else {"_iterator"}
+        held = vars(thing)
+        kept = {name: value for name, value in held.items() if name not in left}
+
+        def put_back() -> None:
+            for name in held.keys() - kept.keys() - left:
+                del held[name]
+            held.update(kept)
+
+        self._put_back.append(put_back)
+        for value in kept.values():
+            if within:
+                self._keep(value)
+            elif not isinstance(value, DataLoader | Sampler | Dataset):
+                self._keep_generator(value)
+            elif not self._was_seen(value):
+                self._keep_attributes(value, within=False)
+
+    def _keep_generator(self, value: Any) -> bool:
+        """Whether the value is a random generator."""
+        put_back = generator_keeper(value)
+        if put_back is not None and self._generators:
+            self._put_back.append(put_back)
+        return put_back is not None
+
+
+@contextlib.contextmanager
+def kept(*things: Any, **options: Any) -> Iterator[None]:
+    """A context after which things are as before; the options are a `Snapshot`'s."""
+    snapshot = Snapshot(*things, **options)
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+def _holds_plain_values(value: Any) -> bool:
+    """Whether it is an object that nothing else works on, such as a thread."""
+    if isinstance(value, type | nn.Module) or callable(value):
+        return False
+    held = getattr(value, "__dict__", None)
+    return type(held) is dict and all(
+        isinstance(each, (*VALUES, *CONTAINERS, Tensor)) for each in held.values()
+    )
+
+
+def _restore(tensor: Tensor, kept: Tensor, device: torch.device) -> None:
+    if tensor.dtype == kept.dtype and tensor.shape == kept.shape:
+        tensor.detach().copy_(kept)  # in place: others may be views of it
+    else:  # cast by a precision plugin, or resized
+        tensor.data = kept.to(device, copy=True)
