@@ -59,9 +59,7 @@ def test_rank_that_was_not_there_is_spoken_of() -> None:
     trainer.global_rank = 1
     module: Any = torch.nn.Module()
     module.device = CPU
-    with pytest.warns(
-        UserWarning, match="generators of 1 ranks, but not of rank 1"
-    ):
+    with pytest.warns(UserWarning, match="generators of 1 ranks, but not of rank 1"):
         each.on_train_start(trainer, module)
 
 

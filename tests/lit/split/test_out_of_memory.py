@@ -226,8 +226,8 @@ def test_a_snapshot_without_a_part_is_noticed(
     states, expected = States(), States()
     seeded()
     with monkeypatch.context() as less:
-        snapshot = "trainkit.lit.rerun.window.Snapshot"
-        less.setattr(f"{snapshot}.{left_out}", lambda self, module: None)
+        snapshot = "trainkit.lit.rerun.snapshot.Snapshot"
+        less.setattr(f"{snapshot}.{left_out}", lambda *_, **__: None)
         fit(Rich(Memory(fits={0: 90}), cut=AUTO), states)
     told(list(failures), monkeypatch)
     seeded()

@@ -105,7 +105,7 @@ class Recalibrate(Policy):
         with (
             isolate_rng(),
             muted(module),
-            kept(module, leave_out=self._layers.values()),
+            kept(module, leave_out=self._layers.values(), only_buffers=True),
             self._as_in_training(trainer, module),
         ):
             with trainer.strategy.precision_plugin.train_step_context():

@@ -47,6 +47,7 @@ class Snapshot:
         generators: whether to keep the random generators that the modules hold.
         device: keep the global random generators as well, this device's among them.
         leave_out: modules that stay as they are.
+        only_buffers: keep no attributes of modules.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class Snapshot:
         generators: bool = True,
         device: torch.device | None = None,
         leave_out: Iterable[nn.Module] = (),
+        only_buffers: bool = False,
     ) -> None:
         self._around_steps = around_steps
         self._generators = generators
         self._device = device
+        self._only_buffers = only_buffers
         self._put_back: list[Callable[[], None]] = []
         # It holds the objects, so that no other object gets one of their ids.
         self._seen: dict[int, Any] = {id(each): each for each in leave_out}
@@ -116,13 +119,17 @@ class Snapshot:
         self._put_back.append(functools.partial(_restore, tensor, kept, tensor.device))
 
     def _keep_module(self, module: nn.Module) -> None:
-        if not self._around_steps:
-            for name, buffer in module.named_buffers(recurse=False):
-                self._keep(buffer)
-                # `self.mean = 0.9 * self.mean` puts another tensor in its place.
-                put = functools.partial(setattr, module, name, buffer)
-                self._put_back.append(put)
-        self._keep_attributes(module, within=True)
+        if not self._around_steps:  # which keeps the attribute that holds them
+            self._keep_buffers(module)
+        if not self._only_buffers:
+            self._keep_attributes(module, within=True)
+
+    def _keep_buffers(self, module: nn.Module) -> None:
+        for name, buffer in module.named_buffers(recurse=False):
+            self._keep(buffer)
+            # `self.mean = 0.9 * self.mean` puts another tensor in its place.
+            put = functools.partial(setattr, module, name, buffer)
+            self._put_back.append(put)
 
     def _keep_container(self, value: Any) -> None:
         kept = value.copy()
