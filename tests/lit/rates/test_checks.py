@@ -260,7 +260,7 @@ def test_named_rates_of_a_foreign_scheduler_are_scaled() -> None:
 
 # ---- Lightning's finders -------------------------------------------------------------
 
-FOUND = "searches with the batch in force"
+FOUND = "searches with the present batch"
 
 
 class Finds(Scheduled):
@@ -291,7 +291,7 @@ QUIET = pytest.mark.filterwarnings(
 
 @QUIET
 def test_rate_that_the_tuner_finds_is_scaled_once(tmp_path: Path) -> None:
-    """EDGE_CASES 67. What is found holds for the batch in force, which is said."""
+    """EDGE_CASES 67. What is found holds for the present batch, which is said."""
     made, scaling = finder(tmp_path)
     module = Finds(None)
     with pytest.warns(UserWarning, match=FOUND):
