@@ -158,7 +158,7 @@ class Attempts:
         """Run a half on every rank.
 
         Returns:
-            Whether it fits, the seconds of the slowest rank, the highest peak of memory.
+            Whether it fits, the seconds of the slowest rank, and the highest peak.
         """
         error: Exception | None = None
         outcome, seconds = FITS, 0.0

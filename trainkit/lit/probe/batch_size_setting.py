@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from trainkit.core.whole_number import check_whole_number
 from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import write_batch_size
+from trainkit.lit.batch_size.effective import loader_batch_size
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,6 @@ def find_setting(module: Any, data: Any, name: str) -> Setting:
         f"in its __init__ and DataLoader(..., batch_size=self.{name}) in "
         f"train_dataloader(), or give its name: attribute='...'."
     )
-
-
-def loader_batch_size(loader: Any) -> int | None:
-    """The batch size of a DataLoader, or None if something else cuts its batches."""
-    if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:
-        return loader.batch_sampler.batch_size
-    return loader.batch_size
 
 
 def write_loader(loader: Any, size: int) -> None:

@@ -18,14 +18,13 @@ from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, parts_of
-from trainkit.lit.batch_size.effective import num_replicas
+from trainkit.lit.batch_size.effective import loader_batch_size, num_replicas
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.front.own_hooks import no_callbacks
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.batch_size_setting import (
     Setting,
     find_setting,
-    loader_batch_size,
     refuse_own_batches,
 )
 from trainkit.lit.probe.refusals import refuse_before_fit, refuse_in_fit
