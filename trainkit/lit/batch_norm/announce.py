@@ -45,24 +45,20 @@ class Announce(Policy):
         """Warn or refuse, once, if micro-batches are too small for the layers.
 
         Args:
-            trainer: its ranks may share statistics.
+            trainer: in `fit`.
             layers: the layers that train.
             samples: the samples of a micro-batch, on one rank.
             num_micro_batches: the micro-batches of a window, on one rank.
         """
         if self._outcome or num_micro_batches <= 1:
             return
-        few = {
-            name: samples * num_sharing_ranks(layer)
-            for name, layer in layers.items()
-            if samples * num_sharing_ranks(layer) < self._min_samples
-        }
+        seen = {n: samples * num_sharing_ranks(x) for n, x in layers.items()}
+        few = {name: n for name, n in seen.items() if n < self._min_samples}
         if not few:
             return
         each = ", ".join(brief(n) for n in sorted(set(few.values())))
-        self._outcome = (
-            f"on {each} samples ({'warned' if self._how == 'warn' else 'refused'})"
-        )
+        outcome = {"warn": "warned", "error": "refused"}[self._how]
+        self._outcome = f"on {each} samples ({outcome})"
         warn_or_refuse(
             self._how,
             trainer,
@@ -88,15 +84,13 @@ def warn_or_refuse(how: str, trainer: Any, text: str) -> None:
 def check_last_batch(
     how: str, trainer: Any, values: dict[str, float], num_rows: int
 ) -> None:
-    """Warn or refuse if the last batch gives a layer one value per channel.
-
-    torch would raise an error there, at the end of the epoch.
+    """Warn or refuse if an epoch's last batch gives a layer one value per channel.
 
     Args:
         how: `"warn"` or `"error"`.
         trainer: in `fit`.
         values: for each layer, how many values per channel one row gives it.
-        num_rows: the rows of an epoch's last batch.
+        num_rows: the rows of that batch.
     """
     lonely = [name for name, per_row in values.items() if per_row * num_rows <= 1]
     if lonely:

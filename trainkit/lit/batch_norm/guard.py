@@ -46,8 +46,7 @@ class BatchNormGuard(OrderedCallback):
     statistics move N times a step. The guard looks only at layers that train.
 
     - `"warn"`: one warning with the names of the layers, the number of samples behind
-      each statistic, and the remedies. There is none if nothing accumulates or
-      micro-batches are large.
+      each statistic, and the remedies, if windows have several small micro-batches.
     - `"error"`: an error instead. `"ignore"`: neither.
     - `"momentum"`: m' = 1 - (1 - m)^(1/N), so that running statistics forget as slowly
       as the big batch's. Their variance still lacks the differences between

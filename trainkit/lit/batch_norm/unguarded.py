@@ -14,11 +14,6 @@ def unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> list[Row]:
     """The table's row on BatchNorm that has no `BatchNormGuard`.
 
     There is no row if each window is one micro-batch.
-
-    Args:
-        trainer: about to train.
-        pl_module: the module that it trains.
-        windows: the callback that divides windows.
     """
     names = normalising_by_batch(pl_module)
     is_guarded = has_callback(trainer.callbacks, "BatchNormGuard")

@@ -15,8 +15,8 @@ from trainkit.core.totals import scalar, totals_dtype
 from trainkit.errors import TrainkitError
 
 KEY = "trainkit_exact_means"
-"""The entry in a checkpoint. It holds, for each rank and name, the totals of the present
-training epoch and the options with which they will be logged."""
+"""The entry in a checkpoint: for each rank and name, the totals of the training epoch
+so far, and the options with which they will be logged."""
 
 
 class ExactMeans:
@@ -77,9 +77,9 @@ class ExactMeans:
                 f"logged already. Call it for each batch, not when the epoch ends."
             )
         weight = scalar(weight, loss.device)
-        total = loss * weight if reduction == "mean" else loss
-        if reduction == "mean":
-            total = torch.where(weight == 0, 0, total)  # a mean over nothing is NaN
+        total = loss
+        if reduction == "mean":  # a mean over nothing is NaN
+            total = torch.where(weight == 0, 0, loss * weight)
         totals = self._totals[stage]
         sums = torch.stack([total, weight])
         totals[name] = totals[name] + sums if name in totals else sums
@@ -88,7 +88,7 @@ class ExactMeans:
     def log(self, pl_module: Any, stage: str, ranks: Ranks) -> None:
         """Log a stage's means and forget them. Every rank must call this."""
         totals = self._totals.pop(stage, {})
-        names = self._names(totals, ranks)
+        names = self._names_on_all_ranks(totals, ranks)
         if stage in self._lacks_beginning and names:
             _say_beginning_is_missing(names)
         for name in names:
@@ -132,7 +132,7 @@ class ExactMeans:
         if not is_whole:
             self._lacks_beginning.add(stage)
 
-    def _names(self, totals: dict[str, Tensor], ranks: Ranks) -> list[str]:
+    def _names_on_all_ranks(self, totals: dict[str, Tensor], ranks: Ranks) -> list[str]:
         if ranks.size == 1:
             return list(totals)
         found: list[Any] = [None] * ranks.size

@@ -70,27 +70,6 @@ class FoundMicroBatch:
         return [*self.tried(), ("chosen", chosen)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The checked arguments of `find_micro_batch`."""
-
-    target: int
-    max_micro_batch: int | None
-    margin: float
-    num_batches: int
-
-    def __post_init__(self) -> None:
-        check_whole_number("find_micro_batch target", self.target)
-        check_whole_number("find_micro_batch num_batches", self.num_batches)
-        if self.max_micro_batch is not None:
-            check_whole_number("find_micro_batch max_micro_batch", self.max_micro_batch)
-        if not 0 <= self.margin < 1:
-            raise TrainkitError(
-                f"find_micro_batch margin: must be a share from 0 to below 1, "
-                f"received {self.margin!r}. 0.1 tries a size with a tenth more rows."
-            )
-
-
 def find_micro_batch(
     trainer: Any,
     module: Any,
@@ -144,19 +123,31 @@ def find_micro_batch(
             size has no setting, the loader is not a plain DataLoader, or a forward or
             backward pass communicates.
     """
-    options = Options(
+    check_whole_number("find_micro_batch target", target)
+    check_whole_number("find_micro_batch num_batches", num_batches)
+    if max_micro_batch is not None:
+        check_whole_number("find_micro_batch max_micro_batch", max_micro_batch)
+    if not 0 <= margin < 1:
+        raise TrainkitError(
+            f"find_micro_batch margin: must be a share from 0 to below 1, received "
+            f"{margin!r}. 0.1 tries a size with a tenth more rows."
+        )
+    refuse_before_fit(trainer, module)
+    setting = find_setting(module, datamodule, attribute)
+    start = setting.read()
+    probe = _Probe(
+        setting=setting,
+        start=start,
         target=target,
         max_micro_batch=max_micro_batch,
         margin=margin,
         num_batches=num_batches,
     )
-    refuse_before_fit(trainer, module)
-    setting = find_setting(module, datamodule, attribute)
-    start = setting.read()
-    probe = _Probe(options, setting, start=start)
+    is_loader = isinstance(datamodule, DataLoader)
+    data = {"train_dataloaders" if is_loader else "datamodule": datamodule}
     with _put_back(trainer, module, datamodule, last=lambda: setting.write(start)):
         probe.borrow(trainer, module)
-        trainer.fit(module, **_data(datamodule))
+        trainer.fit(module, **data)
     found = probe.found
     if found is None:
         raise TrainkitError(
@@ -171,18 +162,22 @@ def find_micro_batch(
     return found
 
 
+@dataclass(kw_only=True, eq=False)
 class _Probe(Callback):
     """Tries sizes as the Trainer's only callback, and ends `fit` before training."""
 
-    def __init__(self, options: Options, setting: Setting, *, start: int) -> None:
-        super().__init__()
-        self.found: FoundMicroBatch | None = None
-        self._options = options
-        self._setting = setting
-        self._start = start
+    setting: Setting
+    start: int
+    target: int
+    max_micro_batch: int | None
+    margin: float
+    num_batches: int
+    found: FoundMicroBatch | None = None
+
+    def __post_init__(self) -> None:
         # A size other than the user's, to see whether the loader uses the attribute.
         # It is small, since Lightning loads one batch.
-        self._test_size = 2 if start == 1 else 1
+        self._test_size = 2 if self.start == 1 else 1
 
     def borrow(self, trainer: Any, module: Any) -> None:
         """Prepare Trainer and module for a `fit` that nobody sees."""
@@ -192,8 +187,8 @@ class _Probe(Callback):
         trainer.limit_val_batches = 0
         trainer.num_sanity_val_steps = 0
         module.configure_callbacks = no_callbacks
-        if self._setting.name is not None:
-            self._setting.write(self._test_size)
+        if self.setting.name is not None:
+            self.setting.write(self._test_size)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -202,41 +197,37 @@ class _Probe(Callback):
         loader = trainer.train_dataloader
         refuse_own_batches(loader)
         self._refuse_unused_setting(loader)
-        rows = Rows(loader)
-        sizes = self._sizes(num_replicas(trainer), _least_of_ranks(trainer, len(rows)))
+        rows, world_size = Rows(loader), num_replicas(trainer)
+        num_rows = _least_of_ranks(trainer, len(rows))
+        largest = min(self.max_micro_batch or num_rows, num_rows)
+        sizes = sizes_for(target=self.target, world_size=world_size, largest=largest)
         attempts = Attempts(
             trainer=trainer,
             rows=rows,
-            num_batches=self._options.num_batches,
-            margin=self._options.margin,
+            num_batches=self.num_batches,
+            margin=self.margin,
         )
         try:
-            trials = search(sizes, self._start, attempts.try_size)
+            trials = search(sizes, self.start, attempts.try_size)
         except DoesNotFit:
             raise attempts.does_not_fit() from None
         plan = BatchPlan.make(
-            target=self._options.target,
-            world_size=num_replicas(trainer),
+            target=self.target,
+            world_size=world_size,
             max_micro_batch=choose(trials).size,
         )
         self.found = FoundMicroBatch(plan, tuple(trials))
         raise leaves_fit(trainer)
 
-    def _sizes(self, world_size: int, num_rows: int) -> list[int]:
-        largest = min(self._options.max_micro_batch or num_rows, num_rows)
-        return sizes_for(
-            target=self._options.target, world_size=world_size, largest=largest
-        )
-
     def _refuse_unused_setting(self, loader: Any) -> None:
         """Refuse a setting that the loader does not use."""
         size = loader_batch_size(loader)
-        if self._setting.name is not None and size != self._test_size:
+        if self.setting.name is not None and size != self._test_size:
             raise TrainkitError(
-                f"find_micro_batch: {self._setting.text} was set to "
+                f"find_micro_batch: {self.setting.text} was set to "
                 f"{self._test_size}, but the training loader's batch size is {size}. "
                 f"Let train_dataloader() use it: DataLoader(..., "
-                f"batch_size=self.{self._setting.name})."
+                f"batch_size=self.{self.setting.name})."
             )
 
 
@@ -244,14 +235,7 @@ class _Probe(Callback):
 def _put_back(
     trainer: Any, module: Any, data: Any, *, last: Callable[[], None]
 ) -> Iterator[None]:
-    """Put back all that a `fit` changes, also after an error.
-
-    Args:
-        trainer: as it was made.
-        module: the module of the `fit`.
-        data: its data module or loader, or None.
-        last: called at the very end.
-    """
+    """Put back all that a `fit` changes, also after an error, and then call `last`."""
     strategy = trainer.strategy
     device = strategy.root_device
     others = [*parts_of(trainer), *([] if data is None else [data])]
@@ -268,12 +252,6 @@ def _put_back(
             trainer.precision_plugin.load_state_dict(scaling)
         write_states(random_states, device)
         last()
-
-
-def _data(data: Any) -> dict[str, Any]:
-    if isinstance(data, DataLoader):
-        return {"train_dataloaders": data}
-    return {"datamodule": data}
 
 
 def _least_of_ranks(trainer: Any, number: int) -> int:

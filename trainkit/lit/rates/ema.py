@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -121,9 +122,7 @@ def _of_averaged_model(model: AveragedModel) -> list[Decay]:
 def _by_path(pl_module: Any, path: str) -> list[Decay]:
     parent_path, _, name = path.rpartition(".")
     try:
-        parent = pl_module
-        for part in filter(None, parent_path.split(".")):
-            parent = getattr(parent, part)
+        parent = attrgetter(parent_path)(pl_module) if parent_path else pl_module
         value = getattr(parent, name)
     except AttributeError as error:
         raise TrainkitError(

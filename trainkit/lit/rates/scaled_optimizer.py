@@ -120,12 +120,10 @@ class ScaledOptimizer:
 
     def check_reach(self, k: float) -> None:
         """Refuse a k that the rule cannot follow."""
-        if self.rule.beta2 is half_life_beta:
-            for group in self.optimizer.param_groups:
-                original = half_life_beta(self._betas(group)[-1], 1 / self.k)
-                refuse_lost_half_life(original, k)
         for group in self.optimizer.param_groups:
             betas = self._betas(group)
+            if self.rule.beta2 is half_life_beta:
+                refuse_lost_half_life(half_life_beta(betas[-1], 1 / self.k), k)
             if "betas" in group and "base_momentum" in group:
                 betas.append(float(group["base_momentum"]))  # the lowest of a cycle
             for beta in betas:
