@@ -84,9 +84,13 @@ def window_size(trainer: Any) -> int:
 
     Manual optimization may choose a size that is not the Trainer's.
     """
+    return max(own_sizes(trainer), default=trainer.accumulate_grad_batches)
+
+
+def own_sizes(trainer: Any) -> frozenset[int]:
+    """The sizes of windows that manual optimization has chosen; empty without it."""
     windows = windows_of(trainer)
-    own_sizes = () if windows is None else windows.own_sizes
-    return max(own_sizes, default=trainer.accumulate_grad_batches)
+    return frozenset() if windows is None else windows.own_sizes
 
 
 def longest_window(trainer: Any) -> int:

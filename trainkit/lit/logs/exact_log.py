@@ -90,7 +90,12 @@ class ExactMeans:
         totals = self._totals.pop(stage, {})
         names = self._names_on_all_ranks(totals, ranks)
         if stage in self._lacks_beginning and names:
-            _say_beginning_is_missing(names)
+            warnings.warn(
+                f"log_exact: the checkpoint was taken within an epoch and does not "
+                f"hold what all ranks had added up for {', '.join(names)}, so the mean "
+                f"covers only the rest of this epoch.",
+                stacklevel=2,
+            )
         for name in names:
             sums = totals.get(name)
             if sums is None:  # no batch of this rank logged it
@@ -186,13 +191,4 @@ def stage_of(trainer: Any) -> str:
         f"log_exact(): it logs the mean of an epoch of training, validation or test, "
         f"and the Trainer is in {trainer.state.stage}. Call it in training_step, "
         f"validation_step or test_step."
-    )
-
-
-def _say_beginning_is_missing(names: list[str]) -> None:
-    warnings.warn(
-        f"log_exact: the checkpoint was taken within an epoch and does not hold what "
-        f"all ranks had added up for {', '.join(names)}, so the mean covers only the "
-        f"rest of this epoch.",
-        stacklevel=2,
     )

@@ -11,6 +11,9 @@ from trainkit.lit._compat import logged_at_batch_end, pending_metrics
 from trainkit.lit.logs.metrics_csv import FIRST, MetricsCSVLogger, row_of
 from trainkit.lit.resume.between_steps import put_in_order
 
+KEY = "trainkit_rows"
+"""The entry in a checkpoint."""
+
 
 class MetricRows(Callback):
     """Cuts the file of a `MetricsCSVLogger` to the rows that a checkpoint knows.
@@ -79,10 +82,6 @@ class MetricRows(Callback):
                 _loggers(trainer), checkpoint.get(KEY, []), strict=False
             ):
                 _cut(logger, **state)
-
-
-KEY = "trainkit_rows"
-"""The entry in a checkpoint."""
 
 
 def _loggers(trainer: Any) -> list[MetricsCSVLogger]:

@@ -138,11 +138,8 @@ class PlainComparison(Callback):
 
 def _flat(optimizer: Any) -> Tensor:
     """All gradients as one vector, with zeros for parameters without a gradient."""
-    return torch.cat([_dense(p).flatten() for p in parameters_of(optimizer)])
-
-
-def _dense(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    found = [
+        torch.zeros_like(p) if p.grad is None else p.grad.detach()
+        for p in parameters_of(optimizer)
+    ]
+    return torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in found])

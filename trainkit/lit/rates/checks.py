@@ -12,8 +12,8 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import (
     find_callback,
     find_effective_batch,
+    own_sizes,
     why_unknown,
-    windows_of,
 )
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.schedule.callback import AccumulationSchedule
@@ -53,16 +53,8 @@ def refuse_unmeasured(trainer: Any, unit: Unit) -> None:
     )
 
 
-def has_windows_of_its_own(trainer: Any) -> bool:
-    """Whether manual optimization makes windows whose size is not the Trainer's."""
-    windows = windows_of(trainer)
-    own = frozenset() if windows is None else windows.own_sizes
-    return bool(own) and max(own) != trainer.accumulate_grad_batches
-
-
 def refuse_windows_of_several_sizes(trainer: Any) -> None:
-    windows = windows_of(trainer)
-    sizes = [] if windows is None else sorted(windows.own_sizes)
+    sizes = sorted(own_sizes(trainer))
     if len(sizes) > 1:
         raise TrainkitError(
             f"LRScaling: one effective batch serves all optimizers, and their windows "

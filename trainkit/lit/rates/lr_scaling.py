@@ -28,6 +28,7 @@ from trainkit.lit.batch_size.effective import (
     loader_size,
     longest_window,
     steps_taken,
+    window_size,
     windows_of,
 )
 from trainkit.lit.callback.base import OrderedCallback, averages_statistics
@@ -121,7 +122,7 @@ class LRScaling(OrderedCallback):
         self.scaled: list[ScaledOptimizer] = []
         self._averages: ModelAverages | None = None
         self._restored: dict[str, Any] | None = None
-        self._fixed_size = self.micro_batch  # of a micro-batch; final once it is set
+        self._fixed_size = self.micro_batch  # the micro-batch's size, once it is final
         self._followed: tuple[int, int] | None = None  # window size, warm-up step
         self._logged_k: float | None = None
         self._loader_size: int | None = None
@@ -268,7 +269,7 @@ class LRScaling(OrderedCallback):
         self._follow(trainer)
         if self._is_known() and self._logged_k != self.k:
             self._log(trainer)
-            if checks.has_windows_of_its_own(trainer):
+            if window_size(trainer) != trainer.accumulate_grad_batches:
                 self._show_again(trainer, trainer.lightning_module)
 
     def _follow(self, trainer: Any) -> bool:

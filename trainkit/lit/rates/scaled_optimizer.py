@@ -83,11 +83,8 @@ class ScaledOptimizer:
         self._num_groups += len(new)
         if not new:
             return
-        k, decay = self.k, self.decay
-        self.k = self.decay = 1.0
         for group in new:
-            self._change_others(k, decay).apply_to(group)
-        self.k, self.decay = k, decay
+            self._change(self.k, self.decay).apply_to(group)
         if self.factor == 1:
             return
         warnings.warn(
@@ -114,7 +111,7 @@ class ScaledOptimizer:
             self.factor = factor
         decay = self._decay_factor(k)
         if (k, decay) != (self.k, self.decay):
-            change = self._change_others(k, decay)
+            change = self._change(k / self.k, decay / self.decay)
             change.apply([self.optimizer], self.schedulers)
             self.k, self.decay = k, decay
 
@@ -135,12 +132,12 @@ class ScaledOptimizer:
         """Each scaled value, as (for the reference batch, now)."""
         found: dict[str, tuple[float, float]] = {}
         groups = self.optimizer.param_groups
+        back = self._change(1 / self.k, 1 / self.decay)
         for index, group in enumerate(groups):
             prefix = f"group_{index}/" if len(groups) > 1 else ""
             key = next(k for k in ("max_lr", "initial_lr", "lr") if k in group)
             rate = float(group[key]) / self.factor
             found[prefix + key.removeprefix("initial_")] = rate, rate * self.target
-            back = self._change_others(1.0, 1.0)
             now = self._numbers(group)
             then = self._numbers(_changed_copy(group, back))
             for name, value in now.items():
@@ -170,19 +167,19 @@ class ScaledOptimizer:
         self.factor, self.decay, self.k = state["factor"], state["decay"], state["k"]
         if state["rule"] != self.rule.name:  # undo what the old rule did to moments
             new, self.rule = self.rule, RULES.get(state["rule"], RULES["none"])
-            change = self._change_others(1.0, self.decay)
+            change = self._change(1 / self.k, 1.0)
             change.apply([self.optimizer], self.schedulers)
             self.rule, self.k = new, 1.0
 
-    def _change_others(self, k: float, decay: float) -> GroupChange:
-        """The change of moments and weight decay from their present k and factor."""
-        ratio, change = k / self.k, {}
+    def _change(self, ratio: float, decay_ratio: float) -> GroupChange:
+        """The change of moments by a ratio of k, and of weight decay by a ratio."""
+        change = {}
         for name in ("beta1", "beta2", "eps"):
             formula = getattr(self.rule, name)
             if formula is not None:
                 change[name] = lambda value, formula=formula: formula(value, ratio)
-        if decay != self.decay:
-            change["weight_decay"] = lambda value: value * (decay / self.decay)
+        if decay_ratio != 1:
+            change["weight_decay"] = lambda value: value * decay_ratio
         return GroupChange(**change)
 
     def _decay_factor(self, k: float) -> float:
