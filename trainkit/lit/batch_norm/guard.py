@@ -47,7 +47,7 @@ class BatchNormGuard(OrderedCallback):
 
     - `"warn"`: one warning with the names of the layers, the number of samples behind
       each statistic, and the remedies, if windows have several small micro-batches.
-    - `"error"`: an error instead. `"ignore"`: neither.
+    - `"error"`: an error instead. `"ignore"`: does nothing.
     - `"momentum"`: m' = 1 - (1 - m)^(1/N), so that running statistics forget as slowly
       as the big batch's. Their variance still lacks the differences between
       micro-batches.

@@ -24,6 +24,7 @@ from trainkit.lit.rerun.objects import Snapshot
 from trainkit.lit.rerun.quietly import muted
 
 FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
+"""The outcomes of an attempt; the worst one of all ranks counts."""
 
 ROUNDS = 3
 """How often each batch is timed. The fastest time counts, as in `timeit`: other work on

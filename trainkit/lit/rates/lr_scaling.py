@@ -172,9 +172,9 @@ class LRScaling(OrderedCallback):
         self.show_table(trainer, pl_module)
 
     def _measured_before(self, trainer: Any, saved: dict[str, Any]) -> float | None:
-        """The micro-batch that an earlier run measured with such a loader.
+        """The micro-batch that an earlier run measured with a loader like this one.
 
-        None if the loader now has a batch size, which needs no measurement.
+        None if the loader has a batch size now, which needs no measurement.
         """
         known = find_effective_batch(trainer, unit=self.unit)
         measured = saved.get("measured", {})
@@ -205,7 +205,7 @@ class LRScaling(OrderedCallback):
             ]
         several = len(self.scaled) > 1
         rows = []
-        if windows_of(trainer) is None:  # whose table has this row otherwise
+        if windows_of(trainer) is None:  # otherwise that callback shows this row
             rows.append(("step", str(self.effective_batch)))
         for index, scaled in enumerate(self.scaled):
             label = f"optimizer {index}" if several else "learning rate"
