@@ -37,7 +37,7 @@ def loader_of_samples(
     """
     loader = trainer.train_dataloader
     if not _takes_whole_dataset(loader):
-        return lambda: _anew(trainer)
+        return lambda: _from_beginning(trainer)
     # Without a distributed sampler the whole data set belongs to this rank.
     replicas = getattr(loader.sampler, "num_replicas", 1)
     rank = getattr(loader.sampler, "rank", 0)
@@ -81,7 +81,7 @@ def refuse_unreadable(trainer: Any) -> None:
         _fresh(loader)
 
 
-def _anew(trainer: Any) -> Iterator[Any]:
+def _from_beginning(trainer: Any) -> Iterator[Any]:
     """The batches of all loaders from the beginning, combined as in training."""
     combined = copy.copy(combined_loader(trainer))
     combined.flattened = [_fresh(loader) for loader in combined.flattened]

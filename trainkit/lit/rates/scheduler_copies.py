@@ -88,7 +88,7 @@ def _copy_functions(value: Any, known: dict[int, Any]) -> Any:
     """Copy the functions inside a copied value, which `copy.deepcopy` shares.
 
     Args:
-        value: a scheduler is changed in place; others are made anew.
+        value: a scheduler is changed in place; other values are copied.
         known: the copies made so far, by the identity of the original.
     """
     own = partial(_copy_functions, known=known)
