@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from trainkit.lit._compat import (
     leaves_fit,
     parts_of,
     starts_processes_for_fit,
+    step_arguments,
     write_batch_size,
 )
 
@@ -76,3 +78,45 @@ def test_a_loader_takes_another_size() -> None:
     write_batch_size(loader, 5)
     assert (loader.batch_size, len(loader)) == (5, 2)
     assert [len(x) for x, _ in loader] == [5, 5]
+
+
+def _batch_alone(self: Any, batch: Any) -> None: ...
+
+
+def _with_index(self: Any, batch: Any, batch_idx: int) -> None: ...
+
+
+def _with_another_name(self: Any, batch: Any, index: int) -> None: ...
+
+
+def _with_all(self: Any, *args: Any) -> None: ...
+
+
+def _with_options(self: Any, batch: Any, *, scale: float = 1.0, **how: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("step", "takes_index"),
+    [
+        (_batch_alone, False),
+        (_with_index, True),
+        (_with_another_name, True),
+        (_with_all, True),
+        (_with_options, False),
+    ],
+)
+def test_arguments_of_a_step_are_those_that_lightning_gives(
+    step: Any, takes_index: bool
+) -> None:
+    received: list[int] = []
+
+    @functools.wraps(step)
+    def training_step(self: Any, *args: Any) -> Any:
+        step(self, *args)
+        received.append(len(args))
+        return Net.training_step(self, args[0], 0)
+
+    module = type("Stepping", (Net,), {"training_step": training_step})()
+    quick(max_steps=1).fit(module, Data())
+    assert received == [1 + takes_index]
+    assert step_arguments(module, "batch", 3) == ("batch", 3)[: received[0]]

@@ -1,7 +1,7 @@
-"""Everything of Lightning and torch that is not in their public documentation.
+"""Everything that trainkit uses of Lightning beside its public documentation.
 
-Each function has a test of its own, so that a new version which moves one of these
-fails there, by name.
+Each function has its own test, so that a version of Lightning that changes one of these
+things fails in the test with its name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
@@ -24,13 +25,12 @@ def scaler_of(trainer: Any) -> Any:
 
 
 def unscales_itself(optimizer: Any) -> bool:
-    """Whether a scaler leaves the gradients scaled until inside `optimizer.step()`,
-    as it does for fused optimizers."""
+    """Whether a scaler leaves gradients scaled until the step of a fused optimizer."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_scaled(scaler: Any, optimizer: Any) -> bool:
-    """Whether an optimizer's gradients still carry the scaler's factor."""
+    """Whether an optimizer's gradients are still multiplied by the scaler's factor."""
     state = scaler._per_optimizer_states.get(id(unwrapped(optimizer)))
     return state is None or state["stage"].name == "READY"
 
@@ -41,12 +41,12 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def averages_models(strategy: Any) -> bool:
-    """Whether DDP ranks average weights now and then in place of gradients."""
+    """Whether DDP's ranks average weights at intervals, and not gradients."""
     return getattr(strategy, "_model_averaging_period", None) is not None
 
 
 def batches_into_epoch(checkpoint: Any) -> int:
-    """How many batches of its epoch a checkpoint's run had done; 0 at its end."""
+    """How many batches of its epoch a run had done at a checkpoint; 0 at the end."""
     loops = checkpoint.get("loops", {})
     progress = loops.get("fit_loop", {}).get("epoch_loop.batch_progress")
     if not progress or progress["is_last_batch"]:
@@ -55,13 +55,15 @@ def batches_into_epoch(checkpoint: Any) -> int:
 
 
 def num_batches_seen(trainer: Any) -> int:
-    """How many batches of this epoch the loader has yielded."""
+    """How many batches the loader has yielded in this epoch."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def logged_step(trainer: Any) -> int:
-    """The step under which Lightning's own logs of this batch stand: in manual
-    optimization it counts batches, and `global_step` the steps of all optimizers."""
+    """The step with which Lightning logs this batch: not always `global_step`.
+
+    Manual optimization logs by batches, and `global_step` adds up all optimizers.
+    """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -71,47 +73,47 @@ def average_of(callback: Any) -> Any:
 
 
 def before_batch_transfer(pl_module: Any, batch: Any) -> Any:
-    """The module's or the data module's hook of this name, as the loop calls it."""
+    """A batch after `on_before_batch_transfer` of the module or the data module."""
     return pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
 def saves_weights_now(callback: Any, step: int) -> bool:
-    """Whether a `ModelCheckpoint` of weights alone is due after an optimizer step."""
+    """Whether a callback saves weights alone after an optimizer step."""
     every = getattr(callback, "_every_n_train_steps", 0)
     only = bool(getattr(callback, "save_weights_only", False))
     return only and every >= 1 and step % every == 0
 
 
 def saves_weights_by_time(callback: Any) -> bool:
-    """Whether a `ModelCheckpoint` of weights alone is due by the clock."""
+    """Whether a callback saves weights alone at intervals of time."""
     only = bool(getattr(callback, "save_weights_only", False))
     return only and getattr(callback, "_train_time_interval", None) is not None
 
 
 def combined_loader(trainer: Any) -> Any:
-    """All training loaders, with how they are put together."""
+    """The object that combines all training loaders."""
     return trainer.fit_loop._combined_loader
 
 
 def leaves_places_empty(combined: Any) -> bool:
-    """Whether a loader that has ended gives None beside a longer one, or is alone."""
+    """Whether a loader is alone, or gives None once it has ended before others."""
     return len(combined.flattened) == 1 or combined._mode == "max_size"
 
 
 def forget_iterator(loader: Any) -> Any:
-    """A copied `DataLoader` that starts workers of its own, where they persist."""
+    """Let a copied `DataLoader` not use the persistent workers of the original."""
     loader._iterator = None
     return loader
 
 
 def follows_validation(trainer: Any) -> bool:
-    """Whether Lightning will validate when the batch under way has ended."""
+    """Whether Lightning will validate after the present batch."""
     loop = trainer.fit_loop
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 def logged_at_batch_end(trainer: Any) -> dict[str, int]:
-    """How often each metric of `on_train_batch_end` has been logged in this epoch."""
+    """How often each metric was logged in `on_train_batch_end` in this epoch."""
     results = trainer.fit_loop.epoch_loop._results.result_metrics
     return {
         each.meta.forked_name(True): each.update_count
@@ -121,11 +123,11 @@ def logged_at_batch_end(trainer: Any) -> dict[str, int]:
 
 
 def pending_metrics(trainer: Any) -> tuple[dict[str, Any], int] | None:
-    """What Lightning has yet to hand to the loggers at this moment, and the step.
+    """The metrics that Lightning will pass to the loggers next, and their step.
 
-    Checkpoints are saved in `on_train_batch_end` and `on_train_epoch_end`, and the
-    metrics of that batch or epoch are logged after these hooks: this is what
-    `_LoggerConnector.update_train_step_metrics` and `update_train_epoch_metrics` do.
+    Checkpoints are saved in `on_train_batch_end` and `on_train_epoch_end`. The metrics
+    of that batch or epoch are logged after these hooks, in
+    `_LoggerConnector.update_train_step_metrics` and `update_train_epoch_metrics`.
     """
     loop, connector = trainer.fit_loop, trainer._logger_connector
     if not trainer.training:
@@ -135,10 +137,8 @@ def pending_metrics(trainer: Any) -> tuple[dict[str, Any], int] | None:
     if epochs.current.processed > epochs.current.completed:
         step -= 1
     elif batches.current.processed > batches.current.completed:
-        if (
-            loop._should_accumulate()
-            and trainer.lightning_module.automatic_optimization
-        ):
+        is_automatic = trainer.lightning_module.automatic_optimization
+        if is_automatic and loop._should_accumulate():
             return None
         if not (connector.should_update_logs or trainer.fast_dev_run):
             return None
@@ -155,7 +155,7 @@ def pending_metrics(trainer: Any) -> tuple[dict[str, Any], int] | None:
 
 
 def epoch_sums(trainer: Any) -> dict[str, Any]:
-    """What `self.log(..., on_epoch=True)` has added up in this epoch, by its key."""
+    """The sums of `self.log(..., on_epoch=True)` in this epoch, by their keys."""
     results = trainer.fit_loop.epoch_loop._results
     return {
         key: each
@@ -165,7 +165,7 @@ def epoch_sums(trainer: Any) -> dict[str, Any]:
 
 
 def sum_state(result: Any) -> dict[str, Any] | None:
-    """One of `epoch_sums` as tensors; None where a metric object keeps it."""
+    """One of `epoch_sums` as tensors; None if a metric object holds it."""
     if not result.is_tensor:
         return None
     state = {"value": result.value.detach().cpu().clone()}
@@ -175,7 +175,7 @@ def sum_state(result: Any) -> dict[str, Any] | None:
 
 
 def add_sum_state(result: Any, state: dict[str, Any]) -> None:
-    """Take into one of `epoch_sums` what was added up before."""
+    """Add a saved `sum_state` to one of `epoch_sums`."""
     before = state["value"].to(result.value)
     meta = result.meta
     if meta.is_max_reduction or meta.is_min_reduction:
@@ -189,17 +189,17 @@ def add_sum_state(result: Any, state: dict[str, Any]) -> None:
 
 
 def restore_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Let `trainer.callback_metrics` know what was logged before a resume."""
+    """Put metrics that were logged before a resume into `trainer.callback_metrics`."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def restore_loaders(trainer: Any) -> None:
-    """Resume the loaders where the checkpoint was, if Lightning has not.
+    """Resume the loaders at the checkpoint's place, if Lightning has not done so.
 
-    If `configure_optimizers` asks for `estimated_stepping_batches`, the loaders are set
-    up before Lightning knows their states. It then leaves the states unused, and the
-    epoch would begin at its first row. Call this in `on_train_start`, before random
-    states are restored: a new iterator may draw.
+    If `configure_optimizers` uses `estimated_stepping_batches`, the loaders are set up
+    before Lightning knows their states. It then does not use the states, and the epoch
+    would begin at its first row. Call this in `on_train_start`, before random states
+    are restored: a new iterator may draw random numbers.
     """
     loop = trainer.fit_loop
     if loop.restarting and loop._combined_loader_states_to_load:
@@ -208,20 +208,21 @@ def restore_loaders(trainer: Any) -> None:
 
 
 def is_within_epoch(trainer: Any) -> bool:
-    """Whether a run resumes within an epoch; call it in `on_train_start`."""
+    """Whether a run resumes inside an epoch. Call this in `on_train_start`."""
     return bool(trainer.fit_loop.restarted_mid_epoch)
 
 
 def reads_ahead(trainer: Any) -> bool:
-    """Whether Lightning has a batch read before it asks for it: of loaders without a
-    length, to know which batch is the last. Their state is then ahead as well."""
+    """Whether Lightning reads one batch ahead, as it does if a loader has no length."""
     return trainer.fit_loop._data_fetcher.length is None
 
 
 def is_ending(trainer: Any) -> bool:
-    """Whether this batch is the last that is trained on: the steps are taken, or at an
-    epoch's end the epochs, or `trainer.should_stop` ends it, which it does not while
-    `min_steps` or `min_epochs` is not reached."""
+    """Whether training ends after this batch.
+
+    It ends at `max_steps`, with the last epoch, or by `trainer.should_stop` once
+    `min_steps` and `min_epochs` are reached.
+    """
     loop = trainer.fit_loop
     if 0 <= trainer.max_steps <= trainer.global_step:
         return True
@@ -231,25 +232,23 @@ def is_ending(trainer: Any) -> bool:
 
 
 def end_validation(trainer: Any) -> None:
-    """Put the module's parts back in the modes in which they train, as Lightning does
-    after a validation."""
+    """Set the modes of training again, as Lightning does after a validation."""
     trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
 
 
 def end_restart(trainer: Any) -> None:
-    """Lightning takes a resumed epoch for one that restarts until it ends, and then
-    leaves out the schedulers that go by a metric (`_FitLoop.on_advance_end`)."""
+    """Let a resumed epoch not count as a restart, whose end skips some schedulers."""
     trainer.fit_loop._restarting = False
 
 
 def leave_ended_epoch(trainer: Any) -> bool:
-    """Begin the next epoch if the checkpoint was written after one had ended.
+    """Begin the next epoch if the checkpoint was written after an epoch had ended.
 
-    With `max_epochs=-1` Lightning would begin the next with the batch index at which
-    the last one ended, and end it too late. To be called in `on_train_start`.
+    With `max_epochs=-1` Lightning would begin the next one with the batch index at
+    which the last one ended, and end it too late. Call this in `on_train_start`.
 
     Returns:
-        Whether that epoch ended before its last batch.
+        Whether the epoch ended before its last batch.
     """
     loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.total
     has_ended = loop.restarting and epochs.ready == epochs.completed > 0
@@ -259,7 +258,7 @@ def leave_ended_epoch(trainer: Any) -> bool:
 
 
 def steps_by_metric(trainer: Any) -> bool:
-    """Whether a scheduler that goes by a metric moves after this batch's hooks."""
+    """Whether a scheduler that depends on a metric steps after this batch's hooks."""
     by_step = any(
         config.reduce_on_plateau and config.interval == "step"
         for config in trainer.lr_scheduler_configs
@@ -268,23 +267,21 @@ def steps_by_metric(trainer: Any) -> bool:
 
 
 def leaves_fit(trainer: Any) -> BaseException:
-    """What a callback raises to leave `trainer.fit` before training, as Lightning's own
-    finders do: loops, loaders and signals are torn down, and `fit` returns."""
+    """The exception with which a callback lets `trainer.fit` tear down and return."""
     package = type(trainer.fit_loop).__module__.partition(".loops.")[0]
     module = importlib.import_module(f"{package}.utilities.exceptions")
     return module._TunerExitException()
 
 
 def parts_of(trainer: Any) -> list[Any]:
-    """The Trainer and what it counts, logs and is doing, each with attributes of its
-    own: loops with their progress, results, states."""
+    """The Trainer with its loops, their progress, the logged results and states."""
     names = (".loops.", ".logger_connector.", ".trainer.states")
     found, waiting = [trainer], [trainer]
     while waiting:
         for value in list(vars(waiting.pop()).values()):
-            concerned = any(name in type(value).__module__ for name in names)
-            known = any(value is each for each in found)
-            if not concerned or known or isinstance(value, Enum):
+            is_part = any(name in type(value).__module__ for name in names)
+            is_known = any(value is each for each in found)
+            if not is_part or is_known or isinstance(value, Enum):
                 continue
             if hasattr(value, "__dict__"):
                 found.append(value)
@@ -293,26 +290,32 @@ def parts_of(trainer: Any) -> list[Any]:
 
 
 def starts_processes_for_fit(strategy: Any) -> bool:
-    """Whether `fit` runs in processes that end with it, as under `ddp_spawn`."""
+    """Whether `fit` runs in processes that end with it, as with `ddp_spawn`."""
     return getattr(strategy, "_start_method", "popen") not in (None, "popen")
 
 
 def write_batch_size(loader: Any, size: int) -> None:
-    """Give a `DataLoader` another batch size: it refuses that once it is made, though
-    Lightning makes it anew from its attributes, and a `BatchSampler` takes it."""
+    """Give an existing `DataLoader` another batch size; it refuses an assignment."""
     if loader.batch_size is not None:
         object.__setattr__(loader, "batch_size", size)
     loader.batch_sampler.batch_size = size
 
 
+def step_arguments(pl_module: Any, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """The arguments with which Lightning calls the module's `training_step`."""
+    step = pl_module.training_step
+    takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if takes_index else (batch,)
+
+
 def current_hook(pl_module: Any) -> str:
-    """The hook in which the module is logging."""
+    """The hook of the module that runs now."""
     return pl_module._current_fx_name or ""
 
 
 @contextmanager
 def as_hook(pl_module: Any, hook: str) -> Iterator[None]:
-    """Let the module log as from a hook that has ended by now."""
+    """Let the module log as if another hook were running."""
     before = pl_module._current_fx_name
     pl_module._current_fx_name = hook
     try:
@@ -322,25 +325,23 @@ def as_hook(pl_module: Any, hook: str) -> Iterator[None]:
 
 
 def set_batch_value(metric: Any, value: Any) -> None:
-    """What a metric object shows for the step, as after its `forward`; nothing where
-    that has left nothing, as the one of some wrappers does."""
+    """Set the value that a metric object shows for the step, if it shows one."""
     if metric._forward_cache is not None:
         metric._forward_cache = value
 
 
 def forget_computed(metric: Any) -> None:
-    """Let a metric object compute anew, from the same state."""
+    """Let a metric object compute its value again from its state."""
     metric._computed = None
 
 
 def skips_backward(trainer: Any) -> bool:
-    """Whether the epoch runs forward only, as that of `StochasticWeightAveraging` for
-    BatchNorm's statistics does."""
+    """Whether the epoch only computes BatchNorm's statistics, without backward."""
     return trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
 
 
 def uncompiled(pl_module: Any, function: Any) -> Any:
-    """A function that a compiled `training_step` calls as it is, without tracing it."""
+    """A function that a compiled `training_step` does not trace."""
     if getattr(pl_module, "_compiler_ctx", None) is None:
         return function
     return torch.compiler.disable(function)
@@ -348,7 +349,7 @@ def uncompiled(pl_module: Any, function: Any) -> Any:
 
 @contextmanager
 def replaced(owner: Any, **methods: Any) -> Iterator[None]:
-    """Let an object have other methods for a while."""
+    """Replace methods of an object, within a `with` block."""
     own = vars(owner)
     before = {name: own[name] for name in methods if name in own}
     own.update(methods)
@@ -361,8 +362,7 @@ def replaced(owner: Any, **methods: Any) -> Iterator[None]:
 
 
 def has_plain_backward(trainer: Any) -> bool:
-    """Whether Lightning's strategy object and precision plugin do nothing around a
-    backward pass but call hooks, a gradient scaler left aside."""
+    """Whether only hooks and a gradient scaler run around a backward pass."""
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     own = ("pre_backward", "post_backward", "backward")
     kinds = [getattr(type(each), name) for each in (strategy, plugin) for name in own]
@@ -382,7 +382,7 @@ def is_listened_to(
 
 
 def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
-    """Whether batches reach the device without a hook of the user's."""
+    """Whether no hook of the user changes batches on their way to the device."""
     hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
     owners = [pl_module, *filter(None, [trainer.datamodule])]
     is_own = type(trainer.strategy).batch_to_device.__module__.startswith(_LIGHTNING)
@@ -390,8 +390,7 @@ def transfers_plainly(trainer: Any, pl_module: Any) -> bool:
 
 
 def has_own(owner: Any, hook: str) -> bool:
-    """Whether a module, data module or callback has a hook that Lightning did not
-    write."""
+    """Whether a module, data module or callback overrides a hook of Lightning."""
     if hook in vars(owner):
         return True
     return not getattr(type(owner), hook).__module__.startswith(_LIGHTNING)

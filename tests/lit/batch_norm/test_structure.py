@@ -14,14 +14,7 @@ from torch import nn
 
 from tests.core.batch_norm.nets import ResNet
 from tests.helpers import trainer
-from tests.lit.batch_norm.fits import (
-    At,
-    ConvModule,
-    ConvNet,
-    Validated,
-    batches,
-    fit,
-)
+from tests.lit.batch_norm.fits import At, ConvModule, ConvNet, Validated, batches, fit
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,

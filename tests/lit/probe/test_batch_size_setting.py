@@ -130,7 +130,7 @@ class Several(Data):
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (Deaf(), {}, r"Deaf.batch_size was set to 1, and .* is 4 all the same"),
+        (Deaf(), {}, r"Deaf.batch_size was set to 1, but .* is 4. Let"),
         (Silent(), {}, r"Silent has neither batch_size nor hparams.batch_size"),
         (None, {}, r"Net has neither batch_size"),
         (Data(0), {}, "must be a whole number from 1 to .*, received 0"),

@@ -260,7 +260,7 @@ def test_named_rates_of_a_foreign_scheduler_are_scaled() -> None:
 
 # ---- Lightning's finders -------------------------------------------------------------
 
-FOUND = "searches with the batch in force"
+FOUND = "searches with the present batch, 6 samples. .*Set reference_batch=6 to train"
 
 
 class Finds(Scheduled):
@@ -291,7 +291,7 @@ QUIET = pytest.mark.filterwarnings(
 
 @QUIET
 def test_rate_that_the_tuner_finds_is_scaled_once(tmp_path: Path) -> None:
-    """EDGE_CASES 67. What is found holds for the batch in force, which is said."""
+    """EDGE_CASES 67. What is found holds for the present batch, which is said."""
     made, scaling = finder(tmp_path)
     module = Finds(None)
     with pytest.warns(UserWarning, match=FOUND):
@@ -343,3 +343,12 @@ def test_fit_after_the_batch_size_finder_is_scaled_to_its_size(tmp_path: Path) -
     made.fit(module)
     expected = 0.1 * module.batch_size * WINDOW / REFERENCE
     assert {round(row[0], 12) for row in module.curve} == {round(expected, 12)}
+
+
+@QUIET
+def test_finder_with_a_batch_of_unknown_size_names_no_number(tmp_path: Path) -> None:
+    scaling = LRScaling("linear", reference_batch=6, unit="tokens")
+    made = trainer(WINDOW, callbacks=[scaling], default_root_dir=str(tmp_path))
+    match = "whose size in tokens is not known yet.*Set reference_batch to that size"
+    with pytest.warns(UserWarning, match=match):
+        Tuner(made).lr_find(Finds(None), num_training=5, early_stop_threshold=None)

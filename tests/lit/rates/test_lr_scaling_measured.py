@@ -222,7 +222,7 @@ def test_windows_without_a_token_tell_nothing_and_stop_nothing() -> None:
     curve = run_ignored(4)
     assert [row[0] for row in curve[:2]] == [0.05, 0.05]
     assert curve[2][0] == pytest.approx(0.05 * (12 / 6) / 3)
-    with pytest.raises(TrainkitError, match="cannot be told how many tokens"):
+    with pytest.raises(TrainkitError, match="nothing says how many tokens"):
         run_ignored(24)
 
 

@@ -172,7 +172,7 @@ def finetuned(*callbacks: Any, lr: float | None = 0.01, **how: Any) -> Any:
     return fit(Finetuned(), *ours, window=1, max_epochs=3, **how)
 
 
-ADDED = "AdamW: 1 group.s. of parameters were added while it trains.*multiply it by 2"
+ADDED = "AdamW: 1 group.s. of parameters were added during training.*multiply it by 2"
 
 
 @pytest.mark.parametrize("rule", ["adam-sde", "sqrt"])

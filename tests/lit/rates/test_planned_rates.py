@@ -208,12 +208,12 @@ def _falling(warmup: int, step: int) -> float:
         ("counts within", ""),
         ("counts globally", ""),
         ("counts for another", ""),
-        ("iterates", "lr_lambdas of LambdaLR may remember something"),
-        ("module", "lr_lambdas of LambdaLR may remember something"),
-        ("method", "lr_lambdas of LambdaLR may remember something"),
-        ("trainer", "lr_lambdas of LambdaLR may remember something"),
-        ("weights", "lr_lambdas of LambdaLR may remember something"),
-        ("own class", "(Own is none of torch's)"),
+        ("iterates", "lr_lambdas of LambdaLR may remember its calls"),
+        ("module", "lr_lambdas of LambdaLR may remember its calls"),
+        ("method", "lr_lambdas of LambdaLR may remember its calls"),
+        ("trainer", "lr_lambdas of LambdaLR may remember its calls"),
+        ("weights", "lr_lambdas of LambdaLR may remember its calls"),
+        ("own class", "(Own is not one of torch's schedulers)"),
     ],
 )
 def test_a_function_that_remembers_does_not_notice_either(

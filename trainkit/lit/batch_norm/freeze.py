@@ -1,4 +1,4 @@
-"""Statistics that stay as they are."""
+"""The policy that freezes the statistics of BatchNorm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from trainkit.lit.callback.base import has_callback
 
 
 class Freeze(Policy):
-    """Layers stay in evaluation mode: neither Lightning's nor the user's own `train()`
-    thaws them. Afterwards they train again."""
+    """Keeps layers in evaluation mode until training ends.
+
+    A `train()` by Lightning or by the user does not change that.
+    """
 
     computes_from_micro_batches = False
 
@@ -26,7 +28,7 @@ class Freeze(Policy):
         self._layers: list[BatchNorm] = []
 
     def convert(self, module: Any, trainer: Any) -> None:
-        # Before DDP counts what trains, and before the optimizer takes it.
+        # DDP and the optimizer have not yet looked at what trains.
         for layer in layers_to_train(module).values() if self._affine else ():
             for parameter in layer.parameters(recurse=False):
                 if parameter.requires_grad:
@@ -46,7 +48,7 @@ class Freeze(Policy):
         self._freeze(layers)
 
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        self._freeze(layers)  # finetuning may have set some free meanwhile
+        self._freeze(layers)  # finetuning may have unfrozen some
 
     def _freeze(self, layers: dict[str, BatchNorm]) -> None:
         for layer in layers.values():

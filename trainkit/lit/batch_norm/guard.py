@@ -1,4 +1,4 @@
-"""BatchNorm under accumulation: said, refused, or remedied."""
+"""The callback that deals with BatchNorm under accumulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import (
     Announce,
-    look_at_last_batch,
+    check_last_batch,
     rows_of_last_batch,
 )
 from trainkit.lit.batch_norm.freeze import Freeze
@@ -40,41 +40,44 @@ KEY = "trainkit_batch_norm"
 
 
 class BatchNormGuard(OrderedCallback):
-    """Deals with BatchNorm, whose statistics no accumulation can make the big batch's.
+    """Deals with BatchNorm, which no accumulation can make equal to the big batch.
 
     Each of N micro-batches is normalised by its own mean and variance, and the running
-    statistics move N times a step. The guard looks at the layers that really train.
+    statistics move N times a step. The guard looks only at layers that train.
 
-    - `"warn"`: one warning that names them, how many samples each statistic comes from,
-      and the remedies. Silent where nothing accumulates or micro-batches are large.
-    - `"error"`: refuses instead. `"ignore"`: silent.
+    - `"warn"`: one warning with the names of the layers, the number of samples behind
+      each statistic, and the remedies, if windows have several small micro-batches.
+    - `"error"`: an error instead. `"ignore"`: does nothing.
     - `"momentum"`: m' = 1 - (1 - m)^(1/N), so that running statistics forget as slowly
-      as the big batch's. Their variance still misses what lies between micro-batches.
-    - `"recalibrate"`: computes them anew from training data, before validation, before
-      a checkpoint is written, and at the end of training. Not before what
-      `trainer.save_checkpoint(weights_only=True)` writes in mid-epoch: it asks nobody.
-    - `"freeze"`: keeps them, for fine-tuning.
-    - `"sync"`: SyncBatchNorm, where there are several ranks.
-    - `"group_norm"`: GroupNorm in their place, weights carried over.
-    - `"renorm"`: Batch Renormalization in their place (Ioffe 2017).
+      as the big batch's. Their variance still lacks the differences between
+      micro-batches.
+    - `"recalibrate"`: computes the statistics anew from training data: before
+      validation, before a checkpoint is written, and at the end of training. No
+      callback is called when `trainer.save_checkpoint(weights_only=True)` writes in
+      mid-epoch, so that file has the old statistics.
+    - `"freeze"`: keeps the statistics, for fine-tuning.
+    - `"sync"`: replaces the layers by SyncBatchNorm, if there are several ranks.
+    - `"group_norm"`: replaces the layers by GroupNorm, with their weights.
+    - `"renorm"`: replaces the layers by Batch Renormalization (Ioffe 2017).
 
-    The last three change the module before its optimizer is made, in every stage, so
-    that a checkpoint fits. For a module outside of a Trainer call `convert`.
+    The last three change the module before its optimizer is made. They do so in every
+    stage, so that checkpoints fit. Without a Trainer, call `convert`.
 
     Args:
         policy: one of these.
-        min_samples: a statistic from so many samples or more is not complained of.
-        freeze_affine: with `"freeze"`: weights and biases stay as well.
-        num_batches: with `"recalibrate"`: over how many micro-batches, on each rank.
-        exact: with `"recalibrate"`: layer by layer, which is what all data as one batch
-            would give, with a pass for each layer; False makes one pass, which is exact
+        min_samples: there is no warning about statistics from so many samples or more.
+        freeze_affine: with `"freeze"`: keep weights and biases too.
+        num_batches: with `"recalibrate"`: the number of micro-batches on each rank.
+        exact: with `"recalibrate"`: go layer by layer, one pass for each, for the
+            statistics of all data as one batch. False makes one pass, which is exact
             for the first layer only.
         forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
             default: `training_step`.
-        groups: with `"group_norm"`: how many at most; of at least 4 channels each.
+        groups: with `"group_norm"`: the most groups; each has at least 4 channels.
         r_max: with `"renorm"`: the largest correction of the scale.
         d_max: with `"renorm"`: the largest correction of the mean.
-        ramp_steps: with `"renorm"`: over how many optimizer steps both open.
+        ramp_steps: with `"renorm"`: the number of optimizer steps over which both
+            limits open.
     """
 
     order = 3
@@ -124,20 +127,21 @@ class BatchNormGuard(OrderedCallback):
         self._layers: dict[str, BatchNorm] = {}
         self._num_layers = 0
         self._watch: ShapeWatch | None = None
-        self._window: int | None = None
-        self._num_batches = self._num_parts = 1
-        self._chunks = 1.0
+        self._window: int | None = None  # loader batches in a full window
+        self._num_batches = 1  # loader batches in the window under way
+        self._num_parts = 1  # micro-batches that a loader batch was cut into
+        self._chunks = 1.0  # parts into which the module cuts a micro-batch
         self._is_training = self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the layers that it looks at in a `fit`."""
+        """The attributes without the layers of a running `fit`."""
         return {**super().__getstate__(), "_layers": {}, "_watch": None}
 
     def convert(self, module: Any, trainer: Any = None) -> None:
-        """Replace the layers of a module, where the policy is one that does.
+        """Replace the layers of a module, if the policy does that.
 
-        Called in `setup`, and after the own `setup` and `configure_model` of an
-        `AccumulationMixin` module.
+        This is called in the guard's `setup`, and again after the `setup` and the
+        `configure_model` of a module with `AccumulationMixin`.
         """
         self._policy.convert(module, trainer)
 
@@ -159,8 +163,10 @@ class BatchNormGuard(OrderedCallback):
         self._window, self._num_parts, self._chunks = None, 1, 1.0
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
-        """With the first batch: by now the module's own hooks have said which of its
-        parts train."""
+        """Start the policy at the first batch.
+
+        By then the module's own hooks have decided which of its parts train.
+        """
         layers = self._training_layers()
         self._num_layers = len(layers)
         self._policy.start(trainer, pl_module, layers)
@@ -200,9 +206,9 @@ class BatchNormGuard(OrderedCallback):
             self._open_window()
 
     def on_cut(self, num_micro_batches: int) -> None:
-        # As if all batches of the window were cut so: then each of them forgets its
-        # own share of a step, be they cut into more parts or fewer. Ranks may differ;
-        # each forgets once a step, and rank 0's statistics are what DDP keeps.
+        # N is chosen as if all batches of the window were cut like this one. Then each
+        # batch forgets its share of a step, however finely it is cut. Ranks may cut
+        # differently: each forgets once a step, and DDP keeps rank 0's statistics.
         self._num_parts = num_micro_batches
         self._open_window()
 
@@ -211,8 +217,7 @@ class BatchNormGuard(OrderedCallback):
         self._policy.open_window(num_micro_batches, self._training_layers())
 
     def _num_micro_batches(self, num_batches: int) -> int:
-        """In so many loader batches, if all are cut as this one; a module may run its
-        micro-batches in chunks by itself."""
+        """The micro-batches in so many loader batches, all cut like this one."""
         return round(num_batches * self._num_parts * self._chunks)
 
     def on_train_batch_end(
@@ -222,14 +227,16 @@ class BatchNormGuard(OrderedCallback):
             watch, self._watch = self._watch, None
             watch.close()
             self._judge(trainer, watch)
-        # A checkpoint of weights alone asks nobody.
+        # Callbacks are not called when a checkpoint of weights alone is written.
         if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
             if window_ends(trainer, batch_idx, window_size(trainer)):
                 self._policy.before_use(trainer, pl_module)
 
     def _judge(self, trainer: Any, watch: ShapeWatch) -> None:
-        """By what the layers have really seen: their micro-batch may be a part of what
-        the loader yields, and no loader may have said how large it is."""
+        """Look at the micro-batch that the layers have really seen.
+
+        It may be a part of the loader's batch, and the loader may have no batch size.
+        """
         how = "error" if self.policy == "error" else "warn"
         num_rows = rows_of_last_batch(trainer)
         micro_batch = micro_batch_of(trainer.train_dataloader)
@@ -238,13 +245,13 @@ class BatchNormGuard(OrderedCallback):
         if self._chunks > 1:
             self._window = None  # the next batch opens a window that counts them
         if num_rows is not None and micro_batch is not None and seen == micro_batch:
-            # Batch renormalisation accepts one value, which torch refuses.
+            # Batch renormalisation can normalise one value; torch cannot.
             values = {
                 name: value * num_sharing_ranks(self._layers[name])
                 for name, value in watch.values.items()
                 if not isinstance(self._layers[name], BatchRenorm)
             }
-            look_at_last_batch(how, trainer, values, num_rows)
+            check_last_batch(how, trainer, values, num_rows)
         if isinstance(self._policy, Announce):
             num_micro_batches = self._num_micro_batches(longest_window(trainer))
             self._policy.judge(
@@ -258,7 +265,7 @@ class BatchNormGuard(OrderedCallback):
             self._policy.before_use(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        # As above.
+        # See on_train_batch_end.
         if any(getattr(c, "save_weights_only", False) for c in trainer.callbacks):
             self._policy.before_use(trainer, pl_module)
 
@@ -283,12 +290,9 @@ class BatchNormGuard(OrderedCallback):
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
-        self._end()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._end()
-
-    def _end(self) -> None:
         self._is_training = False
         self._policy.end()
         if self._watch is not None:

@@ -1,4 +1,4 @@
-"""Running statistics that forget as slowly as the big batch's."""
+"""The policy that slows down running statistics to the pace of the big batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trainkit.lit.batch_norm.policy import Policy
 
 
 class Momentum(Policy):
-    """Sets m' = 1 - (1 - m)^(1/N) for each window of N micro-batches.
+    """Sets the momentum m' = 1 - (1 - m)^(1/N) for each window of N micro-batches.
 
-    A short last window has a larger one: a step is a step. Layers with `momentum=None`
-    keep the plain mean of all micro-batches, which has nothing to forget. A layer whose
-    momentum somebody else has changed meanwhile is left to them.
+    So a short last window moves the statistics as far as a full one. Layers with
+    `momentum=None` are not changed: they keep the plain mean of all micro-batches. If
+    other code changes a layer's momentum, it keeps that value.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class Momentum(Policy):
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
         self._changed = {}
-        self._take_in(layers)
+        self._add(layers)
 
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        self._take_in(layers)
+        self._add(layers)
         for layer, momentum in self._changed.items():
             if layer.momentum in (momentum.set, momentum.before):
                 momentum.before = layer.momentum
@@ -33,7 +33,7 @@ class Momentum(Policy):
                     momentum.original, num_micro_batches
                 )
 
-    def _take_in(self, layers: dict[str, BatchNorm]) -> None:
+    def _add(self, layers: dict[str, BatchNorm]) -> None:
         for layer in layers.values():
             if layer.momentum is not None and layer not in self._changed:
                 self._changed[layer] = _Momentum(*[layer.momentum] * 3)
@@ -53,8 +53,10 @@ class Momentum(Policy):
 
 @dataclass
 class _Momentum:
-    """What a layer's was, what it has been set to, and what it was set to before that:
-    a window that is run again in smaller parts begins with that one."""
+    """A layer's momentum before training, in this window, and in the window before.
+
+    A window that is run again in smaller parts starts with the last of these.
+    """
 
     original: float
     set: float

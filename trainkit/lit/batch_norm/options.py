@@ -27,9 +27,9 @@ LEAST = {
     "d_max": 0,
     "ramp_steps": 0,
 }
-LIMITS = ("r_max", "d_max")  # which need not be whole
+LIMITS = ("r_max", "d_max")  # they need not be whole numbers
 
-# What each policy's own options are where nobody gives them.
+# The options that belong to one policy, with their defaults.
 OWN: dict[str, dict[str, Any]] = {
     "freeze": {"freeze_affine": False},
     "recalibrate": {"num_batches": 200, "exact": True, "forward": None},
@@ -39,10 +39,11 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def check_options(policy: str, **options: Any) -> None:
-    """Refuse what is no policy, no number, or belongs to another policy.
+    """Check the arguments of `BatchNormGuard`.
 
     Raises:
-        TrainkitError: one of these.
+        TrainkitError: there is no such policy, an option is not a number as it should
+            be, or it belongs to another policy.
     """
     if policy not in get_args(PolicyName):
         raise TrainkitError(
@@ -52,7 +53,7 @@ def check_options(policy: str, **options: Any) -> None:
     for name, least in LEAST.items():
         value = options[name]
         kind = numbers.Real if name in LIMITS else numbers.Integral
-        if not isinstance(value, kind) or not float(value) >= least:  # NaN neither
+        if not isinstance(value, kind) or not float(value) >= least:  # NaN is refused
             whole = "" if name in LIMITS else "whole "
             raise TrainkitError(
                 f"BatchNormGuard {name}: must be a {whole}number of at least {least}, "

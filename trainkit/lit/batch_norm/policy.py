@@ -1,4 +1,4 @@
-"""What a policy for BatchNorm may do, and when."""
+"""The moments at which a policy for BatchNorm can act."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from trainkit.core.batch_norm.layers import BatchNorm
 
 
 class Policy:
-    """One way to deal with BatchNorm under accumulation; does nothing by itself.
+    """Base of the policies; itself it does nothing.
 
     Attributes:
-        computes_from_micro_batches: whether its layers still normalise by what one
-            micro-batch holds.
+        computes_from_micro_batches: whether layers still normalise by the statistics
+            of one micro-batch.
     """
 
     computes_from_micro_batches = True
 
     def convert(self, module: Any, trainer: Any) -> None:
-        """Change the module's layers; before the optimizer is made."""
+        """Change the module's layers, before the optimizer is made."""
 
     def start(self, trainer: Any, module: Any, layers: dict[str, BatchNorm]) -> None:
-        """The first batch is about to be trained on, with these layers training."""
+        """Prepare for the first batch, in which these layers train."""
 
     def note_modes(self, module: Any) -> None:
-        """The module is in the modes in which it trains."""
+        """Remember the modes (`training`) that all parts of the module have now."""
 
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
-        """A window of so many micro-batches opens, with these layers training."""
+        """Prepare for a window, in which these layers train."""
 
     def before_use(self, trainer: Any, module: Any) -> None:
-        """The running statistics are about to be used or kept."""
+        """Complete the running statistics, which are about to be used or saved."""
 
     def save(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being written."""
+        """Complete a checkpoint that is being written."""
 
     def state_dict(self) -> dict[str, Any]:
         """The policy's state for a checkpoint."""
@@ -43,8 +43,8 @@ class Policy:
         """Restore the policy's state from a checkpoint."""
 
     def end(self) -> None:
-        """Training is over: leave the layers as they were, where that is meant."""
+        """Undo, when training is over, what is meant for training only."""
 
     def summary(self, num_layers: int) -> str:
-        """What it does, for the table before training; empty for nothing."""
+        """What the policy does, for the table before training; may be empty."""
         return ""

@@ -1,4 +1,4 @@
-"""Running statistics that are computed anew before they are used or kept."""
+"""The policy that computes running statistics anew before they are used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.batch_norm.recalibration import recalibrate
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import saves_weights_by_time
+from trainkit.lit._compat import saves_weights_by_time, step_arguments
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.samples import (
     loader_of_samples,
@@ -26,17 +26,16 @@ from trainkit.lit.rerun.quietly import muted, seed
 from trainkit.lit.rerun.snapshot import kept
 
 SEED = 20050709
-"""Every pass sees the same batches, with the same augmentation."""
+"""Fixed, so that every pass sees equal batches with equal augmentation."""
 
 
 class Recalibrate(Policy):
-    """Running statistics computed anew, over up to `num_batches` micro-batches of the
-    training data on each rank.
+    """Computes running statistics anew from the training data.
 
-    `training_step` is what runs, without gradients, as it last ran in training: its
-    logging is muted, its metrics, buffers and all random numbers are as they were
-    afterwards. What it appends to lists of its own, or tells a logger itself, stays;
-    `forward` runs less.
+    `training_step` runs on up to `num_batches` micro-batches of each rank, without
+    gradients, in the modes of training. Its logging is muted; metrics, buffers and
+    random generators are put back afterwards. What it appends to lists of its own, or
+    sends to a logger itself, stays. To run less, give `forward`.
     """
 
     def __init__(
@@ -66,17 +65,18 @@ class Recalibrate(Policy):
         if has_callback(trainer.callbacks, "WeightAveraging"):
             warnings.warn(
                 "BatchNormGuard('recalibrate'): it computes the statistics of the "
-                "model under training, and WeightAveraging validates and saves the "
-                "averaged one, whose statistics it averages too. Recalibrate that one "
-                "after training, with torch.optim.swa_utils.update_bn.",
+                "model under training, but WeightAveraging validates and saves the "
+                "averaged model, and averages the statistics too. Recalibrate the "
+                "averaged model after training, with "
+                "torch.optim.swa_utils.update_bn.",
                 stacklevel=2,
             )
         if any(map(saves_weights_by_time, trainer.callbacks)):
             warnings.warn(
-                "BatchNormGuard('recalibrate'): a checkpoint of weights alone that is "
-                "due by time (ModelCheckpoint(save_weights_only=True, "
-                "train_time_interval=...)) asks nobody before it is written, so that "
-                "it holds fading statistics. Save by steps or epochs, or the whole.",
+                "BatchNormGuard('recalibrate'): no callback is called before "
+                "ModelCheckpoint(save_weights_only=True, train_time_interval=...) "
+                "writes, so its files hold statistics that are not recalibrated. Save "
+                "by steps or epochs, or with save_weights_only=False.",
                 stacklevel=2,
             )
 
@@ -99,7 +99,7 @@ class Recalibrate(Policy):
                 yield on_device(trainer, module, batch), index
                 if index + 1 == self._num_batches:
                     return
-                # Passes end at different layers, and have drawn more or fewer.
+                # A pass ends at a layer, so it may draw fewer numbers than another.
                 seed(SEED + index + 1)
 
         with (
@@ -140,16 +140,15 @@ class Recalibrate(Policy):
     def _run(self, module: Any, batch: Any, batch_idx: int) -> object:
         if self._forward is not None:
             return self._forward(module, batch)
-        parameters = inspect.signature(module.training_step).parameters
-        several = len(parameters) > 1 or any(
-            p.kind is p.VAR_POSITIONAL for p in parameters.values()
-        )
-        return module.training_step(*((batch, batch_idx) if several else (batch,)))
+        return module.training_step(*step_arguments(module, batch, batch_idx))
 
     @contextlib.contextmanager
     def _as_in_training(self, trainer: Any, module: Any) -> Iterator[None]:
-        """Validation has put the model in evaluation mode, in which `training_step` may
-        do something else; hooks ask `trainer.training`."""
+        """Let module and Trainer be in training, also if validation is about to run.
+
+        In evaluation mode `training_step` may do something else, and so may a hook if
+        `trainer.training` is False.
+        """
         stage = trainer.state.stage
         modes = {m: m.training for m in module.modules()}
         trainer.training = True
@@ -172,7 +171,7 @@ def _refuse_unusable_step(module: Any) -> None:
     if why is not None:
         raise TrainkitError(
             f"BatchNormGuard('recalibrate'): it runs training_step without training, "
-            f"and that of {type(module).__name__} {why}. Say what to run: "
+            f"but {type(module).__name__} {why}. Give it something else to run: "
             f"BatchNormGuard('recalibrate', forward=lambda module, batch: "
             f"module(batch[0]))."
         )

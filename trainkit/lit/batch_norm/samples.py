@@ -1,4 +1,4 @@
-"""Micro-batches of the training data, beside the loader that trains."""
+"""Micro-batches of the training data, read without the loader that trains."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from trainkit.lit._compat import (
     forget_iterator,
 )
 
-WHOLE = (SequentialSampler, RandomSampler, DistributedSampler)
+_WHOLE = (SequentialSampler, RandomSampler, DistributedSampler)
 """Samplers that take each row of a data set once."""
 
 
 def loader_of_samples(
     trainer: Any, num_batches: int, *, seed: int
 ) -> Callable[[], Iterable[Any]]:
-    """What starts an iteration over at most so many micro-batches for each rank.
+    """A function that starts an iteration over training data.
 
-    Rows of a data set are dealt out among the ranks, none twice, as a distributed
-    sampler that fills up would, in an order drawn at random. Other loaders are iterated
-    anew.
+    Rows of a data set are drawn in random order, `num_batches` micro-batches for each
+    rank at most, and no row twice. A loader that does not simply take each row of a
+    data set once is iterated from its beginning.
     """
     loader = trainer.train_dataloader
     if not _takes_whole_dataset(loader):
-        return lambda: _anew(trainer)
-    # Without a distributed sampler the data set is this rank's own.
+        return lambda: _from_beginning(trainer)
+    # Without a distributed sampler the whole data set belongs to this rank.
     replicas = getattr(loader.sampler, "num_replicas", 1)
     rank = getattr(loader.sampler, "rank", 0)
     num_rows = len(loader.dataset)
     wanted = num_batches * loader.batch_size * replicas
-    # At random also where all are taken: one pass normalises each micro-batch by
-    # itself, and data may come sorted.
+    # Shuffled even if all rows are taken: data may be sorted, and one pass normalises
+    # each micro-batch by itself.
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(num_rows, generator=generator)[:wanted].tolist()
     return lambda: DataLoader(
@@ -71,32 +71,32 @@ def _takes_whole_dataset(loader: Any) -> bool:
         type(loader) is DataLoader
         and loader.batch_size is not None
         and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in WHOLE
+        and type(loader.sampler) in _WHOLE
     )
 
 
 def refuse_unreadable(trainer: Any) -> None:
-    """Loaders that training alone can read."""
+    """Refuse loaders that can be read only once."""
     for loader in combined_loader(trainer).flattened:
         _fresh(loader)
 
 
-def _anew(trainer: Any) -> Iterator[Any]:
-    """The loader, or loaders, from the beginning, put together as in training."""
+def _from_beginning(trainer: Any) -> Iterator[Any]:
+    """The batches of all loaders from the beginning, combined as in training."""
     combined = copy.copy(combined_loader(trainer))
     combined.flattened = [_fresh(loader) for loader in combined.flattened]
     return (batch for batch, _, _ in combined)
 
 
 def _fresh(loader: Any) -> Any:
-    """A copy of the loader, whose iteration does not disturb the one under way."""
+    """A copy of a loader that can be iterated without effect on the original."""
     try:
         again = copy.copy(loader)
     except TypeError as error:
         raise TrainkitError(
             f"BatchNormGuard('recalibrate'): the training data are a "
-            f"{type(loader).__name__}, which can be read only once, and what is read "
-            f"here would be lost to training. Give a loader that starts anew."
+            f"{type(loader).__name__}, which can be read only once, so training would "
+            f"miss what is read here. Give a loader that can be iterated again."
         ) from error
     if not isinstance(loader, DataLoader):
         return again
@@ -104,13 +104,13 @@ def _fresh(loader: Any) -> Any:
     keep = [loader.collate_fn, loader.worker_init_fn, loader.multiprocessing_context]
     memo = {id(each): each for each in keep}
     data = loader.dataset
-    # A stream may count by itself where it is.
+    # A stream may keep its position in an attribute.
     memo[id(data)] = copy.copy(data) if isinstance(data, IterableDataset) else data
-    # What a sampler counts may be the rows themselves, without what wraps them.
+    # A sampler may hold the rows without the data set that wraps them.
     counted = getattr(loader.sampler, "dataset", None)
     memo.setdefault(id(counted), counted)
     try:
-        # Samplers may draw from a generator of their own, which stays where it is.
+        # A sampler may draw from its own generator, so it gets a copy.
         return copy.deepcopy(again, memo)
     except (TypeError, RuntimeError):
         return again

@@ -1,4 +1,4 @@
-"""Other layers in BatchNorm's place."""
+"""The policies that replace BatchNorm by other layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trainkit.lit.batch_size.effective import num_replicas
 
 
 class GroupNormInstead(Policy):
-    """Group normalisation, which looks at one sample at a time."""
+    """Replaces BatchNorm by GroupNorm, which normalises each sample by itself."""
 
     computes_from_micro_batches = False
 
     def __init__(self, *, groups: int) -> None:
         self._groups = groups
-        self._made: dict[str, nn.Module] = {}
+        self._made: dict[str, Any] = {}
 
     def convert(self, module: Any, trainer: Any) -> None:
         refuse_earlier_copy(layers_to_train(module), trainer, "group_norm")
@@ -34,11 +34,7 @@ class GroupNormInstead(Policy):
         refuse_left_over(module, list(layers), "group_norm")
 
     def summary(self, num_layers: int) -> str:
-        counts = Counter(
-            layer.num_groups
-            for layer in self._made.values()
-            if isinstance(layer, nn.GroupNorm)
-        )
+        counts = Counter(layer.num_groups for layer in self._made.values())
         groups = ", ".join(
             f"{n} with {g} group{'s' * (g != 1)}" for g, n in sorted(counts.items())
         )
@@ -46,7 +42,11 @@ class GroupNormInstead(Policy):
 
 
 class Renorm(Policy):
-    """Batch Renormalization; its limits open over some optimizer steps."""
+    """Replaces BatchNorm by Batch Renormalization.
+
+    Its limits open over `ramp_steps` optimizer steps. The layers count micro-batches,
+    so a checkpoint keeps the length of the ramp in these (`ramp`).
+    """
 
     def __init__(self, *, r_max: float, d_max: float, ramp_steps: int) -> None:
         self._limits = {"r_max": r_max, "d_max": d_max}
@@ -55,11 +55,11 @@ class Renorm(Policy):
         self._ramp: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the layers, which are the module's."""
+        """The attributes without the layers, which belong to the module."""
         return {**vars(self), "_made": []}
 
     def convert(self, module: Any, trainer: Any) -> None:
-        self._ramp = None  # that of an earlier training
+        self._ramp = None  # it may be left from an earlier training
         theirs = [m for m in module.modules() if isinstance(m, BatchRenorm)]
         others = [x for x in layers_to_train(module).values() if x not in theirs]
         refuse_earlier_copy(others, trainer, "renorm")
@@ -71,7 +71,7 @@ class Renorm(Policy):
         ]
 
     def start(self, trainer: Any, module: Any, layers: Any) -> None:
-        # Not before: an AccumulationSchedule may set it up later than this.
+        # In `convert` an AccumulationSchedule may not have set the size yet.
         if self._ramp is None:
             self._ramp = self._ramp_steps * int(trainer.accumulate_grad_batches)
         for layer in self._made:
@@ -83,7 +83,7 @@ class Renorm(Policy):
         return {} if self._ramp is None else {"ramp": self._ramp}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # By now a schedule may have windows of another size than at the beginning.
+        # A schedule may have changed the size of windows since the ramp began.
         self._ramp = state.get("ramp")
 
     def summary(self, num_layers: int) -> str:
@@ -95,7 +95,7 @@ class Renorm(Policy):
 
 
 class Sync(Policy):
-    """SyncBatchNorm, where there are several ranks."""
+    """Replaces BatchNorm by SyncBatchNorm, if there are several ranks."""
 
     def __init__(self) -> None:
         self._num_ranks = 1
@@ -125,22 +125,23 @@ class Sync(Policy):
 
 
 def refuse_left_over(module: Any, names: list[str], policy: str) -> None:
-    """Refuse layers that came after `setup` and are in the optimizer already."""
+    """Refuse layers that were made after the guard's `setup`."""
     if names:
         raise TrainkitError(
             f"BatchNormGuard({policy!r}): {listed(names)} came into "
-            f"{type(module).__name__} in its setup or configure_model, and no callback "
-            f"is asked between those and the optimizer. Let the module inherit "
-            f"AccumulationMixin, or call guard.convert(self) where it makes them."
+            f"{type(module).__name__} in its setup or configure_model. That is too "
+            f"late, since no callback is called between these and "
+            f"configure_optimizers. Let the module inherit AccumulationMixin, or call "
+            f"guard.convert(self) where it makes them."
         )
 
 
 def refuse_earlier_copy(layers: Collection[Any], trainer: Any, policy: str) -> None:
-    """`WeightAveraging` copies the module in its `setup`, perhaps before this one."""
+    """Refuse to replace layers of a module that `WeightAveraging` has copied."""
     callbacks = [] if trainer is None else trainer.callbacks
     if layers and any(average_of(each) is not None for each in callbacks):
         raise TrainkitError(
-            f"BatchNormGuard({policy!r}): it replaces layers, and a WeightAveraging "
-            f"before it among the Trainer's callbacks has copied the module as it was. "
-            f"Put BatchNormGuard before it."
+            f"BatchNormGuard({policy!r}): it replaces layers, but a WeightAveraging "
+            f"callback that stands before it has already copied the module. Put "
+            f"BatchNormGuard before it in the Trainer's callbacks."
         )

@@ -1,4 +1,4 @@
-"""BatchNorm that nobody guards: the table before training names it."""
+"""The row on BatchNorm without a guard, in the table before training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from trainkit.lit.callback.table import Row
 
 
 def unguarded(trainer: Any, pl_module: Any, windows: WindowOwner) -> list[Row]:
-    """The table's row on BatchNorm without a `BatchNormGuard`.
+    """The table's row on BatchNorm that has no `BatchNormGuard`.
 
     There is no row if each window is one micro-batch.
-
-    Args:
-        trainer: about to train.
-        pl_module: what trains.
-        windows: the callback that divides them.
     """
     names = normalising_by_batch(pl_module)
     is_guarded = has_callback(trainer.callbacks, "BatchNormGuard")

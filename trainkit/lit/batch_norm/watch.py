@@ -1,4 +1,4 @@
-"""What BatchNorm layers really see, in the first window."""
+"""A record of the inputs that BatchNorm layers get."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainkit.core.batch_norm.layers import BatchNorm
 
 
 class ShapeWatch:
-    """Looks at layers' inputs until it is closed.
+    """Records the shapes of layers' inputs until it is closed.
 
     Attributes:
-        rows: the fewest rows that a layer has seen at once.
+        rows: for each layer, the fewest rows of one call.
         values: for each layer, how many values per channel a row gives it.
-        totals: how many rows each layer has seen in all.
-        calls: how many times it was called.
+        totals: for each layer, the rows of all calls.
+        calls: for each layer, the number of calls.
     """
 
     def __init__(self, layers: dict[str, BatchNorm]) -> None:
@@ -26,14 +26,16 @@ class ShapeWatch:
         self.totals: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self._handles = [
-            layer.register_forward_pre_hook(self._looker(name), with_kwargs=True)
+            layer.register_forward_pre_hook(self._hook(name), with_kwargs=True)
             for name, layer in layers.items()
         ]
 
     def num_parts(self, num_rows: int | None) -> int:
-        """Into how many parts a batch of so many rows was cut on its way, be it by a
-        split window or by the module: a layer has then seen all of it, but not at
-        once."""
+        """Into how many parts a batch of so many rows was cut before a layer.
+
+        A split window may cut it, or the module itself. A layer whose calls add up to
+        all rows has seen one part with each call.
+        """
         cut = [self.calls[n] for n, total in self.totals.items() if total == num_rows]
         return max(cut, default=1)
 
@@ -42,8 +44,8 @@ class ShapeWatch:
             handle.remove()
         self._handles = []
 
-    def _looker(self, name: str) -> Any:
-        def look(layer: Any, args: Any, kwargs: Any) -> None:
+    def _hook(self, name: str) -> Any:
+        def record(layer: Any, args: Any, kwargs: Any) -> None:
             x = args[0] if args else kwargs.get("input")
             if layer.training and isinstance(x, Tensor) and x.ndim >= 2:
                 rows = x.shape[0]
@@ -53,4 +55,4 @@ class ShapeWatch:
                 per_channel = x.numel() / max(x.shape[1], 1)
                 self.values[name] = per_channel / max(rows, 1)
 
-        return look
+        return record

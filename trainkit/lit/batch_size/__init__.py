@@ -1,1 +1,1 @@
-"""How large a window is: the effective batch, and how unlike micro-batches are."""
+"""The size of a window: the effective batch, and how unlike micro-batches are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler
 
@@ -20,15 +20,18 @@ from trainkit.lit.batch_size.unlike import counts_alike, row_before
 from trainkit.lit.callback.base import WindowOwner, has_callback
 from trainkit.lit.callback.table import Row
 
+Found = TypeVar("Found")
+
 
 def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBatch:
-    """What one optimizer step of a Trainer sees.
+    """The effective batch: how much one optimizer step of a Trainer sees.
 
-    Samples are known where the loader has a batch size. Otherwise, and for tokens, the
-    first windows are measured: ask once a window has closed.
+    In samples it is known from the start if the loader has a batch size. Otherwise,
+    and in tokens, it is measured over the first windows: call this after a window has
+    closed.
 
     Args:
-        trainer: in `fit`; in `configure_optimizers` already.
+        trainer: in `fit`, from `configure_optimizers` on.
         unit: what to count.
 
     Raises:
@@ -56,7 +59,7 @@ def find_effective_batch(
     Args:
         trainer: in `fit`.
         unit: what to count.
-        micro_batch: what a micro-batch holds, where the user has said it.
+        micro_batch: how much a micro-batch holds, if the user has given it.
         accumulate: how many of them a step took; default: as windows are now.
     """
     loader = train_loader(trainer)
@@ -77,15 +80,21 @@ def find_effective_batch(
 
 
 def window_size(trainer: Any) -> int:
-    """How many micro-batches the windows now have: manual optimization may make them
-    of a size of its own."""
+    """How many micro-batches a window has now.
+
+    Manual optimization may choose a size that is not the Trainer's.
+    """
+    return max(own_sizes(trainer), default=trainer.accumulate_grad_batches)
+
+
+def own_sizes(trainer: Any) -> frozenset[int]:
+    """The sizes of windows that manual optimization has chosen; empty without it."""
     windows = windows_of(trainer)
-    own_sizes = () if windows is None else windows.own_sizes
-    return max(own_sizes, default=trainer.accumulate_grad_batches)
+    return frozenset() if windows is None else windows.own_sizes
 
 
 def longest_window(trainer: Any) -> int:
-    """How many micro-batches a full window has; an epoch may be shorter than that."""
+    """How many micro-batches a full window has, but at most those of an epoch."""
     size = int(window_size(trainer))
     num_batches = trainer.num_training_batches
     return size if num_batches == float("inf") else max(min(size, int(num_batches)), 1)
@@ -105,18 +114,20 @@ def may_be_several(trainer: Any, pl_module: Any, windows: WindowOwner) -> bool:
 
 
 def num_replicas(trainer: Any) -> int:
-    """How many ranks hold data of their own: tensor-parallel ranks share theirs."""
+    """How many ranks have their own data; tensor-parallel ranks share data."""
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
 def steps_taken(trainer: Any) -> int:
-    """How many optimizer steps have been taken; with several optimizers, by the first
-    of them, while Lightning adds up those of all."""
+    """How many steps have been taken by the first optimizer.
+
+    Lightning's `global_step` adds up the steps of all optimizers.
+    """
     windows = windows_of(trainer)
     if trainer.lightning_module.automatic_optimization or windows is None:
         return trainer.global_step
     if not windows.accumulators:
-        return 0  # made in its on_train_start, which comes after the schedule's
+        return 0  # its on_train_start, which makes them, comes after the schedule's
     return windows.accumulators[0].num_windows
 
 
@@ -128,27 +139,33 @@ def train_loader(trainer: Any) -> Any:
 
 
 def loader_size(trainer: Any) -> int | None:
-    """By what a measure of an earlier run is known to be of such batches as these."""
+    """The loader's batch size, by which a resumed run knows whether it has changed."""
     return micro_batch_of(train_loader(trainer))
 
 
 def micro_batch_of(loader: Any) -> int | None:
-    """The batch size that a loader announces, or the one that several share."""
+    """The batch size of a loader, or of several loaders if theirs are equal."""
     if isinstance(loader, Mapping):
         loader = list(loader.values())
     if isinstance(loader, list | tuple):
         sizes = {micro_batch_of(each) for each in loader}
         return sizes.pop() if len(sizes) == 1 else None
-    size = getattr(loader, "batch_size", None)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if size is None and type(batch_sampler) is BatchSampler:
-        size = batch_sampler.batch_size
+    size = loader_batch_size(loader)
     if not isinstance(size, int) or size < 1:
         return None
     try:
         return min(size, len(loader.sampler)) or None
     except (AttributeError, TypeError):
         return size  # an iterable data set has no length
+
+
+def loader_batch_size(loader: Any) -> Any:
+    """The batch size of one loader, or None if something else cuts its batches."""
+    size = getattr(loader, "batch_size", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if size is None and type(batch_sampler) is BatchSampler:
+        return batch_sampler.batch_size
+    return size
 
 
 def _measured(trainer: Any, unit: Unit) -> tuple[float | None, int]:
@@ -163,13 +180,18 @@ def _measured(trainer: Any, unit: Unit) -> tuple[float | None, int]:
     return first.micro_batch("weight"), len(first)
 
 
+def find_callback(trainer: Any, kind: type[Found]) -> Found | None:
+    """The first of the Trainer's callbacks that is of a class, or None."""
+    return next((c for c in trainer.callbacks if isinstance(c, kind)), None)
+
+
 def windows_of(trainer: Any) -> WindowOwner | None:
     """The callback that divides windows, or None."""
-    return next((c for c in trainer.callbacks if isinstance(c, WindowOwner)), None)
+    return find_callback(trainer, WindowOwner)
 
 
 def _weighs_tokens(strategy: AccumulationStrategy) -> bool:
-    return not isinstance(strategy, PerSample | Uniform)  # a user's own may
+    return not isinstance(strategy, PerSample | Uniform)  # a user's strategy may
 
 
 def why_unknown(trainer: Any, unit: Unit) -> str:
@@ -194,7 +216,7 @@ def why_unknown(trainer: Any, unit: Unit) -> str:
 
 
 def check_measurable(trainer: Any, unit: Unit) -> None:
-    """Refuse now what no window could measure later.
+    """Refuse a unit that no window will be able to measure.
 
     Raises:
         TrainkitError: nothing measures windows, or they do not weigh tokens.
@@ -207,20 +229,14 @@ def check_measurable(trainer: Any, unit: Unit) -> None:
 
 
 def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
-    """What a step and an epoch will be, for the table before training."""
-    batch = find_effective_batch(trainer, unit="samples")
-    each = f"weighed by {_names(strategies)}"
-    if batch is not None:
-        rows = [("step", f"{batch}, {each}")]
-    else:
-        rows = [
-            (
-                "step",
-                f"per-device batch not known (measured over the first windows) x "
-                f"accumulation {longest_window(trainer)} x ranks "
-                f"{num_replicas(trainer)}, {each}",
-            )
-        ]
+    """The rows on a step and an epoch, for the table before training."""
+    step: Any = find_effective_batch(trainer, unit="samples")
+    if step is None:
+        step = (
+            f"per-device batch not known (measured over the first windows) x "
+            f"accumulation {longest_window(trainer)} x ranks {num_replicas(trainer)}"
+        )
+    rows = [("step", f"{step}, weighed by {_names(strategies)}")]
     num_batches = trainer.num_training_batches
     is_scheduled = isinstance(trainer.accumulate_grad_batches, WindowSize)
     if num_batches != float("inf") and not is_scheduled:
@@ -232,7 +248,7 @@ def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
 
 
 def _sizes_of_batches(trainer: Any) -> tuple[int | None, int | None]:
-    """The samples of a loader's batches and of its last one, where they are known."""
+    """The samples of a loader's batches, and of its last one, if they are known."""
     loader = train_loader(trainer)
     size = micro_batch_of(loader)
     if size is None:

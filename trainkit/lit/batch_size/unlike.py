@@ -1,4 +1,4 @@
-"""How unlike the micro-batches are that `Uniform()` counts alike."""
+"""The differences between micro-batches that `Uniform()` counts alike."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ LABEL = "Uniform"
 
 
 def counts_alike(strategies: Strategies) -> bool:
-    """Whether micro-batches count alike, whatever they hold."""
+    """Whether all micro-batches count alike, however much they hold."""
     return any(isinstance(each, Uniform) for each in strategies.values())
 
 
 def row_before(batch_size: int | None, last: int | None) -> Row:
-    """What is known before training, for its table.
+    """The row on `Uniform()` in the table before training.
 
     >>> row_before(8, 3)[1].partition(": ")[2]
     'micro-batches have 8 samples, the last of an epoch 3'
 
     Args:
-        batch_size: of the loader, if it says one.
+        batch_size: the loader's batch size, if it has one.
         last: how many samples the last batch of an epoch has, if that is known.
     """
     known = "how much micro-batches hold is not known yet"
@@ -39,7 +39,7 @@ def row_before(batch_size: int | None, last: int | None) -> Row:
 
 
 class Unlike:
-    """What the first micro-batches held, by the shapes of their tensors."""
+    """A record of what the first micro-batches held, by the shapes of their tensors."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []
@@ -53,7 +53,7 @@ class Unlike:
         self._samples.append(num_samples(batch))
 
     def row(self) -> Row | None:
-        """What to show of them, once; None where nothing has been seen."""
+        """The row about the micro-batches, once; None if none was seen."""
         is_said, self.is_said = self.is_said, True
         if is_said or not self._numbers:
             return None

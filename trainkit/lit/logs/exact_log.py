@@ -15,8 +15,8 @@ from trainkit.core.totals import scalar, totals_dtype
 from trainkit.errors import TrainkitError
 
 KEY = "trainkit_exact_means"
-"""The entry in a checkpoint: for each rank, by name, the totals of an epoch of training
-that is under way, and the options with which they will be logged."""
+"""The entry in a checkpoint: for each rank and name, the totals of the training epoch
+so far, and the options with which they will be logged."""
 
 
 class ExactMeans:
@@ -29,24 +29,26 @@ class ExactMeans:
         self._lacks_beginning: set[str] = set()
 
     def open(self, stage: str) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self._totals[stage] = {}
         self._lacks_beginning.discard(stage)
 
     def resume(self, stage: str, device: torch.device) -> None:
-        """Resume an epoch with the totals that were loaded, or begin one."""
+        """Resume an epoch with the loaded totals, or begin an epoch without any."""
         self._totals[stage] = {
             name: sums.to(device, totals_dtype(device))
             for name, sums in self._totals.get(stage, {}).items()
         }
 
     def begin_batch(self, stage: str) -> None:
-        """From here on a checkpoint leaves out the batch under way, which the resumed
-        run runs again."""
+        """Leave this batch out of checkpoints, until `end_batch`.
+
+        A run that resumes from such a checkpoint runs the batch again.
+        """
         self._before_batch = dict(self._totals.get(stage, {}))
 
     def begin_again(self, stage: str) -> None:
-        """The batch under way is run again, from its beginning."""
+        """Drop what this batch has added, since it runs again from its beginning."""
         if self._before_batch is not None:
             self._totals[stage] = dict(self._before_batch)
 
@@ -56,7 +58,7 @@ class ExactMeans:
         return self._before_batch is not None
 
     def end_batch(self) -> None:
-        """The batch counts."""
+        """Let the batch count in checkpoints."""
         self._before_batch = None
 
     def add(
@@ -68,29 +70,35 @@ class ExactMeans:
         reduction: LossReduction,
         options: dict[str, Any],
     ) -> None:
+        """Add a batch's loss to the mean of this name."""
         if stage not in self._totals:
             raise TrainkitError(
                 f"log_exact({name!r}): the means of this epoch ({stage}) have been "
                 f"logged already. Call it for each batch, not when the epoch ends."
             )
         weight = scalar(weight, loss.device)
-        total = loss * weight if reduction == "mean" else loss
-        if reduction == "mean":
-            total = torch.where(weight == 0, 0, total)  # a mean over nothing is NaN
+        total = loss
+        if reduction == "mean":  # a mean over nothing is NaN
+            total = torch.where(weight == 0, 0, loss * weight)
         totals = self._totals[stage]
         sums = torch.stack([total, weight])
         totals[name] = totals[name] + sums if name in totals else sums
         self._options[name] = options
 
     def log(self, pl_module: Any, stage: str, ranks: Ranks) -> None:
-        """Log a stage's means and forget them; every rank must come here."""
+        """Log a stage's means and forget them. Every rank must call this."""
         totals = self._totals.pop(stage, {})
-        names = self._names(totals, ranks)
+        names = self._names_on_all_ranks(totals, ranks)
         if stage in self._lacks_beginning and names:
-            _say_beginning_is_missing(names)
+            warnings.warn(
+                f"log_exact: the checkpoint was taken within an epoch and does not "
+                f"hold what all ranks had added up for {', '.join(names)}, so the mean "
+                f"covers only the rest of this epoch.",
+                stacklevel=2,
+            )
         for name in names:
             sums = totals.get(name)
-            if sums is None:  # this rank had no batch for it
+            if sums is None:  # no batch of this rank logged it
                 sums = torch.stack([scalar(0, pl_module.device)] * 2)
             total, weight = ranks.sum_(sums)
             pl_module.log(
@@ -99,12 +107,12 @@ class ExactMeans:
                 on_step=False,
                 on_epoch=True,
                 batch_size=1,
-                sync_dist=ranks.size > 1,  # the same number on all ranks already
+                sync_dist=ranks.size > 1,  # the number is equal on all ranks
                 **self._options.get(name, {}),
             )
 
     def state_dict(self, stage: str) -> dict[str, dict[str, Any]]:
-        """This rank's totals of the batches that are done, on the CPU."""
+        """This rank's totals of finished batches, on the CPU."""
         totals = self._totals.get(stage, {})
         if self._before_batch is not None:
             totals = self._before_batch
@@ -116,20 +124,20 @@ class ExactMeans:
     def load_state_dict(
         self, stage: str, state: dict[str, dict[str, Any]], *, is_whole: bool
     ) -> None:
-        """Take up what `state_dict` has saved; `resume` comes next.
+        """Load what `state_dict` has saved; call `resume` next.
 
         Args:
-            stage: whose totals.
-            state: as `shared_out` gives it.
-            is_whole: whether all ranks' totals are known. If not, this is said once
-                there is a mean that it concerns.
+            stage: the stage of the totals.
+            state: the result of `shared_out`.
+            is_whole: whether the totals of all ranks are known. If they are not, there
+                is a warning when a mean is logged.
         """
         self._totals[stage] = {name: each["sums"] for name, each in state.items()}
         self._options.update({name: each["options"] for name, each in state.items()})
         if not is_whole:
             self._lacks_beginning.add(stage)
 
-    def _names(self, totals: dict[str, Tensor], ranks: Ranks) -> list[str]:
+    def _names_on_all_ranks(self, totals: dict[str, Tensor], ranks: Ranks) -> list[str]:
         if ranks.size == 1:
             return list(totals)
         found: list[Any] = [None] * ranks.size
@@ -146,8 +154,8 @@ def shared_out(
 ) -> dict[str, dict[str, Any]]:
     """A rank's share of all ranks' `state_dict`.
 
-    Its own; where there are more ranks now or fewer, the first takes all, since only
-    the sum over the ranks counts.
+    Each rank gets its own. If the number of ranks has changed, the first one gets all,
+    since only the sum over the ranks counts.
     """
     if len(states) == world_size:
         return states[rank] or {}
@@ -159,15 +167,18 @@ def shared_out(
 
 
 def one_number(name: str, loss: Tensor | float, device: Any) -> Tensor:
+    """The loss as a tensor, refused if it is more than one number."""
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise TrainkitError(
             f"log_exact({name!r}): the loss must be one number, received a tensor of "
-            f"shape {list(loss.shape)}. Reduce it to what the strategy says."
+            f"shape {list(loss.shape)}. Reduce it to the mean or sum that the "
+            f"strategy's loss_reduction names."
         )
     return scalar(loss, device)
 
 
 def stage_of(trainer: Any) -> str:
+    """The stage whose means `log_exact` adds to now."""
     stages = {
         "train": trainer.training,
         "validate": trainer.validating or trainer.sanity_checking,
@@ -180,13 +191,4 @@ def stage_of(trainer: Any) -> str:
         f"log_exact(): it logs the mean of an epoch of training, validation or test, "
         f"and the Trainer is in {trainer.state.stage}. Call it in training_step, "
         f"validation_step or test_step."
-    )
-
-
-def _say_beginning_is_missing(names: list[str]) -> None:
-    warnings.warn(
-        f"log_exact: the checkpoint was taken within an epoch and does not hold what "
-        f"all ranks had added up for {', '.join(names)}, so the mean covers only the "
-        f"rest of this epoch.",
-        stacklevel=2,
     )

@@ -7,11 +7,11 @@ import io
 from pathlib import Path
 
 Row = dict[str, str]
-"""What stands in the file, by column; an empty cell is left out."""
+"""The cells of a row by column, without empty cells."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of the file, without a last one that was cut off in the writing."""
+    """All rows of the file, without a last row that was not written to its end."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

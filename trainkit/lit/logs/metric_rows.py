@@ -1,4 +1,4 @@
-"""Cut `metrics.csv` to the rows that a checkpoint knows, when a run resumes."""
+"""The callback that lets `metrics.csv` continue exactly when a run resumes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from trainkit.lit._compat import logged_at_batch_end, pending_metrics
 from trainkit.lit.logs.metrics_csv import FIRST, MetricsCSVLogger, row_of
 from trainkit.lit.resume.between_steps import put_in_order
 
+KEY = "trainkit_rows"
+"""The entry in a checkpoint."""
+
 
 class MetricRows(Callback):
-    """Cuts the file of a `MetricsCSVLogger` back to what a resumed checkpoint knows.
+    """Cuts the file of a `MetricsCSVLogger` to the rows that a checkpoint knows.
 
-    A checkpoint of a batch's end is written before Lightning logs that batch, and the
-    resumed run begins with the next one. So the checkpoint also holds the row that is
-    still to come, and a run that is killed in between loses nothing (but what the
-    module itself logs in `on_train_batch_end`, which nobody knows yet).
+    A checkpoint at a batch's end is written before Lightning logs that batch, and the
+    resumed run begins with the next batch. So the checkpoint also holds the row that
+    Lightning has not yet logged, and a run that is killed in between loses nothing.
+    (What the module itself logs in `on_train_batch_end` is not known so early.)
 
-    Whatever else was logged after the checkpoint is cut off as well, such as the row of
-    a `trainer.test()` between two trainings: give tests a logger of their own.
+    Rows that were logged after the checkpoint are cut off, also the row of a
+    `trainer.test()` between two trainings: give tests their own logger.
 
-    A training that is not resumed, in a folder where another has written, sets that
-    one's file aside as `metrics.1.csv`.
+    A training that does not resume, in a folder with the file of another training,
+    renames that file to `metrics.1.csv`.
     """
 
-    late_place = 1  # after all that log rows while a checkpoint is made
+    late_place = 1  # after all callbacks that log rows while a checkpoint is made
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,10 +44,10 @@ class MetricRows(Callback):
             return
         for logger in _loggers(trainer):
             if logger.num_rows and not logger.has_written:
-                aside = logger.set_aside()
+                renamed = logger.set_aside()
                 warnings.warn(
                     f"MetricsCSVLogger: {logger.path} held the rows of another "
-                    f"training, which are now in {aside.name}. To go on with that "
+                    f"training, which are now in {renamed.name}. To continue that "
                     f"training, resume from its checkpoint.",
                     stacklevel=2,
                 )
@@ -57,14 +60,14 @@ class MetricRows(Callback):
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        pending = pending_metrics(trainer)  # may communicate: on every rank
+        pending = pending_metrics(trainer)  # on every rank, since it may communicate
         if not trainer.is_global_zero:
             return
         row = None
         if pending is not None:
             metrics, step = pending
             for name, count in logged_at_batch_end(trainer).items():
-                if count == self._logged.get(name):  # still that of the batch before
+                if count == self._logged.get(name):  # from the previous batch
                     metrics.pop(name, None)
             row = row_of(metrics, step)
         checkpoint[KEY] = [
@@ -81,10 +84,6 @@ class MetricRows(Callback):
                 _cut(logger, **state)
 
 
-KEY = "trainkit_rows"
-"""The entry in a checkpoint."""
-
-
 def _loggers(trainer: Any) -> list[MetricsCSVLogger]:
     return [each for each in trainer.loggers if isinstance(each, MetricsCSVLogger)]
 
@@ -97,16 +96,16 @@ def _cut(
     if len(kept) < num_rows:
         warnings.warn(
             f"MetricsCSVLogger: {logger.path} has {len(rows)} of the {num_rows} rows "
-            f"that the checkpoint knows of; the others are not there. Resume in the "
-            f"folder of the run.",
+            f"that the checkpoint knows; the others are missing. Resume in the folder "
+            f"of the run.",
             stacklevel=2,
         )
     if pending is not None:
-        # The row that was written has more in it, if the module logged something
-        # after the checkpoint was made.
+        # The run may have written this row itself, and the module may have logged
+        # more into it after the checkpoint was made.
         written = rows[num_rows] if len(rows) > num_rows else {}
-        is_it = written.keys() >= pending.keys() and all(
+        is_pending = written.keys() >= pending.keys() and all(
             written.get(name) == pending.get(name) for name in FIRST
         )
-        kept.append(written if is_it else pending)
+        kept.append(written if is_pending else pending)
     logger.replace(kept)

@@ -1,4 +1,4 @@
-"""One `metrics.csv` that keeps its rows when a run is resumed."""
+"""A logger that writes `metrics.csv` and keeps its rows when a run resumes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ FIRST = ("step", "epoch")
 class MetricsCSVLogger(Logger):
     """Writes `metrics.csv`: a row for each call, with a column for each metric.
 
-    A row is handed to the operating system at once, so a killed process loses none. A
-    new metric adds a column; the file is then written anew and put in its place in one
-    step. Numbers keep all their digits.
+    A row is given to the operating system at once, so a killed process loses none. A
+    new metric adds a column; the file is then written again and replaced in one step.
+    Numbers keep all their digits.
 
     With `MetricRows` among the Trainer's callbacks a resumed run continues after the
-    last row that its checkpoint knows of: no row is written twice and none is lost.
+    last row that its checkpoint knows: no row is written twice, and none is lost.
 
     Args:
-        save_dir: the folder of `metrics.csv`.
-        filename: another name for it.
+        save_dir: the folder of the file.
+        filename: the name of the file.
 
     Attributes:
         path: the file.
-        has_written: whether this logger has written a row of it.
+        has_written: whether this logger has written a row.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class MetricsCSVLogger(Logger):
         self._columns: list[str] | None = None
         self._num_rows = 0
 
-    # ---- what Lightning asks ---------------------------------------------------------
+    # ---- Lightning's interface -------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """Empty: the file stands in `save_dir` itself."""
+        """Empty, since the file lies in `save_dir` itself."""
         return ""
 
     @property
@@ -67,7 +67,7 @@ class MetricsCSVLogger(Logger):
         return self.save_dir
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Hyperparameters are no metrics, and are not written."""
+        """Write nothing: hyperparameters are not metrics."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -83,7 +83,7 @@ class MetricsCSVLogger(Logger):
         return self._num_rows
 
     def rows(self) -> list[Row]:
-        """All rows of the file, without a last one that was cut off in the writing."""
+        """All rows of the file, without a last row that was not written to its end."""
         return read_rows(self.path)
 
     def append(self, row: Row) -> None:
@@ -99,7 +99,7 @@ class MetricsCSVLogger(Logger):
         self._num_rows += 1
 
     def replace(self, rows: list[Row]) -> None:
-        """Let the file have these rows and no others."""
+        """Write the file again, with these rows."""
         names = {name: None for row in rows for name in row}
         first = [name for name in FIRST if name in names or name == "step"]
         columns = [*first, *(name for name in names if name not in FIRST)]
@@ -112,27 +112,27 @@ class MetricsCSVLogger(Logger):
         self._columns, self._num_rows = columns, len(rows)
 
     def set_aside(self) -> Path:
-        """Give the file another name, and begin a new one."""
+        """Rename the file, and begin a new one."""
         number = 1
-        while (aside := self.path.with_suffix(f".{number}.csv")).exists():
+        while (renamed := self.path.with_suffix(f".{number}.csv")).exists():
             number += 1
-        os.replace(self.path, aside)
+        os.replace(self.path, renamed)
         self._columns, self._num_rows = None, 0
-        return aside
+        return renamed
 
     def _open(self) -> list[str]:
-        """The columns of the file; looks into it once."""
+        """The columns of the file, which is read once."""
         if self._columns is None:
             self._num_rows = 0
             self._columns = []
             rows = self.rows()
             if rows:
-                self.replace(rows)  # a last row that was cut off goes
+                self.replace(rows)  # without a last row that was cut off
         return self._columns
 
 
 def row_of(metrics: Mapping[str, Any], step: int | None) -> Row:
-    """A row as it stands in the file.
+    """The cells that the file gets for a call of `log_metrics`.
 
     >>> row_of({"loss": 0.1, "epoch": 0, "note": None}, 3)
     {'step': '3', 'epoch': '0', 'loss': '0.1'}

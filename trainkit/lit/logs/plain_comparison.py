@@ -1,4 +1,4 @@
-"""What plain accumulation would have done to the same windows."""
+"""A comparison with the gradients that plain Lightning would have made."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from trainkit.lit.batch_size.effective import windows_of
 
 
 class PlainComparison(Callback):
-    """Measures, beside a training, the gradient that Lightning alone would have made.
+    """Measures how far plain Lightning's gradient is from the exact one.
 
-    Lightning divides each micro-batch's mean loss by `accumulate_grad_batches`, however
-    many samples or tokens it has and however many there are in the window. With d_i the
-    share of micro-batch i in the exact gradient, w_i its weight and N that number,
+    Lightning divides each micro-batch's mean loss by `accumulate_grad_batches`,
+    whatever its samples or tokens, and also in a short window. With d_i the share of
+    micro-batch i in the exact gradient, w_i its weight and N that divisor,
 
         plain gradient = sum_i d_i (sum_j w_j) / (N w_i)
 
-    so it is known without a second backward pass. It is compared before clipping, and
-    not stepped with: the windows are those of the exact training.
+    so no second backward pass is needed. The two are compared before clipping, and the
+    step is taken with the exact one.
 
-    Two more copies of the gradient are held meanwhile, so models with more parameters
-    than `max_parameters` are left out. So are several ranks, manual optimization,
-    losses that are no means, split windows, whose cut plain Lightning does not have,
-    and `Uniform()`, which is what plain accumulation does to all windows but the short
-    ones: from it, it is not seen how far both are from the big batch.
+    This needs memory for two more copies of the gradient, so models with more than
+    `max_parameters` are not measured. Nor are several ranks, manual optimization,
+    losses that are not means, and split windows, which plain Lightning does not have.
+    `Uniform()` is not measured either: it does what plain Lightning does, except in
+    short windows, so the result would not show how far both are from the big batch.
 
     Args:
-        max_parameters: up to which it measures.
+        max_parameters: the largest number of parameters that is measured.
 
     Attributes:
-        is_measuring: whether it does, in this training.
+        is_measuring: whether this training is measured.
     """
 
     def __init__(self, *, max_parameters: int = 10_000_000) -> None:
@@ -50,22 +50,22 @@ class PlainComparison(Callback):
         self.max_parameters = max_parameters
         self.is_measuring = False
         self._forget_window()
-        self._kept: Tensor | None = None  # sum, largest, how many
+        self._kept: Tensor | None = None  # sum, largest and number of deviations
 
     def _forget_window(self) -> None:
-        self._seen: Tensor | None = None
-        self._unweighted: Tensor | None = None
+        self._seen: Tensor | None = None  # the gradient so far
+        self._unweighted: Tensor | None = None  # the sum of d_i / w_i so far
         self._num_seen = 0
 
     @property
     def deviation(self) -> tuple[float, float] | None:
         """Mean and largest distance from the exact gradient, as a share of its norm.
 
-        Asking waits for the device.
+        Reading it waits for the device. None if no window was measured.
         """
-        total, largest, count = (
-            (0.0,) * 3 if self._kept is None else self._kept.tolist()
-        )
+        if self._kept is None:
+            return None
+        total, largest, count = self._kept.tolist()
         return (total / count, largest) if count else None
 
     # ---- hooks -----------------------------------------------------------------------
@@ -110,12 +110,12 @@ class PlainComparison(Callback):
         assert windows is not None
         stats = windows.windows[0]
         exact = _flat(optimizer)
-        # The window was divided once, all of it by the same number.
+        # The whole window was divided by one number.
         divided = exact.norm() / self._seen.norm()
         factor = divided * stats.weight / trainer.accumulate_grad_batches
         plain = self._unweighted * factor.to(exact.dtype)
         off = (plain - exact).norm() / exact.norm()
-        # One that a checkpoint brought back has micro-batches that were not seen here.
+        # A window from a checkpoint has micro-batches that were not seen here.
         is_whole = stats.num_micro_batches == self._num_seen
         new = torch.stack([off, off, torch.ones_like(off)]).double()
         new = torch.where(is_whole & off.isfinite(), new, torch.zeros_like(new))
@@ -137,12 +137,9 @@ class PlainComparison(Callback):
 
 
 def _flat(optimizer: Any) -> Tensor:
-    """All gradients as one vector; a parameter that has none so far counts as 0."""
-    return torch.cat([_dense(p).flatten() for p in parameters_of(optimizer)])
-
-
-def _dense(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    """All gradients as one vector, with zeros for parameters without a gradient."""
+    found = [
+        torch.zeros_like(p) if p.grad is None else p.grad.detach()
+        for p in parameters_of(optimizer)
+    ]
+    return torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in found])

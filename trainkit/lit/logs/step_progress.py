@@ -15,18 +15,18 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import windows_of
 from trainkit.lit.schedule.total_steps import total_steps
 
-_SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BETWEEN_UPDATES = 0.2
 
 
 class StepProgress(ProgressBar):
-    """Where training stands, in optimizer steps and the losses of whole windows.
+    """Shows the progress of training in optimizer steps, with the loss of each window.
 
-    A bar where there is a terminal; where there is none, a line every `every_n_steps`
-    and after each validation. Lightning's own bars count micro-batches, and show the
-    loss of one. With several optimizers the steps of all count, as for `max_steps`.
+    In a terminal it is a bar. Elsewhere it is a line after every `every_n_steps` and
+    after each validation. Lightning's own bars count micro-batches, and show the loss
+    of one. With several optimizers the steps of all count, as for `max_steps`.
 
     Args:
-        every_n_steps: between two lines, where there is no terminal.
+        every_n_steps: how many steps lie between two lines.
     """
 
     def __init__(self, *, every_n_steps: int = 50) -> None:
@@ -40,7 +40,7 @@ class StepProgress(ProgressBar):
     def _forget(self) -> None:
         self._loss: LateReading | None = None
         self._shown: dict[str, str] = {}
-        self._last_look = 0.0
+        self._last_update = 0.0
         self._last_step = 0
         self._total: int | None = None
 
@@ -75,11 +75,11 @@ class StepProgress(ProgressBar):
         if self._bar is None:
             # One batch may make several steps, of several optimizers.
             if step // self.every_n_steps > before // self.every_n_steps:
-                self._look(trainer)
-                self._say(step)
-        elif time.monotonic() - self._last_look > _SECONDS_BETWEEN_LOOKS:
-            self._last_look = time.monotonic()
-            self._look(trainer)
+                self._read_loss(trainer)
+                self._print_line(step)
+        elif time.monotonic() - self._last_update > _SECONDS_BETWEEN_UPDATES:
+            self._last_update = time.monotonic()
+            self._read_loss(trainer)
             self._draw(step)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -87,14 +87,14 @@ class StepProgress(ProgressBar):
             return
         for name, value in trainer.progress_bar_metrics.items():
             self._shown[name] = f"{value:.4g}"
-        self._look(trainer)
+        self._read_loss(trainer)
         if self._bar is not None:
             self._draw(self._last_step)
         elif trainer.state.fn == "fit":
-            self._say(self._last_step)
+            self._print_line(self._last_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._look(trainer)
+        self._read_loss(trainer)
         self._draw(self._last_step)
         self._close()
 
@@ -108,14 +108,16 @@ class StepProgress(ProgressBar):
 
     # ---- showing ---------------------------------------------------------------------
 
-    def _look(self, trainer: Any) -> None:
-        """Ask for the loss of the window that closed last, and show what has arrived:
-        on a GPU that of the look before, so that nothing waits."""
+    def _read_loss(self, trainer: Any) -> None:
+        """Start to copy the last window's loss, and take the loss that has arrived.
+
+        On a GPU that is the loss of an earlier call, so that nothing waits.
+        """
         windows = windows_of(trainer)
         stats = None if windows is None else windows.windows.get(0)
         if self._loss is None and stats is not None:
             self._loss = LateReading(stats.loss.reshape(1))
-        # A line's first number is waited for: it would have none for many steps.
+        # Only the first line waits, or it would show no number.
         is_needed = self._bar is None and not self._shown
         if self._loss is not None and (is_needed or self._loss.arrived):
             (loss,) = self._loss.values()
@@ -146,7 +148,7 @@ class StepProgress(ProgressBar):
                 self._bar.task_ids[0], completed=step, numbers=self._numbers()
             )
 
-    def _say(self, step: int) -> None:
+    def _print_line(self, step: int) -> None:
         of = "" if self._total is None else f" of {brief(self._total)}"
         numbers = self._numbers() or "no number is known yet"
         print(f"trainkit | step {brief(step)}{of}: {numbers}", flush=True)
@@ -161,9 +163,9 @@ class StepProgress(ProgressBar):
 
 
 def _end_of(trainer: Any) -> int | None:
-    """Optimizer steps of the whole training; None where that is not known."""
+    """Optimizer steps of the whole training; None if the number is not known."""
     if len(trainer.optimizers) > 1:
-        # Each may step as often as it likes, and all of these are counted.
+        # The steps of all count, and each may step at times of its own.
         return trainer.max_steps if trainer.max_steps > 0 else None
     try:
         steps = total_steps(trainer)

@@ -1,1 +1,1 @@
-"""Find the largest micro-batch that fits."""
+"""The search for the micro-batch that fits and is fastest."""

@@ -1,12 +1,11 @@
-"""One size of a micro-batch, tried on all ranks at once."""
+"""Attempts to train with a micro-batch of one size, on all ranks at once."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from trainkit.core.batches import describe
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import before_batch_transfer, scaler_of
+from trainkit.lit._compat import scaler_of, step_arguments
+from trainkit.lit.batch_norm.samples import on_device
 from trainkit.lit.probe.refusals import refuse_loss
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
@@ -24,30 +24,32 @@ from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import Snapshot
 
 FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
+"""The outcomes of an attempt; the worst one of all ranks counts."""
 
 ROUNDS = 3
-"""Each batch is timed so often and its fastest time counts, as in `timeit`: what else
-runs on the machine only ever adds."""
+"""How often each batch is timed. The fastest time counts, as in `timeit`: other work on
+the machine can only add to a time."""
 
 MOST_SKIPPED = 30
-"""A gradient scaler halves its scale from 65,536 until a step is taken."""
+"""The most steps that a gradient scaler may skip. It halves its scale with each, and
+begins at 65,536."""
 
 
 @dataclass(kw_only=True)
 class Attempts:
     """Tries sizes in a Trainer that is about to run its first batch.
 
-    Each size is proven by the longest rows, with a margin, once until the optimizer has
-    stepped and so allocated its state, and once more beside that state and beside
-    gradients, as within a window. Then batches in the loader's order are timed. Nothing
-    communicates but the ranks' agreement after each half, as one rank alone may fail.
+    The longest rows, and some more of them (the margin), must fit twice: before the
+    first optimizer step, and after it, beside the optimizer's state and gradients, as
+    inside a window. Then batches in the loader's order are timed. One rank alone may
+    fail, so ranks communicate only after each half, to agree on the outcome.
 
     Args:
         trainer: in `fit`, on every rank.
-        rows: of this rank's loader.
+        rows: the rows of this rank's loader.
         num_batches: how many batches are timed.
-        margin: by how much more rows a size is proven, as a share of it.
-        clock: in seconds.
+        margin: how many more rows must fit, as a share of the size.
+        clock: the time in seconds.
     """
 
     trainer: Any
@@ -63,7 +65,7 @@ class Attempts:
         self._failure: BaseException | None = None
 
     def try_size(self, size: int) -> Trial:
-        """Say whether a size fits on every rank, and how fast it is."""
+        """Find out whether a size fits on every rank, and how fast it is."""
         device = self.trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -85,7 +87,7 @@ class Attempts:
         )
 
     def does_not_fit(self) -> TrainkitError:
-        """What to raise when one row alone did not fit."""
+        """The error for a single row that did not fit."""
         said = "" if self._failure is None else f" {self._failure}"
         return TrainkitError(
             f"find_micro_batch: a micro-batch of one row does not fit: "
@@ -115,7 +117,7 @@ class Attempts:
         return self.rows.longest(size + extra)
 
     def _step_until_taken(self, size: int) -> None:
-        """Steps that a gradient scaler skips leave the optimizer without its state."""
+        """Step until the optimizer has its state: a gradient scaler may skip steps."""
         self._step()
         if scaler_of(self.trainer) is None:
             return
@@ -126,37 +128,24 @@ class Attempts:
             self._forward_backward(self._longest(size))
             self._step()
 
-    # ---- what a loop does ------------------------------------------------------------
+    # ---- the work of the training loop -----------------------------------------------
 
     def _forward_backward(self, batch: Any) -> None:
         strategy = self.trainer.strategy
         self._last_batch = describe(batch)
-        batch = self.trainer.precision_plugin.convert_input(batch)
-        batch = before_batch_transfer(self._module, batch)
-        batch = strategy.batch_to_device(batch, dataloader_idx=0)
-        with self._apart():
-            output = strategy.training_step(batch, *self._index())
+        batch = on_device(self.trainer, self._module, batch)
+        without_sync = getattr(strategy, "block_backward_sync", nullcontext)
+        with without_sync():
+            output = strategy.training_step(*step_arguments(self._module, batch, 0))
             loss = output.get("loss") if isinstance(output, Mapping) else output
             refuse_loss(loss)
             if isinstance(loss, Tensor):
-                strategy.backward(loss, self._optimizer())
-
-    def _index(self) -> tuple[int, ...]:
-        signature = inspect.signature(self._module.training_step)
-        parameters = signature.parameters.values()
-        takes_all = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-        return (0,) if takes_all or len(parameters) > 1 else ()
-
-    def _optimizer(self) -> Any:
-        return self.trainer.optimizers[0] if self.trainer.optimizers else None
+                optimizers = self.trainer.optimizers
+                strategy.backward(loss, optimizers[0] if optimizers else None)
 
     def _step(self) -> None:
         for optimizer in self.trainer.optimizers:
             self.trainer.strategy.optimizer_step(optimizer, lambda: torch.zeros(()))
-
-    def _apart(self) -> AbstractContextManager[Any]:
-        block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
-        return block()
 
     def _now(self) -> float:
         device = self.trainer.strategy.root_device
@@ -167,7 +156,11 @@ class Attempts:
     # ---- agreement -------------------------------------------------------------------
 
     def _on_every_rank(self, half: Callable[[], float]) -> tuple[bool, float, float]:
-        """Run it; whether it fits, the seconds of the slowest, the highest peak."""
+        """Run a half on every rank.
+
+        Returns:
+            Whether it fits, the seconds of the slowest rank, and the highest peak.
+        """
         error: Exception | None = None
         outcome, seconds = FITS, 0.0
         try:
@@ -185,8 +178,8 @@ class Attempts:
             raise error
         if worst == FAILED:
             raise TrainkitError(
-                "find_micro_batch: another rank failed, and not for want of memory. "
-                "Its own error says why."
+                "find_micro_batch: another rank failed, and not because its memory "
+                "was full. Look at the error that it printed."
             )
         return worst == FITS, seconds, peak
 

@@ -1,25 +1,26 @@
-"""Where a user keeps the batch size: read there, and written there."""
+"""The place where a user keeps the batch size, to read it and to write it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from trainkit.core.whole_number import check_whole_number
 from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import write_batch_size
+from trainkit.lit.batch_size.effective import loader_batch_size
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An attribute of a module or a data module, or a loader's own size.
+    """The batch size of a module, a data module or a DataLoader.
 
     Attributes:
-        owner: whose it is.
-        name: the attribute, or None for a loader's own.
+        owner: the object that holds it.
+        name: its attribute, or None if the owner is a DataLoader.
     """
 
     owner: Any
@@ -49,7 +50,7 @@ class Setting:
         if self.name in getattr(self.owner, "hparams", {}):
             self.owner.hparams[self.name] = size
         if getattr(self.owner, self.name, size) == size:
-            return  # it may be a property that reads hparams
+            return  # the attribute may be a property that reads hparams
         try:
             setattr(self.owner, self.name, size)
         except AttributeError as error:
@@ -60,15 +61,15 @@ class Setting:
 
 
 def find_setting(module: Any, data: Any, name: str) -> Setting:
-    """Where the batch size of the training loader is kept.
+    """The place where the batch size of the training loader is kept.
 
     Args:
         module: the LightningModule, which has `train_dataloader` if `data` is None.
         data: a LightningDataModule, a DataLoader, or None.
-        name: what the attribute is called.
+        name: the name of the attribute.
 
     Raises:
-        TrainkitError: there is no such setting.
+        TrainkitError: there is no such place.
     """
     if isinstance(data, DataLoader):
         refuse_own_batches(data)
@@ -77,7 +78,7 @@ def find_setting(module: Any, data: Any, name: str) -> Setting:
     if not hasattr(owner, "train_dataloader"):
         raise TrainkitError(
             f"find_micro_batch: needs a LightningDataModule or one DataLoader, "
-            f"received {type(data).__name__}. With several loaders choose their sizes "
+            f"received {type(data).__name__}. Choose the sizes of several loaders "
             f"by hand: trainkit plan --target ... --max-micro-batch ..."
         )
     if hasattr(owner, name) or name in getattr(owner, "hparams", {}):
@@ -86,26 +87,19 @@ def find_setting(module: Any, data: Any, name: str) -> Setting:
         f"find_micro_batch: {type(owner).__name__} has neither {name} nor "
         f"hparams.{name}, so there is no setting for the size. Write self.{name} = ... "
         f"in its __init__ and DataLoader(..., batch_size=self.{name}) in "
-        f"train_dataloader(), or say what it is called: attribute='...'."
+        f"train_dataloader(), or give its name: attribute='...'."
     )
-
-
-def loader_batch_size(loader: Any) -> int | None:
-    """What a DataLoader cuts by, or None where it is not a number of rows."""
-    if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler:
-        return loader.batch_sampler.batch_size
-    return loader.batch_size
 
 
 def write_loader(loader: Any, size: int) -> None:
     """Let a DataLoader cut batches of another size from now on."""
     write_batch_size(loader, size)
     if isinstance(loader.sampler, RowSampler):
-        loader.sampler.batch_size = size  # it deals the rows by batches
+        loader.sampler.batch_size = size  # it deals out rows in batches
 
 
 def refuse_own_batches(loader: Any) -> None:
-    """Refuse a loader whose batches are cut by something else than a size."""
+    """Refuse a loader that has no batch size."""
     if not isinstance(loader, DataLoader):
         raise TrainkitError(
             f"find_micro_batch: the training loader must be one DataLoader, received "

@@ -1,4 +1,4 @@
-"""The micro-batch of streamed windows, found before training."""
+"""The search for the micro-batch of streamed windows, before training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, parts_of
-from trainkit.lit.batch_size.effective import num_replicas
+from trainkit.lit.batch_size.effective import loader_batch_size, num_replicas
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.front.own_hooks import no_callbacks
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.batch_size_setting import (
     Setting,
     find_setting,
-    loader_batch_size,
     refuse_own_batches,
 )
 from trainkit.lit.probe.refusals import refuse_before_fit, refuse_in_fit
@@ -36,7 +35,7 @@ from trainkit.lit.rerun.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class FoundMicroBatch:
-    """What `find_micro_batch` has chosen, and how each size went.
+    """The micro-batch that `find_micro_batch` has chosen, and the result of each size.
 
     Attributes:
         plan: the micro-batch and how many make a window; its `max_micro_batch` is the
@@ -49,12 +48,12 @@ class FoundMicroBatch:
 
     @property
     def micro_batch(self) -> int:
-        """What the loader's batch size now is."""
+        """The loader's new batch size."""
         return self.plan.micro_batch
 
     @property
     def accumulate(self) -> int:
-        """What `trainer.accumulate_grad_batches` now is."""
+        """The new value of `trainer.accumulate_grad_batches`."""
         return self.plan.accumulate
 
     def tried(self) -> list[Row]:
@@ -70,27 +69,6 @@ class FoundMicroBatch:
         return [*self.tried(), ("chosen", chosen)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `find_micro_batch` was asked for, checked."""
-
-    target: int
-    max_micro_batch: int | None
-    margin: float
-    num_batches: int
-
-    def __post_init__(self) -> None:
-        check_whole_number("find_micro_batch target", self.target)
-        check_whole_number("find_micro_batch num_batches", self.num_batches)
-        if self.max_micro_batch is not None:
-            check_whole_number("find_micro_batch max_micro_batch", self.max_micro_batch)
-        if not 0 <= self.margin < 1:
-            raise TrainkitError(
-                f"find_micro_batch margin: must be a share from 0 to below 1, "
-                f"received {self.margin!r}. 0.1 proves a size with a tenth more rows."
-            )
-
-
 def find_micro_batch(
     trainer: Any,
     module: Any,
@@ -103,60 +81,72 @@ def find_micro_batch(
     attribute: str = "batch_size",
     verbose: bool = True,
 ) -> FoundMicroBatch:
-    """Choose the micro-batch that fits and is fastest; the effective batch is kept.
+    """Choose the micro-batch that fits and is fastest, for a given effective batch.
 
         find_micro_batch(trainer, module, datamodule, target=512)
         trainer.fit(module, datamodule)
 
     Sizes that can make up the target are tried on rows of the training loader, on all
     ranks at once: forward, backward, optimizer step, and again beside the optimizer's
-    state. First come the longest of the rows read (of twice as many as the size needs,
-    64 at least; by what they hold, before padding), and a tenth more of them than the
-    size says; then batches in the loader's order are timed, without loading. Of the
-    sizes that fit, the fastest is taken, and a larger one only where it is faster by 5
-    %.
+    state. The longest of the rows come first, and a tenth more of them than the size
+    needs. (Twice as many rows are read, and at least 64. How long a row is, is counted
+    before padding.) Then batches in the loader's order are timed, without loading. The
+    fastest size that fits is chosen, and a larger one only if it is faster by 5 %.
 
     Then the loader's batch size and `trainer.accumulate_grad_batches` are set, and all
     else is put back: weights, buffers, the module's attributes, metrics, random states,
-    progress. `fit` then trains as if these two had been written by hand. Loggers and
+    progress. `fit` then trains as if you had written these two by hand. Loggers and
     callbacks see nothing. The module's and the data module's own hooks up to the first
-    batch do run, as does `configure_optimizers`; what they change outside of the module
-    stays changed. Options of the Trainer that count loader batches
-    (`limit_train_batches=100`, `val_check_interval=100`) are left as they are.
+    batch do run, and so does `configure_optimizers`; what they change outside of the
+    module stays changed. Options of the Trainer that count loader batches
+    (`limit_train_batches=100`, `val_check_interval=100`) are not changed.
 
     What a callback holds on the device, such as an average of the weights, is not
-    there when sizes are tried: a greater `margin` leaves room for it.
+    there when sizes are tried. A greater `margin` leaves room for it.
 
     Args:
         trainer: as it will train.
-        module: what will be trained.
-        datamodule: a LightningDataModule or the training DataLoader; left out where
+        module: the module that it will train.
+        datamodule: a LightningDataModule or the training DataLoader. Leave it out if
             the module has `train_dataloader`.
-        target: samples that one optimizer step is meant to see, over all ranks.
-        max_micro_batch: no size above it is tried.
-        margin: by how much more rows a size is proven, as a share of it.
+        target: the samples that one optimizer step should see, over all ranks.
+        max_micro_batch: the largest size to try.
+        margin: how many more rows than a size says must fit, as a share of it.
         num_batches: how many batches of each size are timed.
-        attribute: under which name the data module or the module keeps the batch size,
-            itself or in `hparams`.
+        attribute: the name under which the data module or the module keeps the batch
+            size, as an attribute or in `hparams`.
         verbose: print a table on the first rank.
 
     Raises:
         TrainkitError: one row alone does not fit, or no size can be found: the batch
-            size has no setting, the loader is no plain DataLoader, a pass communicates.
+            size has no setting, the loader is not a plain DataLoader, or a forward or
+            backward pass communicates.
     """
-    options = Options(
+    check_whole_number("find_micro_batch target", target)
+    check_whole_number("find_micro_batch num_batches", num_batches)
+    if max_micro_batch is not None:
+        check_whole_number("find_micro_batch max_micro_batch", max_micro_batch)
+    if not 0 <= margin < 1:
+        raise TrainkitError(
+            f"find_micro_batch margin: must be a share from 0 to below 1, received "
+            f"{margin!r}. 0.1 tries a size with a tenth more rows."
+        )
+    refuse_before_fit(trainer, module)
+    setting = find_setting(module, datamodule, attribute)
+    start = setting.read()
+    probe = _Probe(
+        setting=setting,
+        start=start,
         target=target,
         max_micro_batch=max_micro_batch,
         margin=margin,
         num_batches=num_batches,
     )
-    refuse_before_fit(trainer, module)
-    setting = find_setting(module, datamodule, attribute)
-    start = setting.read()
-    probe = _Probe(options, setting, start=start)
+    is_loader = isinstance(datamodule, DataLoader)
+    data = {"train_dataloaders" if is_loader else "datamodule": datamodule}
     with _put_back(trainer, module, datamodule, last=lambda: setting.write(start)):
         probe.borrow(trainer, module)
-        trainer.fit(module, **_data(datamodule))
+        trainer.fit(module, **data)
     found = probe.found
     if found is None:
         raise TrainkitError(
@@ -171,30 +161,33 @@ def find_micro_batch(
     return found
 
 
+@dataclass(kw_only=True, eq=False)
 class _Probe(Callback):
-    """Is the only callback while sizes are tried; leaves `fit` before its first batch
-    is trained."""
+    """Tries sizes as the Trainer's only callback, and ends `fit` before training."""
 
-    def __init__(self, options: Options, setting: Setting, *, start: int) -> None:
-        super().__init__()
-        self.found: FoundMicroBatch | None = None
-        self._options = options
-        self._setting = setting
-        self._start = start
-        # A size that is not the user's shows that the loader follows the attribute;
-        # and Lightning loads a batch of it.
-        self._asked = 2 if start == 1 else 1
+    setting: Setting
+    start: int
+    target: int
+    max_micro_batch: int | None
+    margin: float
+    num_batches: int
+    found: FoundMicroBatch | None = None
+
+    def __post_init__(self) -> None:
+        # A size other than the user's, to see whether the loader uses the attribute.
+        # It is small, since Lightning loads one batch.
+        self._test_size = 2 if self.start == 1 else 1
 
     def borrow(self, trainer: Any, module: Any) -> None:
-        """Prepare both for a fit of which nothing is to be seen."""
+        """Prepare Trainer and module for a `fit` that nobody sees."""
         trainer.callbacks = [self]
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         trainer.profiler = PassThroughProfiler()
         trainer.limit_val_batches = 0
         trainer.num_sanity_val_steps = 0
         module.configure_callbacks = no_callbacks
-        if self._setting.name is not None:
-            self._setting.write(self._asked)
+        if self.setting.name is not None:
+            self.setting.write(self._test_size)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -202,41 +195,38 @@ class _Probe(Callback):
         refuse_in_fit(trainer, pl_module)
         loader = trainer.train_dataloader
         refuse_own_batches(loader)
-        self._refuse_deaf(loader)
-        rows = Rows(loader)
-        sizes = self._sizes(num_replicas(trainer), _least(trainer, len(rows)))
+        self._refuse_unused_setting(loader)
+        rows, world_size = Rows(loader), num_replicas(trainer)
+        num_rows = _least_of_ranks(trainer, len(rows))
+        largest = min(self.max_micro_batch or num_rows, num_rows)
+        sizes = sizes_for(target=self.target, world_size=world_size, largest=largest)
         attempts = Attempts(
             trainer=trainer,
             rows=rows,
-            num_batches=self._options.num_batches,
-            margin=self._options.margin,
+            num_batches=self.num_batches,
+            margin=self.margin,
         )
         try:
-            trials = search(sizes, self._start, attempts.try_size)
+            trials = search(sizes, self.start, attempts.try_size)
         except DoesNotFit:
             raise attempts.does_not_fit() from None
         plan = BatchPlan.make(
-            target=self._options.target,
-            world_size=num_replicas(trainer),
+            target=self.target,
+            world_size=world_size,
             max_micro_batch=choose(trials).size,
         )
         self.found = FoundMicroBatch(plan, tuple(trials))
         raise leaves_fit(trainer)
 
-    def _sizes(self, world_size: int, num_rows: int) -> list[int]:
-        largest = min(self._options.max_micro_batch or num_rows, num_rows)
-        return sizes_for(
-            target=self._options.target, world_size=world_size, largest=largest
-        )
-
-    def _refuse_deaf(self, loader: Any) -> None:
+    def _refuse_unused_setting(self, loader: Any) -> None:
+        """Refuse a setting that the loader does not use."""
         size = loader_batch_size(loader)
-        if self._setting.name is not None and size != self._asked:
+        if self.setting.name is not None and size != self._test_size:
             raise TrainkitError(
-                f"find_micro_batch: {self._setting.text} was set to {self._asked}, and "
-                f"the training loader's batch size is {size} all the same. Let "
-                f"train_dataloader() use it: DataLoader(..., "
-                f"batch_size=self.{self._setting.name})."
+                f"find_micro_batch: {self.setting.text} was set to "
+                f"{self._test_size}, but the training loader's batch size is {size}. "
+                f"Let train_dataloader() use it: DataLoader(..., "
+                f"batch_size=self.{self.setting.name})."
             )
 
 
@@ -244,7 +234,7 @@ class _Probe(Callback):
 def _put_back(
     trainer: Any, module: Any, data: Any, *, last: Callable[[], None]
 ) -> Iterator[None]:
-    """All that a fit changes, whatever happens within."""
+    """Put back all that a `fit` changes, also after an error, and then call `last`."""
     strategy = trainer.strategy
     device = strategy.root_device
     others = [*parts_of(trainer), *([] if data is None else [data])]
@@ -263,13 +253,6 @@ def _put_back(
         last()
 
 
-def _data(data: Any) -> dict[str, Any]:
-    if isinstance(data, DataLoader):
-        return {"train_dataloaders": data}
-    return {"datamodule": data}
-
-
-def _least(trainer: Any, number: int) -> int:
-    """The least of all ranks."""
-    row = torch.tensor(-number, device=trainer.strategy.root_device)
-    return -int(trainer.strategy.reduce(row, reduce_op="max").item())
+def _least_of_ranks(trainer: Any, number: int) -> int:
+    row = torch.tensor(number, device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(row, reduce_op="min"))

@@ -1,4 +1,4 @@
-"""Refuse by name the settings in which no size can be found."""
+"""Refusals of settings in which `find_micro_batch` can find no size."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch.nn.parameter import is_lazy
 
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import starts_processes_for_fit
+from trainkit.lit.callback.base import has_callback
 
 BY_HAND = "Choose it by hand: trainkit plan --target ... --max-micro-batch ..."
 
-_OWN_SCHEDULES = {"GradientAccumulationScheduler", "AccumulationSchedule"}
+_SCHEDULES = ("GradientAccumulationScheduler", "AccumulationSchedule")
 
 
 def refuse_before_fit(trainer: Any, module: Any) -> None:
-    """Refuse what can be known before the Trainer has begun.
+    """Refuse what is known before the Trainer has begun.
 
     Raises:
-        TrainkitError: the module, a callback or the backend leaves no size to find.
+        TrainkitError: there is no size to find with this module, callback or backend.
     """
     _refuse_split(trainer, module)
     _refuse_module(module)
@@ -30,7 +31,7 @@ def refuse_before_fit(trainer: Any, module: Any) -> None:
     if starts_processes_for_fit(strategy):
         raise TrainkitError(
             f"find_micro_batch: {type(strategy).__name__} trains in processes that end "
-            f"with fit, and what they find ends with them. Use strategy='ddp'."
+            f"with fit, and what they find is lost with them. Use strategy='ddp'."
         )
     _refuse_communicating(trainer, module)
 
@@ -39,7 +40,7 @@ def refuse_in_fit(trainer: Any, module: Any) -> None:
     """Refuse what is known once the module is set up.
 
     Raises:
-        TrainkitError: its optimizers or its layers leave no size to find.
+        TrainkitError: there is no size to find with its layers or this backend.
     """
     _refuse_communicating(trainer, module)
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
@@ -54,8 +55,8 @@ def refuse_loss(loss: Any) -> None:
     if isinstance(loss, Mapping):
         raise TrainkitError(
             f"training_step: find_micro_batch is for streamed windows, whose loss is "
-            f"one tensor, and received the terms {sorted(map(str, loss))}. A window of "
-            f"several terms is split: MicroBatching('auto') finds its size."
+            f"one tensor, and received the terms {sorted(map(str, loss))}. Several "
+            f"terms need split windows, whose size MicroBatching('auto') finds."
         )
 
 
@@ -86,18 +87,20 @@ def _refuse_module(module: Any) -> None:
 
 def _refuse_schedules(trainer: Any) -> None:
     for callback in trainer.callbacks:
-        names = {cls.__name__ for cls in type(callback).__mro__}
-        if names & _OWN_SCHEDULES:
+        if has_callback([callback], *_SCHEDULES):
             raise TrainkitError(
                 f"find_micro_batch: {type(callback).__name__} changes "
-                f"accumulate_grad_batches while training, so there is no one effective "
-                f"batch to keep. Remove it from the callbacks meanwhile. {BY_HAND}"
+                f"accumulate_grad_batches during training, so there is no single "
+                f"effective batch to keep. Remove it from the callbacks for the "
+                f"search. {BY_HAND}"
             )
 
 
 def _refuse_communicating(trainer: Any, module: Any) -> None:
-    """A rank that runs out of memory in a pass that communicates leaves the others
-    waiting for it, for ever."""
+    """Refuse a backend or a layer that communicates within a pass.
+
+    If a rank ran out of memory there, the others would wait for it for ever.
+    """
     if trainer.world_size == 1:
         return
     strategy = trainer.strategy

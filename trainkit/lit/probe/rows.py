@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 LEAST = 64
-"""Rows that are read at once, so that the longest of them mean something."""
+"""How many rows are read at least, so that long ones are among them."""
 
 
 class Rows:
-    """What a loader would yield, read in this process and kept on the host.
+    """The rows that a loader would yield, read in this process and kept on the host.
 
-    Rows come in the loader's own order and are put together by its own collate
-    function, as its workers would do it; no worker is started. Where a batch has more
-    rows than there are, they come round again.
+    Rows come in the loader's own order, and its own collate function makes batches of
+    them. No worker is started. A batch that is larger than the data repeats rows.
 
     Args:
         loader: a `DataLoader` with a batch size, as the Trainer uses it.
@@ -31,7 +30,7 @@ class Rows:
         self._rows: list[Any] = []
 
     def __len__(self) -> int:
-        """How many there are; as far as anyone knows, where the data is a stream."""
+        """How many rows there are; `sys.maxsize` for a stream without a length."""
         is_stream = isinstance(self._loader.dataset, IterableDataset)
         source = self._loader.dataset if is_stream else _sampler(self._loader)
         try:
@@ -40,18 +39,18 @@ class Rows:
             return sys.maxsize
 
     def longest(self, size: int) -> Any:
-        """A batch of the longest rows of at least twice as many."""
+        """A batch of the longest rows among at least twice as many."""
         self._read(2 * size)
         ordered = sorted(self._rows, key=num_elements, reverse=True)
         return self._batch(ordered, 0, size)
 
     def in_order(self, size: int, index: int) -> Any:
-        """The batch that stands at this index in the loader's order."""
+        """The batch at this index in the loader's order."""
         self._read((index + 1) * size)
         return self._batch(self._rows, index * size, size)
 
     def _read(self, number: int) -> None:
-        """Have so many rows at hand, or all."""
+        """Read until there are so many rows, or all."""
         wanted = max(number, LEAST) - len(self._rows)
         self._rows += itertools.islice(self._source, max(wanted, 0))
 
@@ -62,7 +61,7 @@ class Rows:
 
 
 def num_elements(row: Any) -> int:
-    """How much a row holds: what it costs goes by that, whatever pads it.
+    """How many numbers and characters a row holds: its cost, before padding.
 
     >>> import torch
     >>> num_elements({"ids": torch.zeros(3, 4), "tags": [1, 2], "text": "abc"})

@@ -1,4 +1,4 @@
-"""Which sizes are tried, in which order, and which one is taken."""
+"""The order in which sizes are tried, and the choice among them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from trainkit.core.batch_plan import BatchPlan
 
 NOISE = 0.05
-"""A larger size is taken only where it is faster by more than this."""
+"""A larger size is chosen only if it is faster by more than this share."""
 
 PATIENCE = 2
-"""So many larger sizes in a row that are not faster end the search."""
+"""The search ends after this many larger sizes in a row that are not faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How one size of a micro-batch went.
+    """The result of one size of a micro-batch.
 
     Attributes:
         size: rows of one rank's micro-batch.
-        fits: whether it did, with the margin, on every rank.
-        samples_per_second: of one rank, at the pace of the slowest; None where it does
-            not fit.
-        peak_bytes: the most that a rank's device had allocated, where that is known.
-        problem: why it cannot be taken, where that is not memory.
+        fits: whether it fits, with the margin, on every rank.
+        samples_per_second: the samples of one rank, at the pace of the slowest rank;
+            None if the size does not fit.
+        peak_bytes: the most memory that a rank's device had allocated, if known.
+        problem: why it cannot be used, if memory is not the reason.
     """
 
     size: int
@@ -50,7 +50,7 @@ class Trial:
 
 
 class DoesNotFit(Exception):
-    """Not even the smallest size does."""
+    """Raised if not even the smallest size fits."""
 
 
 def sizes_for(*, target: int, world_size: int, largest: int) -> list[int]:
@@ -75,22 +75,25 @@ def sizes_for(*, target: int, world_size: int, largest: int) -> list[int]:
 def search(
     sizes: Sequence[int], start: int, attempt: Callable[[int], Trial]
 ) -> list[Trial]:
-    """Try sizes until the largest worth having is known.
+    """Try sizes until larger ones do not fit or are not faster.
 
-    From `start` down by halves until one fits; then up by doubling, and between what
-    fits and what does not by bisection, as long as larger sizes are faster; then down
-    as long as smaller ones are as fast. Every size that is reported to fit was tried.
+    The search begins near `start` and halves the size until one fits. Then it doubles
+    the size, and bisects between a size that fits and one that does not, as long as
+    larger sizes are faster. Then it tries smaller sizes as long as they are as fast.
 
     Args:
-        sizes: those that may be taken, smallest first.
-        start: the first is the largest of them that is not above it.
-        attempt: tries one.
+        sizes: the sizes that may be chosen, smallest first.
+        start: the search begins with the largest size that is not above this.
+        attempt: tries one size.
+
+    Returns:
+        The sizes that were tried, smallest first.
 
     Raises:
-        DoesNotFit: the smallest size does not.
+        DoesNotFit: the smallest size does not fit.
     """
     known: list[Trial] = []
-    low = max((i for i, size in enumerate(sizes) if size <= start), default=0)
+    low = _at_most(sizes, start)
     high = len(sizes)
     while not _try(sizes[low], attempt, known).fits:
         if low == 0:
@@ -112,7 +115,7 @@ def search(
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
-    """The smallest of those that are as fast as the fastest, but for noise.
+    """The smallest size that is as fast as the fastest, apart from noise.
 
     >>> rates = {4: 50.0, 8: 98.0, 16: 100.0}
     >>> choose([Trial(size=n, fits=True, samples_per_second=r)
@@ -128,7 +131,7 @@ def choose(trials: Sequence[Trial]) -> Trial:
 def _try_smaller(
     sizes: Sequence[int], attempt: Callable[[int], Trial], known: list[Trial]
 ) -> None:
-    """Go down while the smallest size tried is the one to take."""
+    """Try smaller sizes while the smallest one tried is the best choice."""
     while (smallest := choose(known).size) == min(trial.size for trial in known):
         if smallest == sizes[0]:
             return
@@ -147,11 +150,12 @@ def _try(size: int, attempt: Callable[[int], Trial], known: list[Trial]) -> Tria
 
 
 def _at_most(sizes: Sequence[int], size: int) -> int:
+    """The index of the largest size that is not above another."""
     return max((i for i, each in enumerate(sizes) if each <= size), default=0)
 
 
 def _next_up(sizes: Sequence[int], low: int, high: int) -> int:
-    """Twice as large where nothing has failed yet, else the middle."""
+    """The next index to try: twice the size, or the middle once a size has failed."""
     if high < len(sizes):
         return (low + high) // 2
     twice = (i for i, size in enumerate(sizes) if size >= 2 * sizes[low])

@@ -1,4 +1,4 @@
-"""Checks before training of what does not work with scaled learning rates."""
+"""Refusals and warnings about what does not work with scaled learning rates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from trainkit.core.effective import Unit
 from trainkit.core.learning_rates import every_scheduler
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import (
+    find_callback,
     find_effective_batch,
+    own_sizes,
     why_unknown,
-    windows_of,
 )
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.schedule.callback import AccumulationSchedule
@@ -28,40 +29,37 @@ def refuse_second(trainer: Any, scaling: Any) -> None:
 
 
 def announce_rate_finder(trainer: Any, scaling: Any) -> None:
-    """What lr_find finds is already meant for the batch in force."""
+    """Warn that `lr_find` returns a rate for the present batch, not the reference."""
     if not has_callback(trainer.callbacks, "LearningRateFinder"):
         return
     batch = find_effective_batch(
         trainer, unit=scaling.unit, micro_batch=scaling.micro_batch
     )
-    if batch is None or batch.size != scaling.reference_batch:
-        size = "that batch" if batch is None else f"{batch.size:g}"
-        warnings.warn(
-            f"LearningRateFinder: it searches with the batch in force, {size} "
-            f"in {scaling.unit}, and LRScaling(reference_batch="
-            f"{scaling.reference_batch:g}) then scales what it finds once more. Set "
-            f"reference_batch={size} to train with the rate that it finds.",
-            stacklevel=2,
-        )
+    if batch is None:
+        size = f"whose size in {scaling.unit} is not known yet"
+        fix = "reference_batch to that size"
+    elif batch.size != scaling.reference_batch:
+        size = f"{batch.size:g} {scaling.unit}"
+        fix = f"reference_batch={batch.size:g}"
+    else:
+        return
+    warnings.warn(
+        f"LearningRateFinder: it searches with the present batch, {size}. "
+        f"LRScaling(reference_batch={scaling.reference_batch:g}) then scales the rate "
+        f"that it finds again. Set {fix} to train with the rate that it finds.",
+        stacklevel=2,
+    )
 
 
 def refuse_unmeasured(trainer: Any, unit: Unit) -> None:
     raise TrainkitError(
-        f"LRScaling: a window has closed, and it cannot be told how many {unit} it "
-        f"had: {why_unknown(trainer, unit)} Say it: LRScaling(micro_batch=...)."
+        f"LRScaling: a window has closed, and nothing says how many {unit} it had: "
+        f"{why_unknown(trainer, unit)} Give the number: LRScaling(micro_batch=...)."
     )
 
 
-def has_windows_of_its_own(trainer: Any) -> bool:
-    """Whether manual optimization makes windows of another size than the Trainer's."""
-    windows = windows_of(trainer)
-    own = frozenset() if windows is None else windows.own_sizes
-    return bool(own) and max(own) != trainer.accumulate_grad_batches
-
-
 def refuse_windows_of_several_sizes(trainer: Any) -> None:
-    windows = windows_of(trainer)
-    sizes = [] if windows is None else sorted(windows.own_sizes)
+    sizes = sorted(own_sizes(trainer))
     if len(sizes) > 1:
         raise TrainkitError(
             f"LRScaling: one effective batch serves all optimizers, and their windows "
@@ -71,13 +69,13 @@ def refuse_windows_of_several_sizes(trainer: Any) -> None:
 
 
 def announce_frequency(trainer: Any) -> None:
-    """Lightning counts batches where a scheduler asks for every n-th step."""
+    """Warn of a scheduler's frequency that Lightning counts in batches, not steps."""
     size = int(trainer.accumulate_grad_batches)
-    scheduled = _schedule_of(trainer) is not None
+    scheduled = find_callback(trainer, AccumulationSchedule) is not None
     for config in trainer.lr_scheduler_configs:
         is_by_step = config.interval == "step" and config.frequency > 1
-        meant = config.frequency % size == 0 and not scheduled  # so many batches
-        if is_by_step and not meant:
+        is_in_batches = config.frequency % size == 0 and not scheduled
+        if is_by_step and not is_in_batches:
             fix = (
                 "Set frequency=1 and make the scheduler's own periods "
                 f"{config.frequency} times as long."
@@ -88,30 +86,37 @@ def announce_frequency(trainer: Any) -> None:
             warnings.warn(
                 f"{type(config.scheduler).__name__}: its frequency is "
                 f"{config.frequency}, which Lightning counts in batches, not in "
-                f"optimizer steps: it steps where a window ends and batch_idx + 1 is a "
-                f"multiple of {config.frequency}. {fix}",
+                f"optimizer steps. So it steps only where a window ends and "
+                f"batch_idx + 1 is a multiple of {config.frequency}. {fix}",
                 stacklevel=2,
             )
 
 
 def announce_foreign_schedulers(trainer: Any, known: Sequence[str] | None) -> None:
-    """Warn of schedulers that are not torch's, which may hold rates out of sight."""
+    """Warn of schedulers that are not torch's: they may keep rates that stay unscaled.
+
+    Args:
+        trainer: in `fit`.
+        known: what the user has named; with None there is a warning.
+    """
+    if known is not None:
+        return
     configs = trainer.lr_scheduler_configs
     for scheduler in every_scheduler(config.scheduler for config in configs):
         kind = type(scheduler)
-        if not kind.__module__.startswith("torch.") and known is None:
+        if not kind.__module__.startswith("torch."):
             warnings.warn(
                 f"{kind.__name__}: it is not one of torch's schedulers. Its base_lrs, "
-                f"eta_min and the optimizer's rates are scaled; if it keeps other "
-                f"rates, name them: LRScaling(scheduler_rates=['warmup_lr']); [] says "
-                f"that it keeps none.",
+                f"eta_min and the optimizer's rates are scaled. If it keeps other "
+                f"rates, name them: LRScaling(scheduler_rates=['warmup_lr']). If it "
+                f"has no others, write scheduler_rates=[].",
                 stacklevel=2,
             )
 
 
 def refuse_stages_out_of_reach(trainer: Any, scaling: Any) -> None:
-    """A later stage of the schedule must not be what stops the run."""
-    schedule = _schedule_of(trainer)
+    """Refuse now a later stage of the schedule that the rule cannot follow."""
+    schedule = find_callback(trainer, AccumulationSchedule)
     batch = scaling.effective_batch
     if schedule is None or batch is None:
         return
@@ -119,8 +124,3 @@ def refuse_stages_out_of_reach(trainer: Any, scaling: Any) -> None:
     for size in set(schedule.stages.sizes):
         for scaled in scaling.scaled:
             scaled.check_reach(per_micro_batch * size / scaling.reference_batch)
-
-
-def _schedule_of(trainer: Any) -> AccumulationSchedule | None:
-    found = (c for c in trainer.callbacks if isinstance(c, AccumulationSchedule))
-    return next(found, None)

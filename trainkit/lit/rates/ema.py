@@ -1,9 +1,10 @@
-"""Model averages whose decay follows the batch (Busbridge et al. 2023)."""
+"""Moving averages of a model whose decay follows the effective batch."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -18,21 +19,23 @@ from trainkit.core.scaling import ema_decay
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import average_of
 
-MAKERS: dict[str, Callable[[float], Any]] = {
+_MAKERS: dict[str, Callable[[float], Any]] = {
     "avg_fn": get_ema_avg_fn,
     "multi_avg_fn": get_ema_multi_avg_fn,
 }
 
 
 class ModelAverages:
-    """The moving averages of a model, held at the decay of k times the batch.
+    """The moving averages of a model, held at the decay for k times the batch.
+
+    The formula is decay ** k (Busbridge et al. 2023).
 
     Args:
-        trainer: whose callbacks may average.
-        pl_module: which may hold an `AveragedModel`.
-        where: True looks for torch's and Lightning's; a string is the path of a decay
-            in the module.
-        saved_k: for which batch a decay stands that a checkpoint brought back.
+        trainer: its callbacks may average.
+        pl_module: it may hold an `AveragedModel`.
+        where: True finds torch's and Lightning's averages; a string is the path of a
+            decay in the module.
+        saved_k: the k for which a decay from a checkpoint is set.
     """
 
     def __init__(
@@ -57,17 +60,13 @@ class ModelAverages:
 
     @property
     def k(self) -> float:
-        """For which batch the decays stand."""
+        """The k for which the decays are set."""
         return self._decays[0].k
 
     def follow(self, k: float) -> None:
         """Set the decays for k times the reference batch."""
         for decay in self._decays:
             decay.follow(k)
-
-    def restore(self) -> None:
-        """Set the decays back to their values for the reference batch."""
-        self.follow(1.0)
 
     def summary(self) -> str:
         decay = self._decays[0]
@@ -76,12 +75,16 @@ class ModelAverages:
 
 
 class Decay:
-    """One decay, wherever it is kept.
+    """One decay of a moving average.
+
+    Args:
+        value: the decay for the reference batch.
+        put: writes another decay to where it is kept.
+        is_saved: whether checkpoints hold it.
 
     Attributes:
-        value: what it is now.
-        k: for which batch that is.
-        is_saved: whether checkpoints hold it.
+        value: the decay now.
+        k: the k for which it is set.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Decay:
 
 def _of_averaged_model(model: AveragedModel) -> list[Decay]:
     found = []
-    for name, make in MAKERS.items():
+    for name, make in _MAKERS.items():
         function = getattr(model, name, None)
         if not inspect.isfunction(function):
             continue
@@ -119,9 +122,7 @@ def _of_averaged_model(model: AveragedModel) -> list[Decay]:
 def _by_path(pl_module: Any, path: str) -> list[Decay]:
     parent_path, _, name = path.rpartition(".")
     try:
-        parent = pl_module
-        for part in filter(None, parent_path.split(".")):
-            parent = getattr(parent, part)
+        parent = attrgetter(parent_path)(pl_module) if parent_path else pl_module
         value = getattr(parent, name)
     except AttributeError as error:
         raise TrainkitError(

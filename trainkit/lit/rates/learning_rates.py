@@ -1,4 +1,4 @@
-"""The learning rates of each optimizer step, once."""
+"""A monitor that logs the learning rates once for each optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from trainkit.lit.batch_size.effective import windows_of
 class LearningRates(LearningRateMonitor):
     """Lightning's `LearningRateMonitor`, for windows of several micro-batches.
 
-    Theirs logs with each micro-batch of a step that is due; this one with the first.
+    Lightning's logs again with every micro-batch of a step; this one only with the
+    first.
     """
 
     def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:

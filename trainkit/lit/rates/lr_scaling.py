@@ -28,6 +28,7 @@ from trainkit.lit.batch_size.effective import (
     loader_size,
     longest_window,
     steps_taken,
+    window_size,
     windows_of,
 )
 from trainkit.lit.callback.base import OrderedCallback, averages_statistics
@@ -42,42 +43,43 @@ from trainkit.lit.rates.scaled_optimizer import (
 
 
 class LRScaling(OrderedCallback):
-    """Scales learning rates, and what goes with them, to the effective batch.
+    """Scales learning rates, and what belongs to them, to the effective batch.
 
         LRScaling("linear", reference_batch=256)  # lr=0.1 is meant for 256 samples
 
-    k is the effective batch (micro-batch x accumulation x ranks) over the reference
-    batch. Every curve becomes factor(k) x what it would have been, whatever scheduler
-    of torch's draws it, and follows when the window changes.
+    k is the effective batch (micro-batch x accumulation x ranks) divided by the
+    reference batch. Every learning rate curve, from any of torch's schedulers, is
+    multiplied by factor(k), and follows when the window changes.
 
     - `"linear"`: lr * k. Goyal et al. 2017, for SGD.
     - `"sqrt"`: lr * sqrt(k). For Adam and its kin.
     - `"adam-sde"`: also 1 - k (1 - beta) and eps / sqrt(k). Malladi et al. 2022.
-    - `"half-life"`: beta2 ** k, and the rate stays. Marek et al. 2025.
-    - `"none"`: nothing; only tells k.
-    - `"auto"`: linear for SGD, sqrt for the Adam family; says which.
+    - `"half-life"`: beta2 ** k; the rate does not change. Marek et al. 2025.
+    - `"none"`: changes nothing, but still computes and logs k.
+    - `"auto"`: linear for SGD, sqrt for the Adam family; the table names the choice.
     - a callable: takes k, returns the rate's factor.
 
     Args:
         rule: one of these.
         reference_batch: the batch that the configured rates are meant for, in `unit`.
         unit: `"samples"`, or `"tokens"`, which are measured over the first windows.
-        micro_batch: what a micro-batch holds on one rank, where no loader tells it and
-            it is not to be measured.
-        warmup_steps: the rate's factor rises evenly from 1 over so many optimizer
-            steps (Goyal et al. 2017, section 2.2).
+        micro_batch: how much a micro-batch holds on one rank. Give it where the loader
+            has no batch size and you do not want it measured.
+        warmup_steps: the number of optimizer steps over which the rate's factor rises
+            evenly from 1 (Goyal et al. 2017, section 2.2).
         weight_decay: `"linear"`, `"sqrt"` or a callable multiply it by a factor of k;
             `"time-scale"` by k / factor, so that weights decay as fast per sample (Wang
             and Aitchison 2024); `"none"` leaves it.
         ema_decay: True raises the decay of the model's moving averages (Lightning's
             `EMAWeightAveraging`, torch's `AveragedModel`) to the power of k (Busbridge
             et al. 2023); a string is the path of such a decay in the module.
-        scheduler_rates: attributes of schedulers that are not torch's which hold
-            learning rates too; None warns of such schedulers.
+        scheduler_rates: names of attributes in which schedulers that are not torch's
+            keep more learning rates. With None there is a warning about each such
+            scheduler.
 
     Attributes:
-        effective_batch: what a step sees; None before it is known.
-        k: the effective batch over the reference batch.
+        effective_batch: how much one optimizer step sees; None before it is known.
+        k: the effective batch divided by the reference batch.
         scaled: for each optimizer, what was scaled and by how much.
     """
 
@@ -120,18 +122,18 @@ class LRScaling(OrderedCallback):
         self.scaled: list[ScaledOptimizer] = []
         self._averages: ModelAverages | None = None
         self._restored: dict[str, Any] | None = None
-        self._known = self.micro_batch
-        self._done: tuple[int, int] | None = None
-        self._has_logged_k: float | None = None
+        self._fixed_size = self.micro_batch  # the micro-batch's size, once it is final
+        self._followed: tuple[int, int] | None = None  # window size, warm-up step
+        self._logged_k: float | None = None
         self._loader_size: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the optimizers that it holds in a `fit`."""
+        """The attributes without the optimizers and averages of a running `fit`."""
         return {**super().__getstate__(), "scaled": [], "_averages": None}
 
     @property
     def k(self) -> float:
-        """The effective batch over the reference batch."""
+        """The effective batch divided by the reference batch."""
         if self.effective_batch is None:
             raise TrainkitError(
                 f"LRScaling k: the effective batch is not known yet in {self.unit}. "
@@ -157,7 +159,7 @@ class LRScaling(OrderedCallback):
         checks.announce_frequency(trainer)
         checks.announce_foreign_schedulers(trainer, self.scheduler_rates)
         self._loader_size = loader_size(trainer)
-        self._known = self.micro_batch or self._measured_before(trainer, saved)
+        self._fixed_size = self.micro_batch or self._measured_before(trainer, saved)
         self._take_over_optimizers(trainer, saved.get("optimizers", {}))
         if self.ema_decay:
             self._averages = ModelAverages(
@@ -170,7 +172,10 @@ class LRScaling(OrderedCallback):
         self.show_table(trainer, pl_module)
 
     def _measured_before(self, trainer: Any, saved: dict[str, Any]) -> float | None:
-        """What an earlier run has measured, unless the loader now says it."""
+        """The micro-batch that an earlier run measured with a loader like this one.
+
+        None if the loader has a batch size now, which needs no measurement.
+        """
         known = find_effective_batch(trainer, unit=self.unit)
         measured = saved.get("measured", {})
         if known is not None or measured.get("loader") != self._loader_size:
@@ -200,7 +205,7 @@ class LRScaling(OrderedCallback):
             ]
         several = len(self.scaled) > 1
         rows = []
-        if windows_of(trainer) is None:  # who says it otherwise
+        if windows_of(trainer) is None:  # otherwise that callback shows this row
             rows.append(("step", str(self.effective_batch)))
         for index, scaled in enumerate(self.scaled):
             label = f"optimizer {index}" if several else "learning rate"
@@ -218,7 +223,7 @@ class LRScaling(OrderedCallback):
     # ---- while training --------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._done = None  # the loader may be another one
+        self._followed = None  # the epoch may have another loader
         self._follow_and_log(trainer)  # before others read the rates of the epoch
 
     def on_train_batch_start(
@@ -232,51 +237,54 @@ class LRScaling(OrderedCallback):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
-        if self._is_known(trainer):
+        if self._is_known():
             return
-        # This window has just closed: its own step is already scaled by its size.
-        self._done = None
+        # The window that has just closed is measured before its own step is taken.
+        self._followed = None
         windows = windows_of(trainer)
         assert windows is not None  # see check_measurable
         first = windows.first_windows
         if not self._follow(trainer):
-            # A window of weight 0 has a gradient of 0, and tells nothing.
+            # A window of weight 0 has a gradient of 0 and shows no size: wait.
             if first.is_complete or not first.is_empty:
                 checks.refuse_unmeasured(trainer, self.unit)
             return
         if first.is_complete:
             assert self.effective_batch is not None
-            self._known = self.effective_batch.micro_batch
+            self._fixed_size = self.effective_batch.micro_batch
             self._log(trainer)
             self._show_again(trainer, pl_module)
 
-    def _is_known(self, trainer: Any) -> bool:
+    def _is_known(self) -> bool:
+        """Whether the effective batch is final: not a measurement still under way."""
         batch = self.effective_batch
-        return self._known is not None or (batch is not None and batch.is_exact)
+        return self._fixed_size is not None or (batch is not None and batch.is_exact)
 
     def _show_again(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
-            batch = [("step", str(self.effective_batch))]
-            show([*batch, *self.table_rows(trainer, pl_module)])
+            step = ("step", str(self.effective_batch))
+            show([step, *self.table_rows(trainer, pl_module)])
 
     def _follow_and_log(self, trainer: Any) -> None:
         self._follow(trainer)
-        if self._is_known(trainer) and self._has_logged_k != self.k:
+        if self._is_known() and self._logged_k != self.k:
             self._log(trainer)
-            if checks.has_windows_of_its_own(trainer):
+            if window_size(trainer) != trainer.accumulate_grad_batches:
                 self._show_again(trainer, trainer.lightning_module)
 
     def _follow(self, trainer: Any) -> bool:
-        """Scale to the window under way; False where its size is not known yet."""
+        """Scale to the window under way; False while its size is not known."""
         step = steps_taken(trainer)
         now = longest_window(trainer), min(step, self.warmup_steps)
-        if now == self._done or averages_statistics(trainer):
+        if now == self._followed or averages_statistics(trainer):
             return True
         checks.refuse_windows_of_several_sizes(trainer)
-        batch = find_effective_batch(trainer, unit=self.unit, micro_batch=self._known)
+        batch = find_effective_batch(
+            trainer, unit=self.unit, micro_batch=self._fixed_size
+        )
         if batch is None:
             return False
-        self._done = now
+        self._followed = now
         before = self.effective_batch
         if before is not None and before.micro_batch == batch.micro_batch:
             measured = max(before.windows_measured, batch.windows_measured)
@@ -289,22 +297,22 @@ class LRScaling(OrderedCallback):
         return True
 
     def _log(self, trainer: Any, *, saved_k: float | None = None) -> None:
-        """The reference, the effective batch, k, and each value before and after.
+        """Log the effective batch, k, and each value before and after scaling.
 
-        Hyperparameters are logged once: some loggers refuse another value. What
-        changes later is a metric.
+        They are logged as hyperparameters once, since some loggers refuse a second
+        value. A later k is logged as a metric.
         """
-        if self.effective_batch is None or not self._is_known(trainer):
+        if self.effective_batch is None or not self._is_known():
             return
-        is_first = self._has_logged_k is None and saved_k in (None, self.k)
-        self._has_logged_k = self.k
+        is_first = self._logged_k is None and saved_k in (None, self.k)
+        self._logged_k = self.k
         if not is_first:
-            changed = {"k": self.k, "effective_batch": self.effective_batch.size}
+            changed = {
+                "lr_scaling/k": self.k,
+                "lr_scaling/effective_batch": self.effective_batch.size,
+            }
             for logger in trainer.loggers:
-                logger.log_metrics(
-                    {f"lr_scaling/{name}": value for name, value in changed.items()},
-                    step=logged_step(trainer),
-                )
+                logger.log_metrics(changed, step=logged_step(trainer))
             return
         values: dict[str, Any] = {
             "reference_batch": self.reference_batch,
@@ -323,23 +331,20 @@ class LRScaling(OrderedCallback):
     # ---- afterwards ------------------------------------------------------------------
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._leave()
+        for scaled in self.scaled:
+            leave_scaled(scaled)
+        if self._averages is not None:
+            self._averages.follow(1.0)
+            self._averages = None
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        for scaled in self.scaled:
-            leave_scaled(scaled)
-        if self._averages is not None:
-            self._averages.restore()
-            self._averages = None
+        self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         if self._restored is not None:
-            return self._restored  # lr_find saves and loads before training begins
+            return self._restored  # lr_find saves and loads it before training
         if not self.scaled:
             return {}
         states = {i: scaled.state_dict() for i, scaled in enumerate(self.scaled)}
@@ -348,8 +353,11 @@ class LRScaling(OrderedCallback):
             state["average_k"] = self._averages.k
         if self.effective_batch is not None:
             state["k"] = self.k
-        if self.micro_batch is None and self._known is not None:
-            state["measured"] = {self.unit: self._known, "loader": self._loader_size}
+        if self.micro_batch is None and self._fixed_size is not None:
+            state["measured"] = {
+                self.unit: self._fixed_size,
+                "loader": self._loader_size,
+            }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the learning rates of a training are going to be, before it begins."""
+"""The learning rates that a training will have, known before it begins."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainkit.core.rate_plan import RatePlan
 from trainkit.core.scaling import warmed_up
 from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import find_callback
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.rates.scheduler_copies import copy_schedulers
@@ -25,27 +26,30 @@ from trainkit.lit.schedule.callback import AccumulationSchedule
 from trainkit.lit.schedule.total_steps import total_steps
 
 _MOST_STEPS = 300_000
-"""Schedulers are asked step by step, which takes about a second for so many."""
+"""Schedulers are run step by step, which takes about a second for this many."""
 _MOST_SECONDS = 3.0
-"""Of slower ones the plan is of so many steps as are known by then."""
+"""When this time is over, the plan ends with the steps that are known by then."""
 _MOST_POINTS = 2_000
 
 
 def plan_rates(trainer: Any, pl_module: Any) -> RatePlan:
-    """Run copies of the schedulers ahead; the training does not notice.
+    """Plan the rates by running copies of the schedulers, without effect on training.
 
     Args:
         trainer: in `on_train_start`, after `LRScaling` and `LearningRates`.
-        pl_module: its module.
+        pl_module: the module that it trains.
+
+    Returns:
+        The plan, or why there is none.
     """
     why_not = _why_unknown(trainer, pl_module)
     if why_not:
         return RatePlan(why_not=why_not)
     before = read_states(pl_module.device)
     try:
-        with redirect_stdout(StringIO()):  # what schedulers print, they print later
+        with redirect_stdout(StringIO()):  # schedulers may print
             plan = _run_ahead(trainer)
-    except Exception as error:  # a scheduler of the user's, which may do anything
+    except Exception as error:  # a user's scheduler may raise anything
         is_own = isinstance(error, TrainkitError)
         why = str(error) if is_own else f"{type(error).__name__}: {error}"
         return RatePlan(why_not=f"the scheduler cannot be run ahead ({why})")
@@ -63,28 +67,31 @@ def _why_unknown(trainer: Any, pl_module: Any) -> str:
         return "in manual optimization the module decides when a rate changes"
     if any(config.reduce_on_plateau for config in configs):
         return "ReduceLROnPlateau goes by a metric"
-    if _steps_itself(pl_module):
+    if _overrides_scheduler_step(pl_module):
         return "the module has an lr_scheduler_step of its own"
     if any(config.frequency != 1 for config in configs):
         return "the scheduler has a frequency other than 1"
-    if len(_names(trainer)) != len(trainer.optimizers[0].param_groups):
+    if len(_rate_names(trainer)) != len(trainer.optimizers[0].param_groups):
         return "LearningRates does not log each group of parameters once"
     try:
         if total_steps(trainer) == math.inf:
             return "the training has no end that is known beforehand"
     except TrainkitError:
         return "windows go by tokens, which are not known beforehand"
-    return _why_windows_unknown(trainer, _first(trainer, LRScaling))
+    return _why_windows_unknown(trainer)
 
 
-def _steps_itself(pl_module: Any) -> bool:
-    """Whether the user decides what a scheduler's step is."""
-    theirs = ("lightning.pytorch.", "pytorch_lightning.", "trainkit.lit.")
-    return not type(pl_module).lr_scheduler_step.__module__.startswith(theirs)
+def _overrides_scheduler_step(pl_module: Any) -> bool:
+    not_the_users = ("lightning.pytorch.", "pytorch_lightning.", "trainkit.lit.")
+    return not type(pl_module).lr_scheduler_step.__module__.startswith(not_the_users)
 
 
-def _why_windows_unknown(trainer: Any, scaling: LRScaling | None) -> str:
-    """Their sizes matter to what is scaled with them, or counts epochs."""
+def _why_windows_unknown(trainer: Any) -> str:
+    """Why the sizes of windows are unknown, if the rates depend on them.
+
+    They do if rates are scaled with the window, or if a scheduler steps by epochs.
+    """
+    scaling = find_callback(trainer, LRScaling)
     if scaling is not None and scaling.effective_batch is None:
         return "the rate is scaled by what the first windows are measured to hold"
     by_epoch = any(
@@ -110,11 +117,11 @@ def _run_ahead(trainer: Any) -> RatePlan:
     steps: list[float] = []
     rates: list[list[float]] = [[] for _ in groups]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of schedulers without optimizer.step()
+        warnings.simplefilter("ignore")  # no optimizer.step() goes before theirs
         for step, (size, ends_epoch) in enumerate(_windows(trainer, end)):
             if step < start:
                 continue
-            if time.monotonic() > until:  # the other ranks wait
+            if time.monotonic() > until:  # other ranks wait for this one
                 break
             if (step - start) % every == 0 or step == end - 1:
                 steps.append(step)
@@ -125,12 +132,12 @@ def _run_ahead(trainer: Any) -> RatePlan:
                     scheduler.step()
     if not all(math.isfinite(rate) for values in rates for rate in values):
         return RatePlan(why_not="the scheduler gives rates that are not finite")
-    return RatePlan(steps, dict(zip(_names(trainer), rates, strict=True)))
+    return RatePlan(steps, dict(zip(_rate_names(trainer), rates, strict=True)))
 
 
 def _factors(trainer: Any) -> Callable[[int, int], float]:
-    """By what `LRScaling` is going to have multiplied what stands there now."""
-    scaling = _first(trainer, LRScaling)
+    """The ratio of `LRScaling`'s factor at a step, with its window, to the present."""
+    scaling = find_callback(trainer, LRScaling)
     if scaling is None or scaling.effective_batch is None:
         return lambda step, size: 1.0
     batch, scaled = scaling.effective_batch, scaling.scaled[0]
@@ -144,7 +151,7 @@ def _factors(trainer: Any) -> Callable[[int, int], float]:
 
 
 def _windows(trainer: Any, end: int) -> Iterator[tuple[int, bool]]:
-    """For each optimizer step the size of its window, and whether it ends an epoch."""
+    """The size of each step's window, and whether the window ends an epoch."""
     stages, num_batches = _stages(trainer), trainer.num_training_batches
     epoch, left = 0, num_batches
     for step in range(end):
@@ -156,16 +163,13 @@ def _windows(trainer: Any, end: int) -> Iterator[tuple[int, bool]]:
 
 
 def _stages(trainer: Any) -> Stages:
-    schedule = _first(trainer, AccumulationSchedule)
+    schedule = find_callback(trainer, AccumulationSchedule)
     if schedule is not None:
         return schedule.stages
     return Stages((0,), (int(trainer.accumulate_grad_batches),), "step")
 
 
-def _names(trainer: Any) -> list[str]:
-    monitor = _first(trainer, LearningRateMonitor)
+def _rate_names(trainer: Any) -> list[str]:
+    """The names under which the rates of the groups are logged."""
+    monitor = find_callback(trainer, LearningRateMonitor)
     return [] if monitor is None else list(monitor.lrs)
-
-
-def _first(trainer: Any, kind: type[Any]) -> Any:
-    return next((each for each in trainer.callbacks if isinstance(each, kind)), None)

@@ -1,8 +1,7 @@
-"""One optimizer, its schedulers, and what scaling has made of them."""
+"""An optimizer and its schedulers, held at scaled learning rates."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,22 +27,21 @@ from trainkit.core.scaling import (
 )
 from trainkit.errors import TrainkitError
 
-SHOWN = ("weight_decay", "eps")
-
 
 class ScaledOptimizer:
-    """Holds an optimizer at the rates of k times the reference batch.
+    """Holds an optimizer at the rates for k times the reference batch.
 
-    Only ratios are ever applied, so that it can go on from any point of a curve: what
-    a checkpoint brought back, or what a scheduler has made of the rates since.
+    Each change multiplies the present values by a ratio. So scaling can continue from
+    any point of a curve: from the rates in a checkpoint, or from those that a scheduler
+    has set since.
 
     Attributes:
-        optimizer: torch's own.
-        rule: what `"auto"` has become.
-        factor: by what its rates stand multiplied.
-        target: where that goes, after a warm-up.
-        k: for which batch its moments stand.
-        decay: by what its weight decay stands multiplied.
+        optimizer: the torch optimizer.
+        rule: the scaling rule, which `"auto"` has been replaced by.
+        factor: the factor by which its rates are multiplied now.
+        target: the factor at the end of the warm-up.
+        k: the k for which its moments (betas, eps) are set now.
+        decay: the factor by which its weight decay is multiplied now.
     """
 
     def __init__(
@@ -66,40 +64,39 @@ class ScaledOptimizer:
         self._refuse_unsuitable()
 
     def adopt(self, configs: Sequence[Any]) -> None:
-        """Take in what has come in the middle of training: groups of a finetuning,
-        or the scheduler that `StochasticWeightAveraging` puts in place of others."""
+        """Scale what has been added during training.
+
+        Finetuning adds groups of parameters, and `StochasticWeightAveraging` replaces
+        the schedulers by its own.
+        """
         self._take_in_new_groups()
         found = _schedulers_of(self.optimizer, configs)
         for scheduler in found:
             if scheduler not in self.schedulers and isinstance(scheduler, SWALR):
-                # The rates that it found are scaled; the one to go to is not.
+                # It starts from rates that are scaled; the rate it ends at is not.
                 for group in self.optimizer.param_groups:
                     group["swa_lr"] = group["swa_lr"] * self.factor
         self.schedulers = found
 
     def _take_in_new_groups(self) -> None:
-        """Finetuning adds groups later on."""
         new = self.optimizer.param_groups[self._num_groups :]
         self._num_groups += len(new)
         if not new:
             return
-        k, decay = self.k, self.decay
-        self.k = self.decay = 1.0
         for group in new:
-            self._change_others(k, decay).apply_to(group)
-        self.k, self.decay = k, decay
+            self._change(self.k, self.decay).apply_to(group)
         if self.factor == 1:
             return
         warnings.warn(
             f"{type(self.optimizer).__name__}: {len(new)} group(s) of parameters were "
-            f"added while it trains. LRScaling takes their rates as they stand, since "
-            f"those may come from rates that are scaled already: where you give a rate "
-            f"for the reference batch, multiply it by {self.factor:g}.",
+            f"added during training. LRScaling leaves their rates unchanged, because "
+            f"they may come from rates that are scaled already. If you gave a rate for "
+            f"the reference batch, multiply it by {self.factor:g}.",
             stacklevel=2,
         )
 
     def follow(self, k: float, *, step: int, warmup_steps: int) -> None:
-        """Scale to k times the reference batch, or a warm-up step towards it."""
+        """Scale to k times the reference batch, or to this step of the warm-up."""
         self._take_in_new_groups()
         self.check_reach(k)
         self.target = checked_factor(f"rule {self.rule.name}", self.rule.lr, k)
@@ -114,37 +111,35 @@ class ScaledOptimizer:
             self.factor = factor
         decay = self._decay_factor(k)
         if (k, decay) != (self.k, self.decay):
-            change = self._change_others(k, decay)
+            change = self._change(k / self.k, decay / self.decay)
             change.apply([self.optimizer], self.schedulers)
             self.k, self.decay = k, decay
 
     def check_reach(self, k: float) -> None:
         """Refuse a k that the rule cannot follow."""
-        if self.rule.beta2 is half_life_beta:
-            for group in self.optimizer.param_groups:
-                original = half_life_beta(self._betas(group)[-1], 1 / self.k)
-                refuse_lost_half_life(original, k)
         for group in self.optimizer.param_groups:
             betas = self._betas(group)
+            if self.rule.beta2 is half_life_beta:
+                refuse_lost_half_life(half_life_beta(betas[-1], 1 / self.k), k)
             if "betas" in group and "base_momentum" in group:
                 betas.append(float(group["base_momentum"]))  # the lowest of a cycle
             for beta in betas:
-                # What it was for the reference batch: 1 - beta grows by k.
+                # At the reference batch 1 - beta was k times smaller.
                 original = 1 - (1 - beta) / self.k
                 refuse_sde_overreach(self.rule, original, k)
 
     def values(self) -> dict[str, tuple[float, float]]:
-        """Each scaled value for the reference batch, and as it is now."""
+        """Each scaled value, as (for the reference batch, now)."""
         found: dict[str, tuple[float, float]] = {}
         groups = self.optimizer.param_groups
+        back = self._change(1 / self.k, 1 / self.decay)
         for index, group in enumerate(groups):
             prefix = f"group_{index}/" if len(groups) > 1 else ""
             key = next(k for k in ("max_lr", "initial_lr", "lr") if k in group)
             rate = float(group[key]) / self.factor
             found[prefix + key.removeprefix("initial_")] = rate, rate * self.target
-            back = self._change_others(1.0, 1.0)
             now = self._numbers(group)
-            then = self._numbers(_copied(group, back))
+            then = self._numbers(_changed_copy(group, back))
             for name, value in now.items():
                 if value != then[name]:
                     found[prefix + name] = then[name], value
@@ -168,22 +163,23 @@ class ScaledOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Say what a checkpoint has brought back into the optimizer."""
+        """Take over how far the optimizer in a checkpoint was scaled already."""
         self.factor, self.decay, self.k = state["factor"], state["decay"], state["k"]
-        if state["rule"] != self.rule.name:  # moments belong to the rule: undo its own
+        if state["rule"] != self.rule.name:  # undo what the old rule did to moments
             new, self.rule = self.rule, RULES.get(state["rule"], RULES["none"])
-            change = self._change_others(1.0, self.decay)
+            change = self._change(1 / self.k, 1.0)
             change.apply([self.optimizer], self.schedulers)
             self.rule, self.k = new, 1.0
 
-    def _change_others(self, k: float, decay: float) -> GroupChange:
-        ratio, rule, change = k / self.k, self.rule, {}
+    def _change(self, ratio: float, decay_ratio: float) -> GroupChange:
+        """The change of moments by a ratio of k, and of weight decay by a ratio."""
+        change = {}
         for name in ("beta1", "beta2", "eps"):
-            formula = getattr(rule, name)
+            formula = getattr(self.rule, name)
             if formula is not None:
-                change[name] = functools.partial(_apply, formula, ratio)
-        if decay != self.decay:
-            change["weight_decay"] = lambda value: value * (decay / self.decay)
+                change[name] = lambda value, formula=formula: formula(value, ratio)
+        if decay_ratio != 1:
+            change["weight_decay"] = lambda value: value * decay_ratio
         return GroupChange(**change)
 
     def _decay_factor(self, k: float) -> float:
@@ -201,17 +197,16 @@ class ScaledOptimizer:
     def _numbers(self, group: dict[str, Any]) -> dict[str, float]:
         names = ["beta1", "beta2", "beta3"] if "betas" in group else ["alpha"]
         found = dict[str, float](zip(names, self._betas(group), strict=False))
-        shown = {name: group[name] for name in SHOWN if name in group}
-        found.update(
-            {n: float(v) for n, v in shown.items() if isinstance(v, float | Tensor)}
-        )
+        for name in ("weight_decay", "eps"):
+            if isinstance(group.get(name), float | Tensor):
+                found[name] = float(group[name])
         return found
 
     def _refuse_unsuitable(self) -> None:
         groups = self.optimizer.param_groups
         name = type(self.optimizer).__name__
         has_moments = "SGD" not in name and all(map(self._betas, groups))
-        if self.rule.needs_adam and not has_moments:  # ASGD's alpha is none
+        if self.rule.needs_adam and not has_moments:  # ASGD's alpha is not a moment
             raise TrainkitError(
                 f"LRScaling rule={self.rule.name!r}: it scales Adam's moments, and "
                 f"{name} has no betas. Use 'linear' for SGD, or 'auto'."
@@ -229,25 +224,28 @@ class ScaledOptimizer:
                 )
 
 
-LEFT_SCALED: WeakSet[Any] = WeakSet()
-"""Optimizers that a fit has left scaled, kept so that a later fit can unscale them."""
+_LEFT_SCALED: WeakSet[Any] = WeakSet()
+"""Optimizers that a `fit` has left scaled. Each holds its `ScaledOptimizer`, since a
+weak dictionary whose values hold its keys would keep both alive."""
 
 
 def leave_scaled(scaled: ScaledOptimizer) -> None:
-    """Remember that an optimizer stands scaled when its fit is over."""
+    """Remember an optimizer that is still scaled when its `fit` ends."""
     scaled.optimizer.trainkit_scaling = scaled
-    LEFT_SCALED.add(scaled.optimizer)
+    _LEFT_SCALED.add(scaled.optimizer)
 
 
 def unscale_leftovers(module: Any) -> None:
-    """Bring back the optimizers of a module that an earlier fit has left scaled: the
-    module may return the very same ones again, under new schedulers."""
+    """Undo the scaling that an earlier `fit` left in optimizers of this module.
+
+    `configure_optimizers` may return the old optimizer again, under new schedulers.
+    """
     own = {id(parameter) for parameter in module.parameters()}
-    for optimizer in list(LEFT_SCALED):
+    for optimizer in list(_LEFT_SCALED):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if any(id(parameter) in own for parameter in held):
             optimizer.trainkit_scaling.follow(1.0, step=0, warmup_steps=0)
-            LEFT_SCALED.discard(optimizer)
+            _LEFT_SCALED.discard(optimizer)
 
 
 def _schedulers_of(optimizer: Any, configs: Sequence[Any]) -> list[Any]:
@@ -255,21 +253,12 @@ def _schedulers_of(optimizer: Any, configs: Sequence[Any]) -> list[Any]:
     return [each for each in schedulers if each.optimizer is optimizer]
 
 
-def _apply(formula: Callable[[Any, float], Any], ratio: float, value: Any) -> Any:
-    return formula(value, ratio)
-
-
-def _copied(group: dict[str, Any], change: GroupChange) -> dict[str, Any]:
-    """A group's numbers as the change would leave them, the group as it was."""
+def _changed_copy(group: dict[str, Any], change: GroupChange) -> dict[str, Any]:
+    """A copy of a group's numbers with the change applied."""
     copy = {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()
         if key != "params"
     }
-    change.apply([_Holder(copy)], [])
+    change.apply_to(copy)
     return copy
-
-
-class _Holder:
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.param_groups = [group]
