@@ -11,22 +11,9 @@ from typing import Any
 from trainkit.cli.sweep.distributions import check_distribution
 from trainkit.errors import TrainkitError
 
-KEYS = (
-    "value",
-    "values",
-    "min",
-    "max",
-    "distribution",
-    "mu",
-    "sigma",
-    "a",
-    "b",
-    "q",
-    "probabilities",
-    "parameters",
-)
 _SINGLE = ("min", "max", "mu", "sigma", "a", "b", "q")
 _NUMBERS = ("value", "values", "probabilities", *_SINGLE)
+_KEYS = (*_NUMBERS, "distribution", "parameters")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _MOST_PLAIN_DIGITS = 18
 
@@ -34,7 +21,7 @@ _MOST_PLAIN_DIGITS = 18
 def leaves(
     parameters: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each parameter that has values, by its dotted name, nested ones included.
+    """Each parameter that has values, nested or not, with its dotted name.
 
     >>> dict(leaves({"a": {"value": 1}, "b": {"parameters": {"c": {"values": [2]}}}}))
     {'a': {'value': 1}, 'b.c': {'values': [2]}}
@@ -47,7 +34,7 @@ def leaves(
 
 
 def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A trial's arguments by their dotted names.
+    """A trial's arguments by dotted name.
 
     >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
     {'a': 1, 'b.c.d': 2}
@@ -62,10 +49,10 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def number_for_yaml(text: str) -> str | None:
-    """The number that a string looks like, as YAML needs it; None for other strings.
+    """A number in YAML's notation, from a string; None if the string is not a number.
 
     PyYAML, which W&B's client uses, reads YAML 1.1: a float needs a point, and its
-    exponent a sign. `1e-4` is a string there.
+    exponent a sign. It reads `1e-4` as a string.
 
     >>> number_for_yaml("1e-4"), number_for_yaml("64"), number_for_yaml("2.5E30")
     ('0.0001', '64', '2.5e+30')
@@ -86,11 +73,7 @@ def number_for_yaml(text: str) -> str | None:
 
 
 def check_parameters(parameters: Any, *, method: str, where: str) -> None:
-    """Refuse values that W&B would accept silently and then misread.
-
-    Raises:
-        TrainkitError: names the parameter, what it holds, and the fix.
-    """
+    """Refuse values that W&B would accept silently and then misread."""
     if not isinstance(parameters, Mapping) or not parameters:
         raise TrainkitError(
             f"{where} parameters: must be a mapping of names to values, "
@@ -120,16 +103,17 @@ def _check_name(name: Any, place: str) -> None:
     bare = str(name).lstrip("+~")
     raise TrainkitError(
         f"{place}: W&B takes letters, digits, _, - and points in a name, received "
-        f"{name!r}. Write {bare!r} if it is a key of the configuration; keys that "
-        f"Hydra adds or deletes belong into `command`, before ${{args_no_hyphens}}."
+        f"{name!r}. Write {bare!r} if it is a key of the configuration. Keys that "
+        f"Hydra adds or deletes belong in `command`, before ${{args_no_hyphens}}."
     )
 
 
 def _check_keys(parameter: Mapping[str, Any], place: str) -> None:
-    unknown = [key for key in parameter if key not in KEYS]
+    unknown = [key for key in parameter if key not in _KEYS]
     if unknown:
         raise TrainkitError(
-            f"{place}: has no key {unknown[0]!r}. It takes {', '.join(KEYS)}."
+            f"{place}: must have only the keys {', '.join(_KEYS)}, received "
+            f"{unknown[0]!r}."
         )
     is_drawn = "distribution" in parameter and "value" not in parameter
     if not is_drawn and not {"value", "values", "min", "parameters"} & set(parameter):
@@ -140,7 +124,7 @@ def _check_keys(parameter: Mapping[str, Any], place: str) -> None:
     values = parameter.get("values")
     if "values" in parameter and (not isinstance(values, list) or not values):
         raise TrainkitError(
-            f"{place}.values: must be a list with something in it, received {values!r}."
+            f"{place}.values: must be a list that is not empty, received {values!r}."
         )
 
 
@@ -160,11 +144,7 @@ def _check_numbers(parameter: Mapping[str, Any], place: str) -> None:
 
 
 def _check_range(parameter: Mapping[str, Any], place: str) -> None:
-    if ("min" in parameter) != ("max" in parameter):
-        raise TrainkitError(
-            f"{place}: min and max need each other, and one is missing. Give both."
-        )
-    if "min" not in parameter:
+    if not {"min", "max"} <= set(parameter):
         return
     low, high = parameter["min"], parameter["max"]
     if not low < high:
