@@ -99,10 +99,6 @@ def test_what_fits_is_left_alone(config: Any) -> None:
     check(OmegaConf.create(config) if config is not None else None, key="group")
 
 
-def test_what_the_program_adds_need_not_be_there() -> None:
-    check(OmegaConf.create({"_target_": WIDGET}), key="group", given=("size",))
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [

@@ -54,7 +54,7 @@ def test_json_is_all_that_standard_output_gets(
 
     output, news = capsys.readouterr()
     assert yaml.safe_load(output)["trials"][0]["rows"] == 2
-    assert "finished, val/loss" in news
+    assert "finished: lr=0.1 rows=2, val/loss" in news
 
 
 @pytest.mark.parametrize(

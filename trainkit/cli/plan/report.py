@@ -19,14 +19,14 @@ def make_report(
     rule: str | None,
     reference: int | None,
 ) -> dict[str, Any]:
-    """All of it, with the keys that `trainkit plan --help` lists.
+    """The data of `trainkit plan --json`, whose keys its `--help` lists.
 
     Args:
         plan: the plan.
-        epoch: where the data set's size is known.
-        scaling: of each rule, where a rate was given.
-        rule: the only rule wanted, which then belongs to what is pasted.
-        reference: the batch that the rate is meant for.
+        epoch: its epoch, if the size of the data set is known.
+        scaling: what the rules give, if a rate is known.
+        rule: the only rule of interest, which the overrides then choose.
+        reference: the batch to which the rate belongs.
     """
     near = plan.nearby()
     return {
@@ -53,7 +53,7 @@ def _sizes(plan: BatchPlan) -> dict[str, int]:
 def overrides(
     plan: BatchPlan, *, rule: str | None = None, reference: int | None = None
 ) -> dict[str, list[str]]:
-    """Arguments that make either door train so.
+    """The arguments with which either command trains by the plan.
 
     >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
     >>> overrides(plan)["train"]

@@ -36,6 +36,10 @@ the package `sweeps`."""
 _IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_distribution(
     parameter: Mapping[str, Any], *, method: str, place: str
 ) -> None:
@@ -98,7 +102,7 @@ def _check_keys(parameter: Mapping[str, Any], name: str, place: str) -> None:
 def _check_probabilities(parameter: Mapping[str, Any], place: str) -> None:
     values, given = parameter["values"], parameter["probabilities"]
     is_list = isinstance(given, list) and len(given) == len(values)
-    if not is_list or not all(_is_probability(each) for each in given):
+    if not is_list or not all(is_number(each) and 0 <= each <= 1 for each in given):
         raise TrainkitError(
             f"{place}.probabilities: must be a list of {len(values)} numbers from 0 to "
             f"1, one for each of values, received {given!r}."
@@ -108,11 +112,6 @@ def _check_probabilities(parameter: Mapping[str, Any], place: str) -> None:
             f"{place}.probabilities: must sum to 1, received {given!r}, which sum to "
             f"{sum(given):g}."
         )
-
-
-def _is_probability(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= 1
 
 
 def _refuse_in_a_grid(parameter: Mapping[str, Any], name: str, place: str) -> None:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainkit.cli.sweep.distributions import is_number
 from trainkit.core.whole_number import is_whole_number
 from trainkit.errors import TrainkitError, did_you_mean
-
-
-def _is_eta(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value > 1
-
 
 _COUNT = (is_whole_number, "a whole number from 1")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_iter": _COUNT,
     "max_iter": _COUNT,
     "s": _COUNT,
-    "eta": (_is_eta, "a number above 1"),
+    "eta": (lambda value: is_number(value) and value > 1, "a number above 1"),
     "strict": (lambda value: isinstance(value, bool), "true or false"),
 }
 _KEYS = ("type", *_RULES)

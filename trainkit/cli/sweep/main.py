@@ -74,7 +74,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _refuse_endless(sweep: SweepFile, count: int | None) -> None:
-    if sweep.method != "grid" and sweep.run_cap is None and count is None:
+    has_end = sweep.method == "grid" or sweep.config.get("run_cap") is not None
+    if not has_end and count is None:
         raise TrainkitError(
             f"{sweep.path}: method {sweep.method} never ends by itself. Give "
             f"--count N, or write run_cap: N into the file."

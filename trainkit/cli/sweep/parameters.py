@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from trainkit.cli.sweep.distributions import check_distribution
+from trainkit.cli.sweep.distributions import check_distribution, is_number
 from trainkit.errors import TrainkitError
 
 _SINGLE = ("min", "max", "mu", "sigma", "a", "b", "q")
@@ -139,7 +139,7 @@ def _check_numbers(parameter: Mapping[str, Any], place: str) -> None:
                 )
     for key in _SINGLE:
         value = parameter.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise TrainkitError(f"{place}.{key}: must be a number, received {value!r}.")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.look import LIGHT, is_wide, label_decades, new_figure, tidy
+from trainkit.cli.sweep.distributions import is_number
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.table import brief
 from trainkit.cli.sweep.trial import Trial, best_of
@@ -70,7 +71,7 @@ def _draw_parameter(
 ) -> None:
     values = [trial.flat.get(name) for trial in trials]
     listed = sweep.varied[name].get("values", [])
-    if all(_is_number(value) for value in [*values, *listed]):
+    if all(map(is_number, [*values, *listed])):
         _scatter(panel, sweep, trials, values)
         if _is_logarithmic(sweep, name, values):
             panel.set_xscale("log")
@@ -138,10 +139,6 @@ def _finish(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
 
 def _is_drawn(trial: Trial) -> bool:
     return trial.number is not None and trial.state in _STYLES
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_logarithmic(sweep: SweepFile, name: str, values: Sequence[Any]) -> bool:

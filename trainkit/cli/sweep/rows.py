@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from trainkit.cli.sweep.distributions import is_number
 from trainkit.errors import TrainkitError
 
 _SECONDS = 120
@@ -71,9 +72,7 @@ def metric_values(rows: list[dict[str, Any]], metric: str | None) -> list[float]
 def number(value: Any) -> float | None:
     """A logged value as a number, also NaN and infinities; None if it is not one."""
     is_text = isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity")
-    if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return float(value)
-    return None
+    return float(value) if is_text or is_number(value) else None
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:

@@ -71,14 +71,6 @@ class SweepFile:
         return (self.config.get("metric") or {}).get("goal") == "maximize"
 
     @property
-    def run_cap(self) -> int | None:
-        return self.config.get("run_cap")
-
-    @property
-    def stops_early(self) -> bool:
-        return self.config.get("early_terminate") is not None
-
-    @property
     def runs_trainkit(self) -> bool:
         return is_trainkit(self.config)
 

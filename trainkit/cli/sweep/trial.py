@@ -68,6 +68,19 @@ class Trial:
         return flatten(self.arguments)
 
 
+def news_of(trial: Trial, metric: str | None) -> str:
+    """A trial's state in one line, with its arguments and its metric.
+
+    >>> trial = Trial(name="t", arguments={"lr": 1}, state="stopped", metric=[0.5])
+    >>> news_of(trial, "loss")
+    't stopped: lr=1, loss 0.5'
+    """
+    parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
+    if trial.value is not None:
+        parts.append(f"{metric} {trial.value:.6g}")
+    return ", ".join([*parts, trial.note] if trial.note else parts)
+
+
 def describe(trial: Trial) -> str:
     """A trial's arguments in one line.
 

@@ -56,18 +56,17 @@ class Engine:
         return {run.name for run in found}
 
     def _runs(self, trials: Sequence[Trial]) -> list[Any]:
-        return [self._run(trial) for trial in trials]
-
-    def _run(self, trial: Trial) -> Any:
         metric = (self._config.get("metric") or {}).get("name")
-        history = [{metric: value} for value in trial.metric]
-        return self._sweeps.SweepRun(
-            name=trial.name,
-            config={name: {"value": value} for name, value in trial.arguments.items()},
-            state=self._sweeps.RunState(WANDB_STATES[trial.state]),
-            history=history,
-            summary_metrics=history[-1] if history else {},
-        )
+        return [
+            self._sweeps.SweepRun(
+                name=trial.name,
+                config={k: {"value": value} for k, value in trial.arguments.items()},
+                state=self._sweeps.RunState(WANDB_STATES[trial.state]),
+                history=[{metric: value} for value in trial.metric],
+                summary_metrics={metric: trial.value} if trial.metric else {},
+            )
+            for trial in trials
+        ]
 
     @contextmanager
     def _asking(self, num_trials: int) -> Iterator[None]:

@@ -125,13 +125,8 @@ def _becomes_free(folder: Path) -> bool:
 def last_words(folder: Path) -> str:
     """The last line of a trial's output, without the lines of W&B's client."""
     path = folder / "output.log"
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 8192))
-        lines = file.read().decode(errors="replace").splitlines()
-    own = own_lines(lines)
-    return own[-1].strip() if own else ""
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return next(reversed(own_lines(text.splitlines())), "").strip()
 
 
 def _take_lock(folder: Path) -> IO[Any] | None:

@@ -18,7 +18,7 @@ from trainkit.cli.sweep.offline.process import TrialProcess, end_orphan, last_wo
 from trainkit.cli.sweep.offline.state import SweepState
 from trainkit.cli.sweep.rows import metric_values, read_run, run_files
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import State, Trial, describe
+from trainkit.cli.sweep.trial import State, Trial, describe, news_of
 
 MAX_INITIAL_FAILURES = "WANDB_AGENT_MAX_INITIAL_FAILURES"
 """How many trials may crash before one has ended well: a variable of W&B's agent."""
@@ -57,6 +57,7 @@ class OfflineSweep:
         self._state = state
         self._engine = Engine(state.config, seed=state.seed)
         self._agents = agents
+        self._stops_early = state.config.get("early_terminate") is not None
         self._may_start = float("inf") if count is None else count
         self._say = say
         self._running: list[TrialProcess] = []
@@ -178,10 +179,7 @@ class OfflineSweep:
 
     def _end(self, trial: Trial, state: State, note: str) -> None:
         trial.state, trial.note, trial.pid = state, note, None
-        parts = [f"{trial.name} {state}"]
-        if trial.value is not None:
-            parts.append(f"{self._sweep.metric} {trial.value:.6g}")
-        self._say(", ".join([*parts, note] if note else parts))
+        self._say(news_of(trial, self._sweep.metric))
 
     def _crash(self, trial: Trial, note: str) -> None:
         self._end(trial, "crashed", note)
@@ -224,7 +222,7 @@ class OfflineSweep:
 
     def _stop_the_poor(self) -> None:
         began = time.monotonic()
-        if not self._sweep.stops_early or began < self._look_at:
+        if not self._stops_early or began < self._look_at:
             return
         for process in self._running:
             self._read(process.trial)

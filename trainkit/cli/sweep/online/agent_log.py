@@ -15,12 +15,7 @@ def was_stopped(folder: Path, name: str) -> bool:
 
 
 def last_words_of(folder: Path, name: str) -> str:
-    """The last line of a trial that has ended; empty if no agent ran it.
-
-    Args:
-        folder: the folder of the agents' logs.
-        name: the name of the trial.
-    """
+    """The last line of a trial that has ended; empty if no agent ran it."""
     for before, line in _agent_lines(folder):
         if line.endswith(f"Cleaning up finished run: {name}") and before:
             return before[-1].strip()

@@ -10,13 +10,7 @@ from trainkit.cli.sweep.whole_config import read_parameters
 
 
 def local_trials(folder: Path, sweep_id: str, *, metric: str | None) -> list[Trial]:
-    """The trials that agents have started, with the metric that they logged.
-
-    Args:
-        folder: the agents' `WANDB_DIR`.
-        sweep_id: the id of the sweep.
-        metric: the name of its metric.
-    """
+    """The trials that agents have started with a folder as `WANDB_DIR`."""
     started = sorted(folder.glob(f"wandb/sweep-{sweep_id}/config-*.yaml"))
     return [_trial(folder, path, metric) for path in started]
 

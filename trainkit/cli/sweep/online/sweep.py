@@ -13,7 +13,7 @@ from trainkit.cli.sweep.online.agents import Agents
 from trainkit.cli.sweep.online.local_runs import local_trials
 from trainkit.cli.sweep.online.server import Server
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import Trial, describe
+from trainkit.cli.sweep.trial import Trial, news_of
 from trainkit.errors import TrainkitError
 
 _TICK = 0.2
@@ -137,16 +137,10 @@ class OnlineSweep:
             for trial in trials:
                 if self._states.get(trial.name) != trial.state:
                     self._states[trial.name] = trial.state
-                    self._say(self._news(trial))
+                    self._say(news_of(trial, self._sweep.metric))
             self._give_up_without_metric(trials, agents)
         except TrainkitError:
             return  # the server has just died; the next check will notice
-
-    def _news(self, trial: Trial) -> str:
-        parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
-        if trial.value is not None:
-            parts.append(f"{self._sweep.metric} {trial.value:.6g}")
-        return ", ".join([*parts, trial.note] if trial.note else parts)
 
     def _give_up_without_metric(self, trials: list[Trial], agents: Agents) -> None:
         stopped = [t.name for t in trials if was_stopped(self._folder, t.name)]
