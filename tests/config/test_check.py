@@ -62,8 +62,8 @@ def test_an_unknown_key_is_named_with_those_that_there_are() -> None:
         ({"size": 1, "name": [1]}, "group.name: must be str"),
         ({"size": 1, "parts": ["a"]}, "group.parts: must be"),
         ({"size": None}, "group.size: must be int, received None"),
-        ({"size": "8"}, "group.size: must be int, received '8'. A text stays one"),
-        ({"size": 1, "parts": [1, "2"]}, "received [1, '2']. A text stays one"),
+        ({"size": "8"}, "group.size: must be int, received '8'. The text is not"),
+        ({"size": 1, "parts": [1, "2"]}, "received [1, '2']. The text is not"),
     ],
 )
 def test_a_wrong_type_is_named(values: dict[str, Any], key: str) -> None:

@@ -41,10 +41,10 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def remedy_for_text(value: Any, hint: Any) -> str:
-    """What to do about a text that could be read as the type; else an empty text.
+    """Advice about a text that could be read as the type; else an empty text.
 
-    >>> print(remedy_for_text("8", int)[:44])
-    A text stays one: write it without quotes, o
+    >>> print(remedy_for_text("8", int)[:43])
+    The text is not converted. Write it without
     """
     try:
         read = _read(value, hint)
@@ -54,12 +54,12 @@ def remedy_for_text(value: Any, hint: Any) -> str:
         read, bool | int | float | complex | list | tuple | set | dict | None
     ):
         return (
-            "A text stays one: what it names is not looked up. Say by _target_ what to "
-            "make, with _partial_: true for the class or function itself."
+            "The text is not converted to the object that it names. Name the object by "
+            "_target_, with _partial_: true for the class or function itself."
         )
     return (
-        "A text stays one: write it without quotes, or ${oc.decode:...} around its "
-        "source."
+        "The text is not converted. Write it without quotes, or put ${oc.decode:...} "
+        "around its source."
     )
 
 

@@ -155,8 +155,8 @@ def test_what_wandb_knows_is_taken(parameter: dict[str, Any]) -> None:
     ("content", "text"),
     [
         (b"a: [", "is not YAML"),
-        (b"", "must hold a mapping"),
-        (b"- 1", "must hold a mapping"),
+        (b"", "must be a mapping with method"),
+        (b"- 1", "must be a mapping with method"),
         (b"\xff\xfe\x00a", "is not YAML"),
     ],
 )

@@ -100,18 +100,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         description="Micro-batch and accumulation for the effective batch you mean.",
         epilog=EXAMPLE,
     )
-    batch = parser.add_argument_group("the batch")
-    batch.add_argument(
-        "--target", type=int, required=True, help="samples of one optimizer step"
-    )
-    batch.add_argument(
+    add = parser.add_argument_group("the batch").add_argument
+    add("--target", type=int, required=True, help="samples of one optimizer step")
+    add(
         "--max-micro-batch",
         type=int,
         required=not probes,
         help="the most samples that fit into one rank's forward pass; with --probe, "
         "the most to try",
     )
-    batch.add_argument("--world-size", type=int, help="data-parallel ranks (default 1)")
+    add("--world-size", type=int, help="data-parallel ranks (default 1)")
     if probes:
         _add_probe(parser)
     _add_epoch(parser)
@@ -140,31 +138,20 @@ def _add_probe(parser: Arguments) -> None:
 
 
 def _add_epoch(parser: Arguments) -> None:
-    epoch = parser.add_argument_group("the epoch")
-    epoch.add_argument("--dataset-size", type=int, help="samples in the data set")
-    epoch.add_argument(
-        "--drop-last",
-        action="store_true",
-        help="the loader leaves out a last micro-batch that is not full",
-    )
+    add = parser.add_argument_group("the epoch").add_argument
+    add("--dataset-size", type=int, help="samples in the data set")
+    short = "the loader leaves out a last micro-batch that is not full"
+    add("--drop-last", action="store_true", help=short)
 
 
 def _add_scaling(parser: Arguments) -> None:
-    scaling = parser.add_argument_group("the learning rate")
-    scaling.add_argument("--lr", type=float, help="the rate for the reference batch")
-    scaling.add_argument(
-        "--reference", type=int, help="the effective batch to which --lr belongs"
-    )
-    scaling.add_argument(
-        "--rule", choices=list(RULES), help="one rule only (default: all of them)"
-    )
-    scaling.add_argument(
-        "--betas",
-        type=float,
-        nargs=2,
-        help=f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})",
-    )
-    scaling.add_argument("--eps", type=float, help=f"Adam's (default {EPS:g})")
+    add = parser.add_argument_group("the learning rate").add_argument
+    add("--lr", type=float, help="the rate for the reference batch")
+    add("--reference", type=int, help="the effective batch to which --lr belongs")
+    add("--rule", choices=list(RULES), help="one rule only (default: all of them)")
+    betas = f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})"
+    add("--betas", type=float, nargs=2, help=betas)
+    add("--eps", type=float, help=f"Adam's (default {EPS:g})")
 
 
 def _refuse_beside_probe(args: argparse.Namespace) -> None:

@@ -104,35 +104,30 @@ def _about_plan(report: dict[str, Any]) -> list[Row]:
     ]
     near = report["nearby"]
     if near is not None:
-        rows.append(
-            (
-                "cheaper",
-                f"{_count(near['micro_batch'], 'sample')} x accumulation "
-                f"{brief(near['accumulate'])} = "
-                f"{brief(near['effective'])} samples a step, in place of "
-                f"{_count(report['accumulate'], 'micro-batch')}",
-            )
+        cheaper = (
+            f"{_count(near['micro_batch'], 'sample')} x accumulation "
+            f"{brief(near['accumulate'])} = {brief(near['effective'])} samples a step, "
+            f"in place of {_count(report['accumulate'], 'micro-batch')}"
         )
+        rows.append(("cheaper", cheaper))
     return rows
 
 
 def _about_epoch(report: dict[str, Any]) -> list[Row]:
     epoch = report["epoch"]
-    rows = [
-        (
-            "epoch",
-            f"{_count(epoch['num_steps'], 'optimizer step')} over "
-            f"{_count(epoch['num_samples'], 'sample')}, "
-            f"{_count(epoch['num_micro_batches'], 'micro-batch')} on each rank",
-        )
-    ]
+    steps = (
+        f"{_count(epoch['num_steps'], 'optimizer step')} over "
+        f"{_count(epoch['num_samples'], 'sample')}, "
+        f"{_count(epoch['num_micro_batches'], 'micro-batch')} on each rank"
+    )
     last = (
         f"{brief(epoch['last_window_samples'])} of "
         f"{_count(report['effective'], 'sample')}, "
         f"{epoch['last_window_micro_batches']} of "
         f"{_count(report['accumulate'], 'micro-batch')}"
     )
-    rows.append(("last window", last if epoch["is_short"] else "as full as the others"))
+    short = last if epoch["is_short"] else "as full as the others"
+    rows = [("epoch", steps), ("last window", short)]
     if epoch["num_repeated_samples"]:
         repeated = (
             f"{_count(epoch['num_repeated_samples'], 'sample')}, so that ranks are even"

@@ -21,7 +21,7 @@ HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
 """The macros that write arguments as Hydra's overrides."""
 
 _OURS = 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]'
-"""What to write, for messages."""
+"""The command that messages propose."""
 
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _BARE = re.compile(r"[A-Za-z0-9_/.+%*@?|-][A-Za-z0-9_/.+%*@?| :-]*")

@@ -47,7 +47,7 @@ def names_in(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def message(sweep: SweepFile, trial: Trial, logged: Sequence[str]) -> str:
-    """The message to the user: which metric the finished trial lacks, and what to do."""
+    """A message that says which metric a trial lacks, and what to do."""
     start = (
         f"{sweep.path} metric.name: {trial.name} finished and logged no "
         f"{sweep.metric}, nor did another trial. No more trials are started. "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from trainkit.cli.sweep.distributions import check_distribution, is_number
@@ -14,8 +13,8 @@ from trainkit.errors import TrainkitError
 _SINGLE = ("min", "max", "mu", "sigma", "a", "b", "q")
 _NUMBERS = ("value", "values", "probabilities", *_SINGLE)
 _KEYS = (*_NUMBERS, "distribution", "parameters")
+_LARGEST_WHOLE = 2**53
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_MOST_PLAIN_DIGITS = 18
 
 
 def leaves(
@@ -54,22 +53,21 @@ def number_for_yaml(text: str) -> str | None:
     PyYAML, which W&B's client uses, reads YAML 1.1: a float needs a point, and its
     exponent a sign. It reads `1e-4` as a string.
 
-    >>> number_for_yaml("1e-4"), number_for_yaml("64"), number_for_yaml("2.5E30")
-    ('0.0001', '64', '2.5e+30')
+    >>> number_for_yaml("1e-4"), number_for_yaml("64"), number_for_yaml("1E30")
+    ('0.0001', '64', '1.0e+30')
     >>> number_for_yaml("adamw"), number_for_yaml("inf")
     (None, None)
     """
+    import yaml
+
     try:
-        number = Decimal(text.strip())
-    except InvalidOperation:
+        number = float(text)
+    except ValueError:
         return None
-    if not number.is_finite():
+    if not math.isfinite(number):
         return None
-    plain = format(number, "f")
-    if len(plain) <= _MOST_PLAIN_DIGITS:
-        return plain
-    mantissa, exponent = f"{number:e}".split("e")
-    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
+    is_whole = number.is_integer() and abs(number) < _LARGEST_WHOLE
+    return yaml.safe_dump(int(number) if is_whole else number).split()[0]
 
 
 def check_parameters(parameters: Any, *, method: str, where: str) -> None:

@@ -16,19 +16,9 @@ from trainkit.errors import TrainkitError
 
 METHODS = ("grid", "random", "bayes")
 _KNOWN = (
-    "command",
-    "controller",
-    "description",
-    "early_terminate",
-    "entity",
-    "method",
-    "metric",
-    "name",
-    "parameters",
-    "program",
-    "project",
-    "run_cap",
-)
+    "command controller description early_terminate entity method metric name "
+    "parameters program project run_cap"
+).split()
 _GOALS = ("minimize", "maximize")
 _OF_METRIC = ("name", "goal", "target", "impute", "impute_while_running")
 

@@ -60,8 +60,9 @@ class Server:
         with _as_our_error():
             return self._api.sweep(self.path(sweep_id)).id
 
-    def path(self, sweep_id: str) -> str:
-        return f"{self.entity}/{self.project}/{sweep_id}"
+    def path(self, name: str) -> str:
+        """The path of a sweep or run of the project."""
+        return f"{self.entity}/{self.project}/{name}"
 
     def is_alive(self) -> bool:
         """Whether anything answers at its address, through the user's proxies."""
@@ -85,7 +86,7 @@ class Server:
     def logged(self, name: str) -> list[str]:
         """The names that a run has logged with numbers, from its summary."""
         with _as_our_error():
-            run = self._api.run(f"{self.entity}/{self.project}/{name}")
+            run = self._api.run(self.path(name))
             summary = dict(run.summary)
         named = (name for name in summary if not name.startswith("_"))
         return [name for name in named if _number(summary[name]) is not None]
