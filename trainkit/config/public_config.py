@@ -23,7 +23,7 @@ def public_config(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
     An interpolation of an environment variable stays as it was written, also if another
     entry leads to it. The file then names the source of the value, and a copy of it
-    works elsewhere. So does an interpolation that cannot be resolved. Secrets are
+    works elsewhere. An interpolation that cannot be resolved stays too. Secrets are
     replaced, see `trainkit.config.redact`.
 
     >>> public_config({"a": "${oc.env:HOME}", "b": "${a}/x", "n": "${m}", "m": 2})

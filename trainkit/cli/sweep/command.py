@@ -14,10 +14,10 @@ from trainkit.cli.sweep.parameters import flatten
 from trainkit.cli.words import options_first, quoted
 from trainkit.errors import TrainkitError
 
-DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
+_DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
 """The `command` of a file that has none."""
 
-HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
+_HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
 """The macros that write arguments as Hydra's overrides."""
 
 _OURS = 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]'
@@ -30,7 +30,7 @@ _NOT_A_STRING = re.compile(r"true|false|null|nan|[+-]?inf|[+-]?[0-9].*", re.IGNO
 
 def template_of(config: Mapping[str, Any]) -> list[str]:
     """The words of a sweep's `command`, or of W&B's default."""
-    return [str(word) for word in config.get("command") or DEFAULT]
+    return [str(word) for word in config.get("command") or _DEFAULT]
 
 
 def is_trainkit(config: Mapping[str, Any]) -> bool:
@@ -164,7 +164,7 @@ def check_command(config: Mapping[str, Any], *, where: str) -> None:
         )
     is_ours = is_trainkit(config) or Path(str(config.get("program"))).name == "trainkit"
     # https://github.com/wandb/wandb/issues/4686
-    if is_ours and not set(words) & set(HYDRA_ARGS):
+    if is_ours and not set(words) & set(_HYDRA_ARGS):
         given = "is missing" if command is None else f"has {' '.join(words)!r}"
         raise TrainkitError(
             f"{where} command: `trainkit train` takes key=value without hyphens, so it "

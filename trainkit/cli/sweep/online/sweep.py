@@ -61,7 +61,7 @@ class OnlineSweep:
         self._answered = self._look_at = time.monotonic()
         self._without_metric: str | None = None
         self._has_given_up = False
-        self.is_lost = False
+        self._is_lost = False
 
     def run(self, *, agents: int, count: int | None) -> int:
         """Run the agents until they leave.
@@ -115,8 +115,8 @@ class OnlineSweep:
             self._answered = time.monotonic()
             self._report_changes(agents)
         silent = time.monotonic() - self._answered
-        if silent > self._lost_after and not self.is_lost:
-            self.is_lost = True
+        if silent > self._lost_after and not self._is_lost:
+            self._is_lost = True
             self._say(
                 f"the server has not answered for {silent:.0f} s: running trials "
                 f"continue to their end, and no more are started"
