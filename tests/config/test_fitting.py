@@ -54,7 +54,7 @@ TEXTS: list[tuple[Any, Any]] = [
 def test_a_text_is_no_other_thing(value: Any, hint: Any) -> None:
     kept = str(value)
     assert not fits(value, hint)
-    assert remedy_for_text(value, hint).startswith("A text stays one: ")
+    assert remedy_for_text(value, hint).startswith("The text is not converted")
     assert str(value) == kept
 
 

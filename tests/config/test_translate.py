@@ -134,7 +134,10 @@ def test_what_class_path_cannot_say_is_refused(node: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("node", "text"),
     [
-        ({"class_path": "C", "init_args": {"_target_": 1}}, "C _target_: Hydra keeps"),
+        (
+            {"class_path": "C", "init_args": {"_target_": 1}},
+            "C _target_: Hydra reserves",
+        ),
         (
             {"class_path": "C", "init_args": {"a": 1}, "dict_kwargs": {"a": 2}},
             "C a: given in init_args and in dict_kwargs",

@@ -1,4 +1,4 @@
-"""Typed configuration, and how it becomes objects."""
+"""Typed configuration, from which objects are made."""
 
 import lazy_loader
 

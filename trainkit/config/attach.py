@@ -28,22 +28,22 @@ def attach_accumulation(
     micro_batching: MicroBatching | None = None,
     wide_gradients: bool = False,
 ) -> list[Callback]:
-    """Let a module of either kind accumulate by a strategy.
+    """Let a module with or without `AccumulationMixin` accumulate by a strategy.
 
-    A module with `AccumulationMixin` gets it as `module.accumulation`, in place of what
-    its class says; any other is left alone and gets a callback.
+    A module with the mixin gets the strategy as `module.accumulation`, in place of its
+    own. Any other module does not change, and needs a callback.
 
     Args:
         module: a `LightningModule`, of either of Lightning's namespaces.
-        strategy: says what a micro-batch weighs; None keeps what the module says.
-        micro_batching: how to cut loader batches; None keeps what the module says.
+        strategy: the weight of a micro-batch; None keeps the module's own strategy.
+        micro_batching: how to cut loader batches; None keeps the module's own way.
         wide_gradients: keep the window's gradient in float32.
 
     Returns:
-        what must be added to the Trainer's callbacks.
+        The callbacks that the Trainer needs.
 
     Raises:
-        TrainkitError: nothing says what a micro-batch weighs, and it must be known.
+        TrainkitError: the weight of a micro-batch must be known, and is not.
     """
     if strategy is not None:
         check_strategy(strategy)
@@ -61,8 +61,8 @@ def attach_accumulation(
     if micro_batching is not None or wide_gradients:
         asked = "wide_gradients" if micro_batching is None else "micro_batching"
         raise TrainkitError(
-            f"{asked}: what a micro-batch weighs must be known, and "
-            f"{type(module).__name__} is no AccumulationMixin, which says it, and no "
+            f"{asked}: the weight of a micro-batch must be known, but "
+            f"{type(module).__name__} has no AccumulationMixin with a strategy, and no "
             f"accumulation was chosen. Choose accumulation=per_sample or per_token."
         )
     return []
@@ -78,35 +78,34 @@ def attach_optimizer(
 ) -> None:
     """Give `configure_optimizers` to a module that does not define it.
 
-    Both are made when Lightning asks for them, so that `module.trainer` can be asked
-    how many steps there will be. (Lightning's own CLI makes them at once, when there is
-    no Trainer yet, and counts a scheduler's epochs.)
+    Both are made when Lightning asks for them, since `module.trainer` then knows the
+    number of steps. (Lightning's own CLI makes them at once, without a Trainer, and
+    counts a scheduler's epochs.)
 
     Args:
         module: a `LightningModule`, of either of Lightning's namespaces.
         make_optimizer: takes the module's parameters.
         make_scheduler: takes the optimizer.
-        interval: what the scheduler counts, `"step"` or `"epoch"`.
-        monitor: the logged metric that the scheduler looks at, as ReduceLROnPlateau
-            does.
+        interval: the unit in which the scheduler counts, `"step"` or `"epoch"`.
+        monitor: the logged metric that a scheduler such as ReduceLROnPlateau reads.
 
     Raises:
         TrainkitError: the module defines `configure_optimizers` itself.
     """
     if interval not in get_args(Interval):
         raise TrainkitError(
-            f"interval: must be 'step' or 'epoch', received {interval!r}. It is what "
-            f"the scheduler counts."
+            f"interval: must be 'step' or 'epoch', received {interval!r}. Choose the "
+            f"unit in which the scheduler counts."
         )
     if _has_own_optimizer(module):
         raise TrainkitError(
             f"{type(module).__name__}: it defines configure_optimizers itself, so an "
             f"optimizer of the configuration would never be used. Choose "
-            f"optimizer=none and scheduler=none, or take configure_optimizers out of "
+            f"optimizer=none and scheduler=none, or remove configure_optimizers from "
             f"the class."
         )
-    # A partial, which Lightning sees through and which can be pickled and copied along
-    # with the module: a bound method of the instance could not.
+    # Lightning sees through a partial, and it is pickled and copied with the module,
+    # which a bound method of the instance would not be.
     module.configure_optimizers = partial(
         _configure, module, make_optimizer, make_scheduler, interval, monitor
     )

@@ -1,4 +1,4 @@
-"""A training from its configuration."""
+"""Makes a training from its configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainkit.lit.schedule.total_steps import total_steps
 
 @dataclass(frozen=True)
 class Training:
-    """What a configuration describes, ready to run."""
+    """A training that is ready to run."""
 
     trainer: Trainer
     module: LightningModule
@@ -38,14 +38,14 @@ class Training:
 
 
 def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training:
-    """Check a configuration, then make what it describes.
+    """Check a configuration, then make its training.
 
     Args:
-        config: as `conf/train.yaml` composes it.
-        callbacks: beyond those that it names.
+        config: the configuration that `conf/train.yaml` composes.
+        callbacks: more callbacks than the configuration names.
 
     Raises:
-        TrainkitError: a wrong key, type or target; nothing has been built then.
+        TrainkitError: a wrong key, type or target, before anything is built.
     """
     check_all(config)
     if config.seed is not None:
@@ -55,7 +55,7 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
         raise TrainkitError(
             f"trainer.gradient_clip_val: must be null for {type(module).__name__}, "
             f"which optimizes manually, received {config.trainer.gradient_clip_val}. "
-            f"Add trainer.gradient_clip_val=null, and clip where it steps."
+            f"Add trainer.gradient_clip_val=null, and clip in training_step."
         )
     data = _make(config, "data")
     made = [_make(config, key) for key in _named(config, "callbacks")]
@@ -74,8 +74,7 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
 def _useless(
     config: DictConfig, module: LightningModule, loggers: list[Any]
 ) -> tuple[type[Callback], ...]:
-    """Callbacks for which something else that was chosen leaves nothing to do; left in,
-    they would refuse it, or Lightning them."""
+    """Kinds of callbacks that have nothing to do in this training, and would fail."""
     kinds: list[type[Callback]] = []
     if not loggers:
         kinds.append(LearningRateMonitor)
@@ -89,19 +88,19 @@ def _useless(
 
 
 def _named(config: DictConfig, group: str) -> list[str]:
-    """The keys in a group that holds several things by name; null leaves one out."""
+    """The keys of a group's entries; an entry that is null is left out."""
     return [f"{group}.{name}" for name, node in (config[group] or {}).items() if node]
 
 
 def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
-    """What a node describes. An option that is called `none` is an empty one."""
+    """The object that a node describes; None for an empty node, such as `none`."""
     node = OmegaConf.select(config, key)
     if not node:
         return None
     try:
         return instantiate(node, _convert_="all", **kwargs)
     except (TrainkitError, OmegaConfBaseException):
-        raise  # it names the key
+        raise  # its text names the key
     except Exception as error:
         reason: BaseException = error
         if isinstance(error, HydraException) and error.__cause__ is not None:
@@ -114,15 +113,15 @@ def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
 def _cannot_make(
     error: Exception, reason: BaseException, config: DictConfig, key: str
 ) -> TrainkitError:
-    # In the text with Hydra 1.3, in a note with 1.4, where it is some node within.
+    # Hydra names the key of an inner node: 1.3 in the text, 1.4 in a note.
     said = "\n".join([str(error), *getattr(error, "__notes__", [])])
     inner = re.search(r"^full_key: (\S+)$", said, re.MULTILINE)
     key = inner[1] if inner else key
     if "Found more than one stateful callback" in str(reason):
         return TrainkitError(
-            f"callbacks: two of one kind must differ in what they go by, which their "
-            f"states in a checkpoint are told apart by. callbacks.best=null leaves out "
-            f"the ModelCheckpoint of callbacks=default. {reason}"
+            f"callbacks: two of one kind must differ in their arguments, by which a "
+            f"checkpoint tells their states apart. callbacks.best=null leaves out the "
+            f"ModelCheckpoint of callbacks=default. {reason}"
         )
     target = OmegaConf.select(config, f"{key}.{TARGET}")
     return TrainkitError(
@@ -165,7 +164,7 @@ def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
     if config.scheduler:
         scheduler = _make(config, "scheduler")
         make_scheduler = functools.partial(_make_scheduler, scheduler, module)
-    # A partial, as attach_optimizer asks for one that can be pickled.
+    # A partial can be pickled, as attach_optimizer needs it.
     make_optimizer = functools.partial(_call, "optimizer", _make(config, "optimizer"))
     attach_optimizer(
         module,
@@ -177,7 +176,7 @@ def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
 
 
 def _call(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a constructor; a value that it refuses is a mistake in the configuration."""
+    """Call a constructor, and report a value that it refuses with its key."""
     try:
         return make(*args, **kwargs)
     except TrainkitError:
@@ -189,7 +188,7 @@ def _call(key: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _make_scheduler(
     partial: Callable[..., Any], module: LightningModule, optimizer: Any
 ) -> Any:
-    """To be called in `configure_optimizers`, where the number of steps is known."""
+    """Make the scheduler; `configure_optimizers` knows the number of steps."""
     options = getattr(partial, "keywords", {})
     unknown = [name for name, value in options.items() if value == AUTO]
     if not unknown:

@@ -1,12 +1,12 @@
 """Refuses wrong keys and types before anything is built.
 
-The types come from the target's own signature, in trainkit's code or in yours.
+The types come from the signature of the target, in trainkit's code or in yours.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,14 +19,14 @@ from trainkit.config.translate import OF_HYDRA
 from trainkit.errors import TrainkitError, did_you_mean
 
 AUTO = "auto"
-"""As an argument of a scheduler: the number of all optimizer steps."""
+"""The value of a scheduler's argument that stands for the number of all steps."""
 
 _PARTIAL = ("optimizer", "scheduler")
-"""Groups whose first argument is there only when the training begins."""
+"""Groups whose first argument exists only when the training begins."""
 
 
 def check_all(config: DictConfig) -> None:
-    """Refuse what does not fit the targets' signatures, in every group."""
+    """Refuse arguments that do not fit the signatures of their targets."""
     check_kinds(config)
     groups = ("accumulation", "micro_batching", *CALLBACK_GROUPS, "optimizer")
     for name in ("model", "data", *groups, "trainer"):
@@ -41,34 +41,34 @@ def check_all(config: DictConfig) -> None:
 
 
 def _refuse_without_option(node: DictConfig | None, group: str) -> None:
-    """An argument for something that has not been chosen: `+group.size=4`, or what an
-    experiment says beside a `group=none`."""
+    """Refuse an argument in a group without a target: `+group.size=4`, or one that an
+    experiment sets although the user wrote `group=none`."""
     if OmegaConf.is_dict(node) and node and TARGET not in node:
         name = next(iter(node))
         without = " ".join(f"'~{group}.{name}'" for name in node)
         raise TrainkitError(
-            f"{group}.{name}: is an argument of what {group} is, and no option of "
-            f"{group} is chosen, received {node[name]!r}. Choose one before it: "
-            f"{group}=...; trainkit train --help lists the options. Where an "
-            f"experiment gives it, and there is to be none: {group}=none {without}"
+            f"{group}.{name}: needs an option of {group}, and none is chosen, received "
+            f"{node[name]!r}. Choose one before it: {group}=...; trainkit train --help "
+            f"lists the options. If an experiment sets the argument and you want no "
+            f"{group}: {group}=none {without}"
         )
 
 
 def _refuse_without_target(group: DictConfig | None, *, key: str) -> None:
-    """The entries of a group that holds several things by name are things to make."""
+    """Refuse an entry without a target in a group that holds several by name."""
     if not group:
         return
     for name in group:
         node = group[name]
         if node and not (OmegaConf.is_dict(node) and TARGET in node):
             raise TrainkitError(
-                f"{key}.{name}: must say by {TARGET} what it is, or be null, received "
-                f"{node!r}. Write {key}.{name}.{TARGET}=my_module.MyClass."
+                f"{key}.{name}: must have a {TARGET} or be null, received {node!r}. "
+                f"Write {key}.{name}.{TARGET}=my_module.MyClass."
             )
 
 
 def _with_some_steps(node: DictConfig | None) -> DictConfig | None:
-    """`auto` stands for a number that is not known yet."""
+    """A scheduler with a number in place of `auto`, whose value is not known yet."""
     if not node:
         return None
     known = node.copy()
@@ -78,53 +78,37 @@ def _with_some_steps(node: DictConfig | None) -> DictConfig | None:
     return known
 
 
-def check(config: Any, *, key: str, given: tuple[str, ...] = ()) -> None:
-    """Compare a node and those inside it with the signatures of their targets.
+def check(config: Any, *, key: str) -> None:
+    """Compare a node and the nodes inside it with the signatures of their targets.
 
     Args:
         config: a node of the configuration, or None.
-        key: where it stands, for the message.
-        given: parameters that the program adds.
+        key: its dotted name, for the message.
 
     Raises:
         TrainkitError: an unknown key, a missing one, or a value of the wrong type.
     """
     if not OmegaConf.is_config(config):
         return
-    if OmegaConf.is_list(config):
-        for index in range(len(config)):
-            check(config[index], key=f"{key}[{index}]")
-        return
-    for missing in _missing(config, key):
-        raise TrainkitError(
-            f"{missing}: must be given. Add {missing}=... to the command line."
-        )
-    if TARGET in config:
-        target = locate(config[TARGET], key=f"{key}.{TARGET}")
-        check_arguments(target, config, key=key, given=given)
-    for name in config:
-        check(config[name], key=f"{key}.{name}")
-
-
-def _missing(config: Any, key: str) -> Iterator[str]:
-    """Where `???` stands. OmegaConf's own `missing_keys` names a node within another
-    one from the root."""
-    for name in range(len(config)) if OmegaConf.is_list(config) else config:
-        inner = f"{key}[{name}]" if OmegaConf.is_list(config) else f"{key}.{name}"
+    is_list = OmegaConf.is_list(config)
+    for name in range(len(config)) if is_list else config:
+        inner = f"{key}[{name}]" if is_list else f"{key}.{name}"
         if OmegaConf.is_missing(config, name):
-            yield inner
-        elif OmegaConf.is_config(config[name]):
-            yield from _missing(config[name], inner)
+            raise TrainkitError(
+                f"{inner}: must be given. Add {inner}=... to the command line."
+            )
+        check(config[name], key=inner)
+    if not is_list and TARGET in config:
+        target = locate(config[TARGET], key=f"{key}.{TARGET}")
+        _check_arguments(target, config, key)
 
 
-def check_arguments(
-    target: Any, config: DictConfig, *, key: str, given: tuple[str, ...] = ()
-) -> None:
+def _check_arguments(target: Any, config: DictConfig, key: str) -> None:
     """Compare one node with the signature of its target."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
-        return  # written in C: it will speak for itself
+        return  # written in C: it refuses wrong arguments itself
     values = {str(name): config[name] for name in config if str(name) not in OF_HYDRA}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any:
@@ -132,7 +116,7 @@ def check_arguments(
             _refuse_unknown(name, [*parameters], key, target)
     if "_args_" not in config and not config.get("_partial_", False):
         for name, parameter in parameters.items():
-            _refuse_missing(name, parameter, {*values, *given}, key, target)
+            _refuse_missing(name, parameter, set(values), key, target)
     hints = _hints(target)
     for name, value in values.items():
         is_default = (
@@ -159,7 +143,7 @@ def _refuse_missing(
         return
     if key in _PARTIAL:
         raise TrainkitError(
-            f"{key}: {target.__qualname__} needs {name}, which is there only when the "
+            f"{key}: {target.__qualname__} needs {name}, which exists only when the "
             f"training begins. Add _partial_: true beside its {TARGET}."
         )
     raise TrainkitError(
@@ -171,7 +155,7 @@ def _refuse_missing(
 def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
     if OmegaConf.is_config(value):
         if any(True for _ in targets_of(value)):
-            return  # an object in the making, of whatever type
+            return  # an object that is not made yet
         value = OmegaConf.to_container(value, resolve=True)
     if not fits(value, hint):
         raise TrainkitError(
@@ -184,7 +168,7 @@ def _hints(target: Any) -> Mapping[str, Any]:
     function = target.__init__ if inspect.isclass(target) else target
     try:
         return get_type_hints(function)
-    except Exception:  # names that only a type checker sees
+    except Exception:  # a hint names something that only a type checker imports
         return {}
 
 

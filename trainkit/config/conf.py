@@ -1,4 +1,4 @@
-"""Where the groups are, and how Hydra finds them."""
+"""The place of trainkit's groups, and the plugin by which Hydra finds them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def conf_dir() -> Path:
 
 
 def register() -> None:
-    """Make groups, types and resolvers known to Hydra and OmegaConf; again is nothing.
+    """Register groups, types and resolvers; a second call has no effect.
 
-    An installed trainkit is found by Hydra itself (`hydra_plugins`).
+    Hydra finds an installed trainkit by itself (`hydra_plugins`).
     """
     register_types()
     Plugins.instance().register(TrainkitSearchPath)
 
 
 def register_types() -> None:
-    """What compositions with trainkit's groups need beside the files."""
+    """Register the types and resolvers that trainkit's groups use."""
     store("train_schema", TrainSchema)
     register_resolver("trainkit.run_name", run_name, use_cache=True)
     register_resolver("trainkit.accumulate", accumulate)
@@ -51,7 +51,7 @@ def register_types() -> None:
 
 
 def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
-    """Micro-batches in a window so that the effective batch is exactly `target`.
+    """The number of micro-batches in a window whose effective batch is `target`.
 
     In a config: `accumulate_grad_batches: ${trainkit.accumulate:64,${data.batch_size}}`
 
@@ -59,7 +59,7 @@ def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
     (8, 4)
 
     Raises:
-        TrainkitError: no whole number of micro-batches makes it.
+        TrainkitError: no whole number of micro-batches fits.
     """
     size = micro_batch * world_size
     if min(target, micro_batch, world_size) < 1:
@@ -79,6 +79,5 @@ def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
 
 
 def unless_scheduled(size: int, *, _root_: DictConfig) -> int:
-    """A size of windows, or 1 where the group `schedule` sets it: Lightning's argument
-    is then left alone."""
+    """A size of windows, or 1 (Lightning's default) if the group `schedule` sets it."""
     return 1 if _root_.get("schedule") else size

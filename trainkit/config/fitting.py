@@ -1,4 +1,4 @@
-"""Whether a value, as it will be passed, is of the type that a signature asks for."""
+"""A check whether a value has the type that a signature asks for."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _UNIONS = (Union, types.UnionType)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value can be passed as it is where the type is asked for.
+    """Whether a value has a type, without any conversion.
 
     Args:
-        value: a plain value: no configuration, and no object in the making.
-        hint: a type. What cannot be checked fits.
+        value: a plain value, without nodes of a configuration.
+        hint: a type. A value fits if its type cannot be checked.
 
     >>> fits(8, int), fits("8", int), fits("8", int | str)
     (True, False, True)
     >>> fits(None, Literal["a", None]), fits([1, "2"], list[int])
     (True, False)
     """
-    if value is None:  # which a parser would take for "not given"
+    if value is None:  # the parser would read it as "not given"
         return _takes_none(hint)
     if hint in (Any, object):
         return True
@@ -36,15 +36,15 @@ def fits(value: Any, hint: Any) -> bool:
         read = _read(value, hint)
     except ArgumentError:
         return False
-    # The parser reads texts, as of a command line; Hydra passes them on as they are.
+    # The parser converts texts; Hydra passes them to the target unchanged.
     return _keeps_texts(value, read) or _fits_in_parts(value, hint)
 
 
 def remedy_for_text(value: Any, hint: Any) -> str:
-    """What to do about a text that could be read as the type, else nothing.
+    """Advice about a text that could be read as the type; else an empty text.
 
-    >>> print(remedy_for_text("8", int)[:44])
-    A text stays one: write it without quotes, o
+    >>> print(remedy_for_text("8", int)[:43])
+    The text is not converted. Write it without
     """
     try:
         read = _read(value, hint)
@@ -54,12 +54,12 @@ def remedy_for_text(value: Any, hint: Any) -> str:
         read, bool | int | float | complex | list | tuple | set | dict | None
     ):
         return (
-            "A text stays one: what it names is not looked up. Say by _target_ what to "
-            "make, with _partial_: true for the class or function itself."
+            "The text is not converted to the object that it names. Name the object by "
+            "_target_, with _partial_: true for the class or function itself."
         )
     return (
-        "A text stays one: write it without quotes, or ${oc.decode:...} around its "
-        "source."
+        "The text is not converted. Write it without quotes, or put ${oc.decode:...} "
+        "around its source."
     )
 
 
@@ -74,17 +74,17 @@ def _takes_none(hint: Any) -> bool:
 
 
 def _read(value: Any, hint: Any) -> Any:
-    """What a command line would have made of it.
+    """The value that a command line would make of it.
 
     Raises:
-        ArgumentError: it is of another type.
+        ArgumentError: it has another type.
     """
     parser = ArgumentParser(exit_on_error=False)
     try:
         parser.add_argument("--value", type=hint)
     except ValueError:
-        return value  # not a type that can be checked
-    # The parser writes into lists and dicts that it is given.
+        return value  # the type cannot be checked
+    # The parser changes the lists and dicts that it receives.
     return parser.parse_object({"value": deepcopy(value)}).value
 
 
@@ -104,7 +104,8 @@ def _keeps_texts(value: Any, read: Any) -> bool:
 
 
 def _fits_in_parts(value: Any, hint: Any) -> bool:
-    """`1 | "1"` may be either: where the parser prefers the number, a text fits too."""
+    """Whether a value fits a part of its type, as "1" fits `int | str`, although the
+    parser prefers the number."""
     kinds = get_args(hint)
     if get_origin(hint) in _UNIONS:
         return any(fits(value, each) for each in kinds)

@@ -1,4 +1,4 @@
-"""Refuses a class that is of another kind than its group."""
+"""Refuses a class that does not belong in its group."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SEVERAL = {"callbacks": "Callback", "logger": "loggers.Logger"}
 
 
 def check_kinds(config: DictConfig) -> None:
-    """Refuse a class that is not of the kind its group needs.
+    """Refuse a class that is not a subclass of its group's kind.
 
-    What a function returns is not known before it is called, so that any may be named.
+    Any function may be named, since its result is not known before it is called.
     """
     for group, kind in _ONE.items():
         _refuse_other_kind(config[group], kind, key=group)
@@ -50,7 +50,7 @@ def _refuse_other_kind(node: Any, kind: str, *, key: str) -> None:
 
 
 def _bases(kind: str) -> tuple[type, ...]:
-    """Of the packages in use: a class has no base in one that is not imported."""
+    """The kind's class in each package of Lightning that has been imported."""
     *inner, name = kind.split(".")
     modules = (".".join([package, *inner]) for package in _LIGHTNING)
     return tuple(getattr(sys.modules[m], name) for m in modules if m in sys.modules)

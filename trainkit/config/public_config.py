@@ -1,4 +1,4 @@
-"""The resolved configuration, as it may be written down and shown."""
+"""The resolved configuration in a form that may be written down and shown."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.config.redact import redact
 
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\s*\.\s*(env\s*:|\$\{)|hydra\s*:\s*job\.env_set)")
-"""What reads the environment, or may: `${oc.${name}:HOME}` too."""
+"""An interpolation that reads the environment, or may: `${oc.${name}:HOME}` too."""
 _OPENING = re.compile(r"(\\*)\$\{")
 _CALL = re.compile(r"(?<!\\)\$\{[\w.]+:")
 
 
 def public_config(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with its interpolations resolved, and nothing of the environment.
+    """A configuration with interpolations resolved, without the environment's values.
 
-    What reads an environment variable stays as it was written, also where it is reached
-    through another entry: the file then says where a value came from, and a copy of it
-    works elsewhere. Secrets are replaced, see `trainkit.config.redact`. What cannot be
-    resolved stays as it was written too.
+    An interpolation of an environment variable stays as it was written, also if another
+    entry leads to it. The file then names the source of the value, and a copy of it
+    works elsewhere. An interpolation that cannot be resolved stays too. Secrets are
+    replaced, see `trainkit.config.redact`.
 
     >>> public_config({"a": "${oc.env:HOME}", "b": "${a}/x", "n": "${m}", "m": 2})
     {'a': '${oc.env:HOME}', 'b': '${oc.env:HOME}/x', 'n': 2, 'm': 2}
 
     Args:
-        config: the whole of it: interpolations may lead anywhere in it.
+        config: the whole configuration, since interpolations may lead anywhere in it.
     """
     whole: Any = OmegaConf.create(config)  # type: ignore[arg-type]
     raw = OmegaConf.to_container(whole, resolve=False, enum_to_str=True)
@@ -39,7 +39,7 @@ def public_config(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(value: Any) -> Any:
-    """With `${oc.env:...}` escaped, so that it is text to OmegaConf."""
+    """A value with each `${oc.env:...}` escaped, so that OmegaConf reads a text."""
     if isinstance(value, dict):
         return {key: _as_text(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -47,7 +47,7 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if _reads_environment(value):
-        # A backslash before it has a meaning of its own.
+        # A backslash before it must be escaped too.
         return _OPENING.sub(lambda found: 2 * found[1] + "\\${", value)
     return value
 
@@ -72,6 +72,6 @@ def _value(node: Any, key: Any) -> Any:
         value = _plain(node[key])
     except (OmegaConfBaseException, ValueError, TypeError):
         return written
-    # A resolver that computes with an environment variable got its name here.
+    # A resolver that computes with an environment variable received only its name.
     is_computed = isinstance(written, str) and _CALL.search(written)
     return written if is_computed and _reads_environment(value) else value

@@ -12,47 +12,20 @@ import yaml
 
 REDACTED = "<redacted>"
 
-_SECRET_WORDS = {
-    "authorization",
-    "credential",
-    "credentials",
-    "passphrase",
-    "passwd",
-    "password",
-    "secret",
-    "secrets",
-    "apikey",
-}
-_KINDS_OF_KEY = {"access", "api", "encryption", "private", "secret", "signing", "ssh"}
-_KINDS_OF_TOKEN = {
-    "access",
-    "api",
-    "app",
-    "auth",
-    "bearer",
-    "bot",
-    "gh",
-    "git",
-    "github",
-    "gitlab",
-    "hf",
-    "hub",
-    "id",
-    "identity",
-    "private",
-    "pypi",
-    "refresh",
-    "secret",
-    "security",
-    "session",
-    "user",
-    "wandb",
-}
+_SECRET_WORDS = frozenset(
+    "apikey authorization credential credentials passphrase passwd password secret "
+    "secrets".split()
+)
+_KINDS_OF_KEY = frozenset("access api encryption private secret signing ssh".split())
+_KINDS_OF_TOKEN = frozenset(
+    "access api app auth bearer bot gh git github gitlab hf hub id identity private "
+    "pypi refresh secret security session user wandb".split()
+)
 _OF_VARIABLES = ("_TOKEN", "_KEY", "_PASS", "_PWD", "_PAT")
-"""Endings of secret variables; in a configuration, `pad_token` is no secret."""
+"""Endings of secret environment variables; the key `pad_token` is not a secret."""
 
 _MIN_LENGTH = 8
-"""Shorter values of environment variables are too likely to be something else."""
+"""The least length of a secret in the environment; a shorter value may be a word."""
 
 _USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^,{}$]+(,\s*null)?\}")
@@ -61,9 +34,9 @@ _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^,{}$]+(,\s*null)?\}")
 def redact(value: Any, *, environ: Mapping[str, str] | None = None) -> Any:
     """A copy without secrets, for logs and files.
 
-    Replaced are the values of keys that sound like one (see `sounds_secret`), the
-    values of such environment variables, wherever in a text they stand, and users and
-    passwords in URLs. What only names an environment variable is no secret.
+    It replaces the values of keys that sound secret (see `sounds_secret`), the values
+    of such environment variables in any text, and users and passwords in URLs. The name
+    of an environment variable is not a secret.
 
     >>> redact({"hub": {"api_key": "sk-1", "key": "v0"}, "lr": 0.1}, environ={})
     {'hub': {'api_key': '<redacted>', 'key': 'v0'}, 'lr': 0.1}
@@ -75,8 +48,8 @@ def redact(value: Any, *, environ: Mapping[str, str] | None = None) -> Any:
     {'api_key': '${oc.env:MY_API_KEY}'}
 
     Args:
-        value: mappings and lists, nested, of plain values.
-        environ: the environment, default that of the process.
+        value: nested mappings and lists of plain values.
+        environ: the environment; by default, the environment of the process.
     """
     known = _secrets_of(os.environ if environ is None else environ)
     return _redacted(value, known, in_secret=False)
@@ -94,7 +67,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
 def _word(word: str) -> str:
     key, equals, value = word.partition("=")
     if value[:1] in ("{", "["):
-        # As a whole: Hydra would not read back what is left of it.
+        # Replaced as a whole, since Hydra could not read back a part of it.
         names = re.findall(r"[\w.]+(?=['\"]?\s*:)", value)
         if any(map(sounds_secret, names)):
             return f"{key}={REDACTED}"
@@ -105,7 +78,7 @@ def _word(word: str) -> str:
 def redact_file(path: Path) -> None:
     """Replace secrets in a configuration that Hydra has written."""
     content = yaml.safe_load(path.read_text())
-    # All words of the command line once more, in one text.
+    # This entry repeats all words of the command line in one text.
     content.get("hydra", {}).get("job", {}).pop("override_dirname", None)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(yaml.safe_dump(redact(_with_words(content)), sort_keys=False))
@@ -140,7 +113,7 @@ def sounds_secret(key: str) -> bool:
 
 
 def _secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """Longest first, so that none is cut short by another that it holds."""
+    """The secrets in an environment, longest first: one may contain another."""
     found = {
         value
         for name, value in environ.items()

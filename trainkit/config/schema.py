@@ -1,7 +1,7 @@
-"""The types of the root configuration: a wrong key or type is refused by Hydra itself.
+"""The types of the root configuration, by which Hydra refuses a wrong key or type.
 
-What stands in a group with a `_target_` has the types of that target's own signature
-(`trainkit.config.check`), so that no second list of arguments can drift from the first.
+The arguments of a `_target_` in a group are not listed here: `trainkit.config.check`
+takes their types from the signature of the target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omegaconf import MISSING
 
 @dataclass
 class TrainerSchema:
-    """Every argument of `lightning.pytorch.Trainer`, but `logger` and `callbacks`,
+    """The arguments of `lightning.pytorch.Trainer`, except `logger` and `callbacks`,
     which have groups of their own."""
 
     _target_: str = "lightning.pytorch.Trainer"
@@ -64,7 +64,7 @@ class TrainerSchema:
 
 @dataclass
 class PathsSchema:
-    """Where a run reads and writes."""
+    """The folders of a run."""
 
     root_dir: str = MISSING
     output_dir: str = MISSING
@@ -73,7 +73,7 @@ class PathsSchema:
 
 @dataclass
 class SchedulingSchema:
-    """When the scheduler moves, and by which metric."""
+    """The interval of the scheduler, and its metric."""
 
     interval: str = "step"
     monitor: Optional[str] = None
@@ -81,7 +81,7 @@ class SchedulingSchema:
 
 @dataclass
 class TrainSchema:
-    """The root: one entry for each group, and what belongs to none of them."""
+    """The root: an entry for each group, and entries that belong to no group."""
 
     accumulation: Any = None
     micro_batching: Any = None

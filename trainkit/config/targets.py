@@ -1,4 +1,4 @@
-"""Objects from configurations, of allowed packages only."""
+"""Makes objects from configurations, of allowed packages only."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ _PARTS = (
     "pytorch_lightning",
     "lightning_fabric",
 )
-"""What trainings are made of: torch as a whole also runs programs and opens files."""
+"""Packages that are always allowed; the rest of torch can run programs, for example."""
 
 _allowed: set[str] = set()
 
 
 def allow_targets(*packages: str) -> None:
-    """Let configurations name what stands in these packages, or parts of packages, in
-    this process.
+    """Allow targets of these packages, or parts of packages, in this process.
 
     >>> allow_targets("my_project", "torch.distributions")
     """
@@ -48,8 +47,8 @@ def allow_targets(*packages: str) -> None:
 def allowed() -> list[str]:
     """The packages, or parts of them, whose classes a configuration may name.
 
-    Beyond those of which trainings are made: what `allow_targets` and the environment
-    variable `TRAINKIT_ALLOW` (separated by commas) add.
+    Some are always allowed. `allow_targets` and the environment variable
+    `TRAINKIT_ALLOW`, separated by commas, add others.
     """
     named = os.environ.get(VARIABLE, "").split(",")
     return [*_PARTS, *sorted(_allowed | {each.strip() for each in named} - {""})]
@@ -63,23 +62,23 @@ def allowed_packages() -> list[str]:
 def instantiate(config: Any, *args: Any, **kwargs: Any) -> Any:
     """`hydra.utils.instantiate`, for targets of allowed packages.
 
-    A configuration file is not a licence to run anything: a stranger's could have
-    `_target_: os.system` in it. Both the name of a target and the module in which the
-    object behind that name is defined must be allowed, so that `torch.os.system` is
-    not. It is no sandbox: what is allowed reads and writes files as it always does.
+    A stranger's configuration file could contain `_target_: os.system`. Both the name
+    of a target and the module that defines the object must therefore be allowed, so
+    that `torch.os.system` is refused. This is not a sandbox: an allowed target may read
+    and write files.
 
     Args:
-        config: what holds a `_target_`, here or deeper; other things come back as they
-            are, as from Hydra.
-        args: for the target.
-        kwargs: for the target, over what the configuration says.
+        config: a node with a `_target_`, here or deeper; Hydra returns other values
+            unchanged.
+        args: arguments for the target.
+        kwargs: arguments for the target, in place of the configuration's.
 
     Raises:
-        TrainkitError: a target that is not allowed, or is not there.
+        TrainkitError: a target is not allowed, or does not exist.
     """
     for key, target in targets_of([config, kwargs]):
         locate(target, key=key)
-    # Hydra 1.4 asks for such a list, and 1.5 will insist; 1.3 does not know it.
+    # Hydra 1.4 warns without this list, and 1.5 will fail; 1.3 does not have it.
     policy = "_execution_whitelist_"
     if policy in inspect.signature(hydra.utils.instantiate).parameters:
         kwargs[policy] = [f"{package}.*" for package in allowed_packages()]
@@ -91,10 +90,10 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
 
     Args:
         target: a dotted path, or the object itself.
-        key: where in the configuration it stands, for the message.
+        key: its key in the configuration, for the message.
     """
     if not isinstance(target, str):
-        return target  # from a program, which could have called it
+        return target  # a program has put it there
     package = target.partition(".")[0]
     if package not in allowed_packages():
         raise _not_allowed(target, key, package)
@@ -103,7 +102,7 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
     except (HydraException, ImportError, AttributeError, ValueError) as error:
         cause = error.__cause__ or error
         reason = str(cause).strip().splitlines()[0]
-        if isinstance(cause, TrainkitError):  # the module says itself what is wrong
+        if isinstance(cause, TrainkitError):  # its text already says what to do
             raise TrainkitError(f"{key}: {reason}") from error
         if target.startswith("trainkit.recipes.") and _is_of_others(cause):
             raise TrainkitError(
@@ -122,13 +121,13 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
 
 
 def _is_of_others(error: BaseException) -> bool:
-    """Whether a module is missing that is not part of trainkit."""
+    """Whether the missing module belongs to another package than trainkit."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return name is not None and name.partition(".")[0] != "trainkit"
 
 
 def _home_of(found: Any) -> str:
-    """The module in which something is defined; a method's is that of its object."""
+    """The module that defines an object; for a method, the one of its class."""
     home = getattr(found, "__module__", None)
     if isinstance(home, str):
         return home
@@ -136,7 +135,7 @@ def _home_of(found: Any) -> str:
 
 
 def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every target in a configuration, with the key under which it stands."""
+    """The targets in a configuration, each with its key."""
     if isinstance(node, DictConfig | Mapping):
         if isinstance(node, DictConfig) and node._is_none():
             return

@@ -1,10 +1,10 @@
-"""One notation for both doors: Hydra's `_target_` and jsonargparse's `class_path`.
+"""Translates between Hydra's `_target_` and jsonargparse's `class_path`.
 
-Both say "make this class with these arguments", nested as deep as one likes:
+Both describe an object by its class and arguments, to any depth:
 
     {_target_: C, a: 1}    and    {class_path: C, init_args: {a: 1}}
 
-Plain data goes in and comes out; nothing is imported.
+The functions take and return plain data, and import nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PARTIAL = "_partial_"
 CLASS_PATH = "class_path"
 
 PARTIAL_KEYS = ("optimizer", "scheduler", "lr_scheduler")
-"""Keys under which Hydra needs `_partial_: true`: parameters, or the optimizer, are
-given later."""
+"""Keys under which Hydra needs `_partial_: true`, since the parameters or the optimizer
+come later."""
 
 _OF_CLASS_PATH = {CLASS_PATH, "init_args", "dict_kwargs"}
 OF_HYDRA = (TARGET, PARTIAL, "_recursive_", "_convert_", "_args_")
@@ -29,12 +29,12 @@ OF_HYDRA = (TARGET, PARTIAL, "_recursive_", "_convert_", "_args_")
 def to_class_path(node: Any) -> Any:
     """Write Hydra's `_target_` as jsonargparse's `class_path`.
 
-    What is in jsonargparse's notation already stays, so a file may mix both.
+    A `class_path` stays, so a file may mix both notations.
 
-    - `_partial_` is left out: jsonargparse knows from the parameter's own type whether
-      an object or a callable that makes one is wanted. `to_target` puts it back.
-    - `_convert_` is left out: jsonargparse hands over plain dicts and lists anyway.
-    - `_args_` and `_recursive_: false` are refused: there is nothing like them.
+    - `_partial_` is left out: jsonargparse knows from the type of the parameter whether
+      it needs an object or a callable that makes one. `to_target` puts it back.
+    - `_convert_` is left out: jsonargparse always passes plain dicts and lists.
+    - `_args_` and `_recursive_: false` are refused: jsonargparse has nothing similar.
 
     >>> to_class_path({"lr": 1, "accumulation": {"_target_": "trainkit.PerSample"}})
     {'lr': 1, 'accumulation': {'class_path': 'trainkit.PerSample'}}
@@ -45,8 +45,8 @@ def to_class_path(node: Any) -> Any:
         node: dicts, lists and plain values.
 
     Raises:
-        TrainkitError: a target that is no dotted path, or an argument of Hydra's that
-            has no counterpart.
+        TrainkitError: a target is not a dotted path, or an argument of Hydra has no
+            counterpart.
     """
     if isinstance(node, Mapping) and TARGET in node:
         return _target_as_class_path(node)
@@ -56,8 +56,8 @@ def to_class_path(node: Any) -> Any:
 def to_target(node: Any, *, partial: Collection[str] = PARTIAL_KEYS) -> Any:
     """Write jsonargparse's `class_path` as Hydra's `_target_`.
 
-    The inverse of `to_class_path`, for nodes in which `_partial_: true` stands under
-    the keys of `partial` and nowhere else, and which say nothing that is a default.
+    The inverse of `to_class_path`, for nodes that have `_partial_: true` under the keys
+    of `partial` only, and that contain no defaults of Hydra's.
 
     >>> to_target({"class_path": "trainkit.PerToken", "init_args": {"labels": 1}})
     {'_target_': 'trainkit.PerToken', 'labels': 1}
@@ -66,12 +66,11 @@ def to_target(node: Any, *, partial: Collection[str] = PARTIAL_KEYS) -> Any:
 
     Args:
         node: dicts, lists and plain values.
-        partial: the names under which something is made with `_partial_: true`, since
-            it gets further arguments later. `class_path` does not say it.
+        partial: the keys of nodes that need `_partial_: true`, since they receive
+            more arguments later. `class_path` has no such mark.
 
     Raises:
-        TrainkitError: an argument whose name Hydra keeps for itself, or that is given
-            twice.
+        TrainkitError: an argument has a name that Hydra reserves, or is given twice.
     """
 
     def walk(inner: Any, key: object = None) -> Any:
@@ -106,7 +105,7 @@ def _target_as_class_path(node: Mapping[str, Any]) -> dict[str, Any]:
         )
     if node.get("_recursive_") is False:
         raise TrainkitError(
-            f"{target} _recursive_: class_path always makes what is inside first, "
+            f"{target} _recursive_: class_path always makes inner objects first, "
             f"received False. Leave it out."
         )
     arguments = {n: to_class_path(v) for n, v in node.items() if n not in OF_HYDRA}
@@ -133,13 +132,13 @@ def _class_path_as_target(
         for name, value in (node.get(source) or {}).items():
             if name in OF_HYDRA:
                 raise TrainkitError(
-                    f"{path} {name}: Hydra keeps this name for itself, so that no "
-                    f"argument can have it. Rename the argument."
+                    f"{path} {name}: Hydra reserves this name, so no argument can "
+                    f"have it. Rename the argument."
                 )
             if name in made:
                 raise TrainkitError(
-                    f"{path} {name}: given in init_args and in dict_kwargs. Leave it "
-                    f"out of one."
+                    f"{path} {name}: given in init_args and in dict_kwargs. Remove it "
+                    f"from one of them."
                 )
             made[name] = walk(value, name)
     return made

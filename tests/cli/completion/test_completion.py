@@ -1,25 +1,19 @@
-"""What Tab offers, in the shells themselves."""
+"""What Tab offers for a line."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
-import shutil
 import subprocess
 import sys
-import termios
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonargparse import ArgumentParser
 
-from tests.startup import CHILD_PATH, forked
+from tests.cli.completion.conftest import STRATEGIES
+from tests.startup import forked
 from trainkit.cli.completion import lightning_options
 from trainkit.cli.completion.main import main
 from trainkit.cli.fit import options as fit_options
@@ -27,14 +21,6 @@ from trainkit.cli.fit.options import options_of
 from trainkit.cli.main import COMMANDS
 from trainkit.core.scaling import RULES
 from trainkit.errors import TrainkitError
-
-STRATEGIES = ["none", "per_sample", "per_token", "uniform"]
-
-
-@pytest.fixture(autouse=True)
-def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def complete(line: str, **environment: str) -> list[str]:
@@ -262,163 +248,3 @@ def test_options_of_fit_are_kept_for_the_next_tab() -> None:
     assert complete("trainkit test --accumulation Unif") == ["Uniform"]
     own = "trainkit validate --accumulation=mine.Rows --wide_gradients "
     assert complete(own) == ["true", "false"]
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Path:
-    """A folder with a `trainkit` that completes, and writes down what it would run."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    program = folder / "trainkit"
-    program.write_text(
-        f"""#!/bin/sh
-if [ "$1" = completion ] || [ -n "$_ARGCOMPLETE" ]; then
-    exec "{sys.executable}" -m trainkit "$@"
-fi
-echo "$*" > "{tmp_path}/ran.new"
-mv "{tmp_path}/ran.new" "{tmp_path}/ran"
-"""
-    )
-    program.chmod(0o755)
-    return folder
-
-
-def environment(commands: Path) -> dict[str, str]:
-    """What the shells start with: nothing of the user's."""
-    return {
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "HOME": os.environ["HOME"],
-        "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
-        "PYTHONPATH": CHILD_PATH,
-        "TERM": "xterm",
-        "LANG": "C.UTF-8",
-    }
-
-
-# How bash breaks the line into words, by default.
-BASH_WORDS = {
-    "trainkit ": ["trainkit", ""],
-    "trainkit plan --ma": ["trainkit", "plan", "--ma"],
-    "trainkit plan --rule=s": ["trainkit", "plan", "--rule", "=", "s"],
-    "trainkit train accumulation=": ["trainkit", "train", "accumulation", "="],
-    "trainkit train -m accumulation=uniform,per_": [
-        *["trainkit", "train", "-m", "accumulation", "=", "uniform,per_"],
-    ],
-    "trainkit train trainer.max_st": ["trainkit", "train", "trainer.max_st"],
-    "trainkit sweep sw": ["trainkit", "sweep", "sw"],
-}
-
-
-@pytest.mark.parametrize(
-    ("line", "reply"),
-    [
-        ("trainkit ", list(COMMANDS)),
-        ("trainkit plan --ma", ["--max-micro-batch"]),
-        ("trainkit plan --rule=s", ["sqrt"]),
-        ("trainkit train accumulation=", STRATEGIES),
-        (
-            "trainkit train -m accumulation=uniform,per_",
-            ["uniform,per_sample", "uniform,per_token"],
-        ),
-        ("trainkit train trainer.max_st", ["trainer.max_steps="]),
-        ("trainkit sweep sw", []),  # a file, of which there is none
-    ],
-)
-def test_bash_is_told_what_replaces_its_last_word(
-    line: str, reply: list[str], commands: Path
-) -> None:
-    words = " ".join(f"'{word}'" for word in BASH_WORDS[line])
-    program = f"""
-eval "$(trainkit completion bash)"
-COMP_LINE='{line} unread' COMP_POINT={len(line)} COMP_TYPE=9
-COMP_WORDS=({words}) COMP_CWORD={len(BASH_WORDS[line]) - 1}
-_python_argcomplete trainkit
-printf '%s\\n' "${{COMPREPLY[@]}}"
-complete -p trainkit
-"""
-    done = subprocess.run(
-        ["bash", "--norc", "-c", program],
-        env=environment(commands),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    *replied, registered = done.stdout.splitlines()
-    assert [each.strip() for each in replied if each] == reply
-    assert " -o default " in registered  # where trainkit knows nothing, files
-    assert done.stderr == ""
-
-
-SHELLS = {
-    "bash": ["bash", "--norc", "--noprofile", "-i"],
-    "zsh": ["zsh", "-f", "-i"],
-    "fish": ["fish", "--no-config", "-i"],
-}
-LOAD = {
-    "bash": 'eval "$(trainkit completion bash)"\n',
-    "zsh": 'eval "$(trainkit completion zsh)"\n',
-    "fish": "trainkit completion fish | source\n",
-}
-
-
-@contextmanager
-def terminal(argv: list[str], env: dict[str, str], folder: Path) -> Iterator[int]:
-    """A program that believes a person types; its keyboard is yielded."""
-    ours, theirs = pty.openpty()
-    program = subprocess.Popen(
-        argv,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=env,
-        cwd=folder,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # or fish leaves
-    )
-    os.close(theirs)
-    os.set_blocking(ours, False)
-    try:
-        yield ours
-    finally:
-        program.kill()
-        program.wait(timeout=240)
-        os.close(ours)
-
-
-def type_and_wait(keyboard: int, keys: str, ran: Path) -> str:
-    """What the command was run with, once it was."""
-    os.write(keyboard, keys.encode())
-    deadline = time.monotonic() + 240
-    while not ran.exists():
-        assert time.monotonic() < deadline, f"nothing ran after {keys!r}"
-        time.sleep(0.02)
-        try:
-            os.read(keyboard, 65536)  # or the shell would wait for its terminal
-        except BlockingIOError:
-            continue
-    words = ran.read_text().strip()
-    ran.unlink()
-    return words
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_tab_completes_what_is_then_run(
-    shell: str, commands: Path, tmp_path: Path
-) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    (tmp_path / "sweep_of_rates.yaml").touch()
-    typed = {
-        "trainkit pla\t --rule sq\t\n": "plan --rule sqrt",
-        "trainkit plan --rule=sq\t\n": "plan --rule=sqrt",
-        "trainkit train accumulation=per_t\t\n": "train accumulation=per_token",
-        "trainkit train trainer.max_st\t5\n": "train trainer.max_steps=5",
-        "trainkit sweep sweep_o\t--json\n": "sweep sweep_of_rates.yaml --json",
-    }
-    argv = [shutil.which(shell) or shell, *SHELLS[shell][1:]]
-    with terminal(argv, environment(commands), tmp_path) as keyboard:
-        os.write(keyboard, LOAD[shell].encode())
-        for keys, words in typed.items():
-            ran = type_and_wait(keyboard, keys, tmp_path / "ran")
-            assert " ".join(ran.split()) == words

@@ -42,7 +42,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "uniform takes min, max, received min, max, q. These keys fit .*q_uniform",
     ),
     ({"distribution": "normal", "min": 0, "max": 1}, "normal takes mu, sigma, "),
-    ({"distribution": "log_uniform_values"}, "min, max, received none of them"),
+    ({"distribution": "log_uniform_values"}, "min, max, received no key"),
     ({"distribution": "int_uniform", "min": 1.5, "max": 2}, "takes whole numbers"),
     ({"values": [1, 2], "min": 1, "max": 2}, "categorical takes values, received"),
 ]

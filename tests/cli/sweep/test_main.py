@@ -54,14 +54,14 @@ def test_json_is_all_that_standard_output_gets(
 
     output, news = capsys.readouterr()
     assert yaml.safe_load(output)["trials"][0]["rows"] == 2
-    assert "finished, val/loss" in news
+    assert "finished: lr=0.1 rows=2, val/loss" in news
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--agents", "0"], "--agents: must be at least 1, received 0"),
-        (["--count", "-1"], "--count: must be at least 1, received -1"),
+        (["--agents", "0"], "--agents: must be a whole number from 1 .* received 0"),
+        (["--count", "-1"], "--count: must be a whole number from 1 .* received -1"),
         (["--resume", "nope", "--offline"], "there is no sweep 'nope'"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],

@@ -69,13 +69,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["trainer.strategy=x"],
             "trainer: lightning.pytorch.Trainer could not be made",
         ),
-        (["~optimizer._partial_"], "optimizer: AdamW needs params, which is there"),
+        (["~optimizer._partial_"], "optimizer: AdamW needs params, which exists"),
         (["trainer._target_=trainkit.Uniform"], "trainer._target_: must be a subclass"),
         (["data.num_workers='2'"], "data.num_workers: must be int, received '2'"),
-        (["+callbacks.mine=1"], "callbacks.mine: must say by _target_ what it is"),
-        (["+logger.mine={a: 1}"], "logger.mine: must say by _target_ what it is"),
-        (["+micro_batching.size=3"], "size: is an argument of what micro_batching is"),
-        (["+lr_scaling.rule=sqrt"], "no option of lr_scaling is chosen, received 'sqr"),
+        (["+callbacks.mine=1"], "callbacks.mine: must have a _target_ or be null"),
+        (["+logger.mine={a: 1}"], "logger.mine: must have a _target_ or be null"),
+        (["+micro_batching.size=3"], "size: needs an option of micro_batching"),
+        (
+            ["+lr_scaling.rule=sqrt"],
+            "an option of lr_scaling, and none is chosen, received 'sqr",
+        ),
         (["paths.root_dir=/dev/null"], "the folder of the run cannot be created"),
         (["--config-dir=nowhere"], "nowhere' not found"),
     ],
@@ -100,7 +103,7 @@ def test_what_an_experiment_says_of_an_optimizer_that_is_taken_out(
     assert train(*words, small=[]) == 2
     away = "'~optimizer.lr' '~optimizer.weight_decay'"
     shown = capsys.readouterr().err
-    assert shown.endswith(f"and there is to be none: optimizer=none {away}\n")
+    assert shown.endswith(f" and you want no optimizer: optimizer=none {away}\n")
     assert train(*words, *shlex.split(away), "mode=foo", small=[]) == 2
     assert "trainkit: mode: must be min or max" in capsys.readouterr().err
 

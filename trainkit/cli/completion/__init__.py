@@ -1,1 +1,1 @@
-"""`trainkit completion`: what the shell offers when Tab is pressed."""
+"""`trainkit completion`: candidates for a shell in which Tab is pressed."""

@@ -1,7 +1,7 @@
-"""What may follow on the line that a shell asks about.
+"""The candidates for the last word of a line in a shell.
 
-A script of argcomplete's describes the line in the environment, and reads the answer.
-Each command's own parser gives it, where it would otherwise parse.
+A script of argcomplete's puts the line into environment variables, and reads the
+answer. The parser of the command answers, at the point where it would otherwise parse.
 """
 
 from __future__ import annotations
@@ -21,27 +21,23 @@ from trainkit.cli.main import main as trainkit
 
 
 def answer() -> NoReturn:
-    """Write the answer, and leave.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Write the answer, and exit."""
     line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
     quote, word, _, before, _ = split_line(line, point)
     if len(before) < 2:
         offer(_parser_of_all())
     program, command, *before = before
-    # argparse takes overrides in one place only, Hydra between options too.
+    # argparse takes overrides in one place only, but Hydra also between options.
     overrides.before = [each for each in before if _is_override(each)]
     others = [each for each in before if not _is_override(each)]
     line = f"{shlex.join([program, command, *others])} {quote}{word}"
-    # Words from the second on are the parser's.
+    # The parser reads the words from the second on.
     os.environ |= {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": f"{len(line)}"}
     if command == "train":
         offer(_parser_of_train(), options=False)
     elif COMMANDS.get(command) and COMMANDS[command][0] == COMMANDS["fit"][0]:
         offer(parser_of(command))
-    trainkit([command, "--help"])  # whose parser has all of its options
+    trainkit([command, "--help"])  # its parser then has all options
     raise SystemExit(0)
 
 

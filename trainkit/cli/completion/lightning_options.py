@@ -1,6 +1,6 @@
 """The options of fit, validate, test and predict, kept in a file.
 
-Their parsers stand on torch and Lightning, which take seconds to import.
+The parsers of these commands import torch and Lightning, which takes seconds.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from trainkit.cli.arguments import Arguments
 
 
 def parser_of(command: str) -> Arguments:
-    """A parser with a command's options, made without torch once they are known."""
+    """A parser with a command's options, made without torch if the file exists."""
     parser = Arguments(prog=f"trainkit {command}")
     for strings, nargs, choices in _kept()[command]:
-        if "--help" not in strings:  # which each parser has by itself
+        if "--help" not in strings:  # each parser has it already
             action: Any = parser.add_argument(*strings, nargs=nargs)
-            if choices:  # others may do too
+            if choices:  # a completer, since the command may take other values too
                 action.completer = ChoicesCompleter(choices)
     return parser
 
 
 def _kept() -> Any:
     path = _cache()
-    with contextlib.suppress(OSError, ValueError):  # it is not there, or damaged
+    with contextlib.suppress(OSError, ValueError):  # it is missing or damaged
         return json.loads(path.read_text(encoding="utf-8"))
     from trainkit.cli.fit.options import options
 
     found = options()
-    with contextlib.suppress(OSError):  # a home that cannot be written to
+    with contextlib.suppress(OSError):  # the home folder cannot be written to
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")  # another shell may be asking
         unfinished.write_text(json.dumps(found), encoding="utf-8")
@@ -45,7 +45,7 @@ def _kept() -> Any:
 
 
 def _cache() -> Path:
-    """Where they are kept; another path once anything that makes them has changed."""
+    """The file of the options, with another name for other versions of their makers."""
     made_by = [version(name) for name in ("trainkit", "lightning", "jsonargparse")]
     made_by.append(
         str(Path(__file__).parents[1].joinpath("fit/cli.py").stat().st_mtime)

@@ -25,21 +25,11 @@ BEFORE = {
     "zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -D }\n",
     "fish": "",
 }
-"""For each shell, what its script needs and a bare start-up file may lack."""
+"""The lines that a shell may need before its script."""
 
 
 def main(argv: list[str]) -> int:
-    """Print the script of a shell; or, where a shell asks, what may follow on its line.
-
-    Args:
-        argv: the arguments after `completion`.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        TrainkitError: there is no such shell.
-    """
+    """Print the script of a shell, or the candidates for a line of it."""
     if not argv and "_ARGCOMPLETE" in os.environ:
         answer()
     parser = Arguments(
@@ -48,7 +38,7 @@ def main(argv: list[str]) -> int:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("shell", nargs="?", choices=list(BEFORE))
     asked.add_argument(
-        "--query", metavar="LINE", help="print what may follow on a line"
+        "--query", metavar="LINE", help="print the candidates for a line"
     )
     args = parser.parse_args(argv)
     if args.query is not None:

@@ -1,4 +1,4 @@
-"""Overrides of `trainkit train` that a word may become, as Hydra completes them."""
+"""The overrides of `trainkit train` that begin with a word, from Hydra's completion."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ from trainkit.cli.main import main as trainkit
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
 
 before: list[str] = []
-"""The overrides that stand on the line already."""
+"""The overrides that are already on the line."""
 
 
 def like(prefix: str, parsed_args: Namespace, **_: Any) -> list[str]:
-    """What an override may become, in the form that argcomplete asks for.
+    """The overrides that begin with a word; a completer for argcomplete.
 
-    Hydra knows nothing of several values for `--multirun`, `group=a,b`: it is asked for
-    the last one.
+    Hydra does not complete several values (`group=a,b`, for `--multirun`): it is asked
+    for the last one only.
 
     Args:
         prefix: the word.
-        parsed_args: the words before it, with the places of configurations.
+        parsed_args: the options before it, with the places of configurations.
     """
     if not getattr(parsed_args, "probe", True):
-        return []  # `trainkit plan` takes them with --probe alone
+        return []  # `trainkit plan` takes overrides only with --probe
     key, equals, values = prefix.partition("=")
     others, comma, last = values.rpartition(",")
     asked = f"{key}{equals}{last}"
     found = [each for each in _ask(asked, parsed_args) if each.startswith(asked)]
-    while len(found) == 1 and found[0].endswith("."):  # shells would add a space
+    while len(found) == 1 and found[0].endswith("."):  # a shell would add a space
         found = _ask(found[0], parsed_args)
     start = f"{key}{equals}{others}{comma}"
     return [start + each[len(key + equals) :] for each in found]
 
 
-def _ask(word: str, given: Namespace) -> list[str]:
-    places = [
+def places_in(args: Namespace) -> list[str]:
+    """The options for the places of configurations, as words of `trainkit train`."""
+    return [
         f"{option}={value}"
         for option in (CONFIG_DIR, CONFIG_NAME, CONFIG_PATH)
-        if (value := getattr(given, option[2:].replace("-", "_"), None))
+        if (value := getattr(args, option[2:].replace("-", "_"), None))
     ]
+
+
+def _ask(word: str, given: Namespace) -> list[str]:
     os.environ["COMP_LINE"] = " ".join(["trainkit", *before, word])
     with redirect_stdout(io.StringIO()) as printed:
-        status = trainkit(["train", *places, "-sc", "query=fish"])
+        status = trainkit(["train", *places_in(given), "-sc", "query=fish"])
     return [] if status else printed.getvalue().splitlines()

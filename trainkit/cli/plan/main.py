@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainkit.lit.probe.find import FoundMicroBatch
 
 PLACES = {"-cd": CONFIG_DIR, "-cn": CONFIG_NAME, "-cp": CONFIG_PATH}
-"""Where configurations are looked for: options of Hydra that --probe passes on."""
+"""Hydra's options for the places of configurations, which --probe passes on."""
 
 EXAMPLE = """\
 example:
@@ -29,17 +29,18 @@ example:
       --dataset-size 50000 --lr 0.1 --reference 256 --rule linear
   trainkit plan --probe --target 512 model=mine trainer=gpu
 
-keys of --json, each always there:
-  target world_size max_micro_batch    as asked for
-  micro_batch accumulate effective     the plan; exact: whether effective is target
+keys of --json, none of which is ever missing:
+  target world_size max_micro_batch    the request
+  micro_batch accumulate effective     the plan
+  exact         whether effective is target
   nearby        micro_batch accumulate effective of a plan within 5 % that needs at
                 most half as many micro-batches, or null
   epoch         num_samples samples_per_rank num_repeated_samples num_dropped_samples
                 num_micro_batches num_steps last_window_micro_batches
                 last_window_samples is_short; null without --dataset-size
   scaling       a list of rule k lr beta1 beta2 eps problem; beta1, beta2 and eps are
-                null where they stay as they are, lr is null where there is a problem;
-                null without --lr
+                null if they do not change, lr is null if there is a problem; null
+                without --lr
   overrides     train (Hydra) and fit (Lightning CLI), lists of arguments
   trials        a list of size fits samples_per_second peak_bytes problem, of one rank;
                 null without --probe
@@ -47,23 +48,20 @@ keys of --json, each always there:
 
 
 def main(argv: list[str]) -> int:
-    """Run `trainkit plan`.
-
-    Args:
-        argv: the arguments after `plan`.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        TrainkitError: an argument is wrong or missing.
-    """
+    """Run `trainkit plan`, and return the exit status."""
     args = _parse(argv)
     probes = "probe" in args
     found = _probed(args) if probes else None
     if probes and found is None:
-        return 0  # the first rank has the word
-    plan = _planned(args) if found is None else found.plan
+        return 0  # only the first rank prints
+    if found is not None:
+        plan = found.plan
+    else:
+        plan = BatchPlan.make(
+            target=args.target,
+            world_size=args.world_size or 1,
+            max_micro_batch=args.max_micro_batch,
+        )
     epoch = scaling = None
     if args.dataset_size is not None:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
@@ -84,45 +82,34 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _planned(args: argparse.Namespace) -> BatchPlan:
-    return BatchPlan.make(
-        target=args.target,
-        world_size=args.world_size or 1,
-        max_micro_batch=args.max_micro_batch,
-    )
-
-
 def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
     from trainkit.cli.plan.probe import probe  # loads torch and lightning
 
-    words = [f"{name}={value}" for name, value in _places(args).items() if value]
     return probe(
-        [*words, *args.overrides],
+        [*overrides.places_in(args), *args.overrides],
         target=args.target,
         max_micro_batch=args.max_micro_batch,
     )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    # Without --probe an override is a mistake, to be told as one.
+    # Without --probe an override is a mistake, and the parser must say so.
     probes = not {"--probe", "--help", "-h"}.isdisjoint(argv)
     parser = Arguments(
         prog="trainkit plan",
         description="Micro-batch and accumulation for the effective batch you mean.",
         epilog=EXAMPLE,
     )
-    batch = parser.add_argument_group("the batch")
-    batch.add_argument(
-        "--target", type=int, required=True, help="samples that one optimizer step sees"
-    )
-    batch.add_argument(
+    add = parser.add_argument_group("the batch").add_argument
+    add("--target", type=int, required=True, help="samples of one optimizer step")
+    add(
         "--max-micro-batch",
         type=int,
         required=not probes,
-        help="the most samples that fit into one rank's forward pass; with --probe the "
-        "most that are tried",
+        help="the most samples that fit into one rank's forward pass; with --probe, "
+        "the most to try",
     )
-    batch.add_argument("--world-size", type=int, help="data-parallel ranks (default 1)")
+    add("--world-size", type=int, help="data-parallel ranks (default 1)")
     if probes:
         _add_probe(parser)
     _add_epoch(parser)
@@ -135,12 +122,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_probe(parser: Arguments) -> None:
-    probe = parser.add_argument_group("trying sizes out")
+    probe = parser.add_argument_group("measured sizes")
     probe.add_argument(
         "--probe",
         action="store_true",
-        help="build what `trainkit train OVERRIDES` trains and try sizes on its data: "
-        "by memory and by speed, on all of its ranks",
+        help="build what `trainkit train OVERRIDES` trains, and measure memory and "
+        "speed of several sizes with its data, on all of its ranks",
     )
     words: Any = probe.add_argument(
         "overrides", nargs="*", help="as for trainkit train"
@@ -150,56 +137,37 @@ def _add_probe(parser: Arguments) -> None:
         probe.add_argument(short, long, help="as for trainkit train")
 
 
-def _places(args: argparse.Namespace) -> dict[str, str | None]:
-    return {name: getattr(args, name[2:].replace("-", "_")) for name in PLACES.values()}
-
-
 def _add_epoch(parser: Arguments) -> None:
-    epoch = parser.add_argument_group("the epoch")
-    epoch.add_argument("--dataset-size", type=int, help="samples in the data set")
-    epoch.add_argument(
-        "--drop-last",
-        action="store_true",
-        help="the loader leaves out a last micro-batch that is not full",
-    )
+    add = parser.add_argument_group("the epoch").add_argument
+    add("--dataset-size", type=int, help="samples in the data set")
+    short = "the loader leaves out a last micro-batch that is not full"
+    add("--drop-last", action="store_true", help=short)
 
 
 def _add_scaling(parser: Arguments) -> None:
-    scaling = parser.add_argument_group("the learning rate")
-    scaling.add_argument("--lr", type=float, help="the rate for the reference batch")
-    scaling.add_argument(
-        "--reference", type=int, help="the effective batch that --lr is meant for"
-    )
-    scaling.add_argument(
-        "--rule", choices=list(RULES), help="one rule only (default: all of them)"
-    )
-    scaling.add_argument(
-        "--betas",
-        type=float,
-        nargs=2,
-        help=f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})",
-    )
-    scaling.add_argument("--eps", type=float, help=f"Adam's (default {EPS:g})")
+    add = parser.add_argument_group("the learning rate").add_argument
+    add("--lr", type=float, help="the rate for the reference batch")
+    add("--reference", type=int, help="the effective batch to which --lr belongs")
+    add("--rule", choices=list(RULES), help="one rule only (default: all of them)")
+    betas = f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})"
+    add("--betas", type=float, nargs=2, help=betas)
+    add("--eps", type=float, help=f"Adam's (default {EPS:g})")
 
 
 def _refuse_beside_probe(args: argparse.Namespace) -> None:
     if "probe" in args and args.world_size is not None:
         raise TrainkitError(
             "trainkit plan --world-size: --probe takes the ranks of the Trainer it "
-            "builds. Say trainer.devices=... and trainer.num_nodes=... instead."
+            "builds. Write trainer.devices=... and trainer.num_nodes=... instead."
         )
 
 
 def _refuse_lonely(args: argparse.Namespace) -> None:
-    """Options that mean nothing without another one."""
+    """Refuse options that have no meaning without another one."""
     given = {
-        "--lr": args.lr is not None,
-        "--reference": args.reference is not None,
-        "--rule": args.rule is not None,
-        "--betas": args.betas is not None,
-        "--eps": args.eps is not None,
-        "--dataset-size": args.dataset_size is not None,
-        "--drop-last": args.drop_last,
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(args).items()
+        if value is not None and value is not False
     }
     needs = {
         "--lr": "--reference",
@@ -210,5 +178,7 @@ def _refuse_lonely(args: argparse.Namespace) -> None:
         "--drop-last": "--dataset-size",
     }
     for option, needed in needs.items():
-        if given[option] and not given[needed]:
-            raise TrainkitError(f"trainkit plan {option}: needs {needed} beside it.")
+        if option in given and needed not in given:
+            raise TrainkitError(
+                f"trainkit plan {option}: needs {needed}, which is missing. Add it."
+            )

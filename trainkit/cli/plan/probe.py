@@ -1,4 +1,4 @@
-"""`trainkit plan --probe`: the micro-batch that a training of this machine can take."""
+"""`trainkit plan --probe`: the best micro-batch for a training on this machine."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from trainkit.lit.probe.find import FoundMicroBatch, find_micro_batch
 def probe(
     words: Sequence[str], *, target: int, max_micro_batch: int | None
 ) -> FoundMicroBatch | None:
-    """Build what `trainkit train` would train with these words, and try sizes on it.
+    """Build what `trainkit train` would train, and measure micro-batches of many sizes.
 
-    Nothing of the training is written.
+    The training leaves no files.
 
     Args:
-        words: those after `trainkit train`: overrides, and the places of
-            configurations.
-        target: samples that one optimizer step is meant to see.
-        max_micro_batch: no size above it is tried.
+        words: the words after `trainkit train`.
+        target: samples of one optimizer step.
+        max_micro_batch: the largest size to try.
 
     Returns:
-        What was found; None on all ranks but the first, which have nothing to say.
+        What was found, on the first rank; None on the others.
 
     Raises:
         TrainkitError: the configuration is wrong, or no size can be found.
@@ -59,14 +58,14 @@ def probe(
 
 
 def _refuse_without_key(config: DictConfig) -> None:
-    """What is found must be an override that can be given back."""
+    """Refuse a configuration that cannot take the size as an override."""
     if not config.data or "batch_size" not in config.data:
         keys = map(str, config.data or ())
         names = ", ".join(key for key in keys if not key.startswith("_")) or "none"
         raise TrainkitError(
             f"trainkit plan --probe: needs data.batch_size, the size of the training "
-            f"loader's batches, and the configuration's data has {names}. Let the data "
-            f"module take batch_size, and name it in its configuration."
+            f"loader's batches, and the configuration's data has {names}. Give the "
+            f"data module an argument batch_size, and name it in its configuration."
         )
 
 

@@ -19,14 +19,14 @@ def make_report(
     rule: str | None,
     reference: int | None,
 ) -> dict[str, Any]:
-    """All of it, with the keys that `trainkit plan --help` lists.
+    """The data of `trainkit plan --json`, whose keys its `--help` lists.
 
     Args:
         plan: the plan.
-        epoch: where the data set's size is known.
-        scaling: of each rule, where a rate was given.
-        rule: the only rule wanted, which then belongs to what is pasted.
-        reference: the batch that the rate is meant for.
+        epoch: its epoch, if the size of the data set is known.
+        scaling: what the rules give, if a rate is known.
+        rule: the only rule of interest, which the overrides then choose.
+        reference: the batch to which the rate belongs.
     """
     near = plan.nearby()
     return {
@@ -53,7 +53,7 @@ def _sizes(plan: BatchPlan) -> dict[str, int]:
 def overrides(
     plan: BatchPlan, *, rule: str | None = None, reference: int | None = None
 ) -> dict[str, list[str]]:
-    """Arguments that make either door train so.
+    """The arguments with which either command trains by the plan.
 
     >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
     >>> overrides(plan)["train"]
@@ -104,35 +104,30 @@ def _about_plan(report: dict[str, Any]) -> list[Row]:
     ]
     near = report["nearby"]
     if near is not None:
-        rows.append(
-            (
-                "cheaper",
-                f"{_count(near['micro_batch'], 'sample')} x accumulation "
-                f"{brief(near['accumulate'])} = "
-                f"{brief(near['effective'])} samples a step, in place of "
-                f"{_count(report['accumulate'], 'micro-batch')}",
-            )
+        cheaper = (
+            f"{_count(near['micro_batch'], 'sample')} x accumulation "
+            f"{brief(near['accumulate'])} = {brief(near['effective'])} samples a step, "
+            f"in place of {_count(report['accumulate'], 'micro-batch')}"
         )
+        rows.append(("cheaper", cheaper))
     return rows
 
 
 def _about_epoch(report: dict[str, Any]) -> list[Row]:
     epoch = report["epoch"]
-    rows = [
-        (
-            "epoch",
-            f"{_count(epoch['num_steps'], 'optimizer step')} over "
-            f"{_count(epoch['num_samples'], 'sample')}, "
-            f"{_count(epoch['num_micro_batches'], 'micro-batch')} on each rank",
-        )
-    ]
+    steps = (
+        f"{_count(epoch['num_steps'], 'optimizer step')} over "
+        f"{_count(epoch['num_samples'], 'sample')}, "
+        f"{_count(epoch['num_micro_batches'], 'micro-batch')} on each rank"
+    )
     last = (
         f"{brief(epoch['last_window_samples'])} of "
         f"{_count(report['effective'], 'sample')}, "
         f"{epoch['last_window_micro_batches']} of "
         f"{_count(report['accumulate'], 'micro-batch')}"
     )
-    rows.append(("last window", last if epoch["is_short"] else "as full as the others"))
+    short = last if epoch["is_short"] else "as full as the others"
+    rows = [("epoch", steps), ("last window", short)]
     if epoch["num_repeated_samples"]:
         repeated = (
             f"{_count(epoch['num_repeated_samples'], 'sample')}, so that ranks are even"

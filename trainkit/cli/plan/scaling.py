@@ -1,4 +1,4 @@
-"""What each rule makes of a rate and of Adam's moments, for `trainkit plan`."""
+"""The scaling rules applied to a rate and to Adam's moments, for `trainkit plan`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EPS = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Good hyperparameters, and the batch that they were found for.
+    """Good hyperparameters, and the batch for which they were found.
 
     Attributes:
-        batch: the effective batch it was found for.
+        batch: the effective batch.
         lr: the learning rate.
         betas: Adam's.
         eps: Adam's.
@@ -50,7 +50,7 @@ class Reference:
         for beta in self.betas:
             if not 0 < beta < 1:
                 raise TrainkitError(
-                    f"trainkit plan --betas: must lie between 0 and 1, received "
+                    f"trainkit plan --betas: must be above 0 and below 1, received "
                     f"{beta!r}."
                 )
 
@@ -61,16 +61,16 @@ def scaled_by_rules(
     """The hyperparameters for a plan's batch, by one rule or by each.
 
     Args:
-        plan: whose effective batch it is.
+        plan: the plan.
         reference: the hyperparameters and their batch.
-        rule: the only one wanted, or None for all.
+        rule: the only rule of interest, or None for all.
 
     Returns:
-        For each rule its name, k and the new values; `None` where a value stays. A rule
-        that cannot follow has a `problem` and no rate.
+        For each rule its name, k and the new values; `None` for a value that does not
+        change. A rule that cannot be applied has a `problem` and no rate.
 
     Raises:
-        TrainkitError: the only rule wanted cannot follow.
+        TrainkitError: the only rule of interest cannot be applied.
     """
     if rule is not None:
         return [_scaled(RULES[rule], plan, reference)]

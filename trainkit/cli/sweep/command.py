@@ -1,4 +1,4 @@
-"""The command line of a trial, as `wandb agent` makes it of a sweep's `command`."""
+"""The command line of a trial, as `wandb agent` makes it from a sweep's `command`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from trainkit.cli.sweep.parameters import flatten
 from trainkit.cli.words import options_first, quoted
 from trainkit.errors import TrainkitError
 
-DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
-"""The command that W&B runs if a file has no `command`."""
+_DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")
+"""The `command` of a file that has none."""
 
-HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
-"""The macros that give the arguments to a Hydra application."""
+_HYDRA_ARGS = ("${args_no_hyphens}", "${args_override_hydra}")
+"""The macros that write arguments as Hydra's overrides."""
+
+_OURS = 'command: ["${env}", "trainkit", "train", "${args_no_hyphens}"]'
+"""The command that messages propose."""
 
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 _BARE = re.compile(r"[A-Za-z0-9_/.+%*@?|-][A-Za-z0-9_/.+%*@?| :-]*")
@@ -26,12 +29,12 @@ _NOT_A_STRING = re.compile(r"true|false|null|nan|[+-]?inf|[+-]?[0-9].*", re.IGNO
 
 
 def template_of(config: Mapping[str, Any]) -> list[str]:
-    """A sweep's `command`, or W&B's default, word by word."""
-    return [str(word) for word in config.get("command") or DEFAULT]
+    """The words of a sweep's `command`, or of W&B's default."""
+    return [str(word) for word in config.get("command") or _DEFAULT]
 
 
 def is_trainkit(config: Mapping[str, Any]) -> bool:
-    """Whether a trial is `trainkit train`, whose keys are known here.
+    """Whether a trial is `trainkit train`.
 
     >>> is_trainkit({"command": ["${env}", "trainkit", "train", "${args_no_hyphens}"]})
     True
@@ -68,14 +71,14 @@ def command_line(
 ) -> list[str]:
     """The words to run for one trial.
 
-    To `trainkit train`, nested parameters go as dotted overrides, and values in Hydra's
-    own notation; any other program gets what `wandb agent` would give it.
+    `trainkit train` gets nested parameters as dotted overrides, and values in Hydra's
+    notation. Any other program gets the words that `wandb agent` would give it.
 
     Args:
         config: the sweep.
-        arguments: the trial's.
-        more: words after the arguments.
-        json_file: where the arguments stand, for `${args_json_file}`.
+        arguments: the trial's arguments.
+        more: words that follow the arguments.
+        json_file: the file of the arguments, for `${args_json_file}`.
     """
     macros = _macros(config, arguments, more)
     macros["${args_json_file}"] = [json_file]
@@ -146,30 +149,24 @@ def _reads_as_itself(text: str) -> bool:
 
 
 def check_command(config: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a command that cannot run, or whose program would not see the arguments.
-
-    Raises:
-        TrainkitError: names what is missing.
-    """
+    """Refuse a command that cannot run, or that does not pass the arguments on."""
     command = config.get("command")
     if command is not None and (not isinstance(command, list) or not command):
         raise TrainkitError(
             f"{where} command: must be a list of words, received {command!r}. Write "
-            f'["${{env}}", "trainkit", "train", "${{args_no_hyphens}}"].'
+            f"{_OURS}."
         )
     words = template_of(config)
     if "${program}" in words and not config.get("program"):
         raise TrainkitError(
             f"{where} program: must name the program of a trial, and is missing. Write "
-            f'program: train.py, or command: ["${{env}}", "trainkit", "train", '
-            f'"${{args_no_hyphens}}"].'
+            f"program: train.py, or {_OURS}."
         )
     is_ours = is_trainkit(config) or Path(str(config.get("program"))).name == "trainkit"
     # https://github.com/wandb/wandb/issues/4686
-    if is_ours and not set(words) & set(HYDRA_ARGS):
+    if is_ours and not set(words) & set(_HYDRA_ARGS):
         given = "is missing" if command is None else f"has {' '.join(words)!r}"
         raise TrainkitError(
             f"{where} command: `trainkit train` takes key=value without hyphens, so it "
-            f"needs ${{args_no_hyphens}}; the file's command {given}. Write "
-            f'command: ["${{env}}", "trainkit", "train", "${{args_no_hyphens}}"].'
+            f"needs ${{args_no_hyphens}}; the file's command {given}. Write {_OURS}."
         )

@@ -1,4 +1,4 @@
-"""The distributions that W&B draws a parameter from, and what each of them takes."""
+"""The distributions from which W&B draws a parameter, and the keys of each."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "beta": ((), ("a", "b")),
     "q_beta": ((), ("a", "b", "q")),
 }
-"""For each distribution its required and its optional keys, from W&B's own schema in
+"""The required and the optional keys of each distribution, from W&B's own schema in
 the package `sweeps`."""
 
 _IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_distribution(
     parameter: Mapping[str, Any], *, method: str, place: str
 ) -> None:
-    """Refuse a distribution that W&B does not have, or keys that it does not take.
-
-    Raises:
-        TrainkitError: names the key, the rule, the value and the choices.
-    """
+    """Refuse a distribution that W&B does not have, or keys that it does not take."""
     name = parameter.get("distribution", implied(parameter))
     if not isinstance(name, str) or name not in DISTRIBUTIONS:
         raise TrainkitError(
@@ -95,14 +95,14 @@ def _check_keys(parameter: Mapping[str, Any], name: str, place: str) -> None:
     hint = f" These keys fit distribution: {' or '.join(fitting)}." if fitting else ""
     raise TrainkitError(
         f"{place}: distribution {name} takes {', '.join(needed + more)}, received "
-        f"{', '.join(given) or 'none of them'}.{hint}"
+        f"{', '.join(given) or 'no key'}.{hint}"
     )
 
 
 def _check_probabilities(parameter: Mapping[str, Any], place: str) -> None:
     values, given = parameter["values"], parameter["probabilities"]
     is_list = isinstance(given, list) and len(given) == len(values)
-    if not is_list or not all(_is_probability(each) for each in given):
+    if not is_list or not all(is_number(each) and 0 <= each <= 1 for each in given):
         raise TrainkitError(
             f"{place}.probabilities: must be a list of {len(values)} numbers from 0 to "
             f"1, one for each of values, received {given!r}."
@@ -114,11 +114,6 @@ def _check_probabilities(parameter: Mapping[str, Any], place: str) -> None:
         )
 
 
-def _is_probability(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= 1
-
-
 def _refuse_in_a_grid(parameter: Mapping[str, Any], name: str, place: str) -> None:
     given = f"distribution {name}"
     if "min" in parameter:
@@ -127,5 +122,5 @@ def _refuse_in_a_grid(parameter: Mapping[str, Any], name: str, place: str) -> No
         given = f"probabilities {parameter['probabilities']!r}"
     raise TrainkitError(
         f"{place}: a grid needs values, received {given}. List them as values: [...], "
-        f"or take method: random or bayes."
+        f"or choose method: random or bayes."
     )

@@ -1,27 +1,20 @@
-"""A sweep file's `early_terminate`: the keys of W&B's hyperband."""
+"""The entry `early_terminate` of a sweep file: the keys of W&B's hyperband."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainkit.cli.sweep.distributions import is_number
+from trainkit.core.whole_number import is_whole_number
 from trainkit.errors import TrainkitError, did_you_mean
 
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_eta(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value > 1
-
-
+_COUNT = (is_whole_number, "a whole number from 1")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "min_iter": (_is_count, "a whole number from 1"),
-    "max_iter": (_is_count, "a whole number from 1"),
-    "s": (_is_count, "a whole number from 1"),
-    "eta": (_is_eta, "a number above 1"),
+    "min_iter": _COUNT,
+    "max_iter": _COUNT,
+    "s": _COUNT,
+    "eta": (lambda value: is_number(value) and value > 1, "a number above 1"),
     "strict": (lambda value: isinstance(value, bool), "true or false"),
 }
 _KEYS = ("type", *_RULES)
@@ -31,11 +24,8 @@ def check_early_terminate(rule: Any, *, where: str) -> None:
     """Refuse keys that W&B does not know and would ignore.
 
     Args:
-        rule: the file's entry, or None.
+        rule: the entry, or None.
         where: the file.
-
-    Raises:
-        TrainkitError: names the key, the rule, the value and the choices.
     """
     if rule is None:
         return

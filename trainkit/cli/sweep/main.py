@@ -1,8 +1,9 @@
-"""`trainkit sweep FILE`: create a sweep, run it, and show how it went."""
+"""`trainkit sweep FILE`: create a sweep, run it, and show its trials."""
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.sweep.trial import Trial
+from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
@@ -19,19 +21,19 @@ _ABOUT = """\
 Run a sweep in W&B's own format.
 
 Creates it on the server that `wandb login` knows, runs agents of W&B's client, prints
-the trials sorted by the metric, and writes a picture of them. With --offline the same
-file runs without a server or an account: W&B's own engine proposes, and each trial is
-an offline run, which `wandb sync` can upload later.
+the trials sorted by the metric, and writes a picture of them. With --offline it needs
+no server and no account: W&B's own engine proposes the trials, and each trial is an
+offline run, which `wandb sync` can upload later.
 """
 _EXIT = """\
 exit status: 0 if at least one trial finished; 1 if none finished or none logged the
-metric; 2 for a mistake in the file; 130 and 143 after SIGINT and SIGTERM, from which
---resume ID continues.
+metric; 2 for a mistake in the file; 130 after SIGINT and 143 after SIGTERM, after which
+--resume ID continues the sweep.
 """
 
 
 def main(argv: list[str]) -> int:
-    """Run a sweep; returns the exit status."""
+    """Run a sweep, and return the exit status."""
     options = _parse(argv)
     from trainkit.cli.sweep.config_keys import check_keys
     from trainkit.cli.sweep.missing_metric import finished_without
@@ -44,7 +46,8 @@ def main(argv: list[str]) -> int:
     status, sweep_id, folder, trials = run(sweep, options)
     _report(sweep, trials, options, sweep_id, folder)
     if status:
-        _say(f"to resume: {_again(options, sweep_id)}")
+        again = [] if options.resume else ["--resume", sweep_id]
+        _say(f"to resume: {shlex.join(['trainkit', 'sweep', *argv, *again])}")
         return status
     has_finished = any(trial.state == "finished" for trial in trials)
     return 0 if has_finished and not finished_without(sweep, trials) else 1
@@ -54,29 +57,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Arguments(prog="trainkit sweep", description=_ABOUT, epilog=_EXIT)
     add = parser.add_argument
     add("file", metavar="FILE", help="the sweep, YAML in W&B's format")
-    add(
-        "--offline", action="store_true", help="no server: pip install trainkit[sweeps]"
-    )
-    add(
-        "--agents", type=int, default=1, metavar="K", help="trials at once (default: 1)"
-    )
-    add("--count", type=int, metavar="N", help="start at most N trials, in all agents")
+    here = "run without a server; needs pip install trainkit[sweeps]"
+    add("--offline", action="store_true", help=here)
+    at_once = "trials at once (default: 1)"
+    add("--agents", type=int, default=1, metavar="K", help=at_once)
+    add("--count", type=int, metavar="N", help="start at most N trials in all")
     add("--resume", metavar="ID", help="continue this sweep instead of a new one")
-    add("--dir", default="sweeps", help="the parent of its folder (default: sweeps)")
-    add("--seed", default=None, help="seed of --offline (default: the sweep's id)")
+    add("--dir", default="sweeps", help="where its folder is made (default: sweeps)")
+    add("--seed", default=None, help="seed for --offline (default: the sweep's id)")
     add("--json", action="store_true", help="print the table as JSON")
     options = parser.parse_args(argv)
     for name in ("agents", "count"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise TrainkitError(
-                f"trainkit sweep --{name}: must be at least 1, received {value}."
-            )
+        if (value := getattr(options, name)) is not None:
+            check_whole_number(f"trainkit sweep --{name}", value)
     return options
 
 
 def _refuse_endless(sweep: SweepFile, count: int | None) -> None:
-    if sweep.method != "grid" and sweep.run_cap is None and count is None:
+    has_end = sweep.method == "grid" or sweep.config.get("run_cap") is not None
+    if not has_end and count is None:
         raise TrainkitError(
             f"{sweep.path}: method {sweep.method} never ends by itself. Give "
             f"--count N, or write run_cap: N into the file."
@@ -87,12 +86,12 @@ def _run_offline(
     sweep: SweepFile, options: argparse.Namespace
 ) -> tuple[int, str, Path, list[Trial]]:
     from trainkit.cli.runs.only_one import only_one
-    from trainkit.cli.sweep.offline.state import SweepState, new_id
+    from trainkit.cli.sweep.offline.state import SweepState
     from trainkit.cli.sweep.offline.sweep import OfflineSweep
     from trainkit.cli.sweep.rows import check_client
 
     check_client()
-    sweep_id = options.resume or new_id()
+    sweep_id = options.resume or secrets.token_hex(4)
     folder = Path(options.dir).absolute() / sweep_id
     if options.resume:
         state = SweepState.load(folder)  # before the lock, which makes the folder
@@ -158,16 +157,6 @@ def _report(
         print(f"picture: {drawn}")
     if options.offline and trials:
         print(f"upload:  wandb sync {folder}/*/wandb/offline-run-*")
-
-
-def _again(options: argparse.Namespace, sweep_id: str) -> str:
-    words = ["trainkit", "sweep", options.file, "--resume", sweep_id]
-    words += ["--offline"] if options.offline else []
-    words += ["--dir", options.dir] if options.dir != "sweeps" else []
-    words += ["--agents", str(options.agents)] if options.agents != 1 else []
-    words += ["--count", str(options.count)] if options.count is not None else []
-    words += ["--json"] if options.json else []
-    return shlex.join(words)
 
 
 def _say(text: str) -> None:

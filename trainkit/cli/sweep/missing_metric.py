@@ -1,4 +1,4 @@
-"""A sweep whose trials do not log its metric, found when the first one finishes."""
+"""Finds that no trial logs the sweep's metric, once the first trial has finished."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def finished_without(
     Args:
         sweep: the file.
         trials: all of them.
-        but: names of those that were stopped, though their server says finished.
+        but: names of trials that were stopped, and are finished to their server.
     """
     if sweep.metric is None or any(trial.metric for trial in trials):
         return None
@@ -47,29 +47,21 @@ def names_in(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def message(sweep: SweepFile, trial: Trial, logged: Sequence[str]) -> str:
-    """The message: what is missing, and what to do.
-
-    Args:
-        sweep: the file.
-        trial: the one that finished.
-        logged: what it logged instead.
-    """
+    """A message that says which metric a trial lacks, and what to do."""
     start = (
         f"{sweep.path} metric.name: {trial.name} finished and logged no "
-        f"{sweep.metric}, nor did another trial, so no more are started. "
+        f"{sweep.metric}, nor did another trial. No more trials are started. "
     )
     if not logged and sweep.runs_trainkit:
         return start + "It logged nothing to W&B: write logger=wandb into `command`."
     if not logged:
         return start + "It logged nothing to W&B: its program needs wandb.log(...)."
-    closest = sorted(logged, key=lambda name: -_likeness(name, str(sweep.metric)))
-    more = len(closest) - _MOST_NAMES
-    rest = f" and {more} more" if more > 0 else ""
-    return (
-        f"{start}It logged {', '.join(closest[:_MOST_NAMES])}{rest}. Write one of "
-        f"these into metric.name, and start a new sweep."
+    closest = difflib.get_close_matches(
+        str(sweep.metric), logged, n=_MOST_NAMES, cutoff=0
     )
-
-
-def _likeness(name: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, name, other).ratio()
+    more = len(logged) - len(closest)
+    rest = f" and {more} more" if more else ""
+    return (
+        f"{start}It logged {', '.join(closest)}{rest}. Write one of these into "
+        f"metric.name, and start a new sweep."
+    )

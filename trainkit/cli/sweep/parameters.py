@@ -5,36 +5,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from trainkit.cli.sweep.distributions import check_distribution
+from trainkit.cli.sweep.distributions import check_distribution, is_number
 from trainkit.errors import TrainkitError
 
-KEYS = (
-    "value",
-    "values",
-    "min",
-    "max",
-    "distribution",
-    "mu",
-    "sigma",
-    "a",
-    "b",
-    "q",
-    "probabilities",
-    "parameters",
-)
 _SINGLE = ("min", "max", "mu", "sigma", "a", "b", "q")
 _NUMBERS = ("value", "values", "probabilities", *_SINGLE)
+_KEYS = (*_NUMBERS, "distribution", "parameters")
+_LARGEST_WHOLE = 2**53
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_MOST_PLAIN_DIGITS = 18
 
 
 def leaves(
     parameters: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each parameter that has values, by its dotted name, nested ones included.
+    """Each parameter that has values, nested or not, with its dotted name.
 
     >>> dict(leaves({"a": {"value": 1}, "b": {"parameters": {"c": {"values": [2]}}}}))
     {'a': {'value': 1}, 'b.c': {'values': [2]}}
@@ -47,7 +33,7 @@ def leaves(
 
 
 def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A trial's arguments by their dotted names.
+    """A trial's arguments by dotted name.
 
     >>> flatten({"a": 1, "b": {"c": {"d": 2}}})
     {'a': 1, 'b.c.d': 2}
@@ -62,35 +48,30 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def number_for_yaml(text: str) -> str | None:
-    """The number that a string looks like, as YAML needs it; None for other strings.
+    """A number in YAML's notation, from a string; None if the string is not a number.
 
     PyYAML, which W&B's client uses, reads YAML 1.1: a float needs a point, and its
-    exponent a sign. `1e-4` is a string there.
+    exponent a sign. It reads `1e-4` as a string.
 
-    >>> number_for_yaml("1e-4"), number_for_yaml("64"), number_for_yaml("2.5E30")
-    ('0.0001', '64', '2.5e+30')
+    >>> number_for_yaml("1e-4"), number_for_yaml("64"), number_for_yaml("1E30")
+    ('0.0001', '64', '1.0e+30')
     >>> number_for_yaml("adamw"), number_for_yaml("inf")
     (None, None)
     """
+    import yaml
+
     try:
-        number = Decimal(text.strip())
-    except InvalidOperation:
+        number = float(text)
+    except ValueError:
         return None
-    if not number.is_finite():
+    if not math.isfinite(number):
         return None
-    plain = format(number, "f")
-    if len(plain) <= _MOST_PLAIN_DIGITS:
-        return plain
-    mantissa, exponent = f"{number:e}".split("e")
-    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
+    is_whole = number.is_integer() and abs(number) < _LARGEST_WHOLE
+    return yaml.safe_dump(int(number) if is_whole else number).split()[0]
 
 
 def check_parameters(parameters: Any, *, method: str, where: str) -> None:
-    """Refuse values that W&B would accept silently and then misread.
-
-    Raises:
-        TrainkitError: names the parameter, what it holds, and the fix.
-    """
+    """Refuse values that W&B would accept silently and then misread."""
     if not isinstance(parameters, Mapping) or not parameters:
         raise TrainkitError(
             f"{where} parameters: must be a mapping of names to values, "
@@ -120,16 +101,17 @@ def _check_name(name: Any, place: str) -> None:
     bare = str(name).lstrip("+~")
     raise TrainkitError(
         f"{place}: W&B takes letters, digits, _, - and points in a name, received "
-        f"{name!r}. Write {bare!r} if it is a key of the configuration; keys that "
-        f"Hydra adds or deletes belong into `command`, before ${{args_no_hyphens}}."
+        f"{name!r}. Write {bare!r} if it is a key of the configuration. Keys that "
+        f"Hydra adds or deletes belong in `command`, before ${{args_no_hyphens}}."
     )
 
 
 def _check_keys(parameter: Mapping[str, Any], place: str) -> None:
-    unknown = [key for key in parameter if key not in KEYS]
+    unknown = [key for key in parameter if key not in _KEYS]
     if unknown:
         raise TrainkitError(
-            f"{place}: has no key {unknown[0]!r}. It takes {', '.join(KEYS)}."
+            f"{place}: must have only the keys {', '.join(_KEYS)}, received "
+            f"{unknown[0]!r}."
         )
     is_drawn = "distribution" in parameter and "value" not in parameter
     if not is_drawn and not {"value", "values", "min", "parameters"} & set(parameter):
@@ -140,7 +122,7 @@ def _check_keys(parameter: Mapping[str, Any], place: str) -> None:
     values = parameter.get("values")
     if "values" in parameter and (not isinstance(values, list) or not values):
         raise TrainkitError(
-            f"{place}.values: must be a list with something in it, received {values!r}."
+            f"{place}.values: must be a list that is not empty, received {values!r}."
         )
 
 
@@ -155,16 +137,12 @@ def _check_numbers(parameter: Mapping[str, Any], place: str) -> None:
                 )
     for key in _SINGLE:
         value = parameter.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise TrainkitError(f"{place}.{key}: must be a number, received {value!r}.")
 
 
 def _check_range(parameter: Mapping[str, Any], place: str) -> None:
-    if ("min" in parameter) != ("max" in parameter):
-        raise TrainkitError(
-            f"{place}: min and max need each other, and one is missing. Give both."
-        )
-    if "min" not in parameter:
+    if not {"min", "max"} <= set(parameter):
         return
     low, high = parameter["min"], parameter["max"]
     if not low < high:

@@ -1,4 +1,4 @@
-"""A picture of a sweep: the metric over each swept parameter, and the best so far."""
+"""A picture of a sweep: its metric over each swept parameter, and the best so far."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.look import LIGHT, is_wide, label_decades, new_figure, tidy
+from trainkit.cli.sweep.distributions import is_number
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.table import brief
 from trainkit.cli.sweep.trial import Trial, best_of
@@ -26,10 +27,10 @@ _MOST_TICKS = 8
 
 
 def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
-    """Write a PNG.
+    """Write a picture of the trials as a PNG.
 
-    Trials stopped early are squares; crashed ones are crosses at the edge of the worst
-    metric, at the values that they were given; the best trial has a ring.
+    A trial that was stopped early is a square, and the best trial has a ring. A crashed
+    trial is a cross at its arguments, on the edge of the worst metric.
     """
     names = list(sweep.varied)[: _MOST_PANELS - 1]
     num_panels = len(names) + 1
@@ -51,18 +52,16 @@ def draw(sweep: SweepFile, trials: Sequence[Trial], path: Path) -> Path:
 
 
 def _draw_progress(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
-    """The metric in the order of the trials, with the best until then."""
+    """Draw the metric in the order of the trials, and the best until each of them."""
+    import numpy as np
     from matplotlib.ticker import MaxNLocator
 
-    _scatter(panel, sweep, trials, list(range(1, len(trials) + 1)))
-    best: list[float] = []
-    pick = max if sweep.maximizes else min
-    for trial in trials:
-        here = [trial.value] if trial.state == "finished" and _is_drawn(trial) else []
-        so_far = [*best[-1:], *here]
-        best.append(pick(so_far) if so_far else math.nan)  # type: ignore[type-var]
-    steps = range(1, len(trials) + 1)
-    panel.step(steps, best, where="post", color="0.4", lw=1.2, label="best so far")
+    order = range(1, len(trials) + 1)
+    _scatter(panel, sweep, trials, order)
+    finished = [t.number if t.state == "finished" else None for t in trials]
+    better = np.fmax if sweep.maximizes else np.fmin  # which pass over NaN
+    best = better.accumulate(np.array(finished, dtype=float))
+    panel.step(order, best, where="post", color="0.4", lw=1.2, label="best so far")
     panel.set_xlabel("trial")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -72,7 +71,7 @@ def _draw_parameter(
 ) -> None:
     values = [trial.flat.get(name) for trial in trials]
     listed = sweep.varied[name].get("values", [])
-    if all(_is_number(value) for value in [*values, *listed]):
+    if all(map(is_number, [*values, *listed])):
         _scatter(panel, sweep, trials, values)
         if _is_logarithmic(sweep, name, values):
             panel.set_xscale("log")
@@ -101,7 +100,7 @@ def _scatter(
 ) -> None:
     for state, style in _STYLES.items():
         shown = [
-            (place, trial.value)
+            (place, trial.number)
             for place, trial in zip(places, trials, strict=True)
             if trial.state == state and _is_drawn(trial)
         ]
@@ -115,25 +114,23 @@ def _scatter(
     if lost:
         panel.plot(
             lost,
-            [0.0 if sweep.maximizes else 1.0] * len(lost),  # never where the best are
+            [0.0 if sweep.maximizes else 1.0] * len(lost),  # far from the best
             "x",
             color=_CRASHED,
             transform=panel.get_xaxis_transform(),
             clip_on=False,
             label="crashed, or no number",
         )
-    best = best_of(list(trials), maximizes=sweep.maximizes)
+    best = best_of(trials, maximizes=sweep.maximizes)
     if best is not None:
-        place = places[list(trials).index(best)]
+        place = places[trials.index(best)]
         ring = {"facecolors": "none", "edgecolors": "black", "linewidths": 1.3}
         panel.scatter([place], [best.metric[-1]], s=110, label="best", **ring)
 
 
 def _finish(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
-    shown = [trial.value for trial in trials if _is_drawn(trial)]
-    least = min(shown, default=0)  # type: ignore[type-var]
-    most = max(shown, default=0)  # type: ignore[type-var]
-    if is_wide(least, most):  # type: ignore[arg-type]
+    shown = [t.number for t in trials if t.number is not None and _is_drawn(t)]
+    if is_wide(min(shown, default=0), max(shown, default=0)):
         panel.set_yscale("log")
         label_decades(panel.yaxis)
     panel.set_ylabel(sweep.metric or "metric")
@@ -141,12 +138,7 @@ def _finish(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> None:
 
 
 def _is_drawn(trial: Trial) -> bool:
-    has_value = trial.value is not None and math.isfinite(trial.value)
-    return has_value and trial.state in _STYLES
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return trial.number is not None and trial.state in _STYLES
 
 
 def _is_logarithmic(sweep: SweepFile, name: str, values: Sequence[Any]) -> bool:
@@ -154,7 +146,7 @@ def _is_logarithmic(sweep: SweepFile, name: str, values: Sequence[Any]) -> bool:
     listed = sweep.varied[name].get("values", [])
     if min([*values, *listed]) <= 0:
         return False
-    if sweep.is_logarithmic(name):
+    if "log" in str(sweep.varied[name].get("distribution", "")):
         return True
     listed = sorted(set(listed))
     factors = [b / a for a, b in zip(listed, listed[1:], strict=False)]

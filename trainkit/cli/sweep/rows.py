@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from trainkit.cli.sweep.distributions import is_number
 from trainkit.errors import TrainkitError
 
 _SECONDS = 120
@@ -27,23 +28,23 @@ def check_client() -> None:
     if numbers < _FIRST_VERSION:
         raise TrainkitError(
             f"trainkit sweep --offline: reads runs with `wandb leet inspect`, which "
-            f"wandb has from 0.31, received {installed}. pip install -U wandb"
+            f"wandb has from 0.31, received {installed}. Run pip install -U wandb."
         )
 
 
 def run_files(folder: Path, name: str) -> list[Path]:
-    """A run's files below a folder, the oldest first.
+    """The files of a run below a folder, the oldest first.
 
-    A run that was continued has several.
+    A run that was resumed has several.
     """
     return sorted(folder.glob(f"wandb/*run-*-{name}/run-{name}.wandb"))
 
 
 def read_run(files: list[Path]) -> tuple[list[dict[str, Any]], int | None]:
-    """Every row that was logged, as far as it has been written, and the exit code.
+    """The rows that have been written so far, and the exit code or None.
 
-    A continued run repeats the steps after its checkpoint: of rows with the same
-    `_step` the later counts, as it does at the server.
+    A resumed run repeats the steps after its checkpoint. Of several rows with one
+    `_step` the last counts, as on the server.
     """
     rows: dict[Any, dict[str, Any]] = {}
     exit_code = None
@@ -59,7 +60,7 @@ def read_run(files: list[Path]) -> tuple[list[dict[str, Any]], int | None]:
 
 
 def metric_values(rows: list[dict[str, Any]], metric: str | None) -> list[float]:
-    """The values of a metric that is a number, in order.
+    """The numbers that were logged as a metric, in order.
 
     >>> metric_values([{"loss": 2}, {"epoch": 1}, {"loss": "NaN"}], "loss")
     [2.0, nan]
@@ -69,16 +70,14 @@ def metric_values(rows: list[dict[str, Any]], metric: str | None) -> list[float]
 
 
 def number(value: Any) -> float | None:
-    """A logged value if it is a number, also NaN and infinities written as text."""
+    """A logged value as a number, also NaN and infinities; None if it is not one."""
     is_text = isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity")
-    if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return float(value)
-    return None
+    return float(value) if is_text or is_number(value) else None
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    # A file that is being written ends inside a record; the ones before it count.
+    # A file that is being written may end inside a record; the others count.
     done = subprocess.run(
         command,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A sweep in W&B's own format, read and checked before anything is created."""
+"""A sweep in W&B's own format, checked before anything is created."""
 
 from __future__ import annotations
 
@@ -16,30 +16,20 @@ from trainkit.errors import TrainkitError
 
 METHODS = ("grid", "random", "bayes")
 _KNOWN = (
-    "command",
-    "controller",
-    "description",
-    "early_terminate",
-    "entity",
-    "method",
-    "metric",
-    "name",
-    "parameters",
-    "program",
-    "project",
-    "run_cap",
-)
+    "command controller description early_terminate entity method metric name "
+    "parameters program project run_cap"
+).split()
 _GOALS = ("minimize", "maximize")
 _OF_METRIC = ("name", "goal", "target", "impute", "impute_while_running")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFile:
-    """A sweep file's content.
+    """A sweep file that has been checked.
 
     Attributes:
         path: where it is.
-        config: its content, as it goes to W&B.
+        config: its content, as W&B receives it.
     """
 
     path: Path
@@ -47,7 +37,7 @@ class SweepFile:
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:
-        """Read a file.
+        """Read and check a file.
 
         Raises:
             TrainkitError: it cannot be read, or describes a sweep that cannot run.
@@ -71,30 +61,17 @@ class SweepFile:
         return (self.config.get("metric") or {}).get("goal") == "maximize"
 
     @property
-    def run_cap(self) -> int | None:
-        return self.config.get("run_cap")
-
-    @property
-    def stops_early(self) -> bool:
-        return self.config.get("early_terminate") is not None
-
-    @property
     def runs_trainkit(self) -> bool:
         return is_trainkit(self.config)
 
     @property
     def varied(self) -> dict[str, Mapping[str, Any]]:
         """The parameters that differ between trials, by dotted name."""
-        every = leaves(self.config["parameters"])
-        return {name: parameter for name, parameter in every if _varies(parameter)}
-
-    def is_logarithmic(self, name: str) -> bool:
-        """Whether a parameter is drawn by its logarithm."""
-        return "log" in str(self.varied[name].get("distribution", ""))
-
-
-def _varies(parameter: Mapping[str, Any]) -> bool:
-    return "value" not in parameter and len(parameter.get("values", "ab")) > 1
+        return {
+            name: parameter
+            for name, parameter in leaves(self.config["parameters"])
+            if "value" not in parameter and len(parameter.get("values", "ab")) > 1
+        }
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -110,18 +87,14 @@ def _load(path: Path) -> dict[str, Any]:
         raise TrainkitError(f"sweep file: {path} is not YAML: {error}") from error
     if not isinstance(config, dict):
         raise TrainkitError(
-            f"sweep file: {path} must hold a mapping with method and parameters, "
+            f"sweep file: {path} must be a mapping with method and parameters, "
             f"received {config!r}."
         )
     return config
 
 
 def check(config: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a sweep that cannot run, or that W&B would misread.
-
-    Raises:
-        TrainkitError: names the key, the rule, the value and the fix.
-    """
+    """Refuse a sweep that cannot run, or that W&B would misread."""
     for key in config:
         close = difflib.get_close_matches(str(key), _KNOWN, n=1, cutoff=0.8)
         if key not in _KNOWN and close:
@@ -143,7 +116,7 @@ def check(config: Mapping[str, Any], *, where: str) -> None:
 
 
 def _check_plain(node: Any, where: str) -> None:
-    """Refuse dates and keys that are not text: YAML has them, W&B and JSON do not."""
+    """Refuse dates, and keys that are not text, which W&B and JSON do not have."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             if not isinstance(key, str):
@@ -156,25 +129,19 @@ def _check_plain(node: Any, where: str) -> None:
             _check_plain(value, where)
     elif node is not None and not isinstance(node, str | int | float):
         raise TrainkitError(
-            f"{where}: must be a text, a number, true, false, null or a list of these, "
+            f"{where}: must be a text, a number, true, false, null or a list of such, "
             f"received {node!r}. Put it in quotes."
         )
 
 
 def _check_metric(config: Mapping[str, Any], where: str) -> None:
     metric = config.get("metric")
-    needs_it = [
-        reader
-        for reader, is_there in (
-            ("method: bayes", config["method"] == "bayes"),
-            ("early_terminate", config.get("early_terminate") is not None),
-        )
-        if is_there
-    ]
     if metric is None:
-        if needs_it:
+        is_bayes = config["method"] == "bayes"
+        if is_bayes or config.get("early_terminate") is not None:
+            reader = "method: bayes" if is_bayes else "early_terminate"
             raise TrainkitError(
-                f"{where} metric: {needs_it[0]} needs one, and it is missing. Write "
+                f"{where} metric: {reader} needs one, and it is missing. Write "
                 f"metric: {{name: val/loss, goal: minimize}}."
             )
         return

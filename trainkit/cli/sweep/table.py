@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from trainkit.cli.aligned import aligned
@@ -25,31 +24,29 @@ def show(sweep: SweepFile, trials: list[Trial], *, file: TextIO | None = None) -
 
 
 def lines(sweep: SweepFile, trials: list[Trial]) -> list[str]:
-    """The table as plain text, columns aligned."""
+    """The lines of the table, with aligned columns."""
     return aligned([_header(sweep), *_rows(sweep, trials)])
 
 
 def as_json(sweep: SweepFile, trials: list[Trial], **about: Any) -> str:
     """The table as JSON; a metric that is not a finite number is null."""
     best = best_of(trials, maximizes=sweep.maximizes)
+    order = ranked(trials, maximizes=sweep.maximizes)
     content = {
         **about,
         "metric": sweep.metric,
         "goal": "maximize" if sweep.maximizes else "minimize",
         "best": best.name if best else None,
-        "trials": [
-            _entry(trial) for trial in ranked(trials, maximizes=sweep.maximizes)
-        ],
+        "trials": [_entry(trial) for trial in order],
     }
     return json.dumps(content, indent=2, allow_nan=False)
 
 
 def _entry(trial: Trial) -> dict[str, Any]:
-    value = trial.value
     return {
         "name": trial.name,
         "state": trial.state,
-        "value": value if value is not None and math.isfinite(value) else None,
+        "value": trial.number,
         "arguments": trial.flat,
         "rows": trial.num_rows,
         "exit_code": trial.exit_code,
@@ -77,7 +74,7 @@ def _rows(sweep: SweepFile, trials: list[Trial]) -> Iterable[list[str]]:
 
 
 def brief(value: Any) -> str:
-    """A value as a table shows it.
+    """The text of a value in a table.
 
     >>> brief(0.00012345678), brief("sqrt"), brief(8)
     ('0.000123457', 'sqrt', '8')
@@ -85,17 +82,17 @@ def brief(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _show_rich(sweep: SweepFile, trials: Sequence[Trial], file: TextIO) -> None:
+def _show_rich(sweep: SweepFile, trials: list[Trial], file: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     colours = {"finished": "green", "stopped": "yellow", "crashed": "red"}
     table = Table(box=None, header_style="bold")
     for name in _header(sweep):
         table.add_column(name, overflow="fold")
-    for row in _rows(sweep, list(trials)):
-        style = "bold" if row[0] == BEST else ""
-        state = f"[{colours[row[2]]}]{row[2]}[/]" if row[2] in colours else row[2]
-        safe = [cell.replace("[", "\\[") for cell in row]
-        table.add_row(*safe[:2], state, *safe[3:], style=style)
+    for row in _rows(sweep, trials):
+        cells = [Text(cell) for cell in row]
+        cells[2].stylize(colours.get(row[2], ""))
+        table.add_row(*cells, style="bold" if row[0] == BEST else "")
     Console(file=file).print(table)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainkit.cli.sweep.parameters import flatten
 
 State = Literal["waiting", "running", "finished", "stopped", "crashed"]
-"""States of a trial; "stopped" means by early_terminate, which is not a failure."""
+"""States of a trial. "stopped" means by early_terminate, which is not a failure."""
 
-_OF_WANDB: dict[str, State] = {
-    "finished": "finished",
-    "killed": "stopped",
-    "preempted": "waiting",
-    "preempting": "waiting",
-    "pending": "waiting",
+WANDB_STATES: dict[State, str] = {
+    "waiting": "pending",
     "running": "running",
+    "finished": "finished",
+    "stopped": "killed",
+    "crashed": "crashed",
 }
+"""W&B's name of each state."""
 
 
 @dataclass(kw_only=True)
@@ -27,12 +27,12 @@ class Trial:
     """A trial of a sweep, with its state and results.
 
     Attributes:
-        name: the W&B run's id.
-        arguments: as proposed, nested as in the file.
-        state: its progress.
-        metric: the metric's values, in the order they were logged.
+        name: the id of its W&B run.
+        arguments: the proposed values, nested as in the file.
+        metric: the metric's values, in the order in which they were logged.
         num_rows: how many rows it logged.
-        exit_code: of its process.
+        exit_code: the exit status of its process.
+        pid: the number of its process, while it runs.
         note: a remark, for example why it crashed.
         folder: the folder of its files.
     """
@@ -57,12 +57,28 @@ class Trial:
         return self.metric[-1] if self.metric else None
 
     @property
+    def number(self) -> float | None:
+        """The metric's last value if it is a finite number; else None."""
+        value = self.value
+        return value if value is not None and math.isfinite(value) else None
+
+    @property
     def flat(self) -> dict[str, Any]:
         """The arguments by their dotted names."""
         return flatten(self.arguments)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+def news_of(trial: Trial, metric: str | None) -> str:
+    """A trial's state in one line, with its arguments and its metric.
+
+    >>> trial = Trial(name="t", arguments={"lr": 1}, state="stopped", metric=[0.5])
+    >>> news_of(trial, "loss")
+    't stopped: lr=1, loss 0.5'
+    """
+    parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
+    if trial.value is not None:
+        parts.append(f"{metric} {trial.value:.6g}")
+    return ", ".join([*parts, trial.note] if trial.note else parts)
 
 
 def describe(trial: Trial) -> str:
@@ -75,16 +91,19 @@ def describe(trial: Trial) -> str:
 
 
 def state_from_wandb(state: str) -> State:
-    """A server's word for a run's state.
+    """The state of a trial whose run has this state on the server.
 
     >>> state_from_wandb("killed"), state_from_wandb("failed")
     ('stopped', 'crashed')
     """
-    return _OF_WANDB.get(state, "crashed")
+    if state.startswith("preempt"):
+        return "waiting"
+    ours: dict[str, State] = {theirs: ours for ours, theirs in WANDB_STATES.items()}
+    return ours.get(state, "crashed")
 
 
-def ranked(trials: list[Trial], *, maximizes: bool) -> list[Trial]:
-    """The best first; trials whose metric is not a number last.
+def ranked(trials: Sequence[Trial], *, maximizes: bool) -> list[Trial]:
+    """Trials with the best first, and those whose metric is not a number last.
 
     >>> a = Trial(name="a", arguments={}, metric=[2.0])
     >>> b = Trial(name="b", arguments={}, metric=[1.0])
@@ -94,19 +113,15 @@ def ranked(trials: list[Trial], *, maximizes: bool) -> list[Trial]:
     sign = -1 if maximizes else 1
 
     def key(trial: Trial) -> tuple[bool, float]:
-        if trial.value is None or not math.isfinite(trial.value):
-            return True, 0.0
-        return False, sign * trial.value
+        return trial.number is None, sign * (trial.number or 0.0)
 
     return sorted(trials, key=key)
 
 
-def best_of(trials: list[Trial], *, maximizes: bool) -> Trial | None:
-    """The best of the finished trials; a stopped one trained only in part."""
-    ended = [trial for trial in trials if trial.state == "finished"]
-    first = ranked(ended, maximizes=maximizes)[:1]
-    has_number = [t for t in first if t.value is not None and math.isfinite(t.value)]
-    return has_number[0] if has_number else None
+def best_of(trials: Sequence[Trial], *, maximizes: bool) -> Trial | None:
+    """The best of the finished trials; a stopped trial has trained only in part."""
+    ended = [t for t in trials if t.state == "finished" and t.number is not None]
+    return next(iter(ranked(ended, maximizes=maximizes)), None)
 
 
 def own_lines(lines: Sequence[str]) -> list[str]:

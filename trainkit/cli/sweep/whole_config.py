@@ -1,13 +1,13 @@
 """The arguments that a sweep has set, separated from what runs have logged.
 
-1. `wandb agent` starts a trial with the swept arguments. When it resumes one, after a
-   preemption, it hands over the run's whole configuration instead: each top-level entry
-   that was ever logged, dictionaries as Python writes them
+1. `wandb agent` starts a trial with the swept arguments. When it resumes a trial, after
+   a preemption, it passes the run's whole configuration instead: each top-level entry
+   that was ever logged, with dictionaries in Python's notation
    (https://github.com/wandb/wandb/issues/9143, and `_wandb`:
-   https://github.com/wandb/wandb/issues/4237). `swept_arguments` leaves what a Hydra
-   application can take.
-2. What a sweep sets is locked in the run's configuration; logging such a key again
-   gives the warning "locked by 'sweep'". `without_swept` leaves the others.
+   https://github.com/wandb/wandb/issues/4237). `swept_arguments` keeps the words that a
+   Hydra application can take.
+2. W&B locks the entries that a sweep sets, and warns "locked by 'sweep'" if one is
+   logged again. `without_swept` keeps the other entries.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from trainkit.cli.sweep.parameters import flatten
 
 SWEEP = "WANDB_SWEEP_ID"
 PARAMETERS = "WANDB_SWEEP_PARAM_PATH"
-"""The variable with the path of the agent's file of arguments."""
+"""The environment variable with the path of the agent's file of arguments."""
 
 _OWN = ("hydra", "paths", "ckpt_path")
-"""Keys of a run's folders and checkpoint; a resumed run needs new ones."""
+"""Keys of a run's folders and checkpoint, which are new in a resumed run."""
 
 
 def for_train(argv: list[str]) -> list[str]:
@@ -48,20 +48,20 @@ def swept_arguments(
     is_group: Callable[[str], bool] = lambda key: False,
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """The command line without the added arguments that are not overrides.
+    """The words of a command line, without the agent's words that are not overrides.
 
-    Under `WANDB_SWEEP_ID`, of the words that the agent made of the run's configuration
+    Under `WANDB_SWEEP_ID`, the words that the agent has added change:
 
-    - those of keys that the configuration does not have (logged facts) are dropped;
-    - those of `hydra`, `paths` and `ckpt_path` are dropped;
-    - a dictionary with a `_target_` inside is a section that was logged, and dropped;
-      another is a nested parameter, and becomes dotted overrides;
-    - values change from Python's notation to Hydra's (`None` to `null`), but None as
-      the choice of a group, which Hydra does not take, is dropped.
+    - A word is dropped if the configuration does not have its key (a logged fact), or
+      if its key is `hydra`, `paths` or `ckpt_path`.
+    - A dictionary with a `_target_` inside is a section that was logged, and is
+      dropped. Another dictionary is a nested parameter, and becomes dotted overrides.
+    - A value changes from Python's notation to Hydra's (`None` to `null`). None as the
+      choice of a group is dropped, because Hydra does not take it.
 
-    So a resumed trial has the arguments that it was started with, and with them plain
-    entries of the root (`seed=0`), whose values have not changed. Words that stand in
-    the sweep's `command` itself stay as they are, and without a sweep all do.
+    A resumed trial then has the arguments with which it was started, and plain entries
+    of the root (`seed=0`), whose values have not changed. Words of the sweep's own
+    `command` stay as they are. Without a sweep, all words stay.
 
     Args:
         argv: the words after `trainkit train`.
@@ -88,7 +88,7 @@ def swept_arguments(
 def without_swept(
     config: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """A configuration without the top-level entries that the sweep has set already."""
+    """A configuration without the top-level entries that the sweep has set."""
     given = _given(environ) or {}
     return {key: value for key, value in config.items() if key not in given}
 
@@ -99,16 +99,26 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def _is_given(word: str, given: Mapping[str, Any] | None) -> bool:
-    """Whether the agent made the word; without its file, any word counts."""
+    """Whether the agent made the word; without its file, every word counts."""
     key, text = _split(word)
     if given is None or key not in given:
         return given is None
-    # The file sorts the keys of a dictionary, the word does not.
+    # The keys of a dictionary are sorted in the file, but not in the word.
     return str(given[key]) == text or _read(text) == given[key]
 
 
+def write_parameters(arguments: Mapping[str, Any], folder: Path) -> Path:
+    """Write a trial's arguments to a file for W&B's client, as an agent does."""
+    import yaml
+
+    entries = {name: {"value": value} for name, value in arguments.items()}
+    path = folder / "arguments.yaml"
+    path.write_text(yaml.safe_dump({"wandb_version": 1, **entries}), encoding="utf-8")
+    return path
+
+
 def read_parameters(path: Path) -> dict[str, Any]:
-    """The arguments in a file that an agent, or `trainkit sweep`, has written."""
+    """The arguments in a file that an agent or `write_parameters` has written."""
     import yaml
 
     entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -120,13 +130,13 @@ def read_parameters(path: Path) -> dict[str, Any]:
 
 
 def _given(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments from the agent's file, typed; None if there is no file."""
+    """The arguments in the agent's file, with their types; None without a file."""
     path = environ.get(PARAMETERS)
     return read_parameters(Path(path)) if path and Path(path).is_file() else None
 
 
 def _read(text: str) -> Any:
-    """A dictionary or None of Python's notation; other text is left to Hydra."""
+    """A dictionary or None in Python's notation; Hydra reads any other text."""
     if not text.startswith("{") and text != "None":
         return _Text(text)
     try:
@@ -136,7 +146,7 @@ def _read(text: str) -> Any:
 
 
 class _Text(str):
-    """Text that Hydra can read as it is."""
+    """Text that Hydra reads without a change."""
 
 
 def _overrides(key: str, value: Any, known: Callable[[str], bool]) -> Iterator[str]:

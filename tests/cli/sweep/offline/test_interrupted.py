@@ -122,7 +122,7 @@ def test_an_interrupted_sweep_lets_trials_save_and_says_how_to_go_on(
     assert states(tmp_path) == ["finished", "waiting"]
     assert "stopping 1 running trials" in news
     (folder,) = (tmp_path / "sweeps").glob("*")
-    again = f"to resume: trainkit sweep toy.yaml --resume {folder.name} --offline"
+    again = f"to resume: trainkit sweep toy.yaml --offline --resume {folder.name}"
     assert again in news
     assert "finished" in output  # the table of what there is
 

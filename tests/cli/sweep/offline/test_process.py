@@ -1,4 +1,4 @@
-"""What a killed sweep has left running is ended before it goes on."""
+"""What a killed sweep has left running is ended before it resumes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_one_that_cannot_be_ended_is_named(
     with holder(tmp_path):
         with subprocess.Popen([sys.executable, "-c", ""]) as ended:
             ended.wait(240)
-        with pytest.raises(TrainkitError, match="t: something that it has started"):
+        with pytest.raises(TrainkitError, match="t: a process that it has started"):
             end_orphan(trial(ended.pid), tmp_path)
         with pytest.raises(TrainkitError, match="t: a process still runs it"):
             end_orphan(trial(None), tmp_path)

@@ -61,15 +61,27 @@ def test_two_sweeps_of_one_project_do_not_mix(
     assert json.loads(asked[0]) == {"$and": [{"sweep": "sw0"}]}
 
 
-def test_an_argument_that_a_run_does_not_have_is_not_told(
-    two_sweeps: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("logged", "arguments"),
+    [
+        ({"lr": None}, {"lr": None}),
+        ({"a": {"b": 2}}, {"a.b": 2}),
+        ({"a.b": 1, "a": {"b": 2}}, {"a.b": 1}),
+    ],
+)
+def test_arguments_are_found_flat_or_nested_and_only_if_they_are_there(
+    two_sweeps: WandbServer,
+    private_wandb: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
-    two_sweeps.run("a").raw_config = {"lr": {"value": None}}
-    server = logged_in(two_sweeps, private_wandb, monkeypatch, {"lr": LR, "n": LR})
+    two_sweeps.run("a").raw_config = {k: {"value": v} for k, v in logged.items()}
+    server = logged_in(two_sweeps, private_wandb, monkeypatch, {"lr": LR, "a.b": LR})
 
     (trial,) = server.trials("sw0")
 
-    assert trial.arguments == {"lr": None}
+    assert trial.arguments == arguments
 
 
 def test_news_name_the_metric_and_why_a_trial_crashed(
@@ -109,7 +121,7 @@ def news(server: Server, folder: Path) -> list[str]:
     sweep = SweepFile.read(folder / "toy.yaml")
     online = OnlineSweep(sweep, server, "sw0", folder=folder, say=said.append)
     none = Agents(server.path("sw0"), number=0, count=None, env={}, folder=folder)
-    online._tell_changes(none)
+    online._report_changes(none)
     return said
 
 

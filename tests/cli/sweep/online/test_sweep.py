@@ -19,6 +19,7 @@ from trainkit.cli.sweep.online.agents import shares
 TWO = {"values": [0.1, 0.01]}
 IMPATIENT = """
 import json
+from dataclasses import asdict
 from pathlib import Path
 from trainkit.cli.sweep.online.sweep import OnlineSweep
 from trainkit.cli.sweep.online.server import Server
@@ -30,7 +31,7 @@ online = OnlineSweep(
     sweep, server, server.create(), folder=Path.cwd(), lost_after=1, look_every=0.2
 )
 online.run(agents=1, count=None)
-print(json.dumps([trial.as_dict() for trial in online.trials()]))
+print(json.dumps([asdict(trial) for trial in online.trials()]))
 """
 
 

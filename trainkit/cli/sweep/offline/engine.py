@@ -9,27 +9,19 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from trainkit.cli.sweep.trial import Trial
+from trainkit.cli.sweep.trial import WANDB_STATES, Trial
 from trainkit.errors import TrainkitError
-
-_STATES = {
-    "waiting": "pending",
-    "running": "running",
-    "finished": "finished",
-    "stopped": "killed",
-    "crashed": "crashed",
-}
 
 
 class Engine:
     """Proposes trials, and selects those to stop.
 
-    A proposal depends only on the seed and the trials, so that a sweep resumed after
-    a kill proposes what it would have proposed.
+    A proposal depends only on the seed and the trials. A sweep that is resumed after a
+    kill therefore proposes what it would have proposed.
 
     Args:
         config: the sweep, in W&B's format.
-        seed: for random proposals.
+        seed: the start of random proposals.
 
     Raises:
         TrainkitError: `sweeps` is not installed.
@@ -41,12 +33,12 @@ class Engine:
         self._seed = seed
 
     def propose(self, trials: Sequence[Trial]) -> dict[str, Any] | None:
-        """The next trial's arguments as plain Python; None if there are no more.
+        """The next trial's arguments as plain Python, or None at the sweep's end.
 
         Raises:
             TrainkitError: the engine refuses the sweep.
         """
-        cap = self._config.get("run_cap")  # which the engine leaves to its caller
+        cap = self._config.get("run_cap")  # the engine does not look at it
         if cap is not None and len(trials) >= cap:
             return None
         with self._asking(len(trials)):
@@ -64,18 +56,17 @@ class Engine:
         return {run.name for run in found}
 
     def _runs(self, trials: Sequence[Trial]) -> list[Any]:
-        return [self._run(trial) for trial in trials]
-
-    def _run(self, trial: Trial) -> Any:
         metric = (self._config.get("metric") or {}).get("name")
-        history = [{metric: value} for value in trial.metric]
-        return self._sweeps.SweepRun(
-            name=trial.name,
-            config={name: {"value": value} for name, value in trial.arguments.items()},
-            state=self._sweeps.RunState(_STATES[trial.state]),
-            history=history,
-            summary_metrics=history[-1] if history else {},
-        )
+        return [
+            self._sweeps.SweepRun(
+                name=trial.name,
+                config={k: {"value": value} for k, value in trial.arguments.items()},
+                state=self._sweeps.RunState(WANDB_STATES[trial.state]),
+                history=[{metric: value} for value in trial.metric],
+                summary_metrics={metric: trial.value} if trial.metric else {},
+            )
+            for trial in trials
+        ]
 
     @contextmanager
     def _asking(self, num_trials: int) -> Iterator[None]:
@@ -88,9 +79,9 @@ class Engine:
         np.random.seed(drawing.getrandbits(32))
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the optimizer, about its own fits
+                warnings.simplefilter("ignore")  # the optimizer's, about its fits
                 yield
-        except Exception as error:  # of any kind: jsonschema's own are no ValueError
+        except Exception as error:  # jsonschema's errors are not ValueErrors
             raise TrainkitError(
                 f"sweep: W&B's engine refuses it: {type(error).__name__}: {error}"
             ) from error
@@ -102,13 +93,13 @@ class Engine:
 def _import() -> ModuleType:
     try:
         with warnings.catch_warnings():
-            # Its pydantic model uses a name of pydantic 1, and says so each time.
+            # Its model uses a name of pydantic 1, which warns at each import.
             warnings.simplefilter("ignore")
             import sweeps
     except ImportError as error:
         raise TrainkitError(
             "trainkit sweep --offline: needs W&B's engine, the package `sweeps`, which "
-            "is not installed. pip install 'trainkit[sweeps]'"
+            "is not installed. Run pip install 'trainkit[sweeps]'."
         ) from error
     return sweeps
 

@@ -1,4 +1,4 @@
-"""A trial's process, which a sweep can stop, and find again after a kill."""
+"""The process of a trial, which a sweep can stop, and find again after a kill."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _POLL = 0.05
 class TrialProcess:
     """Runs a trial's command; its output goes to `<folder>/output.log`.
 
-    The process holds a lock on its folder as long as it lives, so that a
-    resumed sweep sees whether its trials are still running.
+    The process holds a lock on its folder as long as it lives, so that a resumed sweep
+    sees whether its trials are still running.
 
     Args:
-        trial: which one.
+        trial: the trial.
         command: the words to run.
         env: its environment.
-        folder: the trial's, which must be there.
+        folder: the folder of the trial, which must exist.
 
     Raises:
         OSError: the command cannot be started.
@@ -62,51 +62,53 @@ class TrialProcess:
         trial.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code once it has ended; kills it if it has outstayed its time."""
+        """The exit code once it has ended; kills it after the time to end is over."""
         code = self._process.poll()
         if code is None and self._deadline and time.monotonic() > self._deadline:
             self.kill()
         return code
 
     def stop(self) -> None:
-        """Ask it to end, as `wandb agent` does; `poll` kills it if it is too slow."""
+        """Ask it to end with SIGTERM; `poll` kills it if it is too slow."""
         if self._deadline is None and self._process.poll() is None:
             self.asked_to_stop = True
             self._deadline = time.monotonic() + kill_delay()
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and what it has started."""
+        """Kill it and the processes that it has started."""
         _kill_group(self._process.pid)
         self._process.wait()
 
 
 def end_orphan(trial: Trial, folder: Path) -> bool:
-    """Stop a trial whose sweep was killed, and which is still running.
+    """Stop a trial that is still running although its sweep was killed.
 
     Returns:
         whether it was still running.
 
     Raises:
-        TrainkitError: it runs, and its process id was not saved.
+        TrainkitError: it is running and cannot be stopped.
     """
     if not folder.is_dir() or _is_free(folder):
         return False
     if trial.pid is None:
         raise TrainkitError(
-            f"trial {trial.name}: a process still runs it in {folder}, started as the "
-            f"sweep was killed. End that process, then resume the sweep."
+            f"trial {trial.name}: a process still runs it in {folder}, and the sweep "
+            f"was killed before it saved the process id. End that process, then resume "
+            f"the sweep."
         )
     try:
         os.kill(trial.pid, signal.SIGTERM)
     except ProcessLookupError:
-        pass  # one that it has started still holds the lock
+        pass  # a process that it has started still holds the lock
     if not _becomes_free(folder):
         _kill_group(trial.pid)
         if not _becomes_free(folder):
             raise TrainkitError(
-                f"trial {trial.name}: something that it has started still runs in "
-                f"{folder}, and has left its process group. End it, then resume."
+                f"trial {trial.name}: a process that it has started still runs in "
+                f"{folder}, and has left its process group. End that process, then "
+                f"resume the sweep."
             )
     return True
 
@@ -121,15 +123,10 @@ def _becomes_free(folder: Path) -> bool:
 
 
 def last_words(folder: Path) -> str:
-    """The last line that a trial has written, without W&B's client's output."""
+    """The last line of a trial's output, without the lines of W&B's client."""
     path = folder / "output.log"
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 8192))
-        lines = file.read().decode(errors="replace").splitlines()
-    own = own_lines(lines)
-    return own[-1].strip() if own else ""
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return next(reversed(own_lines(text.splitlines())), "").strip()
 
 
 def _take_lock(folder: Path) -> IO[Any] | None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import string
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,6 @@ from trainkit.cli.sweep.trial import Trial
 from trainkit.errors import TrainkitError
 
 _VERSION = 1
-_ALPHABET = string.ascii_lowercase + string.digits
-
-
-def new_id() -> str:
-    """Eight letters and digits, as W&B names things."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(8))
 
 
 @dataclass
@@ -29,8 +21,8 @@ class SweepState:
     Attributes:
         folder: the sweep's; its name is the sweep's id.
         config: the sweep file's content when the sweep was started.
-        seed: of the engine.
-        trials: in the order they were proposed.
+        seed: the engine's.
+        trials: all of them, in the order in which they were proposed.
     """
 
     folder: Path
@@ -47,12 +39,12 @@ class SweepState:
         return self.folder / "state.json"
 
     def save(self) -> None:
-        """Write the file atomically, since a sweep may be killed at any moment."""
+        """Replace the file in one step, since a sweep may be killed at any moment."""
         content = {
             "version": _VERSION,
             "seed": self.seed,
             "config": self.config,
-            "trials": [trial.as_dict() for trial in self.trials],
+            "trials": [asdict(trial) for trial in self.trials],
         }
         unfinished = self.path.with_suffix(".unfinished")
         with unfinished.open("w", encoding="utf-8") as file:
@@ -70,9 +62,7 @@ class SweepState:
         """
         path = folder / "state.json"
         if not path.is_file():
-            known = sorted(
-                each.parent.name for each in folder.parent.glob("*/state.json")
-            )
+            known = sorted(p.parent.name for p in folder.parent.glob("*/state.json"))
             raise TrainkitError(
                 f"trainkit sweep --resume: there is no sweep {folder.name!r} in "
                 f"{folder.parent}. There are: {', '.join(known) or 'none'}."

@@ -1,4 +1,4 @@
-"""A sweep without a server: it proposes, runs, reads and stops trials."""
+"""A sweep without a server, which proposes, runs, reads and stops its trials."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.sweep import missing_metric
+from trainkit.cli.sweep import environment, missing_metric
 from trainkit.cli.sweep.command import command_line, hydra_text
-from trainkit.cli.sweep.interruption import Interruption
-from trainkit.cli.sweep.offline import environment
+from trainkit.cli.sweep.interruption import Interruption, counted_signals
 from trainkit.cli.sweep.offline.engine import Engine
 from trainkit.cli.sweep.offline.process import TrialProcess, end_orphan, last_words
 from trainkit.cli.sweep.offline.state import SweepState
 from trainkit.cli.sweep.rows import metric_values, read_run, run_files
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import State, Trial, describe
+from trainkit.cli.sweep.trial import State, Trial, describe, news_of
 
 MAX_INITIAL_FAILURES = "WANDB_AGENT_MAX_INITIAL_FAILURES"
-"""How many trials may crash before one has ended well; the agent's own variable."""
+"""How many trials may crash before one has ended well: a variable of W&B's agent."""
 
 _MAX_INITIAL_FAILURES = 3
 _TICK = 0.1
 _LOOK_EVERY = 1.0
-"""Seconds between looks at running trials' rows, at least."""
-_SHARE_OF_LOOKING = 2
-"""Looking costs a process; it waits so many times as long as it took."""
+"""The least number of seconds between two looks at the rows of running trials."""
+_PAUSE_PER_LOOK = 2
+"""The pause after a look, in times of its duration, since a look costs a process."""
 
 
 class OfflineSweep:
     """Runs the trials of a sweep, several at once.
 
-    Every change of a trial's state is on disk before the next thing happens.
+    Each change of a trial's state is on disk before anything else happens.
 
     Args:
         sweep: the file.
         state: the trials so far.
         agents: how many trials run at once.
-        count: how many may be started now, or None for all.
+        count: how many trials may be started now; None for all.
         say: called with each line of news.
     """
 
@@ -58,6 +57,7 @@ class OfflineSweep:
         self._state = state
         self._engine = Engine(state.config, seed=state.seed)
         self._agents = agents
+        self._stops_early = state.config.get("early_terminate") is not None
         self._may_start = float("inf") if count is None else count
         self._say = say
         self._running: list[TrialProcess] = []
@@ -69,11 +69,11 @@ class OfflineSweep:
         """Run the sweep until every trial is over.
 
         Returns:
-            0, or 130 or 143 when a signal ended it.
+            0, or 130 or 143 if a signal ended it.
         """
         self._recover()
         self._give_up_without_metric()
-        with Interruption() as interruption:
+        with counted_signals() as interruption:
             try:
                 while not interruption.count:
                     self._take_ended()
@@ -89,7 +89,7 @@ class OfflineSweep:
     # ---- before ----------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Queue the trials that ran when the sweep was killed."""
+        """Queue the trials that were running when the sweep was killed."""
         for trial in self._state.trials:
             if trial.state == "running":
                 if end_orphan(trial, self._folder(trial)):
@@ -145,7 +145,7 @@ class OfflineSweep:
         if checkpoint is not None:
             more.append(f"ckpt_path={hydra_text(str(checkpoint))}")
         else:
-            # A trial that restarts from its beginning must not be uploaded twice.
+            # The rows of an earlier attempt must not be uploaded as well.
             shutil.rmtree(folder if more else folder / "wandb", ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
         return command_line(
@@ -168,7 +168,7 @@ class OfflineSweep:
         self._read(trial)
         trial.exit_code = code
         summary = RunFolder(self._folder(trial)).read_summary() or {}
-        # It may have finished before it was asked to stop.
+        # A trial may have finished before it was asked to stop.
         if process.asked_to_stop and summary.get("status") != "finished":
             self._end(trial, "stopped", f"stopped after {len(trial.metric)} values")
         elif code != 0:
@@ -179,10 +179,7 @@ class OfflineSweep:
 
     def _end(self, trial: Trial, state: State, note: str) -> None:
         trial.state, trial.note, trial.pid = state, note, None
-        value = (
-            "" if trial.value is None else f", {self._sweep.metric} {trial.value:.6g}"
-        )
-        self._say(f"{trial.name} {state}{value}{', ' + note if note else ''}")
+        self._say(news_of(trial, self._sweep.metric))
 
     def _crash(self, trial: Trial, note: str) -> None:
         self._end(trial, "crashed", note)
@@ -203,11 +200,11 @@ class OfflineSweep:
         return f"no {metric} in the {trial.num_rows} rows it logged to {trial.folder}"
 
     def _give_up_without_metric(self) -> None:
-        """Start no more trials if the metric's name is wrong."""
+        """Start no more trials if their rows lack the metric."""
         trials = self._state.trials
         if self._is_over or not missing_metric.finished_without(self._sweep, trials):
             return
-        for process in self._running:  # one of them may have it
+        for process in self._running:  # a running trial may have the metric
             self._read(process.trial)
         trial = missing_metric.finished_without(self._sweep, trials)
         if trial is not None:
@@ -225,7 +222,7 @@ class OfflineSweep:
 
     def _stop_the_poor(self) -> None:
         began = time.monotonic()
-        if not self._sweep.stops_early or began < self._look_at:
+        if not self._stops_early or began < self._look_at:
             return
         for process in self._running:
             self._read(process.trial)
@@ -234,16 +231,16 @@ class OfflineSweep:
             if process.trial.name in poor:
                 process.stop()
         spent = time.monotonic() - began
-        self._look_at = began + spent + max(_LOOK_EVERY, _SHARE_OF_LOOKING * spent)
+        self._look_at = began + spent + max(_LOOK_EVERY, _PAUSE_PER_LOOK * spent)
 
     # ---- the end ---------------------------------------------------------------------
 
     def _end_running(self, interruption: Interruption) -> None:
-        """Stop the running trials, after a signal or an error, for a later resume."""
+        """Stop the running trials after a signal or an error, for a later resume."""
         if self._running:
             self._say(
-                f"stopping {len(self._running)} running trials, which may save what "
-                f"they have; Ctrl-C again kills them"
+                f"stopping {len(self._running)} running trials, which may save "
+                f"first; Ctrl-C again kills them"
             )
         before = interruption.count
         already_stopped = [p for p in self._running if p.asked_to_stop]

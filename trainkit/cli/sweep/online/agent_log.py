@@ -10,25 +10,20 @@ _AGENT = " - wandb.wandb_agent - "
 
 
 def was_stopped(folder: Path, name: str) -> bool:
-    """Whether an agent had to stop the trial, which then ends with exit status 0."""
-    return any(line.endswith(f"Stop: {name}") for _, line in _said(folder))
+    """Whether an agent stopped the trial, which then ends with exit status 0."""
+    return any(line.endswith(f"Stop: {name}") for _, line in _agent_lines(folder))
 
 
 def last_words_of(folder: Path, name: str) -> str:
-    """The last line of a trial that has ended; empty if no agent ran it.
-
-    Args:
-        folder: where the agents' output goes.
-        name: the trial's.
-    """
-    for before, line in _said(folder):
+    """The last line of a trial that has ended; empty if no agent ran it."""
+    for before, line in _agent_lines(folder):
         if line.endswith(f"Cleaning up finished run: {name}") and before:
             return before[-1].strip()
     return ""
 
 
-def _said(folder: Path) -> list[tuple[list[str], str]]:
-    """The agents' own lines, each with the trial's output before it."""
+def _agent_lines(folder: Path) -> list[tuple[list[str], str]]:
+    """The lines of the agents, each with the output of the trial before it."""
     found = []
     for path in sorted(folder.glob("agent-*.log")):
         written: list[str] = []

@@ -1,4 +1,4 @@
-"""`wandb agent` processes, ended so that their trials can save."""
+"""Processes of `wandb agent`, which end so that their trials can save."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Agents:
 
     Args:
         sweep: its path, `entity/project/id`.
-        number: how many.
-        count: how many trials all of them may start, or None.
+        number: how many agents.
+        count: how many trials all agents together may start; None for any number.
         env: their environment.
-        folder: where their output goes.
+        folder: the folder for their logs.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Agents:
         return any(process.poll() is None for process in self._processes)
 
     def start_no_more(self) -> None:
-        """Leave once the trials that run now have ended."""
+        """Let the agents leave when the running trials have ended."""
         self._signal()
 
     def stop(self) -> None:
-        """End the trials with SIGTERM, and leave; kill those that take too long."""
-        # An agent counts: at the first SIGINT it waits for its trials, at the second
-        # it sends them SIGTERM, at the third SIGKILL.
+        """End the trials with SIGTERM, then the agents; kill what takes too long."""
+        # At the first SIGINT an agent waits for its trials, at the second it sends
+        # them SIGTERM, and at the third SIGKILL.
         self._signal()
         time.sleep(_PAUSE)
         self._signal()

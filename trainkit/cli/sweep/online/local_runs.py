@@ -1,4 +1,4 @@
-"""A sweep's runs on this disk, for when no server answers."""
+"""The runs of a sweep on this disk, for a server that does not answer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from trainkit.cli.sweep.whole_config import read_parameters
 
 
 def local_trials(folder: Path, sweep_id: str, *, metric: str | None) -> list[Trial]:
-    """The trials that agents started from a folder, with their logged metric.
-
-    Args:
-        folder: the agents' `WANDB_DIR`.
-        sweep_id: the sweep's.
-        metric: the one to read.
-    """
+    """The trials that agents have started with a folder as `WANDB_DIR`."""
     started = sorted(folder.glob(f"wandb/sweep-{sweep_id}/config-*.yaml"))
     return [_trial(folder, path, metric) for path in started]
 
@@ -40,5 +34,5 @@ def _trial(folder: Path, parameters: Path, metric: str | None) -> Trial:
 
 
 def _of_train(name: str) -> list[Path]:
-    """`trainkit train` has W&B write to the run's own folder."""
+    """The files of a run of `trainkit train`, which W&B writes to the run's folder."""
     return sorted(Path.cwd().glob(f"outputs/*/*/wandb/*run-*-{name}/run-{name}.wandb"))

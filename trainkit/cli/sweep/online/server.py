@@ -7,9 +7,10 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from trainkit.cli.sweep.parameters import flatten
 from trainkit.cli.sweep.rows import number
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import Trial, state_from_wandb
@@ -17,12 +18,10 @@ from trainkit.errors import TrainkitError
 
 _SECONDS = 20
 _PROJECT = "trainkit"
-UNKNOWN = object()
-"""The value of an argument that is missing; None may be a value."""
 
 
 class Server:
-    """A sweep's side of the server that the client is logged in to.
+    """The server that the client is logged in to, for one sweep file.
 
     Args:
         sweep: the file.
@@ -43,11 +42,7 @@ class Server:
         self.project = str(project or _PROJECT)
 
     def create(self) -> str:
-        """Create the sweep.
-
-        Returns:
-            its id.
-        """
+        """Create the sweep, and return its id."""
         import wandb
 
         # The client prints; standard output is for the table.
@@ -57,7 +52,7 @@ class Server:
             )
 
     def find(self, sweep_id: str) -> str:
-        """The id of a sweep that is there already.
+        """The id of a sweep that exists on the server.
 
         Raises:
             TrainkitError: the server has no such sweep.
@@ -65,23 +60,24 @@ class Server:
         with _as_our_error():
             return self._api.sweep(self.path(sweep_id)).id
 
-    def path(self, sweep_id: str) -> str:
-        return f"{self.entity}/{self.project}/{sweep_id}"
+    def path(self, name: str) -> str:
+        """The path of a sweep or run of the project."""
+        return f"{self.entity}/{self.project}/{name}"
 
     def is_alive(self) -> bool:
-        """Whether anything answers at its address, through the proxies in force."""
+        """Whether anything answers at its address, through the user's proxies."""
         try:
             with urllib.request.urlopen(self._api.settings["base_url"], timeout=5):
                 return True
         except urllib.error.HTTPError:
-            return True  # an answer, whatever it says
+            return True  # an error is an answer
         except OSError:
             return False
 
     def trials(self, sweep_id: str) -> list[Trial]:
-        """The sweep's runs, as the server knows them now."""
+        """The sweep's runs, in the state that the server knows now."""
         with _as_our_error():
-            filters = {"$and": [{"sweep": sweep_id}]}  # as the client's own Sweep asks
+            filters = {"$and": [{"sweep": sweep_id}]}  # as in the client's own Sweep
             project = f"{self.entity}/{self.project}"
             self._api.flush()
             runs = list(self._api.runs(project, filters=filters, order="+created_at"))
@@ -90,42 +86,26 @@ class Server:
     def logged(self, name: str) -> list[str]:
         """The names that a run has logged with numbers, from its summary."""
         with _as_our_error():
-            run = self._api.run(f"{self.entity}/{self.project}/{name}")
+            run = self._api.run(self.path(name))
             summary = dict(run.summary)
         named = (name for name in summary if not name.startswith("_"))
         return [name for name in named if _number(summary[name]) is not None]
 
     def _trial(self, run: Any) -> Trial:
-        config, summary = dict(run.config), dict(run.summary)
-        values = {name: value_of(config, name) for name in self._sweep.varied}
+        summary = dict(run.summary)
+        config = {**flatten(run.config), **run.config}  # nested or not, by dotted name
         value = _number(summary.get(self._sweep.metric or ""))
         return Trial(
             name=run.id,
-            arguments={k: v for k, v in values.items() if v is not UNKNOWN},
+            arguments={k: config[k] for k in self._sweep.varied if k in config},
             state=state_from_wandb(run.state),
             metric=[] if value is None else [value],
             num_rows=int(summary.get("_step", -1)) + 1,
         )
 
 
-def value_of(config: Mapping[str, Any], name: str) -> Any:
-    """A swept value in a run's configuration, whether it stands flat or nested.
-
-    >>> value_of({"a.b": 1, "a": {"b": 2}}, "a.b"), value_of({"a": {"b": 2}}, "a.b")
-    (1, 2)
-    >>> value_of({"a": 1}, "b") is UNKNOWN
-    True
-    """
-    if name in config:
-        return config[name]
-    node: Any = config
-    for part in name.split("."):
-        node = node.get(part, UNKNOWN) if isinstance(node, Mapping) else UNKNOWN
-    return node
-
-
 def _number(value: Any) -> float | None:
-    """A summary's entry: a number, or what `define_metric(summary=...)` makes of it."""
+    """The number in a summary's entry, which `define_metric(summary=...)` nests."""
     if hasattr(value, "items"):
         value = next((each for _, each in value.items()), None)
     return number(value)
@@ -140,5 +120,5 @@ def _as_our_error() -> Iterator[None]:
     except (wandb.Error, ValueError, OSError) as error:
         raise TrainkitError(
             f"trainkit sweep: W&B reports: {error} Check `wandb login` and the "
-            f"network, or run the same file without a server: --offline."
+            f"network, or run this file without a server: --offline."
         ) from error

@@ -1,4 +1,4 @@
-"""A sweep on a W&B server: created, run by agents of the real client, and read back."""
+"""A sweep on a W&B server, whose trials are run by agents of W&B's client."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.cli.sweep import environment, missing_metric
-from trainkit.cli.sweep.interruption import Interruption
+from trainkit.cli.sweep.interruption import counted_signals
 from trainkit.cli.sweep.online.agent_log import last_words_of, was_stopped
 from trainkit.cli.sweep.online.agents import Agents
 from trainkit.cli.sweep.online.local_runs import local_trials
 from trainkit.cli.sweep.online.server import Server
 from trainkit.cli.sweep.sweep_file import SweepFile
-from trainkit.cli.sweep.trial import Trial, describe
+from trainkit.cli.sweep.trial import Trial, news_of
 from trainkit.errors import TrainkitError
 
 _TICK = 0.2
@@ -25,17 +25,17 @@ _FINISH_TIMEOUT = "600"
 class OnlineSweep:
     """Runs agents on a sweep until it is over, and reports the states of its trials.
 
-    An agent waits forever for a server that has died, so the sweep checks it too. After
-    `lost_after` seconds without an answer, running trials end by themselves, with their
-    rows on disk, and no more are started.
+    An agent waits forever for a server that has died, so the sweep checks the server
+    too. After `lost_after` seconds without an answer it starts no more trials. Running
+    trials continue to their end, and their rows are on disk.
 
     Args:
         sweep: the file.
-        server: where it is.
-        sweep_id: its id there.
-        folder: for what the agents and their trials write.
-        lost_after: how long a server may be silent.
-        look_every: how often it is asked.
+        server: the server of the sweep.
+        sweep_id: the sweep's id on the server.
+        folder: where the agents and their trials write.
+        lost_after: how many seconds the server may be silent.
+        look_every: seconds between two requests.
         say: called with each line of news.
     """
 
@@ -61,16 +61,16 @@ class OnlineSweep:
         self._answered = self._look_at = time.monotonic()
         self._without_metric: str | None = None
         self._has_given_up = False
-        self.is_lost = False
+        self._is_lost = False
 
     def run(self, *, agents: int, count: int | None) -> int:
         """Run the agents until they leave.
 
         Returns:
-            0, or 130 or 143 when a signal ended it.
+            0, or 130 or 143 if a signal ended it.
         """
         path = self._server.path(self._id)
-        with Interruption() as interruption:
+        with counted_signals() as interruption:
             running = Agents(
                 path, number=agents, count=count, env=self._env(), folder=self._folder
             )
@@ -83,11 +83,11 @@ class OnlineSweep:
                     self._say("stopping the agents; running trials may save first")
                     running.stop()
         if not interruption.count and self._server.is_alive():
-            self._tell_changes(running)
+            self._report_changes(running)
         return interruption.exit_status
 
     def trials(self) -> list[Trial]:
-        """The server's trials, or those on this disk if it does not answer."""
+        """The trials on the server, or on this disk if the server does not answer."""
         if self._server.is_alive():
             try:
                 return self._ask()
@@ -113,10 +113,10 @@ class OnlineSweep:
             return
         if self._server.is_alive():
             self._answered = time.monotonic()
-            self._tell_changes(agents)
+            self._report_changes(agents)
         silent = time.monotonic() - self._answered
-        if silent > self._lost_after and not self.is_lost:
-            self.is_lost = True
+        if silent > self._lost_after and not self._is_lost:
+            self._is_lost = True
             self._say(
                 f"the server has not answered for {silent:.0f} s: running trials "
                 f"continue to their end, and no more are started"
@@ -131,29 +131,23 @@ class OnlineSweep:
                 trial.note = last_words_of(self._folder, trial.name)
         return trials
 
-    def _tell_changes(self, agents: Agents) -> None:
+    def _report_changes(self, agents: Agents) -> None:
         try:
             trials = self._ask()
             for trial in trials:
                 if self._states.get(trial.name) != trial.state:
                     self._states[trial.name] = trial.state
-                    self._say(self._news(trial))
+                    self._say(news_of(trial, self._sweep.metric))
             self._give_up_without_metric(trials, agents)
         except TrainkitError:
             return  # the server has just died; the next check will notice
-
-    def _news(self, trial: Trial) -> str:
-        parts = [f"{trial.name} {trial.state}: {describe(trial)}"]
-        if trial.value is not None:
-            parts.append(f"{self._sweep.metric} {trial.value:.6g}")
-        return ", ".join([*parts, trial.note] if trial.note else parts)
 
     def _give_up_without_metric(self, trials: list[Trial], agents: Agents) -> None:
         stopped = [t.name for t in trials if was_stopped(self._folder, t.name)]
         trial = missing_metric.finished_without(self._sweep, trials, but=stopped)
         if trial is None or self._has_given_up:
             return
-        # A server may have the end before the last values: not at the first look.
+        # A server may receive the end before the last values: wait for a second look.
         if self._without_metric == trial.name or not agents.are_running():
             self._has_given_up = True
             logged = self._server.logged(trial.name)
