@@ -29,7 +29,7 @@ _PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
 def collect(
     training: Training, config: DictConfig, folder: RunFolder, windows: WindowSummary
 ) -> dict[str, Any]:
-    """What `summary.json` says, as plain data."""
+    """The content of `summary.json`."""
     trainer = training.trainer
     metrics = {name: _number(value) for name, value in trainer.callback_metrics.items()}
     checkpoint = folder.newest_checkpoint()
@@ -55,18 +55,18 @@ def collect(
 
 
 def show(facts: dict[str, Any], folder: RunFolder) -> None:
-    """The table after training."""
+    """Print the table that ends a training."""
     show_rows(rows(facts, folder))
 
 
 def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
-    """The lines of that table."""
+    """The lines of the table that ends a training."""
     written = f"{folder.path}: {', '.join(_contents(folder))}"
     return [*summary_rows.rows(facts), ("written to", written)]
 
 
 def git_commit(where: str | Path = ".") -> str | None:
-    """The commit of the working directory, with `+` where files were changed."""
+    """The commit of the working directory, with `+` if files were changed, or None."""
     commit = _git(where, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -94,9 +94,9 @@ def _contents(folder: RunFolder) -> list[str]:
 def _effective_batch(
     trainer: Any, sizes: tuple[int, int] | None
 ) -> dict[str, Any] | None:
-    """The effective batch of the last step; a schedule may have begun with another."""
+    """The effective batch of the last step, and its size at the first step."""
     if trainer.train_dataloader is None:
-        return None  # it ended before there were data
+        return None  # it ended before the data were loaded
     first, last = sizes or (None, None)
     for unit in ("samples", "tokens"):
         found = find_effective_batch(trainer, unit=unit, accumulate=last)
@@ -114,7 +114,7 @@ def _effective_batch(
 
 
 def _micro_batching(trainer: Any) -> dict[str, int | None] | None:
-    """The limits under which loader batches were cut, if they were."""
+    """The limits under which loader batches were cut, or None if they were not."""
     windows = windows_of(trainer)
     if not isinstance(windows, SplitCallback) or windows.micro_batching is None:
         return None
@@ -139,7 +139,7 @@ def _plain(trainer: Any) -> dict[str, float] | None:
 
 
 def _number(value: Any) -> float | None:
-    """None for what JSON cannot hold, and for metrics of several elements."""
+    """A number for JSON; None if it is not finite or a metric of several elements."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return None
     number = float(value)

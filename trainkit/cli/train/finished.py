@@ -14,7 +14,7 @@ def why_no_more(trainer: Any, ckpt_path: str | None) -> str:
     """Why the run has nothing left to train, and what to change to train longer.
 
     Args:
-        trainer: the one that restored the checkpoint and trained no step.
+        trainer: a Trainer that restored the checkpoint and trained no step.
         ckpt_path: the checkpoint.
     """
     done = f"after {counted_steps(trainer.global_step)}"
