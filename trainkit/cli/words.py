@@ -11,8 +11,6 @@ from pathlib import Path
 CONFIG_DIR, CONFIG_NAME, CONFIG_PATH = "--config-dir", "--config-name", "--config-path"
 SEARCH_PATH = "hydra.searchpath"
 
-_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
-
 _LONG = {
     "-c": "--cfg",
     "-cd": CONFIG_DIR,
@@ -73,13 +71,9 @@ def quoted(path: Path | str | None) -> str:
     >>> print(quoted("it's"), quoted("a\\\\b"), quoted("end\\\\"))
     'it\\'s' 'a\\b' 'end\\\\'
     """
-    return "'" + _BEFORE_QUOTE.sub(_escaped, str(path)) + "'"
+    from hydra.core.override_parser.types import Quote, QuotedString
 
-
-def _escaped(found: re.Match[str]) -> str:
-    """Double backslashes where Hydra halves them: only before a quote."""
-    backslashes, quote = found.groups()
-    return 2 * backslashes + ("\\'" if quote else "")
+    return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def unquoted(value: str) -> str:

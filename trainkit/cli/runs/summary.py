@@ -17,7 +17,6 @@ from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
 from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
-from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.plain_comparison import PlainComparison
 from trainkit.lit.logs.window_summary import WindowSummary
@@ -56,13 +55,13 @@ def collect(
 
 def show(facts: dict[str, Any], folder: RunFolder) -> None:
     """Print the table that ends a training."""
-    show_rows(rows(facts, folder))
-
-
-def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
-    """The lines of the table that ends a training."""
-    written = f"{folder.path}: {', '.join(_contents(folder))}"
-    return [*summary_rows.rows(facts), ("written to", written)]
+    files = sorted(
+        each.name + "/" * each.is_dir()
+        for each in folder.path.iterdir()
+        if not each.name.startswith(".")
+    )
+    written = f"{folder.path}: {', '.join(files)}"
+    show_rows([*summary_rows.rows(facts), ("written to", written)])
 
 
 def git_commit(where: str | Path = ".") -> str | None:
@@ -81,14 +80,6 @@ def _git(where: str | Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _contents(folder: RunFolder) -> list[str]:
-    return sorted(
-        each.name + "/" * each.is_dir()
-        for each in folder.path.iterdir()
-        if not each.name.startswith(".")
-    )
 
 
 def _effective_batch(

@@ -9,7 +9,7 @@ import shlex
 import signal
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -58,7 +58,9 @@ def run(config: DictConfig) -> float | None:
     ending = Ending()
     trainer.callbacks = [ending, *trainer.callbacks, beginning, RatePlanFile(folder)]
     _keep_profile(trainer, folder)
-    with signals_given_back(), _locked_by_first_rank(trainer, folder):
+    # Two runs would mix their rows and checkpoints in one folder.
+    one = only_one(folder.path, what="paths.run_dir")
+    with signals_given_back(), one if trainer.is_global_zero else nullcontext():
         if trainer.is_global_zero:
             beginning.write_if_new()
         for logger in trainer.loggers:
@@ -67,8 +69,9 @@ def run(config: DictConfig) -> float | None:
             _fit_and_report(training, config, beginning, windows, stop, ending)
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
-    if (heard := stop.heard or ending.heard) and _is_multirun():
-        raise Interrupted(heard)
+    heard = stop.heard or ending.heard
+    if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise Interrupted(heard)  # no other run follows
     return _metric(training, config.metric)
 
 
@@ -78,15 +81,6 @@ def _keep_profile(trainer: Any, folder: RunFolder) -> None:
     if profiler.filename is None and not isinstance(profiler, PassThroughProfiler):
         profiler.filename = "profile"
         profiler.dirpath = profiler.dirpath or folder.path
-
-
-def _locked_by_first_rank(
-    trainer: Any, folder: RunFolder
-) -> AbstractContextManager[None]:
-    """Lock the folder: two runs would mix their rows and checkpoints in it."""
-    if not trainer.is_global_zero:
-        return nullcontext()
-    return only_one(folder.path, what="paths.run_dir")
 
 
 def _fit_and_report(
@@ -125,11 +119,6 @@ def _fit_and_report(
             report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
-
-
-def _is_multirun() -> bool:
-    """Whether other runs follow this one; a signal ends them all."""
-    return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
