@@ -63,5 +63,5 @@ def offer(parser: argparse.ArgumentParser, *, options: bool = True) -> None:
     argcomplete.autocomplete(
         parser,
         always_complete_options="long" if options and not needs_word else False,
-        exit_method=sys.exit,  # what was opened is closed
+        exit_method=sys.exit,  # closes files; its own exit does not
     )

@@ -43,7 +43,7 @@ class Composition:
             return compose(name, overrides)
 
     def options(self, group: str) -> list[str]:
-        """The options of a group, the user's own too; empty if there is no group."""
+        """The options of a group, the user's own too; none for an unknown group."""
         if group not in self._options:
             with self._hydra() as (name, overrides):
                 loader = GlobalHydra.instance().config_loader()

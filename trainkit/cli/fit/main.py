@@ -102,7 +102,7 @@ def _refuse_absent(ckpt_path: Any) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """The path, with the first of `-v1`, `-v2`, ... that is free if it is taken."""
+    """The path, or else the first of `-v1`, `-v2`, ... that does not exist."""
     others = (path.with_stem(f"{path.stem}-v{n}") for n in count(1))
     return next(each for each in chain([path], others) if not each.exists())
 

@@ -81,7 +81,7 @@ class Chart:
             yield line, style, line.series.drawn(most)
 
     def described(self) -> str:
-        """The chart for those who cannot see it."""
+        """The chart in words, for readers who cannot see it."""
         return " ".join([self.caption, *map(self._in_words, self.lines)])
 
     def notes(self, most: int) -> list[str]:

@@ -61,7 +61,7 @@ click a name to hide its line. Arrow keys go from point to point.</p>
 
 
 def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> str:
-    """The whole page.
+    """The text of `report.html`.
 
     Args:
         charts: the charts of the run.

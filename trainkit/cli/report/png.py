@@ -81,7 +81,7 @@ def draw(chart: Chart) -> Figure:
         borderaxespad=0.2,
     )
     for text, line in zip(legend.get_texts(), chart.lines, strict=True):
-        text.set(text=line.label, parse_math=False)  # the name may begin with _
+        text.set(text=line.label, parse_math=False)  # may begin with _
     return figure
 
 

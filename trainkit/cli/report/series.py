@@ -125,7 +125,7 @@ def read_series(rows: Sequence[Row]) -> dict[str, Series]:
         for name in row.keys() & columns.keys():
             value = _number(row[name])
             if value is not None:
-                is_drawn = abs(value) <= LARGEST  # and no NaN
+                is_drawn = abs(value) <= LARGEST  # false for NaN, too
                 columns[name].append((step, value if is_drawn else math.nan))
         for name in _missing(row, families):
             columns[name].append((step, math.nan))

@@ -40,14 +40,13 @@ def write_report(folder: RunFolder, *, pictures: bool = True) -> str | None:
     if not charts.shown:
         return None
     facts = _summary(folder)
-    folder.write_report(
-        page(
-            charts,
-            title=str(facts.get("name") or folder.path.name),
-            where=str(folder.path),
-            summary=summary_rows(facts, charts),
-        )
+    text = page(
+        charts,
+        title=str(facts.get("name") or folder.path.name),
+        where=str(folder.path),
+        summary=summary_rows(facts, charts),
     )
+    folder.write(folder.REPORT, text)
     if pictures:
         try:
             from trainkit.cli.report.png import draw_all

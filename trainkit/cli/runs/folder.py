@@ -60,11 +60,11 @@ class RunFolder:
 
     def write_start(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write(self.CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
-        self._write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
+        self.write(self.CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+        self.write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self._write(
+        self.write(
             self.SUMMARY, json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
         )
 
@@ -72,7 +72,7 @@ class RunFolder:
         return self._read_json(self.SUMMARY)
 
     def write_rate_plan(self, plan: Mapping[str, Any]) -> None:
-        self._write(self.RATE_PLAN, json.dumps(dict(plan), allow_nan=False) + "\n")
+        self.write(self.RATE_PLAN, json.dumps(dict(plan), allow_nan=False) + "\n")
 
     def read_rate_plan(self) -> Any:
         try:
@@ -80,18 +80,15 @@ class RunFolder:
         except ValueError:  # a report does without a damaged plan
             return None
 
-    def write_report(self, page: str) -> None:
-        self._write(self.REPORT, page)
-
-    def _read_json(self, name: str) -> dict[str, Any] | None:
-        path = self.path / name
-        return json.loads(path.read_text()) if path.is_file() else None
-
-    def _write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all: a run may be killed at any moment."""
         unfinished = self.path / f".{name}.{os.getpid()}"
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(self.path / name)
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _written(path: Path) -> float:

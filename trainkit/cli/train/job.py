@@ -71,7 +71,7 @@ def run(config: DictConfig) -> float | None:
         _leave(stop, folder, training.trainer.is_global_zero)
     heard = stop.heard or ending.heard
     if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
-        raise Interrupted(heard)  # no other run follows
+        raise Interrupted(heard)  # the other runs do not start
     return _metric(training, config.metric)
 
 

@@ -89,7 +89,7 @@ def run_job(config: DictConfig) -> float | None:
 
 
 def _is_of_a_job(error: Exception) -> bool:
-    """Whether a job of a multirun has raised it, here or in another process."""
+    """Whether a job of a multirun has raised the error, here or in another process."""
     frames = traceback.walk_tb(error.__traceback__)
     codes = {frame.f_code for frame, _ in frames}
     return error.__cause__ is not None or run_job.__code__ in codes

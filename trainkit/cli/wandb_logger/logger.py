@@ -96,7 +96,7 @@ class WandbRunLogger(WandbLogger):
         super().__init__(
             project=project or os.environ.get("WANDB_PROJECT") or "trainkit",
             name=name,
-            save_dir=save_dir,  # type: ignore[arg-type]  # None is taken
+            save_dir=save_dir,  # type: ignore[arg-type]  # None is allowed
             id=id,
             log_model=log_model,
         )

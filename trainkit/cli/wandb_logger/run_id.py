@@ -8,6 +8,7 @@ import secrets
 import string
 from pathlib import Path
 
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
 FILE = "wandb_run.json"
@@ -26,11 +27,8 @@ def run_id(save_dir: str | None, wanted: str | None) -> str | None:
 
 def remember(save_dir: str | None, run_id: str) -> None:
     """Save the id, so that the next run in this folder resumes this W&B run."""
-    if save_dir is None:
-        return
-    unfinished = Path(save_dir, f".{FILE}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
-    unfinished.replace(Path(save_dir, FILE))
+    if save_dir is not None:
+        RunFolder(save_dir).write(FILE, json.dumps({"id": run_id}) + "\n")
 
 
 def remembered(save_dir: str | None) -> str | None:
