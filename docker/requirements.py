@@ -1,9 +1,9 @@
-"""What trainkit needs, one requirement a line, read from its pyproject.toml.
+"""Print trainkit's requirements, one a line, from its pyproject.toml.
 
-    python requirements.py pyproject.toml recipes tensorboard    # and these extras
+    python requirements.py pyproject.toml recipes tensorboard    # with these extras
 
 An image installs these in a layer before the sources, so that a change of the sources
-leaves the layer as it is.
+does not change this layer.
 """
 
 from __future__ import annotations

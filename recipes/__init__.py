@@ -1,1 +1,1 @@
-"""Complete trainings to copy from, on what is installed with Python."""
+"""Complete trainings to copy from; they download nothing."""

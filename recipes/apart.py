@@ -4,8 +4,9 @@
     trainkit train experiment=completions data.batch_size=1 paths.run_dir=runs/ours
     python recipes/apart.py runs/big runs/ours
 
-The weights at the end are compared with those of the first run that is named. "Off by"
-is their distance, as a share of the distance that training moved those of the first.
+The first run is the reference. "Off by" is the distance between a run's weights and the
+reference's weights at the end, as a share of the distance that the reference was
+trained.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def weights_at_end(run: Path) -> Tensor:
 
 
 def weights_at_start(run: Path) -> Tensor:
-    """Made anew, from the run's configuration and its seed."""
+    """The initial weights, made again from the run's configuration and seed."""
     config: Any = OmegaConf.load(run / "config.yaml")
     seed_everything(config.seed, verbose=False)
     return _as_vector(instantiate(config.model).state_dict())
@@ -43,7 +44,7 @@ def _as_vector(state: dict[str, Tensor]) -> Tensor:
 
 
 def off_by(weights: Tensor, reference: Tensor, start: Tensor) -> float:
-    """The distance of weights from the reference, as a share of the way it went.
+    """The distance of weights from the reference, as a share of the reference's way.
 
     >>> off_by(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([0.0]))
     0.5
@@ -52,7 +53,7 @@ def off_by(weights: Tensor, reference: Tensor, start: Tensor) -> float:
 
 
 def shown(share: float) -> str:
-    """A share, readable over ten orders of magnitude.
+    """A share as text, readable over ten orders of magnitude.
 
     >>> shown(0.173), shown(2e-07)
     ('17%', '2e-07')

@@ -2,7 +2,7 @@
 
     python recipes/curves.py masked_lm.png runs/masked runs/all runs/uniform
 
-What each run is called in it is the name of its folder.
+Each line has the name of its run's folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 
 def curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
-    """Steps that had been taken, and what the metric was then."""
+    """The steps at which the metric was logged, and its values."""
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get(metric)]
     return [int(row["step"]) + 1 for row in rows], [float(row[metric]) for row in rows]

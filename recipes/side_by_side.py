@@ -2,13 +2,14 @@
 
     python recipes/side_by_side.py
 
-One small language model is trained five times from the same weights on the same data,
-the lines of a Python module (each line is a sequence, so lengths differ widely): with
-batches of 32 lines, then with batches of 4 lines and `accumulate_grad_batches=8` and of
-1 line and `accumulate_grad_batches=32`, both with and without trainkit's callback.
+One small language model is trained five times, from equal weights on equal data: the
+lines of a Python module. Each line is a sequence, so lengths differ widely. The first
+training has batches of 32 lines. The others have batches of 4 lines with
+`accumulate_grad_batches=8`, or of 1 line with `accumulate_grad_batches=32`, each with
+and without trainkit's callback.
 
-All should end with the same weights. How far they are apart is given as a share of the
-distance that training moved them.
+All should end with equal weights. The table shows how far they are apart, as a share of
+the distance that training moved them.
 """
 
 from __future__ import annotations

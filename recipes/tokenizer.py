@@ -1,8 +1,8 @@
-"""Byte-level BPE, trained on the spot and kept for the next time.
+"""Byte-level BPE, trained on the spot and cached.
 
-Merges are learned in a second or two, so nothing is downloaded. What was learned is
-kept under `~/.cache/trainkit/tokenizers` (or `$XDG_CACHE_HOME`), in a file named by the
-texts and the options, so that other data never meet an old vocabulary.
+Merges are learned in a second or two, so nothing is downloaded. The tokenizer is kept
+under `~/.cache/trainkit/tokenizers` (or `$XDG_CACHE_HOME`). The file's name is a hash
+of the texts and the options, so that other data never get an old vocabulary.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def byte_bpe(
     special: Sequence[str] = (),
     folder: Path | None = None,
 ) -> Tokenizer:
-    """A tokenizer for these texts: from the cache, or else trained on them.
+    """A tokenizer for these texts, from the cache or trained on them.
 
-    Several processes may ask at once: each writes the same file, whole or not at all.
-    Where nothing can be written it is trained each time.
+    Several processes may call it at once: each writes the file whole or not at all. If
+    the cache is not writable, the tokenizer is trained each time.
 
     Args:
         texts: to learn from; any other text can be encoded as well, byte by byte.
         vocab_size: how many tokens there are, at most.
-        special: tokens of no text, such as `"[MASK]"`; they have the first ids.
-        folder: of the cache; default: that of the user.
+        special: tokens that are not text, such as `"[MASK]"`; they have the first ids.
+        folder: the cache; default: `user_cache()`.
     """
     least = NUM_BYTES + len(special)
     if isinstance(vocab_size, bool) or vocab_size < least:
@@ -54,7 +54,7 @@ def byte_bpe(
         )
     name = _key(texts, vocab_size, special)
     path = (folder or user_cache()) / f"{name}.json"
-    # The library raises a plain Exception for a damaged file. It is written anew.
+    # For a damaged file the library raises a plain Exception. It is trained anew.
     with contextlib.suppress(Exception):
         return Tokenizer.from_file(str(path))
     tokenizer = _train(texts, vocab_size, special)
@@ -70,7 +70,7 @@ def user_cache() -> Path:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, all at once: ten times as fast as one by one."""
+    """The ids of all texts: ten times as fast as one text at a time."""
     return [each.ids for each in tokenizer.encode_batch(list(texts))]
 
 
@@ -89,7 +89,7 @@ def _train(texts: Sequence[str], vocab_size: int, special: Sequence[str]) -> Tok
 
 
 def _key(texts: Sequence[str], vocab_size: int, special: Sequence[str]) -> str:
-    """Differs with all that the merges depend on, the library's version included."""
+    """A hash of all that the merges depend on, the library's version included."""
     digest = hashlib.sha256()
     for part in (tokenizers.__version__, str(vocab_size), *special, "", *texts):
         data = part.encode("utf-8", "surrogatepass")
@@ -99,7 +99,7 @@ def _key(texts: Sequence[str], vocab_size: int, special: Sequence[str]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: it is written beside its place and moved there."""
+    """Write a file whole or not at all: beside its place, and then moved there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

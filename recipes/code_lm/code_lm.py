@@ -3,8 +3,8 @@
     trainkit train                       # on bytes, in windows of streamed batches
     trainkit train experiment=code_lm    # on byte-level BPE, in split windows
 
-Each function is a sequence of bytes or tokens, from ten to thousands long: ragged data,
-on which a mean of micro-batch means is not the mean over the window's tokens.
+Each function is a sequence of ten to thousands of bytes or tokens. On such ragged data
+a mean of micro-batch means is not the mean over the window's tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NUM_BYTES = 256
 
 
 FUNCTION = re.compile(rb"^( *)(?:async )?def .*\n(?:(?:\1[ )].*)?\n)*", re.MULTILINE)
-"""A line with `def`, then those further in than it, a lone `)`, and blank ones."""
+"""A line with `def`, and the lines below it: deeper ones, a lone `)`, blank ones."""
 
 
 def read_functions() -> list[bytes]:
     """The source of every function in the top-level modules of this interpreter.
 
-    Found by indentation: in a hundredth of the time that parsing takes, and of a
-    hundred functions one at most is another.
+    They are found by indentation: in a hundredth of the time of parsing, with a
+    different result for at most one function in a hundred.
     """
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return [
@@ -47,7 +47,7 @@ def read_functions() -> list[bytes]:
     ]
 
 
-# The mask tells how long rows are, by which split windows cut them.
+# The mask has the rows' lengths, by which split windows cut them.
 PAD = PadCollate({"labels": -100}, mask="attention_mask")
 
 
@@ -61,9 +61,9 @@ class Functions(LightningDataModule):
 
     Args:
         batch_size: functions in a batch of the loader.
-        vocab_size: of the byte-level BPE that is learned from the functions to train
-            on; None leaves them as bytes.
-        max_length: bytes, or tokens, of a function that are kept.
+        vocab_size: how many tokens of byte-level BPE are learned from the functions to
+            train on; None leaves them as bytes.
+        max_length: how many bytes or tokens of a function are kept.
         num_train: functions to train on, at most.
         num_val: functions to validate on.
         seed: of the split and of the order of each epoch.
@@ -102,7 +102,7 @@ class Functions(LightningDataModule):
         """The ids of each function; merges are learned from those to train on."""
         if self.vocab_size is None:
             return [list(function) for function in functions]
-        # Here, since the default run needs no more than what trainkit installs.
+        # Imported here, since the default run does not need the extra `recipes`.
         from trainkit.recipes import tokenizer  # type: ignore[import-not-found]
 
         texts = [function.decode(errors="replace") for function in functions]
@@ -127,10 +127,10 @@ class Functions(LightningDataModule):
 
 
 class CodeLM(AccumulationMixin, LightningModule):
-    """A small decoder. Its strategy, cut and optimizer are chosen outside.
+    """A small decoder. The configuration chooses its strategy, cut and optimizer.
 
     Args:
-        vocab_size: how many tokens there are; None: as many as bytes.
+        vocab_size: how many tokens there are; None: one for each byte.
         d_model: width.
         num_layers: depth.
         num_heads: of attention.
@@ -171,7 +171,7 @@ class CodeLM(AccumulationMixin, LightningModule):
         mask = nn.Transformer.generate_square_subsequent_mask(length, ids.device)
         place = torch.arange(length, device=ids.device)
         hidden = self.token(ids) + self.position(place)
-        # Padding stands on the right: a causal mask alone keeps it from being seen.
+        # Padding is on the right, so the causal mask alone hides it.
         return self.head(self.layers(hidden, mask=mask, is_causal=True))
 
     def loss(self, batch: Batch) -> Tensor:

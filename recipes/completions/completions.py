@@ -3,10 +3,10 @@
     trainkit train experiment=completions
 
 The prompt is a function's signature and docstring, the completion is its body. Prompts
-are labelled -100, and completions have from 2 to some 200 tokens: the mean over a
-micro-batch of one row weighs a token of a short body a hundred times as much as one of
-a long body. So 32 micro-batches of 1 row trained another model than 1 batch of 32 rows:
-huggingface/trl#2175.
+have labels of -100, and completions have 2 to some 200 tokens. So the mean over a
+micro-batch of one row weighs a token of a short body a hundred times as much as a token
+of a long one, and 32 micro-batches of 1 row trained another model than 1 batch of 32
+rows did: huggingface/trl#2175.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 Row = dict[str, list[int]]
 
 IGNORED = -100
-END = "<|end|>"  # of a completion; it has the id 0, and fills up prompts no model sees
+END = "<|end|>"  # of a completion; its id, 0, is also what pads rows
 
 # ---- data ----------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ DOCUMENTED = re.compile(
     r'(?P<prompt> *(?:async )?def [^"]*?:\n\s*r?""".*?"""\n)(?P<completion>.+)',
     re.DOTALL,
 )
-"""A signature and a docstring, and then what the function does."""
+"""The prompt is a signature and a docstring, the completion is the body."""
 
 
 def read_pairs() -> list[tuple[str, str]]:
@@ -48,7 +48,7 @@ def read_pairs() -> list[tuple[str, str]]:
 
 
 def as_row(prompt: list[int], completion: list[int], max_length: int) -> Row:
-    """One sequence; the labels of the prompt do not count.
+    """One sequence, with labels of -100 for the prompt.
 
     >>> as_row([5, 6], [7, 8], max_length=3)
     {'input_ids': [5, 6, 7], 'labels': [-100, -100, 7]}
@@ -65,8 +65,9 @@ class Completions(LightningDataModule):
 
     Args:
         batch_size: rows in a batch of the loader.
-        vocab_size: of the byte-level BPE that is learned from the rows to train on.
-        max_length: tokens of a row that are kept. Rows whose prompt alone has more
+        vocab_size: how many tokens of byte-level BPE are learned from the rows to
+            train on.
+        max_length: how many tokens of a row are kept. Rows whose prompt alone has more
             are left out.
         num_train: rows to train on, at most.
         num_val: rows to validate on.
@@ -93,7 +94,7 @@ class Completions(LightningDataModule):
         self.num_val = num_val
         self.seed = seed
         self.num_workers = num_workers
-        # The mask says which tokens are there at all, the labels which count.
+        # The mask says which tokens are no padding, the labels which ones count.
         self.collate = PadCollate({"labels": IGNORED}, mask="attention_mask")
 
     def setup(self, stage: str) -> None:
@@ -122,7 +123,7 @@ class Completions(LightningDataModule):
 
     @staticmethod
     def short_enough(rows: Sequence[Row]) -> list[Row]:
-        """Those in which something is left to predict."""
+        """The rows in which something is left to predict."""
         return [row for row in rows if row["labels"][-1] != IGNORED]
 
     def train_dataloader(self) -> ResumableLoader:
@@ -143,10 +144,10 @@ class Completions(LightningDataModule):
 
 
 class CompletionLM(AccumulationMixin, LightningModule):
-    """A causal model of `transformers`, from random weights: nothing is downloaded.
+    """A causal model of `transformers` with random weights: nothing is downloaded.
 
-    To fine-tune a model that you have, put `LlamaForCausalLM.from_pretrained(...)` in
-    the place of `LlamaForCausalLM(config)`, and its tokenizer in that of `byte_bpe`.
+    To fine-tune a model that you have, replace `LlamaForCausalLM(config)` by
+    `LlamaForCausalLM.from_pretrained(...)`, and `byte_bpe` by its tokenizer.
 
     Args:
         vocab_size: how many tokens there are.
@@ -156,7 +157,7 @@ class CompletionLM(AccumulationMixin, LightningModule):
         max_length: the longest sequence it can read.
     """
 
-    # The model shifts labels inside: the first label of a row is no target of anything.
+    # The model shifts labels inside, so the first label of a row is no target.
     accumulation = PerToken(shift=True)
 
     def __init__(

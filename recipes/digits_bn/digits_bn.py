@@ -3,10 +3,10 @@
     trainkit train experiment=digits_bn
     trainkit train -m experiment=digits_bn batchnorm=warn,momentum,recalibrate
 
-A small convolutional net sees 4 images in a forward pass and steps once in 16 of them:
-its BatchNorm layers normalise by 4 images where those of the big batch would by 64.
-What each policy of `conf/batchnorm` makes of that stands in README.md. Late in the
-training windows become smaller, and the learning rate goes with them.
+A small convolutional net sees 4 images in a forward pass and steps once in 16 of them.
+So its BatchNorm layers normalise by 4 images, and by 64 in the big batch. README.md
+shows what each policy of `conf/batchnorm` does about that. Late in the training,
+windows become smaller, and the learning rate with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batch = list[Tensor]  # images, labels
 
 
 def read_digits(seed: int) -> tuple[Tensor, Tensor]:
-    """All 1,797 digits in an order by seed: images from 0 to 1, and their labels."""
+    """All 1,797 digits, shuffled by seed: images from 0 to 1, and their labels."""
     digits: Any = load_digits()
     order = torch.randperm(
         len(digits.target), generator=torch.Generator().manual_seed(seed)
@@ -41,8 +41,8 @@ def read_digits(seed: int) -> tuple[Tensor, Tensor]:
 class Digits(LightningDataModule):
     """Handwritten digits, split into training and validation.
 
-    1,206 of them in fours are 301 full micro-batches and one of 2 images, which weighs
-    half as much as the others.
+    1,206 digits make 301 micro-batches of 4 images and one of 2, which weighs half as
+    much as the others.
 
     Args:
         batch_size: images in a micro-batch.
@@ -95,7 +95,7 @@ class Digits(LightningDataModule):
 
 
 class DigitsNet(AccumulationMixin, LightningModule):
-    """Four convolutions with BatchNorm. Strategy and optimizer come from outside.
+    """Four convolutions with BatchNorm; no strategy or optimizer of its own.
 
     Args:
         width: channels of the first two convolutions; the others have twice as many.

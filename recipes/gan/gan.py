@@ -3,8 +3,8 @@
     trainkit train experiment=gan
 
 Critic and generator each have a window of their own, and the module closes both itself.
-1,346 images in micro-batches of 64 and windows of 4 end each epoch with a window of 64
-and 2 images, in which a mean of means would give the 2 half of the step.
+With 1,346 images in micro-batches of 64 and windows of 4, the last window of an epoch
+has 64 and 2 images. A mean of means would give the 2 half of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 
 
 def read_digits(seed: int) -> Tensor:
-    """All 1,797 digits in an order by seed: rows of 64 values from -1 to 1."""
+    """All 1,797 digits, shuffled by seed: rows of 64 values from -1 to 1."""
     digits: Any = load_digits()
     order = torch.randperm(
         len(digits.data), generator=torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ class Digits(LightningDataModule):
 
     Args:
         batch_size: images in a micro-batch.
-        latent: numbers of noise for each.
+        latent: how many numbers of noise each image has.
         num_train: images to train on; the rest validates.
         num_val: images to validate on, at most.
         seed: of the split and of the order of each epoch.
@@ -78,8 +78,8 @@ class Digits(LightningDataModule):
         return self.with_noise(batch, epoch=epoch)
 
     def with_noise(self, batch: Batch, *, epoch: int) -> Batch:
-        """Seed, epoch and row alone decide, so that neither the cut of a batch nor the
-        rank or the process that reads a row makes another training of it."""
+        """Add noise to a batch. It depends on seed, epoch and row alone, and not on the
+        cut, the rank or the process that reads a row."""
         noise = []
         for row in batch["row"].tolist():
             seed = (self.seed * 1_000_003 + epoch) * 1_000_003 + row
@@ -120,7 +120,7 @@ def sliced_wasserstein(
         one: points in rows.
         other: as many of them.
         num_slices: directions.
-        seed: of the directions, the same at each call.
+        seed: of the directions, so that each call uses equal ones.
     """
     generator = torch.Generator().manual_seed(seed)
     directions = torch.randn(one.shape[1], num_slices, generator=generator)
@@ -138,12 +138,12 @@ class DigitsGAN(AccumulationMixin, LightningModule):
     It brings its optimizers: `optimizer=none scheduler=none`.
 
     Args:
-        latent: numbers that an image is made of.
-        width: of both nets.
-        lr: of both optimizers.
-        gamma: what the slope of the critic costs.
-        average: the share of the old in a moving average of the generator's weights,
-            with which images for validation are made.
+        latent: how many numbers an image is made of.
+        width: the width of both nets.
+        lr: the rate of both optimizers.
+        gamma: the factor of the penalty on the critic's slope.
+        average: the decay of a moving average of the generator's weights, which makes
+            the images for validation.
     """
 
     def __init__(
@@ -171,8 +171,9 @@ class DigitsGAN(AccumulationMixin, LightningModule):
         return self.averaged(noise)
 
     def critic_loss(self, batch: Batch) -> Tensor:
-        """Real from fake, with a penalty on the slope at real images, without which the
-        two run in circles (Mescheder et al. 2018). All are means over images."""
+        """The critic's loss, a mean over images: real against fake, with a penalty on
+        the slope at real images, without which both nets run in circles (Mescheder et
+        al. 2018)."""
         images = batch["real"].detach().requires_grad_()
         real = self.critic(images)
         fake = self.critic(self.generator(batch["noise"]).detach())
@@ -191,8 +192,8 @@ class DigitsGAN(AccumulationMixin, LightningModule):
             self.accumulate(loss_of(batch), batch, optimizer=optimizer)
             self.untoggle_optimizer(optimizer)
         if self.window_ends(batch_idx):  # as trainer.accumulate_grad_batches says
-            # Both step only now: where the critic has stepped already, the generator's
-            # last micro-batch would be of another loss than those before it.
+            # Both step only now: a critic that had stepped earlier would change the
+            # generator's loss within the window.
             for optimizer, _ in both:
                 self.finish_window(optimizer)
                 optimizer.step()

@@ -22,8 +22,8 @@ NUM_SHOWN = 48
 
 
 def last_window_off(module: DigitsGAN, data: Digits) -> dict[str, float]:
-    """How far a mean of means is from the gradient of an epoch's last window, as a
-    share of its norm, for each net."""
+    """For each net, how far a mean of means is from the gradient of an epoch's last
+    window, as a share of the gradient's norm."""
     *_, before, last = data.train_dataloader()
     window = [data.with_noise(batch, epoch=0) for batch in (before, last)]
 

@@ -11,9 +11,9 @@
 #
 #   sbatch --nodes=4 recipes/launch/slurm.sh code_lm trainer.accumulate_grad_batches=1
 #
-# What follows the experiment's name goes to trainkit train. Two minutes before the time
-# is over the run saves a checkpoint and ends, and the job is put into the queue again;
-# there, and after a preemption or a node's failure, it goes on in its folder.
+# What follows the experiment's name goes to trainkit train. Two minutes before its time
+# is over, the run saves a checkpoint and ends, and the job is put into the queue again.
+# When it starts again, also after a preemption or a node's failure, the run resumes.
 set -euo pipefail
 
 experiment=${1:?the name of an experiment, then overrides}

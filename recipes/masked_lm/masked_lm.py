@@ -2,9 +2,9 @@
 
     trainkit train experiment=masked_lm
 
-15 % of the tokens are masked, drawn anew in each epoch, and only these make the loss.
-So two micro-batches of as many tokens do not weigh the same, and what has to be counted
-is the tokens that make loss, not all that are there: mosaicml/composer#3677.
+15 % of the tokens are masked, others in each epoch, and only these make the loss. So
+two micro-batches with equally many tokens have different weights: the masked tokens
+have to be counted, not all tokens (mosaicml/composer#3677).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IGNORED = -100
 
 
 def read_paragraphs() -> list[str]:
-    """The paragraphs of what `help()` tells about the language: some 2,000."""
+    """The paragraphs of `help()` on the language, some 2,000."""
     from pydoc_data.topics import topics
 
     found = (text for topic in topics.values() for text in topic.split("\n\n"))
@@ -47,9 +47,10 @@ class Paragraphs(LightningDataModule):
     """Paragraphs in batches of like length, under a budget of tokens.
 
     Args:
-        tokens: of a micro-batch, padding included, at most.
-        vocab_size: of the byte-level BPE that is learned from the rows to train on.
-        max_length: tokens of a paragraph that are kept.
+        tokens: how many tokens a micro-batch has at most, padding included.
+        vocab_size: how many tokens of byte-level BPE are learned from the rows to
+            train on.
+        max_length: how many tokens of a paragraph are kept.
         num_train: paragraphs to train on, at most.
         num_val: paragraphs to validate on.
         masked: share of the tokens that are to be filled in.
@@ -94,12 +95,12 @@ class Paragraphs(LightningDataModule):
             for place, ids in enumerate(tokenizer.encode(bpe, chosen))
         ]
         self.train_rows = rows[self.num_val :]
-        # Always masked alike, so that validations can be compared.
+        # Masked once, so that validations can be compared.
         self.val_rows = [self.mask_row(row, epoch=0) for row in rows[: self.num_val]]
 
     def mask_row(self, row: Row, *, epoch: int) -> Row:
-        """Row and epoch alone decide, so that a run goes on exactly where it stopped,
-        whatever the batch, the rank and the process in which it does."""
+        """Mask a row. Seed, row and epoch alone decide what is masked, so that a run
+        resumes exactly, in any batch, rank or process."""
         seed = (self.seed * 1_000_003 + epoch) * 1_000_003 + int(row["row"])
         ids, labels = mask(
             row["input_ids"],
@@ -145,17 +146,17 @@ class Paragraphs(LightningDataModule):
 def mask(
     ids: Tensor, *, share: float, vocab_size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Choose a share of the tokens: of these, 80 % become [MASK], 10 % any other token,
-    and 10 % stay (Devlin et al. 2018, arXiv 1810.04805).
+    """Choose tokens at random: 80 % of these become [MASK], 10 % any other token, and
+    10 % stay (Devlin et al. 2018, arXiv 1810.04805).
 
     Args:
-        ids: of one row.
-        share: of the tokens that are chosen, each by itself.
+        ids: the tokens of one row.
+        share: the probability with which each token is chosen.
         vocab_size: how many tokens there are.
-        generator: draws.
+        generator: the source of randomness.
 
     Returns:
-        What the model sees, and the labels: -100 where a token is not chosen.
+        The model's input, and the labels: -100 for tokens that are not chosen.
     """
     chosen, how = torch.rand(2, len(ids), generator=generator)
     other = torch.randint(len(SPECIAL), vocab_size, ids.shape, generator=generator)
@@ -169,10 +170,10 @@ def mask(
 
 
 class MaskedLM(AccumulationMixin, LightningModule):
-    """A small BERT of `transformers`, from random weights: nothing is downloaded.
+    """A small BERT of `transformers` with random weights: nothing is downloaded.
 
-    Its strategy and its optimizer are chosen outside. Labels are not shifted: each
-    stands in its token's own place.
+    The configuration chooses its strategy and optimizer. Labels are not shifted: each
+    is at its token's place.
 
     Args:
         vocab_size: how many tokens there are.

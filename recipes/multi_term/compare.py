@@ -1,9 +1,9 @@
-"""What one strategy for both terms does to a step: the table and picture of README.md.
+"""The table and picture of README.md: steps with one strategy for both terms.
 
     python -m recipes.multi_term.compare outputs/multi_term/2026-11-21_20-23-28-cc2e
 
-With the weights of a run, the gradient of each of some batches, cut by length under
-budgets of tokens, is compared with that of the same batch uncut.
+With the weights of a run, some batches are cut by length under budgets of tokens. Their
+gradients are compared with the gradients of the uncut batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAYS = {
 
 
 def cut(batch: Batch, tokens: int) -> list[Batch]:
-    """Rows in order of length, in micro-batches of at most so many padded tokens."""
+    """Cut a batch by length into micro-batches of at most so many padded tokens."""
     lengths = (batch["labels"] != IGNORED).sum(1)
     parts: list[list[int]] = [[]]
     for row in lengths.argsort().tolist():
@@ -55,7 +55,7 @@ def _rows(batch: Batch, rows: list[int], length: int) -> Batch:
 
 
 def gradient(module: NameVAE, batches: list[Batch], strategy: Any) -> Tensor:
-    """Of a window, its terms weighed by one strategy or by one for each."""
+    """The gradient of a window, with one strategy for both terms or one for each."""
     module.zero_grad()
     accumulator = Accumulator(strategy)
     accumulator.expect(batches)
@@ -70,7 +70,7 @@ def gradient(module: NameVAE, batches: list[Batch], strategy: Any) -> Tensor:
 
 
 def measure(module: NameVAE, batches: list[Batch]) -> dict[str, list[float]]:
-    """For each way and budget, the mean distance as a share of the gradient's norm."""
+    """The mean error for each way and budget, as a share of the gradient's norm."""
     exact = [gradient(module, [batch], BOTH) for batch in batches]
 
     def off(way: Any, tokens: int) -> float:

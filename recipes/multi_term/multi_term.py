@@ -3,9 +3,9 @@
     trainkit train experiment=multi_term
     trainkit train -m experiment=multi_term accumulation=none,per_token,per_sample
 
-The reconstruction is a mean over characters, the KL divergence a mean over names. A
-micro-batch with few long names has a large share of the one and a small share of the
-other, so no single weight is right for their sum: each term has a strategy of its own.
+The reconstruction is a mean over characters, the KL divergence is a mean over names. A
+micro-batch with few long names has many characters and few names, so no single weight
+is right for the sum of both terms: each term has a strategy of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_names() -> list[bytes]:
     )
 
 
-# The mask tells how long names are, by which split windows cut them.
+# The mask has the names' lengths, by which split windows cut them.
 PAD = PadCollate({"labels": IGNORED}, mask="attention_mask")
 
 
@@ -102,8 +102,8 @@ class Names(LightningDataModule):
         return self.with_noise(batch, epoch=epoch)
 
     def with_noise(self, batch: Batch, *, epoch: int) -> Batch:
-        """Seed, epoch and row alone decide, so that neither the cut of a batch nor the
-        rank or the process that reads a row makes another training of it."""
+        """Add noise to a batch. It depends on seed, epoch and row alone, and not on the
+        cut, the rank or the process that reads a row."""
         noise = []
         for row in batch["row"].tolist():
             seed = (self.seed * 1_000_003 + epoch) * 1_000_003 + row
@@ -132,10 +132,10 @@ class NameVAE(AccumulationMixin, LightningModule):
     """A recurrent encoder and decoder with a Gaussian latent variable between them.
 
     Args:
-        width: of embeddings and of the recurrent layers.
+        width: the width of embeddings and recurrent layers.
         latent: dimensions of the latent variable.
-        beta: what the KL divergence of a name costs, against the mean cross entropy of
-            a character. 1 over the mean length is the evidence lower bound.
+        beta: the factor of the KL divergence of a name, against the mean cross entropy
+            of a character. 1 over the mean length gives the evidence lower bound.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class NameVAE(AccumulationMixin, LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         ce, kl = self.terms(batch)
-        if not isinstance(self.accumulation, dict):  # one for the sum, to compare
+        if not isinstance(self.accumulation, dict):  # one strategy, for comparison
             return ce + self.beta * kl
         self.log("train/ce", ce)
         self.log("train/kl", kl, weight="kl")
@@ -186,7 +186,7 @@ class NameVAE(AccumulationMixin, LightningModule):
         num_characters = (batch["labels"] != IGNORED).sum()
         self.log_exact("val/ce", ce, weight=num_characters)
         self.log_exact("val/kl", kl, weight=num_names)
-        # What a name costs at most, in nats: minus the evidence lower bound.
+        # The negative evidence lower bound: what a name costs at most, in nats.
         bound = ce * num_characters / num_names + kl
         self.log_exact("val/bound", bound, weight=num_names, prog_bar=True)
 

@@ -1,10 +1,11 @@
-"""How far cuts of one training end from each other: the table and picture of README.
+"""The table and picture of README.md: one training, cut in several ways.
 
     python -m recipes.ragged_regression.compare
 
-From the same weights, on the same rows in the same order: with batches of 32, and with
-windows of 2 x 16, 4 x 8 and 8 x 4, by plain Lightning, by the mean of means, and with
-each remedy for the last batch. All should end with the weights of the first.
+All trainings start from equal weights and see equal rows in equal order. The first has
+batches of 32. The others have windows of 2 x 16, 4 x 8 and 8 x 4: by plain Lightning,
+by the mean of means, and with each remedy for the last batch. All should end with the
+weights of the first.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ EPOCHS = 10
 
 
 class Trained(Regression):
-    """With an optimizer of its own."""
+    """The recipe's module with an optimizer."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 class Plain(LightningModule):
-    """The same for Lightning alone."""
+    """A module that trains as `Trained` does, without trainkit."""
 
     def __init__(self, inner: Trained) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ def train(
     strategy: AccumulationStrategy | None = None,
     is_plain: bool = False,
 ) -> Tensor:
-    """Where the weights end; of the strategy, the default is the recipe's own."""
+    """The weights at the end; the default strategy is the recipe's own."""
     torch.manual_seed(0)
     module = Trained()
     if strategy is not None:

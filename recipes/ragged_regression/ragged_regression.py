@@ -4,10 +4,10 @@
     trainkit train -m experiment=ragged_regression data.last=weight,pad,drop
     python -m recipes.ragged_regression.compare    # the table and picture of README.md
 
-346 rows in batches of 8 end with one of 2, inside a full window of four: a mean of
-means gives each of the 2 rows four times the weight of any other
-(keras-team/keras#20241). Then two experiments that differ in nothing but the size of
-their batches differ in result.
+346 rows in batches of 8 end with a batch of 2. It is part of a full window of four,
+where a mean of means gives each of its 2 rows four times the weight of any other row
+(keras-team/keras#20241). So two experiments that differ only in the size of their
+batches have different results.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Batch = dict[str, Tensor]
 
 
 def read_rows(seed: int) -> list[Batch]:
-    """All 442 patients in an order by seed: 10 features, how the disease went on, and
-    what the row weighs. Features and target have mean 0 and deviation 1."""
+    """All 442 patients, shuffled by seed: 10 features, the progress of the disease, and
+    the weight of the row. Features and target have mean 0 and deviation 1."""
     features, target = load_diabetes(return_X_y=True, scaled=False)
     table = torch.tensor(features, dtype=torch.float32)
     target = torch.tensor(target, dtype=torch.float32)
@@ -53,8 +53,8 @@ class Diabetes(LightningDataModule):
 
     Args:
         batch_size: patients in a micro-batch.
-        last: what becomes of the last patients of an epoch that fill no batch:
-            "weight", "pad" (with rows of weight 0) or "drop".
+        last: what happens to a last batch that is not full: "weight" (it weighs less),
+            "pad" (with rows of weight 0) or "drop".
         num_train: patients to train on; the rest validates.
         num_val: patients to validate on, at most.
         seed: of the split and of the order of each epoch.

@@ -7,18 +7,17 @@ from typing import Any
 
 
 def run_of(logger: Any) -> Any:
-    """The W&B run that a `WandbLogger` has made, or None; its public `experiment` would
-    make one."""
+    """The W&B run of a `WandbLogger`, or None. Its public `experiment` starts a run."""
     return logger._experiment
 
 
 def set_run(logger: Any, run: Any) -> None:
-    """Set the run of a `WandbLogger`; its constructor takes one, but too early."""
+    """Give a `WandbLogger` its run, which does not exist yet when it is constructed."""
     logger._experiment = run
 
 
 def is_attached(logger: Any) -> bool:
-    """Whether a `WandbLogger` came to this process by pickle, with another's run."""
+    """Whether a `WandbLogger` was unpickled here and logs to another process's run."""
     return getattr(logger, "_attach_id", None) is not None
 
 
@@ -28,10 +27,10 @@ def is_finished(run: Any) -> bool:
 
 
 def take_over_ranks(trainer: Any) -> list[subprocess.Popen[bytes]]:
-    """The ranks that Lightning has started as processes of their own.
+    """The processes that Lightning has started for other ranks; it stops watching them.
 
-    It no longer watches them: it would kill this process with SIGKILL as soon as it
-    sees one that has not ended well, even where this one has a summary to write.
+    Otherwise it kills this process with SIGKILL as soon as one of them fails, even if
+    this process still has a summary to write.
     """
     watched = getattr(trainer.strategy.launcher, "procs", [])
     processes = list(watched)

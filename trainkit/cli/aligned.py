@@ -1,4 +1,4 @@
-"""Plain tables."""
+"""Tables in plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, each column as wide as its widest cell.
+    """The lines of a table; each column is as wide as its widest cell.
 
     >>> aligned([["run", "loss"], ["best one", "0.25"]])
     ['run       loss', 'best one  0.25']

@@ -1,4 +1,4 @@
-"""Command lines of trainkit's own, whose mistakes are TrainkitErrors."""
+"""An argument parser that raises a TrainkitError for a mistake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.errors import TrainkitError
 
 
 class Arguments(argparse.ArgumentParser):
-    """A parser of whole option names that raises what the command line then shows.
+    """A parser that takes no shortened option names, and raises its errors.
 
     >>> parser = Arguments(prog="trainkit plan")
     >>> _ = parser.add_argument("--rule", choices=["linear", "sqrt"])
@@ -48,12 +48,12 @@ class Arguments(argparse.ArgumentParser):
 
 
 def offer(parser: argparse.ArgumentParser, *, options: bool = True) -> None:
-    """Answer a shell that asks what may follow on its line, and leave; else nothing.
+    """Print completions and exit if the shell asks for them; otherwise do nothing.
 
     Args:
         parser: of the command.
-        options: whether options are offered before their hyphen is written; never where
-            a word must come first.
+        options: whether options are offered before a hyphen is typed. They never are
+            if the command needs another word first.
     """
     if "_ARGCOMPLETE" not in os.environ:
         return
@@ -63,5 +63,5 @@ def offer(parser: argparse.ArgumentParser, *, options: bool = True) -> None:
     argcomplete.autocomplete(
         parser,
         always_complete_options="long" if options and not needs_word else False,
-        exit_method=sys.exit,  # what was opened is closed
+        exit_method=sys.exit,  # closes files; its own exit does not
     )

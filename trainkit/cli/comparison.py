@@ -1,4 +1,4 @@
-"""The table of runs after `trainkit train -m`, the best first."""
+"""The table of runs that ends `trainkit train -m`, the best run first."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from trainkit.cli.words import key_of
 from trainkit.config.redact import redact_file
 
 _FAILED = ".failed"
-"""Left in the folder of a run that failed, maybe in another process, until the end."""
+"""A file that marks a failed run, maybe of another process, until the table."""
 
 
 class Comparison(Callback):
-    """Prints the table when all runs of a multirun have ended, wherever they ran."""
+    """Prints the table when all runs of a multirun have ended, in any process."""
 
     under_way: ClassVar[DictConfig | None] = None
     num_failed: ClassVar[int] = 0
-    """Failed runs of the last multirun; a sweeper may ignore them silently."""
+    """The number of failed runs in the last multirun; a sweeper may hide them."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = config
-        for path in _failures(config):  # of a multirun that was killed
+        for path in _failures(config):  # left by a multirun that was killed
             path.unlink()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode is RunMode.MULTIRUN:
-            _redact(config)  # before anything takes its time, and may be killed
+            _redact(config)  # first, since the run may be killed later
 
     def on_job_end(
         self, config: DictConfig, job_return: JobReturn, **kwargs: Any
@@ -87,46 +87,41 @@ def _show(config: DictConfig) -> None:
 
 
 def _redact(config: DictConfig) -> None:
-    """What Hydra has written of a multirun holds all words of the command line."""
+    """Redact `multirun.yaml`, in which Hydra writes the whole command line."""
     written = Path(config.hydra.sweep.dir, "multirun.yaml")
     if written.is_file():
         redact_file(written)
 
 
 def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:
-    """One line for each run: what was swept, how it ended, and its metric.
+    """The lines of the table: what was swept, how each run ended, and its metric.
 
     Args:
-        runs: their folders.
-        maximizes: whether more of the metric is better.
+        runs: the folders of the runs.
+        maximizes: whether a larger metric is better.
     """
     summaries = [run.read_summary() or {} for run in runs]
-    words = [dict(_split(word) for word in run.overrides()) for run in runs]
-    names = list(dict.fromkeys(name for each in words for name in each))
-    swept = [name for name in names if len({each.get(name) for each in words}) > 1]
+    overrides = [
+        {key_of(word): word.partition("=")[2] for word in run.overrides()}
+        for run in runs
+    ]
+    names = dict.fromkeys(name for each in overrides for name in each)
+    swept = [name for name in names if len({each.get(name) for each in overrides}) > 1]
     metric = next((each["metric"] for each in summaries if each.get("metric")), None)
     rows = []
-    for run, summary, values in zip(runs, summaries, words, strict=True):
+    for run, summary, values in zip(runs, summaries, overrides, strict=True):
         value = (summary.get("metrics") or {}).get(metric)
-        rows.append(
-            (
-                value,
-                [
-                    run.path.name,
-                    *(values.get(name, "") for name in swept),
-                    str(summary.get("status", "did not end")),
-                    str(summary.get("steps", "")),
-                    "" if value is None else f"{value:.6g}",
-                ],
-            )
-        )
+        cells = [
+            run.path.name,
+            *(values.get(name, "") for name in swept),
+            str(summary.get("status", "did not end")),
+            str(summary.get("steps", "")),
+            "" if value is None else f"{value:.6g}",
+        ]
+        rows.append((value, cells))
     rows.sort(key=lambda row: _rank(row[0], maximizes))
     header = ["run", *swept, "training", "steps", metric or ""]
     return aligned([header, *(cells for _, cells in rows)])
-
-
-def _split(word: str) -> tuple[str, str]:
-    return key_of(word), word.partition("=")[2]
 
 
 def _rank(value: float | None, maximizes: bool) -> tuple[bool, float]:

@@ -1,4 +1,4 @@
-"""The configuration of a `trainkit train` command line, before it runs."""
+"""The configuration that a `trainkit train` command line composes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Composition:
     """A configuration and the groups that it could choose from.
 
     Args:
-        words: those after `trainkit train`, as `options_first` orders them. Of the
-            options, the places of configurations count.
+        words: what follows `trainkit train`, in the order of `options_first`. Only
+            options that say where configurations are have an effect.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -43,7 +43,7 @@ class Composition:
             return compose(name, overrides)
 
     def options(self, group: str) -> list[str]:
-        """The choices of a group, with a user's own; empty if it does not exist."""
+        """The options of a group, the user's own too; none for an unknown group."""
         if group not in self._options:
             with self._hydra() as (name, overrides):
                 loader = GlobalHydra.instance().config_loader()
@@ -56,13 +56,13 @@ class Composition:
 
     @contextmanager
     def _hydra(self) -> Iterator[tuple[str, list[str]]]:
-        """Hydra as these words set it up: the name of the root, and the overrides."""
+        """Set up Hydra; gives the name of the root configuration, and the overrides."""
         overrides = [word for word in self._words if not word.startswith("-")]
         name = option(self._words, CONFIG_NAME) or "train"
         folder = option(self._words, CONFIG_DIR)
         path = option(self._words, CONFIG_PATH)
         if folder is not None and path is None and name != "train":
-            # A root of one's own is not looked for in all the places of groups.
+            # Hydra does not look for a root configuration in hydra.searchpath.
             folder, path = None, folder
         if folder is not None:
             overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")

@@ -10,7 +10,7 @@ from collections.abc import Callable, MutableMapping
 
 from trainkit.errors import TRACEBACK, TrainkitError
 
-# By name, so that nobody has to import these packages to ask.
+# Names, so that these packages need not be imported.
 _MISTAKES = {
     "hydra.errors.HydraException",
     "omegaconf.errors.OmegaConfBaseException",
@@ -20,15 +20,15 @@ _MISTAKES = {
 
 
 class TrainingFailed(Exception):
-    """A training that had begun ended with an error.
+    """An error that ended a training after it had begun.
 
-    Its text is all that is to be shown: on the way from a launcher's process to the
-    one that reports, exceptions lose their causes.
+    Its text is complete, since an exception loses its causes on the way from a
+    launcher's process to the one that prints it.
     """
 
     @classmethod
     def by(cls, error: Exception) -> TrainingFailed:
-        """The failure with its traceback, or with the message alone for a refusal."""
+        """The failure with its traceback; a user's mistake with its message alone."""
         lines = traceback.format_exception(error)
         if not is_mistake(error):
             return cls("".join(lines))
@@ -37,7 +37,7 @@ class TrainingFailed(Exception):
 
 
 class Interrupted(SystemExit):
-    """A training was stopped by a signal; exit status 128 + its number."""
+    """The end of a training that a signal stopped; exit status 128 + its number."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
@@ -53,7 +53,7 @@ def guarded(call: Callable[[], int]) -> int:
         return call()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has stopped, as in `... | head`
+    except BrokenPipeError:  # the reader has ended, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except TrainingFailed as failed:
@@ -61,23 +61,24 @@ def guarded(call: Callable[[], int]) -> int:
         return 1
     except Exception as error:
         if is_mistake(error):
-            _say(readable(error), error)
+            if os.environ.get(TRACEBACK) == "1":
+                traceback.print_exception(error)
+            print(f"trainkit: {readable(error)}", file=sys.stderr)
             return 2
         traceback.print_exc()
         return 1
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether an error is a mistake of the user's, and not a fault of a program."""
+    """Whether an error is a user's mistake, and not a fault of a program."""
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
     return isinstance(error, TrainkitError) or bool(names & _MISTAKES)
 
 
 def readable(error: BaseException) -> str:
-    """An error's text, with more from its causes, and the existing keys for a missing
-    one."""
+    """An error's text and its causes'; if a key is missing, also the keys there are."""
     if isinstance(error, TrainkitError):
-        return str(error)  # it names the thing itself
+        return str(error)  # complete as it is
     lines = _lines(error)
     key, node = getattr(error, "key", None), getattr(error, "parent_node", None)
     cause = error.__cause__
@@ -86,7 +87,7 @@ def readable(error: BaseException) -> str:
             return str(cause)
         if is_mistake(cause):
             more = _lines(cause)
-            # Hydra quotes the error that it passes on.
+            # Hydra quotes the cause in its own message.
             lines = [line for line in lines if not more or more[0] not in line]
             lines += [line for line in more if line not in lines]
             key = getattr(cause, "key", None) or key
@@ -103,14 +104,8 @@ def readable(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> list[str]:
-    inner = ("full_key:", "reference_type=", "object_type=")  # OmegaConf's own view
+    inner = ("full_key:", "reference_type=", "object_type=")  # OmegaConf's details
     text, _, _ = str(error).strip().partition("\nConfig search path:")
     return [
         line for line in text.splitlines() if not line.strip().startswith(inner)
     ] or [""]
-
-
-def _say(text: str, error: BaseException) -> None:
-    if os.environ.get(TRACEBACK) == "1":
-        traceback.print_exception(error)
-    print(f"trainkit: {text}", file=sys.stderr)

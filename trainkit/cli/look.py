@@ -1,4 +1,4 @@
-"""Colours, numbers and axes that all charts and pictures share."""
+"""Colours, numbers and axes of all charts and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ LIGHT = {
     "other3": "#7a6a00",
     "other4": "#5a4fcf",
 }
-"""Okabe and Ito's colours, which the colour-blind can tell apart, or near them."""
+"""Colours by Okabe and Ito, or like them: people who are colour-blind can tell them
+apart."""
 
 DARK = {
     "paper": "#14171a",
@@ -40,17 +41,17 @@ DARK = {
 }
 
 _WIDE = 30
-"""Values that reach beyond so many times the least are drawn on a logarithmic axis."""
+"""An axis is logarithmic if the largest value is more than 30 times the least."""
 _FEWEST, _MOST = 3, 6
-"""So many ticks at 1, 2 and 5 times powers of ten a logarithmic axis may have."""
+"""How many ticks at 1, 2 and 5 times powers of ten a logarithmic axis may have."""
 _MARGIN = 0.06
 _SIX_DIGITS = 1e-4
-"""An axis spans at least this share of its values, so that labels of six digits
-differ."""
+"""An axis spans at least this share of its largest value: six digits tell its labels
+apart."""
 
 
 def is_wide(least: float, most: float) -> bool:
-    """Whether values between these two are drawn on a logarithmic axis.
+    """Whether values between these two need a logarithmic axis.
 
     >>> is_wide(0.01, 1.0), is_wide(1.0, 2.0), is_wide(0.0, 1.0)
     (True, False, False)
@@ -61,14 +62,14 @@ def is_wide(least: float, most: float) -> bool:
 def limits(
     least: float, most: float, *, is_log: bool = False, from_zero: bool = False
 ) -> tuple[float, float]:
-    """Where an axis begins and ends. `page.js` computes it in the page.
+    """Where an axis begins and ends. `page.js` has this function too.
 
     >>> limits(0.0, 100.0, from_zero=True), limits(2.0, 2.0)
     ((0.0, 106.0), (1.8, 2.2))
 
     Args:
-        least: of the values.
-        most: of the values.
+        least: the least value.
+        most: the largest value.
         is_log: whether the axis is logarithmic.
         from_zero: whether the axis contains 0.
     """
@@ -87,7 +88,7 @@ def limits(
 
 
 def number(value: float) -> str:
-    """A number in at most six digits; `page.js` writes it so in the page.
+    """A number in at most six digits. `page.js` has this function too.
 
     >>> number(0.1 + 0.2), number(24000.0), number(3e9), number(-0.0)
     ('0.3', '24,000', '3e+09', '0')
@@ -109,7 +110,7 @@ def value_text(value: float, *, is_share: bool) -> str:
 
 
 def new_figure(width: float, height: float, **options: Any) -> Figure:
-    """A figure that `savefig` writes as a PNG, without a window."""
+    """A figure that `savefig` writes as a PNG, and that needs no window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -119,7 +120,7 @@ def new_figure(width: float, height: float, **options: Any) -> Figure:
 
 
 def tidy(panel: Axes, *, grid: str = "both") -> None:
-    """A faint grid behind the data, and no frame above and on the right."""
+    """Draw a faint grid behind the data, and no frame above and on the right."""
     panel.grid(axis=grid, color=LIGHT["faint"], linewidth=0.6)  # type: ignore[arg-type]
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
@@ -128,14 +129,14 @@ def tidy(panel: Axes, *, grid: str = "both") -> None:
 def label_decades(axis: Axis) -> None:
     """Label a logarithmic axis with numbers that do not run into each other.
 
-    By itself matplotlib writes such as 6x10^-2 on a short axis, one over the other.
+    On a short axis matplotlib writes labels such as 6x10^-2, one over the other.
     """
     from matplotlib import ticker
 
     axis.set_minor_formatter(ticker.NullFormatter())
     low, high = sorted(axis.get_view_interval())
     ticks = one_two_five(low, high)
-    if len(ticks) > _MOST:  # one at each power of ten, or at some
+    if len(ticks) > _MOST:  # then at powers of ten, or at some of them
         axis.set_major_locator(ticker.LogLocator(numticks=_MOST))
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
         return

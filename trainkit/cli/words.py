@@ -11,8 +11,6 @@ from pathlib import Path
 CONFIG_DIR, CONFIG_NAME, CONFIG_PATH = "--config-dir", "--config-name", "--config-path"
 SEARCH_PATH = "hydra.searchpath"
 
-_BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
-
 _LONG = {
     "-c": "--cfg",
     "-cd": CONFIG_DIR,
@@ -25,9 +23,9 @@ _TAKE_A_VALUE = {*_LONG.values(), "--experimental-rerun"}
 
 
 def options_first(argv: Sequence[str]) -> list[str]:
-    """Options before overrides, each in one word with its value.
+    """A command line with its options first, each in one word with its value.
 
-    Hydra refuses overrides on both sides of an option.
+    Hydra refuses a line with overrides on both sides of an option.
 
     >>> options_first(["seed=1", "-cd", "my conf", "-m", "model=mine"])
     ['--config-dir=my conf', '-m', 'seed=1', 'model=mine']
@@ -49,7 +47,7 @@ def options_first(argv: Sequence[str]) -> list[str]:
 
 
 def option(argv: Sequence[str], name: str) -> str | None:
-    """The value of an option among words that `options_first` has put in order.
+    """The value of an option in a command line that `options_first` has put in order.
 
     >>> option(["--config-dir=a=b", "seed=1"], "--config-dir")
     'a=b'
@@ -68,22 +66,18 @@ def key_of(word: str) -> str:
 
 
 def quoted(path: Path | str | None) -> str:
-    """A path or text as the value of an override, whatever characters are in it.
+    """A path or text as the value of an override; any character may be in it.
 
     >>> print(quoted("it's"), quoted("a\\\\b"), quoted("end\\\\"))
     'it\\'s' 'a\\b' 'end\\\\'
     """
-    return "'" + _BEFORE_QUOTE.sub(_escaped, str(path)) + "'"
+    from hydra.core.override_parser.types import Quote, QuotedString
 
-
-def _escaped(found: re.Match[str]) -> str:
-    """Hydra reads a backslash as one only where a quote follows it."""
-    backslashes, quote = found.groups()
-    return 2 * backslashes + ("\\'" if quote else "")
+    return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def unquoted(value: str) -> str:
-    """The text that a value stands for, as it is or in `quoted`'s notation.
+    """The text that a value stands for; the inverse of `quoted`.
 
     >>> unquoted(quoted("it's here")), unquoted("it's here"), unquoted('"last"')
     ("it's here", "it's here", 'last')
@@ -112,8 +106,7 @@ def of_this_job() -> list[str]:
 
 
 def find_modules_here() -> None:
-    """A console script does not look for modules in the current folder, as `python -m`
-    does; the user's own are there."""
+    """Find modules in the current folder, as `python -m` does and a script does not."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -121,5 +114,5 @@ def find_modules_here() -> None:
 
 def _is_value_of(name: str, word: str) -> bool:
     if name == "--info" and "=" in word:
-        return False  # it may stand alone
+        return False  # --info may have no value
     return name in _TAKE_A_VALUE and not word.startswith("-")

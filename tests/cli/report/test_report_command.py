@@ -63,7 +63,7 @@ def test_several_runs_at_once(
             "RUN_DIR: must be the folder of a run, with metrics.csv in it, rec",
         ),
         (b"", "RUN_DIR: must have rows of numbers in metrics.csv, and .* has none yet"),
-        (b"step,val/loss\n", "has none yet. Wait for the first"),
+        (b"step,val/loss\n", "has none yet. Wait until the run"),
         (b"step,val/loss\n0,nan\n", "has none yet"),
         (b"step,val/loss\n0,\xff\n", "must be a table of numbers in UTF-8, and is dam"),
     ],

@@ -1,4 +1,4 @@
-"""The Lightning CLI, with trainkit's part of a training as arguments.
+"""The Lightning CLI with arguments for what trainkit adds.
 
 trainkit fit --model my_module.Net --data my_module.Data --accumulation PerToken
 """
@@ -37,7 +37,7 @@ CALLBACKS: dict[str, type[Callback]] = {
 
 
 class TrainkitCLI(LightningCLI):
-    """Lightning's CLI, which also makes what trainkit adds to a training.
+    """The Lightning CLI, which also makes trainkit's strategy and callbacks.
 
         if __name__ == "__main__":
             TrainkitCLI(MyModule, MyData)
@@ -49,20 +49,14 @@ class TrainkitCLI(LightningCLI):
             --batchnorm.policy=momentum --schedule.sizes='{0: 8, 10: 4}'
             --micro_batching.tokens=4096
 
-    All of them are off by default. `--accumulation` takes the short name of a strategy
-    of trainkit's, or of an imported subclass of your own, or a dotted path, or a YAML
-    file. It works for any module: one with `AccumulationMixin` gets the strategy; any
-    other stays unchanged, and the callback is added.
+    All of them are off by default. `--accumulation` takes the name of one of trainkit's
+    strategies or of an imported subclass, a dotted path, or a YAML file. It works for
+    any module: one with `AccumulationMixin` gets the strategy; any other stays
+    unchanged, and the callback is added.
 
-    Every YAML file may be in Hydra's notation or in Lightning's, or mix them; see
-    `trainkit.cli.fit.shared_yaml`. All else, and every argument, is as in
-    `LightningCLI`.
-
-    Args:
-        model_class: as of `LightningCLI`.
-        datamodule_class: as of `LightningCLI`.
-        *args: as of `LightningCLI`.
-        **kwargs: as of `LightningCLI`.
+    A YAML file may be in Hydra's notation or in Lightning's, or mix them; see
+    `trainkit.cli.fit.shared_yaml`. The constructor's arguments, and everything else,
+    are as in `LightningCLI`.
     """
 
     def __init__(
@@ -73,7 +67,7 @@ class TrainkitCLI(LightningCLI):
         **kwargs: Any,
     ) -> None:
         _refuse_other_namespace(model_class, datamodule_class)
-        if len(args) < 6:  # not given by its place
+        if len(args) < 6:  # else parser_class is given by position
             kwargs.setdefault("parser_class", TrainkitParser)
         super().__init__(model_class, datamodule_class, *args, **kwargs)
 
@@ -101,17 +95,17 @@ class TrainkitCLI(LightningCLI):
             parser.add_subclass_arguments(callback, key, required=False)
 
     def _choices(self) -> dict[str, str]:
-        names = ", ".join(sorted({c.__name__ for c in _made_of(AccumulationStrategy)}))
+        names = ", ".join(sorted({c.__name__ for c in _concrete(AccumulationStrategy)}))
         choices = {
             ACCUMULATION: f"--{ACCUMULATION} takes one of {names}; the dotted path of "
             f"a strategy of your own; or a YAML file that holds one."
         }
-        for key, made in [(MICRO_BATCHING, MicroBatching), *CALLBACKS.items()]:
-            first = next(iter(inspect.signature(made).parameters))
+        for key, cls in [(MICRO_BATCHING, MicroBatching), *CALLBACKS.items()]:
+            first = next(iter(inspect.signature(cls).parameters))
             arguments = WAYS if key == MICRO_BATCHING else f"--{key}.{first}=..."
             choices[key] = (
                 f"--{key} takes a YAML file, or its arguments one by one: {arguments}; "
-                f"--{key}.help={made.__name__} describes them."
+                f"--{key}.help={cls.__name__} describes them."
             )
         if self.subclass_mode_model:
             choices["model"] = _dotted_path("model", LightningModule, "MyModule")
@@ -132,7 +126,7 @@ class TrainkitCLI(LightningCLI):
         config: Any = self.config_init
         if self.subcommand is not None:
             config = config[self.subcommand]
-        made = [config.get(key) for key in CALLBACKS]
+        callbacks = [config.get(key) for key in CALLBACKS]
         ours = [
             *attach_accumulation(
                 self.model,
@@ -140,7 +134,7 @@ class TrainkitCLI(LightningCLI):
                 micro_batching=config.get(MICRO_BATCHING),
                 wide_gradients=config.get(WIDE_GRADIENTS, False),
             ),
-            *(callback for callback in made if callback is not None),
+            *(callback for callback in callbacks if callback is not None),
         ]
         if ours:
             listed = kwargs.get("callbacks", config.trainer.get("callbacks")) or []
@@ -157,17 +151,17 @@ def _refuse_other_namespace(*classes: Any) -> None:
         ):
             raise TrainkitError(
                 f"TrainkitCLI: takes classes of lightning.pytorch, received "
-                f"{each.__name__}, which is of pytorch_lightning; Lightning keeps the "
-                f"two apart. Import it from lightning.pytorch, or add "
+                f"{each.__name__}, which is of pytorch_lightning; Lightning does not "
+                f"mix the two. Import it from lightning.pytorch, or add "
                 f"AccumulationCallback to the callbacks of pytorch_lightning's own CLI."
             )
 
 
 def _refusal_in(error: BaseException) -> TrainkitError | None:
-    """trainkit's own error inside one of jsonargparse's, or None.
+    """The TrainkitError inside an error of jsonargparse, or None.
 
-    jsonargparse wraps a constructor's error. Before 4.53 only the text shows it, after
-    an optional argument's `None`.
+    jsonargparse wraps the errors of constructors. Before version 4.53 only its text
+    shows them, for arguments that may be `None`.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -178,11 +172,11 @@ def _refusal_in(error: BaseException) -> TrainkitError | None:
     return TrainkitError(readable(str(error)).lstrip(" -")) if tried else None
 
 
-def _made_of(base: type) -> Iterator[type]:
+def _concrete(base: type) -> Iterator[type]:
     for subclass in base.__subclasses__():
         if not inspect.isabstract(subclass):
             yield subclass
-        yield from _made_of(subclass)
+        yield from _concrete(subclass)
 
 
 def _dotted_path(key: str, base: type, example: str) -> str:

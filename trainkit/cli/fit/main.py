@@ -23,21 +23,20 @@ from trainkit.lit.front.exact_resume import without_checkpoint
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
 _FOUND_BY_LIGHTNING = re.compile(r"(best|last|hpc)$|registry\b|\w+:/")
-"""What `--ckpt_path` may be beside a path: a word of Lightning's, or a URL."""
+"""Values of `--ckpt_path` that are no path: a word that Lightning knows, or a URL."""
 
 
 class RedactedConfig(SaveConfigCallback):
-    """The configuration of a `fit` in its folder, without secrets.
+    """Saves the configuration of a `fit` in its folder, without secrets.
 
-    Without a logger that numbers the folders, an earlier run's file or the one given
-    with `--config` may stand there. It stays, and `config-v1.yaml` is written, as
-    Lightning names checkpoints.
+    If the folder has a file of that name, from an earlier run or given with `--config`,
+    it stays as it is and `config-v1.yaml` is written.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or self.already_saved:
             return
-        folder = trainer.log_dir  # every rank must ask for it
+        folder = trainer.log_dir  # a collective call: every rank must make it
         path = _unused(Path(folder or ".", self.config_filename))
         self.config_filename = path.name
         super().setup(trainer, pl_module, stage)
@@ -67,8 +66,7 @@ def main(argv: list[str]) -> int:
 
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
             trainer: Any = super().instantiate_trainer(**kwargs)
-            # None of these keeps Lightning from adding its own `ModelCheckpoint` if
-            # no other is configured.
+            # If there is no `ModelCheckpoint`, Lightning has already added its own.
             trainer.callbacks += without_checkpoint(trainer.callbacks)
             trainers.append(trainer)
             return trainer
@@ -84,7 +82,7 @@ def main(argv: list[str]) -> int:
         raise TrainkitError(str(error)) from error
     except Exception as error:
         had_begun = bool(trainers) and trainers[0].global_step > 0
-        if had_begun and is_mistake(error):  # a result of training
+        if had_begun and is_mistake(error):  # a refusal during training
             raise TrainingFailed.by(error) from error
         raise
     except SystemExit as end:
@@ -104,7 +102,7 @@ def _refuse_absent(ckpt_path: Any) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """The path, with the first of `-v1`, `-v2`, ... that is free if it is taken."""
+    """The path, or else the first of `-v1`, `-v2`, ... that does not exist."""
     others = (path.with_stem(f"{path.stem}-v{n}") for n in count(1))
     return next(each for each in chain([path], others) if not each.exists())
 
@@ -119,7 +117,7 @@ def _status(end: SystemExit, trainers: list[Trainer]) -> int:
     elif status is None:
         status = 0
     if not isinstance(status, int):
-        raise end  # with a text, which Python shows
+        raise end  # with a text, which Python prints
     for trainer in trainers:
         _say_how_to_resume(trainer)
     return status

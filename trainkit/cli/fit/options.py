@@ -14,11 +14,11 @@ Option = tuple[list[str], int | str | None, list[str]]
 
 
 class _Made(Exception):
-    """Raised when the parsers are made, since nothing is to be parsed."""
+    """Raised once the parsers are made: nothing is to be parsed."""
 
 
 def options() -> dict[str, list[Option]]:
-    """The options by command."""
+    """The options of each command."""
     made: list[Any] = []
 
     class Parsers(TrainkitCLI):
@@ -39,7 +39,7 @@ def options() -> dict[str, list[Option]]:
 
 
 def options_of(parser: ArgumentParser) -> list[Option]:
-    """The options of one parser, in its order."""
+    """The options of one parser, in the parser's order."""
     return [
         (list(action.option_strings), _nargs(action), _choices(action))
         for action in parser._actions
@@ -53,8 +53,8 @@ def _nargs(action: Any) -> int | str | None:
 
 
 def _choices(action: Any) -> list[str]:
-    """The values of a bool or an enum; or the classes, by their short names if these
-    are unique."""
+    """The values of a bool or an enum, or the names of classes, with their modules if
+    two share a name."""
     shown = action.metavar or ""
     if isinstance(shown, str) and shown.startswith("{"):
         return shown.strip("{}").split(",")

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from trainkit.cli.fit import shared_yaml
 
-# At import, since a parser also arrives pickled, in a process that ddp_spawn starts.
+# At import: a process of ddp_spawn gets its parser as a pickle.
 shared_yaml.register()
 
 # Lines of jsonargparse's messages about its own internals: an optional value is a
@@ -23,10 +23,11 @@ _NO_PATH = re.compile(r"\s*- Expected a path but [^\s/]+(?<!\.yaml)(?<!\.yml) ei
 
 
 class TrainkitParser(LightningArgumentParser):
-    """Lightning's parser, which lists the choices instead of pages of usage.
+    """Lightning's parser, which answers a mistake with the choices, not with pages of
+    usage.
 
     Attributes:
-        hints: for each argument, its possible values; added to messages about it.
+        hints: for each argument, a line on its values for messages about it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,14 +38,14 @@ class TrainkitParser(LightningArgumentParser):
         """End with exit status 2, or raise `ArgumentError`, as jsonargparse does."""
         text = readable(message)
         for hint in [*self._hints(message), *self._close_options(message)]:
-            if hint not in text:  # the parser of a sub-command hands its errors on
+            if hint not in text:  # a sub-command's parser has passed the error here
                 text += f"\n{hint}"
         if not self.exit_on_error:
             super().error(text, ex)
         self.exit(2, f"{self.prog}: {text}\n")
 
     def _hints(self, message: str) -> list[str]:
-        if not self.hints:  # a parser that jsonargparse makes for a nested value
+        if not self.hints:  # made by jsonargparse for a nested value
             return []
         key = re.search(r'Parser key "([\w.]+)"', message)
         path = re.search(r"given class_path '([\w.]+)'", message)
@@ -81,7 +82,7 @@ def readable(message: str) -> str:
       Given value: x
     """
     lines = [line for line in message.splitlines() if not _NOISE.match(line)]
-    if len(lines) > 2:  # with a path's, there is another reason
+    if len(lines) > 2:  # there is another reason than the path's
         lines = [line for line in lines if not _NO_PATH.match(line)]
     text = "\n".join(line for line in lines if line.strip())
     text = re.sub(r'Parser key "([^"]+)"', r"\1", text)

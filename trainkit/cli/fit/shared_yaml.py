@@ -1,11 +1,10 @@
-"""The YAML that the Lightning CLI reads: both notations, Hydra's and its own.
+"""The YAML that `trainkit fit` reads, in Lightning's notation and in Hydra's.
 
-The dialect is jsonargparse's, and OmegaConf's as well (`1e-4` is a number). A file may
-also hold:
+As for jsonargparse and OmegaConf, `1e-4` is a number. A file may also hold
 
-- `_target_` nodes are read as `class_path` nodes, alone or mixed with them;
-- `${...}` is resolved within the file that has it, `${oc.env:NAME,default}` too;
-- `???` (a value that must be given) counts as not given.
+- `_target_` nodes, which are read as `class_path` nodes;
+- `${...}`, which is resolved within its file, `${oc.env:NAME,default}` too;
+- `???` (a value that must be given), which counts as not given.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trainkit.config.translate import to_class_path
 from trainkit.errors import TrainkitError
 
 MODE = "trainkit"
-"""The `parser_mode` of jsonargparse's parsers that read it."""
+"""The `parser_mode` with which jsonargparse reads this YAML."""
 
 _MISSING = "???"
 
@@ -41,8 +40,8 @@ def load(text: str, path: str = "") -> Any:
     {'lr': 0.1, 'peak': 0.1}
 
     Args:
-        text: what is read.
-        path: the file that holds it, for the message.
+        text: the file's text, or the value.
+        path: the file, for the message.
 
     Raises:
         TrainkitError: it is not YAML, or its content cannot be resolved or
@@ -59,7 +58,7 @@ def load(text: str, path: str = "") -> Any:
     except yaml.YAMLError as error:
         raise TrainkitError(
             f"{place}must be YAML, and cannot be read as YAML: {error}"
-        ) from (error)
+        ) from error
     except OmegaConfBaseException as error:
         raise TrainkitError(
             f"{place}{error.full_key or 'file'}: {str(error).splitlines()[0]}. In a "

@@ -1,4 +1,4 @@
-"""The description of a chart, from which the page and the PNG are drawn."""
+"""Charts as data, from which the page and the PNGs are drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Line:
 
     Attributes:
         label: its name in the legend.
-        role: how it is drawn.
+        role: decides how it is drawn.
     """
 
     label: str
@@ -35,23 +35,23 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: its lines, its axes and what is written beside them.
+    """One chart: its lines, its axis and the texts beside them.
 
     Attributes:
-        key: the name of its picture's file.
-        title: what it is of.
-        says: what it shows, in a sentence.
+        key: the name of its PNG.
+        title: its heading.
+        caption: a sentence that says what it shows.
         lines: at least one.
         is_share: whether values are shown as a percentage.
         from_zero: whether 0 is on the axis.
-        may_be_log: whether values far apart are drawn by their logarithms.
+        may_be_log: whether the axis is logarithmic if values are far apart.
         as_stairs: whether a value holds until the next one.
         note: a remark below it.
     """
 
     key: str
     title: str
-    says: str
+    caption: str
     lines: tuple[Line, ...] = ()
     is_share: bool = False
     from_zero: bool = False
@@ -71,20 +71,21 @@ class Chart:
         return self.may_be_log and is_wide(*self.range)
 
     def drawn(self, most: int) -> Iterator[tuple[Line, str, Drawn]]:
-        """Each line, its style and its points: each value, or the mean and the range
-        of each of `most` stretches of steps. The style is the line's role, or a number
-        among the others."""
+        """Each line with its style and its points, as `Series.drawn` gives them.
+
+        The style is the line's role; other lines take turns at other1 to other4.
+        """
         others = cycle(["other1", "other2", "other3", "other4"])
         for line in self.lines:
             style = next(others) if line.role == "other" else line.role
             yield line, style, line.series.drawn(most)
 
     def described(self) -> str:
-        """The chart for those who cannot see it."""
-        return " ".join([self.says, *map(self._in_words, self.lines)])
+        """The chart in words, for readers who cannot see it."""
+        return " ".join([self.caption, *map(self._in_words, self.lines)])
 
     def notes(self, most: int) -> list[str]:
-        """What a reader must know of it, where `most` stretches of steps are drawn."""
+        """Remarks below the chart if its long lines are drawn in `most` stretches."""
         notes = [self.note] if self.note else []
         for line in self.lines:
             rows = "row has" if line.num_gaps == 1 else "rows have"
@@ -103,7 +104,7 @@ class Chart:
         return notes
 
     def text(self, value: float) -> str:
-        """A value as its axis shows it."""
+        """A value as the axis shows it."""
         return value_text(value, is_share=self.is_share)
 
     def _in_words(self, line: Line) -> str:
@@ -122,8 +123,8 @@ class Charts:
     """All charts of a run.
 
     Attributes:
-        shown: those that have data.
-        left_out: the names of those that have none, each with the reason.
+        shown: the charts that have data.
+        left_out: the names of the others, each with the reason.
     """
 
     shown: tuple[Chart, ...]

@@ -1,4 +1,4 @@
-"""Which charts a run has, and which it has not."""
+"""The choice of charts for the columns of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _PHASES = ("train/", "val/", "valid/", "validation/", "test/")
 _NOT_CHARTS = ("window/seen", "window/samples_seen")
 _RATE = re.compile(r"^lr-(?!.*-(momentum|weight_decay)$)")
 _SCALING = "lr_scaling/"
-"""Of `LRScaling`, which logs when it changes."""
+"""The columns of `LRScaling`, which logs a rate when it changes."""
 _MOST_OTHERS = 12
 METRIC = "metric_"
-"""How the keys of charts begin that are of no window."""
+"""The beginning of the keys of charts for any other column."""
 _LONGEST_KEY = 100
-"""A file's name may have 255 characters."""
-
+"""The longest key in characters; a file's name may have 255."""
 
 _LOSS = Chart(
     "loss",
@@ -70,7 +69,7 @@ _WINDOWS = (
     Chart(
         "uniform_gap",
         "Uniform gap",
-        "How far equal weights of the micro-batches that ran would have been off.",
+        "How far off equal weights for the micro-batches that ran would have been.",
         is_share=True,
         from_zero=True,
     ),
@@ -78,7 +77,7 @@ _WINDOWS = (
 _CUT = Chart(
     "micro_batch_size",
     "Micro-batch size",
-    "What each micro-batch was limited to; it is found while the training runs.",
+    "The limit of each micro-batch, which is found while the training runs.",
     from_zero=True,
     as_stairs=True,
 )
@@ -95,9 +94,9 @@ def choose(
     """Sort a run's columns into charts.
 
     Args:
-        columns: by their names.
-        plan: of the columns of learning rates, what was planned.
-        why_no_plan: why it is empty.
+        columns: the columns by their names.
+        plan: the planned learning rates by the names of their columns.
+        why_no_plan: the reason if there is no plan.
     """
     loss = replace(_LOSS, lines=_losses(columns))
     charts = [loss]
@@ -137,7 +136,7 @@ def _losses(columns: Mapping[str, Series]) -> tuple[Line, ...]:
 def _window_lines(
     columns: Mapping[str, Series], key: str, *, role: Role = "train"
 ) -> tuple[Line, ...]:
-    """One line, or one for each of several optimizers."""
+    """One line for each optimizer."""
     of_key = re.compile(rf"^{WINDOW}(?:\d+/)?{key}$")
     names = sorted(name for name in columns if of_key.match(name))
     return tuple(
@@ -157,14 +156,14 @@ def _rates(
     if any(line.role == "plan" for line in lines):
         return replace(_RATES, lines=tuple(lines))
     why = why_no_plan or "none was written down"
-    says = "What the optimizer used."
-    return replace(_RATES, lines=tuple(lines), says=says, note=f"No plan: {why}.")
+    caption = "What the optimizer used."
+    return replace(_RATES, lines=tuple(lines), caption=caption, note=f"No plan: {why}.")
 
 
 def _others(
     columns: Mapping[str, Series], used: set[str]
 ) -> tuple[list[Chart], list[str]]:
-    """What else was logged: that of training and validation by the same name in one."""
+    """Charts of all other columns; those of training and validation share one."""
     groups: dict[str, list[str]] = {}
     for name in columns:
         is_known = name in used or re.sub(r"/\d+/", "/", name) in _NOT_CHARTS
@@ -187,7 +186,7 @@ def _other(names: list[str], columns: Mapping[str, Series]) -> Chart:
     return Chart(
         key=f"{METRIC}{key}",
         title=" and ".join(names),
-        says="As it was logged.",
+        caption="As it was logged.",
         lines=tuple(lines),
         may_be_log=True,
         as_stairs=names[0].startswith(_SCALING),

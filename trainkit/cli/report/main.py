@@ -1,4 +1,4 @@
-"""`trainkit report`: draws again what a run has logged."""
+"""`trainkit report`: draws the report of a run again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
 EPILOG = """\
-report.html needs no other file and no network. It is drawn from metrics.csv, with what
-summary.json and learning_rate_plan.json say where they are there: also of a run that is
-under way, or was killed.
+report.html needs no other file and no network. It is drawn from metrics.csv, and from
+summary.json and learning_rate_plan.json if they exist. The run may be under way, or may
+have been killed.
 """
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         The exit status, 0.
 
     Raises:
-        TrainkitError: a folder has no rows to draw, or cannot be written to.
+        TrainkitError: a folder has no rows to draw, or is not writable.
     """
     parser = Arguments(
         prog="trainkit report",
@@ -42,19 +42,19 @@ def main(argv: list[str]) -> int:
         folder = RunFolder(path)
         _refuse_empty(folder)
         try:
-            report = write_report(folder, pictures=not args.no_pictures)
+            missing = write_report(folder, pictures=not args.no_pictures)
         except OSError as error:
             raise TrainkitError(
-                f"RUN_DIR: its report cannot be written: {error}. Make the folder one "
-                f"that can be written to, or copy {folder.METRICS} to one that can."
+                f"RUN_DIR: its report cannot be written: {error}. Make the folder "
+                f"writable, or copy {folder.METRICS} to another one."
             ) from error
-        if report is None:
+        if missing is None:
             raise TrainkitError(
                 f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
-                f"{folder.path} has none yet. Wait for the first that is logged."
+                f"{folder.path} has none yet. Wait until the run logs its first one."
             )
-        if report.why_no_pictures:
-            print(f"trainkit | report: {report.why_no_pictures}")
+        if missing:
+            print(f"trainkit | report: {missing}")
         print(f"trainkit | report: {folder.path / folder.REPORT}")
     return 0
 
@@ -63,6 +63,6 @@ def _refuse_empty(folder: RunFolder) -> None:
     if not (folder.path / folder.METRICS).is_file():
         raise TrainkitError(
             f"RUN_DIR: must be the folder of a run, with {folder.METRICS} in it, "
-            f"received {folder.path}. `trainkit train` says at its end where it has "
-            f"written; logger=none writes no rows."
+            f"received {folder.path}. `trainkit train` ends with the name of its "
+            f"folder; with logger=none it writes no rows."
         )

@@ -1,4 +1,4 @@
-"""`report.html`: one file that needs no other, and no network."""
+"""`report.html`, which needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from trainkit.cli.report.chart import Chart, Charts
 Row = tuple[str, str]
 
 _MOST = 300
-"""So many stretches of steps show what a longer line is; less than four times as many
-points are drawn each by itself."""
+"""The most stretches of steps of one line, as `Series.drawn` makes them."""
 _OF_PAGE, _FEWEST = 12_000, 10
-"""All lines of a page together have so many stretches, each of them at least so many:
-a page stays below 1 MB."""
+"""The most stretches of all lines together, and the fewest of one line: the page stays
+below 1 MB."""
 _NOT_LINES = ("paper", "ink", "quiet", "faint")
-# Whatever a metric or a run is called, the page fetches nothing.
+# The page fetches nothing, whatever a metric or a run is called.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 _PAGE = """\
@@ -62,13 +61,13 @@ click a name to hide its line. Arrow keys go from point to point.</p>
 
 
 def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> str:
-    """The whole page.
+    """The text of `report.html`.
 
     Args:
-        charts: of the run.
-        title: its name.
-        where: its folder.
-        summary: what stands in the table on top.
+        charts: the charts of the run.
+        title: the run's name.
+        where: the run's folder.
+        summary: the rows of the table on top.
     """
     num_lines = sum(len(chart.lines) for chart in charts.shown)
     stretches = max(_FEWEST, min(_MOST, _OF_PAGE // num_lines))
@@ -86,19 +85,19 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
         figures="\n".join(figures),
         left_out=_left_out(charts.left_out),
         numbers=_numbers(charts.shown),
-        # In a script, only < could end it.
+        # Only < could end the script element.
         points=json.dumps(points, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
 def _file(name: str) -> str:
-    """A file that stands beside this one, without the address that uPlot names."""
+    """A file of this folder, without the address in uPlot's comment."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return re.sub(r"/\*! https\S+ (.*?) \*/", r"/* uPlot \1 */", text)
 
 
 def _colours() -> str:
-    """The page follows the system, until its switch says otherwise."""
+    """The colours as CSS: those of the system's theme, or of the page's switch."""
     light, dark = (
         "".join(f"--{name}:{colour};" for name, colour in colours.items())
         for colours in (LIGHT, DARK)
@@ -119,7 +118,7 @@ def _figure(chart: Chart, name: str, stretches: int) -> str:
     )
     return (
         f"<figure><h2>{escape(chart.title)}</h2>"
-        f'<p class="says">{escape(chart.says)}</p>'
+        f'<p class="says">{escape(chart.caption)}</p>'
         f'<p id="{name}-says" hidden>{escape(chart.described())}</p>'
         f'<div class="plot" id="{name}" role="group" tabindex="0" '
         f'aria-label="{escape(chart.title)}" aria-describedby="{name}-says"></div>'
@@ -128,7 +127,7 @@ def _figure(chart: Chart, name: str, stretches: int) -> str:
 
 
 def _data(chart: Chart, stretches: int) -> dict[str, Any]:
-    """What `page.js` draws."""
+    """A chart as `page.js` reads it."""
     return {
         "isLog": chart.is_log,
         "isShare": chart.is_share,
@@ -150,7 +149,7 @@ def _data(chart: Chart, stretches: int) -> dict[str, Any]:
 
 
 def _short(values: Sequence[float]) -> list[float | None]:
-    """Six digits of each; a gap is None."""
+    """The values in six digits; a gap is None."""
     return [float(f"{y:.6g}") if math.isfinite(y) else None for y in values]
 
 
@@ -168,15 +167,15 @@ def _left_out(reasons: Sequence[str]) -> str:
 
 
 def _numbers(charts: Sequence[Chart]) -> str:
-    """What the lines are, for those who want numbers."""
+    """A table of all lines in numbers."""
     heads = ("", "values", "first", "last", "least", "largest", "at steps")
     rows = ["".join(f'<th scope="col">{head}</th>' for head in heads)]
     for chart in charts:
         for line in chart.lines:
             shown = line.series.shown
             values = [value for _, value in shown]
-            told = (values[0], values[-1], min(values), max(values))
-            cells = [f"{len(shown):,}", *map(chart.text, told)]
+            numbers = (values[0], values[-1], min(values), max(values))
+            cells = [f"{len(shown):,}", *map(chart.text, numbers)]
             cells.append(f"{number(shown[0][0])} to {number(shown[-1][0])}")
             texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
             rows.append(f'<th scope="row">{escape(line.label)}</th>{texts}')

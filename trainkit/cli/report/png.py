@@ -23,22 +23,23 @@ if TYPE_CHECKING:
 
 _STRETCHES = 300
 _FEW = 40
-"""So few points are drawn as points, too."""
+"""A line of at most so many points has a dot at each."""
 _SPACING = {"left": 0.12, "right": 0.97, "top": 0.82, "bottom": 0.14}
 
 
 def draw_all(charts: Charts, folder: Path) -> list[Path]:
-    """Write a PNG for each chart, and remove those of charts that are no more. What
-    somebody else has put there stays.
+    """Write a PNG for each chart, and remove PNGs of charts that are gone.
+
+    Other files in the folder stay.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
     """
     written = []
     for chart, name in zip(charts.shown, _names(charts), strict=True):
         path = folder / f"{name}.png"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of spans that overflow, missing glyphs
+            warnings.simplefilter("ignore")  # of overflowing spans, missing glyphs
             figure = draw(chart)
             folder.mkdir(exist_ok=True)
             figure.savefig(path)
@@ -50,7 +51,7 @@ def draw_all(charts: Charts, folder: Path) -> list[Path]:
 
 
 def _names(charts: Charts) -> list[str]:
-    """The keys, numbered where a file system may not tell them apart."""
+    """The charts' keys, numbered if they differ in nothing but upper and lower case."""
     names: list[str] = []
     for chart in charts.shown:
         name, number = chart.key, 1
@@ -80,7 +81,7 @@ def draw(chart: Chart) -> Figure:
         borderaxespad=0.2,
     )
     for text, line in zip(legend.get_texts(), chart.lines, strict=True):
-        text.set(text=line.label, parse_math=False)  # here a name may begin with _
+        text.set(text=line.label, parse_math=False)  # may begin with _
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Writes down what the learning rates are going to be, when a training begins."""
+"""Writes the planned learning rates when a training begins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainkit.lit.rates.planned_rates import plan_rates
 
 
 class RatePlanFile(Callback):
-    """Keeps `learning_rate_plan.json`; a resumed run replaces the steps to come.
+    """Writes `learning_rate_plan.json`; a resumed run replaces the steps to come.
 
-    It stands after `LRScaling` and `LearningRates` among the callbacks.
+    This callback must come after `LRScaling` and `LearningRates`.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -33,5 +33,5 @@ class RatePlanFile(Callback):
             plan = before.from_step(trainer.global_step, plan)
         try:
             self.folder.write_rate_plan(asdict(plan))
-        except OSError as error:  # a training does not fail of its report
+        except OSError as error:  # a training must not fail because of its report
             print(f"trainkit | learning rates: no plan of them: {error}", flush=True)

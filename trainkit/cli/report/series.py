@@ -10,10 +10,10 @@ from functools import cached_property
 from trainkit.lit.logs.metric_file import Row
 
 WINDOW = "window/"
-"""The columns of `WindowMonitor`, all of which a logged window fills."""
+"""The beginning of `WindowMonitor`'s columns; each logged window fills them all."""
 
 LARGEST = 1e250
-"""What is beyond is as good as infinite: no axis can hold it."""
+"""A larger value is drawn as a gap, as infinity is: no axis can hold it."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Series:
     """A column's numbers.
 
     Attributes:
-        name: the column's.
-        steps: as they were logged under, rising.
+        name: the column's name.
+        steps: the steps of its values, rising.
         values: one for each step; NaN is a gap.
     """
 
@@ -37,12 +37,12 @@ class Series:
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
     def drawn(self, most: int) -> Drawn:
-        """What a chart shows of it.
+        """The points of this column in a chart.
 
-        Up to four times `most` points are shown as they are. Of more, the first and the
-        last point stand as they are, and between them each of `most` equal stretches
-        of steps is one point: the mean, with the least and the largest value. A stretch
-        with a gap leaves a gap behind it.
+        Up to four times `most` points are drawn one by one. Of a longer column only the
+        first and the last point are. Between them each of `most` equal stretches of
+        steps is one point: the mean, with the least and the largest value. After a
+        stretch with a gap there is a gap.
         """
         if len(self.steps) <= 4 * most:
             return Drawn(self.steps, self.values)
@@ -53,7 +53,7 @@ class Series:
             if finite:
                 mean = math.fsum(value / len(finite) for value in finite)
                 least, largest = min(finite), max(finite)
-                mean = min(max(mean, least), largest)  # whatever was rounded
+                mean = min(max(mean, least), largest)  # despite rounding
                 points.append((steps[(len(steps) - 1) // 2], mean, least, largest))
             if len(finite) < len(values):
                 points.append((steps[-1], math.nan, math.nan, math.nan))
@@ -61,8 +61,8 @@ class Series:
         return Drawn(*zip(*points, strict=True))
 
     def _stretches(self, most: int) -> Iterable[list[tuple[float, float]]]:
-        """The points of each of `most` equal stretches of steps, without both ends;
-        stretches without a point are left out."""
+        """The points of each of `most` equal stretches of steps, without the first and
+        the last point; empty stretches are left out."""
         first, last = self.steps[0], self.steps[-1]
         width = (last - first) / most or 1
         found: dict[int, list[tuple[float, float]]] = {}
@@ -80,8 +80,8 @@ class Drawn:
     Attributes:
         steps: rising; NaN among the values is a gap.
         values: one for each step.
-        low: the least value of each stretch; empty where every value is drawn.
-        high: the largest.
+        low: the least value of each stretch; empty if every value is drawn.
+        high: the largest value of each stretch, or empty.
     """
 
     steps: tuple[float, ...]
@@ -90,7 +90,7 @@ class Drawn:
     high: tuple[float, ...] = ()
 
     def alone(self) -> list[int]:
-        """The places of points between two gaps, through which no line goes.
+        """The places of points between two gaps, which no line connects.
 
         >>> Drawn((0, 1, 2, 3), (5.0, math.nan, 4.0, 3.0)).alone()
         [0]
@@ -106,8 +106,8 @@ class Drawn:
 def read_series(rows: Sequence[Row]) -> dict[str, Series]:
     """Every column that holds numbers, by its name.
 
-    A value that is not finite is a gap, and so is one that a window should have
-    logged and has not: `WindowMonitor` leaves out what is NaN.
+    A value that is not finite is a gap. So is a missing value in the row of a window:
+    `WindowMonitor` does not log NaN.
 
     >>> rows = [{"step": "0", "loss": "2.5"}, {"step": "1", "loss": "nan"}]
     >>> read_series(rows)["loss"].values
@@ -116,7 +116,7 @@ def read_series(rows: Sequence[Row]) -> dict[str, Series]:
     names = dict.fromkeys(name for row in rows for name in row)
     columns: dict[str, list[tuple[float, float]]] = {
         name: [] for name in names if name not in (None, "step", "epoch")
-    }  # None: cells of a damaged row, beyond the columns
+    }  # None: further cells of a damaged row
     families = _families(columns)
     for row in rows:
         step = _number(row.get("step"))
@@ -125,9 +125,9 @@ def read_series(rows: Sequence[Row]) -> dict[str, Series]:
         for name in row.keys() & columns.keys():
             value = _number(row[name])
             if value is not None:
-                is_drawn = abs(value) <= LARGEST  # and no NaN
+                is_drawn = abs(value) <= LARGEST  # false for NaN, too
                 columns[name].append((step, value if is_drawn else math.nan))
-        for name in _left_out(row, families):
+        for name in _missing(row, families):
             columns[name].append((step, math.nan))
     return {
         name: _series(name, points)
@@ -137,7 +137,7 @@ def read_series(rows: Sequence[Row]) -> dict[str, Series]:
 
 
 def _families(names: Iterable[str]) -> dict[str, list[str]]:
-    """Columns that one window fills: `window/loss` and `window/weight`, say."""
+    """Columns that one window fills, such as `window/loss` and `window/weight`."""
     families: dict[str, list[str]] = {}
     for name in names:
         if name.startswith(WINDOW):
@@ -145,7 +145,7 @@ def _families(names: Iterable[str]) -> dict[str, list[str]]:
     return families
 
 
-def _left_out(row: Row, families: dict[str, list[str]]) -> list[str]:
+def _missing(row: Row, families: dict[str, list[str]]) -> list[str]:
     return [
         name
         for members in families.values()
@@ -164,5 +164,5 @@ def _series(name: str, points: list[tuple[float, float]]) -> Series:
 def _number(cell: str | None) -> float | None:
     try:
         return float(cell or "")
-    except ValueError:  # a text, or True
+    except ValueError:  # a text
         return None

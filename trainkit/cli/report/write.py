@@ -1,10 +1,9 @@
-"""From a run's folder to its report."""
+"""The report of a run, made from its folder."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainkit.cli.report.chart import Charts
@@ -20,33 +19,19 @@ from trainkit.lit.logs.metric_file import read_rows
 
 _SHOWN = {"status", "steps", "windows", "metrics", "micro_batching", "versions"}
 _SHOWN |= {"learning_rates", "plain_accumulation"}
-"""What a summary must have, to be shown."""
+"""Entries without which a summary is damaged."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """What was written.
-
-    Attributes:
-        num_charts: how many there are.
-        num_pictures: how many PNGs.
-        why_no_pictures: why there are none.
-    """
-
-    num_charts: int
-    num_pictures: int
-    why_no_pictures: str = ""
-
-
-def write_report(folder: RunFolder, *, pictures: bool = True) -> Report | None:
+def write_report(folder: RunFolder, *, pictures: bool = True) -> str | None:
     """Write `report.html` and, beside it, `pictures/`.
 
     Args:
-        folder: of a run that has ended, or is under way.
+        folder: the folder of a run, which may be under way.
         pictures: whether to draw the PNGs.
 
     Returns:
-        None where there is no row with a number yet, and nothing to draw.
+        What is missing from the report, or an empty text. None if no number was logged
+        yet, so that there is nothing to write.
 
     Raises:
         TrainkitError: a file of the folder is damaged.
@@ -61,31 +46,28 @@ def write_report(folder: RunFolder, *, pictures: bool = True) -> Report | None:
         where=str(folder.path),
         summary=summary_rows(facts, charts),
     )
-    folder.write_report(text)
-    if not pictures:
-        return Report(len(charts.shown), 0)
-    try:
-        from trainkit.cli.report.png import draw_all
+    folder.write(folder.REPORT, text)
+    if pictures:
+        try:
+            from trainkit.cli.report.png import draw_all
 
-        drawn = draw_all(charts, folder.path / folder.PICTURES)
-    except ImportError as error:
-        why = f"no PNGs, for which matplotlib is needed ({error})"
-        return Report(len(charts.shown), 0, why)
-    return Report(len(charts.shown), len(drawn))
+            draw_all(charts, folder.path / folder.PICTURES)
+        except ImportError as error:
+            return f"no PNGs, for which matplotlib is needed ({error})"
+    return ""
 
 
 def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
-    """The report of a training that has ended in this process, however it ended.
+    """Write the report of a training that has ended in this process.
 
-    A failure is printed in one line: a training never fails because of its report.
+    A failure is printed in one line: a training must not fail because of its report.
     """
     try:
-        report = write_report(folder, pictures=pictures)
-        said = report.why_no_pictures if report else ""
-    except Exception as error:  # whatever stands in the folder, or matplotlib does
-        said = f"could not be drawn: {type(error).__name__}: {error}"
-    if said:
-        print(f"trainkit | report: {said}", flush=True)
+        missing = write_report(folder, pictures=pictures)
+    except Exception as error:  # such as a damaged file, or a fault of matplotlib
+        missing = f"could not be drawn: {type(error).__name__}: {error}"
+    if missing:
+        print(f"trainkit | report: {missing}", flush=True)
 
 
 def read_charts(folder: RunFolder) -> Charts:
@@ -108,8 +90,11 @@ def read_charts(folder: RunFolder) -> Charts:
 
 
 def summary_rows(facts: dict[str, Any], charts: Charts) -> list[Row]:
-    """The table on top. A run that was killed has no summary, and one that goes on has
-    that of its first part: then the charts say more than it does."""
+    """The rows of the table on top.
+
+    A run that was killed has no summary, and a resumed run has an old one until it
+    ends. The charts then know a later step.
+    """
     last = max(
         step
         for chart in charts.shown

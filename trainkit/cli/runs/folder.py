@@ -1,4 +1,4 @@
-"""The folder of a run: what stands in it, and where."""
+"""The folder of a run and its files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import yaml
 
 
 class RunFolder:
-    """Reads and writes what a run leaves behind.
+    """Reads and writes the files of a run.
 
-    `config.yaml` is the resolved configuration, `overrides.yaml` what was asked for on
-    the command line, `summary.json` how it ended; `learning_rate_plan.json` is what the
-    rates were to be, and `report.html` with `pictures/` what all of it looks like;
-    `metrics.csv`, `checkpoints/` and `wandb/` are written by those who fill them.
+    `config.yaml` has the resolved configuration, `overrides.yaml` the command line,
+    `summary.json` the end, `learning_rate_plan.json` the planned rates; `report.html`
+    and `pictures/` show them. Loggers and callbacks write `metrics.csv`, `checkpoints/`
+    and `wandb/`.
 
     Args:
-        path: the folder; it need not be there yet.
+        path: the folder; it need not exist yet.
     """
 
     CONFIG = "config.yaml"
@@ -40,19 +40,19 @@ class RunFolder:
         return self.path / self.CHECKPOINTS
 
     def newest_checkpoint(self) -> Path | None:
-        """`last.ckpt`, or else the newest that is there."""
-        for name in ("last.ckpt", "last.ckpt.old"):  # killed while it was replaced
+        """`last.ckpt`, or else the newest checkpoint, or None."""
+        for name in ("last.ckpt", "last.ckpt.old"):  # old: killed while replacing it
             if (self.checkpoints / name).exists():
                 return self.checkpoints / name
         others = sorted(self.checkpoints.glob("*.ckpt"), key=_written)
         return others[-1] if others else None
 
     def is_of_a_run(self) -> bool:
-        """Whether a run has begun in it."""
+        """Whether a run has begun in this folder."""
         return (self.path / self.OVERRIDES).is_file()
 
     def started(self) -> float:
-        """When the run was started or continued last."""
+        """When the run was last started or resumed."""
         return _written(self.path / self.OVERRIDES)
 
     def overrides(self) -> list[str]:
@@ -60,11 +60,11 @@ class RunFolder:
 
     def write_start(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write(self.CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
-        self._write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
+        self.write(self.CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+        self.write(self.OVERRIDES, yaml.safe_dump(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self._write(
+        self.write(
             self.SUMMARY, json.dumps(dict(summary), indent=2, allow_nan=False) + "\n"
         )
 
@@ -72,26 +72,23 @@ class RunFolder:
         return self._read_json(self.SUMMARY)
 
     def write_rate_plan(self, plan: Mapping[str, Any]) -> None:
-        self._write(self.RATE_PLAN, json.dumps(dict(plan), allow_nan=False) + "\n")
+        self.write(self.RATE_PLAN, json.dumps(dict(plan), allow_nan=False) + "\n")
 
     def read_rate_plan(self) -> Any:
         try:
             return self._read_json(self.RATE_PLAN)
-        except ValueError:  # nothing depends on it: a damaged one is as good as none
+        except ValueError:  # a report does without a damaged plan
             return None
 
-    def write_report(self, page: str) -> None:
-        self._write(self.REPORT, page)
+    def write(self, name: str, text: str) -> None:
+        """Write a file whole or not at all: a run may be killed at any moment."""
+        unfinished = self.path / f".{name}.{os.getpid()}"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(self.path / name)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
         return json.loads(path.read_text()) if path.is_file() else None
-
-    def _write(self, name: str, text: str) -> None:
-        """All of it or nothing: a run may be killed at any moment."""
-        unfinished = self.path / f".{name}.{os.getpid()}"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(self.path / name)
 
 
 def _written(path: Path) -> float:

@@ -1,4 +1,4 @@
-"""One process at a time for what writes to a folder."""
+"""A lock that lets one process at a time write to a folder."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from trainkit.errors import TrainkitError
 FILE = ".lock"
 
 _held: set[Path] = set()
-"""By this process, to which the system would give them again."""
+"""The locks of this process, to which the system would grant them a second time."""
 
 
 @contextmanager
 def only_one(folder: Path, *, what: str) -> Iterator[None]:
-    """Hold a folder; a second process is refused.
+    """Lock a folder, and refuse it to a second process.
 
-    The lock is the process's own: it goes with it, however it ends, and those that it
-    has started do not have it. Where the system has no such lock there is none.
+    The lock ends with the process, however that ends. Child processes do not inherit
+    it. On a system without such locks the folder is not locked.
 
     Args:
-        folder: made if it is not there.
-        what: names its owner, for the message.
+        folder: created if it does not exist.
+        what: the option that names the folder, for the message.
 
     Raises:
-        TrainkitError: another process holds it.
+        TrainkitError: another process has locked the folder.
     """
     try:
         import fcntl
@@ -49,8 +49,8 @@ def only_one(folder: Path, *, what: str) -> Iterator[None]:
             file.seek(0)
             raise TrainkitError(
                 f"{what}: {folder} is in use by process "
-                f"{file.read().strip() or 'unknown'}, which is running. Wait for its "
-                f"end, or stop it."
+                f"{file.read().strip() or 'unknown'}, which is running. Wait until "
+                f"it ends, or stop it."
             ) from error
         _held.add(path)
         file.truncate(0)

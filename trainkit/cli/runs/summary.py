@@ -17,7 +17,6 @@ from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
 from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
-from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.plain_comparison import PlainComparison
 from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
@@ -29,7 +28,7 @@ _PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
 def collect(
     training: Training, config: DictConfig, folder: RunFolder, windows: WindowSummary
 ) -> dict[str, Any]:
-    """What `summary.json` says, as plain data."""
+    """The content of `summary.json`."""
     trainer = training.trainer
     metrics = {name: _number(value) for name, value in trainer.callback_metrics.items()}
     checkpoint = folder.newest_checkpoint()
@@ -57,18 +56,18 @@ def collect(
 
 
 def show(facts: dict[str, Any], folder: RunFolder) -> None:
-    """The table after training."""
-    show_rows(rows(facts, folder))
-
-
-def rows(facts: dict[str, Any], folder: RunFolder) -> list[Row]:
-    """The lines of that table."""
-    written = f"{folder.path}: {', '.join(_contents(folder))}"
-    return [*summary_rows.rows(facts), ("written to", written)]
+    """Print the table that ends a training."""
+    files = sorted(
+        each.name + "/" * each.is_dir()
+        for each in folder.path.iterdir()
+        if not each.name.startswith(".")
+    )
+    written = f"{folder.path}: {', '.join(files)}"
+    show_rows([*summary_rows.rows(facts), ("written to", written)])
 
 
 def git_commit(where: str | Path = ".") -> str | None:
-    """The commit of the working directory, with `+` where files were changed."""
+    """The commit of the working directory, with `+` if files were changed, or None."""
     commit = _git(where, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -85,20 +84,12 @@ def _git(where: str | Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _contents(folder: RunFolder) -> list[str]:
-    return sorted(
-        each.name + "/" * each.is_dir()
-        for each in folder.path.iterdir()
-        if not each.name.startswith(".")
-    )
-
-
 def _effective_batch(
     trainer: Any, sizes: tuple[int, int] | None
 ) -> dict[str, Any] | None:
-    """The effective batch of the last step; a schedule may have begun with another."""
+    """The effective batch of the last step, and its size at the first step."""
     if trainer.train_dataloader is None:
-        return None  # it ended before there were data
+        return None  # it ended before the data were loaded
     first, last = sizes or (None, None)
     for unit in ("samples", "tokens"):
         found = find_effective_batch(trainer, unit=unit, accumulate=last)
@@ -116,7 +107,7 @@ def _effective_batch(
 
 
 def _micro_batching(trainer: Any) -> dict[str, int | None] | None:
-    """The limits under which loader batches were cut, if they were."""
+    """The limits under which loader batches were cut, or None if they were not."""
     windows = windows_of(trainer)
     if not isinstance(windows, SplitCallback) or windows.micro_batching is None:
         return None
@@ -141,7 +132,7 @@ def _plain(trainer: Any) -> dict[str, float] | None:
 
 
 def _number(value: Any) -> float | None:
-    """None for what JSON cannot hold, and for metrics of several elements."""
+    """A number for JSON; None if it is not finite or a metric of several elements."""
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return None
     number = float(value)

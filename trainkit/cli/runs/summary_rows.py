@@ -1,4 +1,4 @@
-"""The summary table of a run that has ended, from its `summary.json`."""
+"""The table of a run that has ended, from its `summary.json`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def rows(facts: dict[str, Any]) -> list[Row]:
 
 
 def counted_steps(steps: int) -> str:
-    """
+    """The number of steps in words.
+
     >>> counted_steps(1), counted_steps(2000)
     ('1 optimizer step', '2,000 optimizer steps')
     """

@@ -1,4 +1,4 @@
-"""Files that a run writes when it begins, and the errors of one that cannot resume."""
+"""The files that a run writes when it begins, and refusals to resume."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Beginning(Callback):
     """Writes `config.yaml` and `overrides.yaml`.
 
     A new folder gets them at once. A resumed run's folder gets them only when training
-    starts. If the checkpoint does not fit, or no step is left, the folder stays as it
+    starts: if the checkpoint does not fit, or no step is left, the folder stays as it
     was, and the next `ckpt_path=last` does not inherit the failed attempt.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         config: the resolved configuration.
-        words: the command line.
+        words: the overrides of the command line.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Beginning(Callback):
         self._earlier = folder.started() if folder.is_of_a_run() else None
 
     @property
-    def has_come(self) -> bool:
-        """Whether this process, or another rank, has written the files."""
+    def is_written(self) -> bool:
+        """Whether this process or another rank has written the files."""
         return self._earlier is None or self.folder.started() != self._earlier
 
     def write_if_new(self) -> None:
@@ -47,10 +47,10 @@ class Beginning(Callback):
 
 
 def _refuse_other_optimizers(trainer: Any) -> None:
-    """Refuse an optimizer whose restored state lacks some of its options.
+    """Refuse an optimizer whose checkpoint lacks some of its options.
 
-    torch accepts the state of any optimizer with as many parameters, and then fails at
-    the first step.
+    torch loads the state of any optimizer that has as many parameters, and then fails
+    at the first step.
     """
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
@@ -59,13 +59,13 @@ def _refuse_other_optimizers(trainer: Any) -> None:
                 raise TrainkitError(
                     f"optimizer: must be of the type that the checkpoint was written "
                     f"with, received {type(optimizer).__name__}; the checkpoint has no "
-                    f"{missing[0]!r} for it. Undo the change, or leave "
-                    f"ckpt_path out to start a new run."
+                    f"{missing[0]!r} for it. Undo the change, or leave ckpt_path out "
+                    f"to start a new run."
                 )
 
 
 def was_restoring(error: BaseException) -> bool:
-    """Whether it was raised while Lightning read a checkpoint."""
+    """Whether Lightning raised the error while it restored a checkpoint."""
     return any(
         frame.f_globals.get("__name__", "").endswith(".checkpoint_connector")
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -73,7 +73,7 @@ def was_restoring(error: BaseException) -> bool:
 
 
 def does_not_fit(path: str, error: BaseException) -> TrainkitError:
-    """A short error in place of torch's, which may have a line for each tensor."""
+    """A short error in place of torch's, which may list every tensor."""
     first, *more = [line.strip() for line in str(error).splitlines()] or ["?"]
     shown = " ".join([first, *more[:1]])
     shown += f" (and {len(more) - 1} more)" if len(more) > 1 else ""

@@ -1,4 +1,4 @@
-"""Signals after training: the summary is written before the process ends."""
+"""Signals after training, which wait until the summary is written."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class Ending(Callback):
 
     Lightning restores the signal handlers before it closes the loggers, which may
     upload for a long time. A SIGTERM would then end the process before the summary is
-    written. This callback must be the first one, so that no other runs before it.
+    written. This callback must be the first in the list.
 
     Attributes:
-        has_come: whether training has ended by itself.
-        heard: the first signal after training or after `listen`; 0 if none came.
+        is_over: whether training has ended by itself.
+        heard: the first signal after training or after `listen`; 0 without one.
     """
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.is_over = False
         self.heard = 0
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.listen()
-        self.has_come = True
+        self.is_over = True
 
     def listen(self) -> None:
-        """Install the signal handlers; Python allows it in the main thread only."""
+        """Install the signal handlers, which Python allows in the main thread only."""
         if threading.current_thread() is threading.main_thread():
             for each in SIGNALS:
                 signal.signal(each, self._hear)
@@ -46,7 +46,7 @@ class Ending(Callback):
             again = "; Ctrl+C again quits at once" if number == signal.SIGINT else ""
             name = signal.Signals(number).name
             text = f"\ntrainkit | {name}: training is over, writing the summary{again}"
-            os.write(2, f"{text}\n".encode())  # it may have interrupted a print
+            os.write(2, f"{text}\n".encode())  # print may be what it has interrupted
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 

@@ -9,7 +9,7 @@ import shlex
 import signal
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -38,37 +38,40 @@ from trainkit.lit.resume.graceful_stop import GracefulStop
 
 
 def run(config: DictConfig) -> float | None:
-    """Train, write down how it went, and return the metric."""
+    """Train, write the summary and the report, and return the metric."""
     _quieten()
     folder = RunFolder(config.paths.run_dir)
     overrides = of_this_job()
     make_repeatable(overrides, folder)
-    with open_dict(config):  # whatever happens to the working directory
+    with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
-    keeps = config.trainer.get("enable_checkpointing") is not False
     windows = WindowSummary()
     training = build(config, callbacks=[windows, WandbFacts()])
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
     # Every run can be resumed exactly, whatever callbacks are configured.
+    keeps = config.trainer.get("enable_checkpointing") is not False
     place = folder.checkpoints if keeps else None
     trainer.callbacks += without_checkpoint(trainer.callbacks, place)
     stop = find_stop(trainer)
     ending = Ending()
     trainer.callbacks = [ending, *trainer.callbacks, beginning, RatePlanFile(folder)]
     _keep_profile(trainer, folder)
-    with signals_given_back(), _held_by_first_rank(trainer, folder):
+    # Two runs would mix their rows and checkpoints in one folder.
+    one = only_one(folder.path, what="paths.run_dir")
+    with signals_given_back(), one if trainer.is_global_zero else nullcontext():
         if trainer.is_global_zero:
             beginning.write_if_new()
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            _fit_and_tell(training, config, beginning, windows, stop, ending)
-    if stop.stopped_by is not None and not ending.has_come:
+            _fit_and_report(training, config, beginning, windows, stop, ending)
+    if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
-    if (heard := stop.heard or ending.heard) and _others_follow():
-        raise Interrupted(heard)
+    heard = stop.heard or ending.heard
+    if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
+        raise Interrupted(heard)  # the other runs do not start
     return _metric(training, config.metric)
 
 
@@ -80,16 +83,7 @@ def _keep_profile(trainer: Any, folder: RunFolder) -> None:
         profiler.dirpath = profiler.dirpath or folder.path
 
 
-def _held_by_first_rank(
-    trainer: Any, folder: RunFolder
-) -> AbstractContextManager[None]:
-    """Lock the folder: two runs in it would mix their rows and checkpoints."""
-    if not trainer.is_global_zero:
-        return nullcontext()
-    return only_one(folder.path, what="paths.run_dir")
-
-
-def _fit_and_tell(
+def _fit_and_report(
     training: Training,
     config: DictConfig,
     beginning: Beginning,
@@ -103,8 +97,8 @@ def _fit_and_tell(
     try:
         _fit(training, config.ckpt_path, beginning)
         status = "finished"
-    except SystemExit as end:  # Stopped, or how Lightning ends after the second Ctrl+C
-        if ending.has_come:
+    except SystemExit as end:  # GracefulStop's, or Lightning's after a second Ctrl+C
+        if ending.is_over:
             status = "finished"
             raise Interrupted(signal.SIGINT) from end
         if stop.stopped_by is None:
@@ -116,7 +110,7 @@ def _fit_and_tell(
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
-        if trainer.is_global_zero and not beginning.has_come:
+        if trainer.is_global_zero and not beginning.is_written:
             if status == "finished":
                 why = why_no_more(trainer, config.ckpt_path)
                 print(f"trainkit | training: {why}", flush=True)
@@ -127,19 +121,14 @@ def _fit_and_tell(
                 summary.show(facts, folder)
 
 
-def _others_follow() -> bool:
-    """Whether this run is part of a multirun, all of which a signal ends."""
-    return HydraConfig.get().mode is RunMode.MULTIRUN
-
-
 def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
     try:
         training.fit(ckpt_path)
     except Exception as error:
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit(ckpt_path, error) from error
-        # A later refusal is a result of training, for example a loss of NaN.
-        had_begun = beginning.has_come and training.trainer.global_step > 0
+        # A refusal of a later step, such as a loss of NaN, is a result of training.
+        had_begun = beginning.is_written and training.trainer.global_step > 0
         if is_mistake(error) and not had_begun:
             raise
         raise TrainingFailed.by(error) from error
@@ -147,10 +136,8 @@ def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> Non
 
 def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
     assert stop.stopped_by is not None
-    if not is_first:
-        raise SystemExit(
-            0
-        )  # another status makes Lightning kill the first rank, which reports
+    if not is_first:  # with another status Lightning kills the first rank
+        raise SystemExit(0)
     where = stop.checkpoint_path or folder.newest_checkpoint()
     how = "there is no checkpoint yet, so it cannot be resumed"
     if where is not None:
@@ -158,8 +145,8 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
         how = f"to resume: trainkit train {path}{stop.caveat}"
     print(f"trainkit | stopped by {stop.stopped_by.name}; {how}", flush=True)
     if "WANDB_SWEEP_ID" in os.environ and stop.stopped_by is signal.SIGTERM:
-        # A sweep stops a poor trial with SIGTERM, which must not count as a failure:
-        # wandb's agent gives up after three failures in a row.
+        # A sweep stops a poor trial with SIGTERM. That is no failure: after three of
+        # them in a row wandb's agent gives up.
         raise SystemExit(0)
     raise Interrupted(stop.stopped_by)
 
@@ -172,18 +159,18 @@ def _metric(training: Training, name: str | None) -> float | None:
         print(f"trainkit | metric: {name} was not logged, so this run has no metric")
         return None
     value = float(found[name])
-    # Optuna's sweeper reads None as a failed trial, and crashes on NaN.
+    # For Optuna's sweeper None is a failed trial; NaN makes it crash.
     return None if math.isnan(value) else value
 
 
 def _quieten() -> None:
-    """Silence what Lightning prints beside Hydra's logging, and its advice."""
+    """Silence Lightning's advice, and its logging, which would print beside Hydra's."""
     logging.getLogger("lightning").handlers.clear()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for known in (
         r".*treespec, LeafSpec.*",
         r".*does not have many workers.*",
         r".*LearningRateMonitor.* no learning rate schedulers.*",
-        r".*Checkpoint directory .* exists and is not empty.*",  # a resumed run's
+        r".*Checkpoint directory .* exists and is not empty.*",  # when resuming
     ):
         warnings.filterwarnings("ignore", known)

@@ -33,7 +33,7 @@ _ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
 
 
 class _JobEnded(BaseException):
-    """Carries a job's error through Hydra, which would print a line of its own."""
+    """Carries a job's error through Hydra, which would otherwise print about it."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -58,18 +58,18 @@ def main(argv: list[str]) -> int:
         try:
             app(run_job)()
         except _JobEnded as ended:
-            raise ended.error from ended.error.__cause__  # without _JobEnded
+            raise ended.error from ended.error.__cause__  # not from _JobEnded
         except (OSError, ValueError) as error:
             if is_mistake(error) or _is_of_a_job(error):
                 raise
-            if some_failed():  # Optuna, if every trial failed
+            if some_failed():  # Optuna raises if every trial failed
                 return 1
             raise TrainkitError(_of_hydra_itself(error)) from error
     return 1 if Comparison.num_failed else 0
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
-    """Make Hydra write its files to `paths.run_dir`, if that is given."""
+    """Make Hydra write its files to `paths.run_dir` too, if that is given."""
     words = {key_of(word): word.partition("=")[2] for word in argv}
     if "paths.run_dir" not in words or "hydra.run.dir" in words:
         return argv
@@ -85,18 +85,18 @@ def run_job(config: DictConfig) -> float | None:
     except Exception as error:
         if HydraConfig.get().mode is RunMode.RUN:
             raise _JobEnded(error) from error
-        raise  # in a multirun, Hydra counts the failures
+        raise  # Hydra counts the failures of a multirun
 
 
 def _is_of_a_job(error: Exception) -> bool:
-    """Whether it comes from a job of a multirun, here or in another process."""
+    """Whether a job of a multirun has raised the error, here or in another process."""
     frames = traceback.walk_tb(error.__traceback__)
     codes = {frame.f_code for frame, _ in frames}
     return error.__cause__ is not None or run_job.__code__ in codes
 
 
 def _of_hydra_itself(error: Exception) -> str:
-    """A readable message for an error that Hydra itself raised."""
+    """The message for an error that Hydra itself has raised."""
     if "No trials are completed" in str(error):  # Optuna's words
         return (
             "metric: no trial has logged it as a number, so there is no best one. "
@@ -117,7 +117,7 @@ def _of_hydra_itself(error: Exception) -> str:
 
 @contextmanager
 def _as_program(name: str, argv: list[str]) -> Iterator[None]:
-    """Set `sys.argv`, which Hydra reads, without the sub-command."""
+    """Set `sys.argv` for Hydra: without the sub-command."""
     before = sys.argv
     sys.argv = [before[0] if before else name, *argv]
     try:
@@ -128,7 +128,7 @@ def _as_program(name: str, argv: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _errors_come_through() -> Iterator[None]:
-    """Make Hydra raise errors; it would print them and exit with 1."""
+    """Make Hydra raise errors, instead of printing them and exiting with 1."""
     variable: Any = "HYDRA_FULL_ERROR"
     before = os.environ.get(variable)
     os.environ[variable] = "1"

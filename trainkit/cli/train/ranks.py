@@ -1,4 +1,4 @@
-"""The other ranks of this machine, which Lightning starts with our command line."""
+"""The other ranks on this machine, which Lightning starts with this command line."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from hydra.core.hydra_config import HydraConfig
 from trainkit.cli._compat import take_over_ranks
 from trainkit.cli.errors import TrainingFailed
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.train.resume import quoted
+from trainkit.cli.words import quoted
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 _TO_END = 60.0
 _TO_END_AFTER_AN_ERROR = 5.0
-"""Seconds that the other ranks have to end after this one has ended."""
+"""How many seconds the other ranks have to end after this one has ended."""
 
 
 def make_repeatable(overrides: Sequence[str], folder: RunFolder) -> None:
     """Set the command line to one that starts this run alone, in this folder.
 
-    Lightning starts the other ranks with it. The original would start every run of a
-    multirun; in a launcher's worker process, such as joblib's, it is the worker's.
+    Lightning starts the other ranks with it. The original command line starts every run
+    of a multirun. In a process of a launcher, such as joblib, it is not trainkit's.
     """
     own = [*overrides, f"paths.run_dir={quoted(folder.path)}"]
     sys.argv[1:] = ["train", *dict.fromkeys(own)]
     if not HydraConfig.get().launcher._target_.endswith("BasicLauncher"):
         sys.argv[0] = str(Path(__file__).parents[2] / "__main__.py")
-        sys.modules["__main__"].__spec__ = None  # Lightning looks at it first
+        sys.modules["__main__"].__spec__ = None  # Lightning would prefer it to argv
 
 
 @contextmanager
 def ranks_of_one_run(trainer: Any) -> Iterator[None]:
     """Wait for the other ranks at the end, and clean up for the next run.
 
-    Lightning keeps the process group, and its address in the environment. The next job
-    of a multirun would talk to ranks that have ended, and start none.
+    Lightning leaves the process group, and its address in the environment. With these
+    the next job of a multirun would start no ranks, and talk to those that have ended.
     https://github.com/Lightning-AI/pytorch-lightning/issues/2727
 
     Raises:

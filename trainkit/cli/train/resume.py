@@ -22,13 +22,13 @@ _OF_A_TRIAL = {"WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"}
 
 
 def expand(argv: list[str]) -> list[str]:
-    """Replace `ckpt_path=` with the arguments that resume that run; others stay.
+    """Replace `ckpt_path=...` in a command line with the arguments that resume the run.
 
     The run's own overrides come first, then the new ones, so that
     `trainkit train ckpt_path=last trainer.max_steps=500` trains for longer. A
     checkpoint outside of any run's folder starts a new run. `auto` is for jobs that are
-    restarted with an unchanged command: it resumes the run if there is one, and starts
-    it otherwise.
+    restarted with an unchanged command: it resumes the run if there is one, and
+    otherwise starts it.
     """
     given = [word for word in argv if key_of(word) == KEY]
     if not given:
@@ -56,7 +56,7 @@ def expand(argv: list[str]) -> list[str]:
 
 def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
     saved = folder.overrides()
-    words = [*_still_wanted(saved, given), *(_known_now(word, saved) for word in given)]
+    words = [*_still_wanted(saved, given), *(_replacing(word, saved) for word in given)]
     words.append(f"hydra.run.dir={quoted(folder.path)}")
     if checkpoint is not None:
         words.append(f"{KEY}={quoted(checkpoint)}")
@@ -64,11 +64,11 @@ def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> li
 
 
 def _resumed_or_begun(given: list[str]) -> list[str]:
-    """The arguments that resume the run if there is one, or else start it.
+    """The arguments that resume the run if there is one, and otherwise start it.
 
-    What restarts a program (torchrun, SLURM, a container's supervisor) does not change
-    its command. The folder is `paths.run_dir` if given, or the job's own; without a job
-    it is the newest run's.
+    torchrun, SLURM and supervisors of containers restart a program with an unchanged
+    command. The folder is `paths.run_dir` if given, or else the job's. Without a job it
+    is the newest run's.
     """
     folder = _of_the_job(given)
     if folder is None:
@@ -87,14 +87,14 @@ def _of_the_job(given: list[str]) -> RunFolder | None:
 
 
 def as_trial(argv: list[str]) -> list[str]:
-    """The arguments of a sweep's trial, with its checkpoint if it is being resumed.
+    """The arguments of a sweep's trial, with its checkpoint if there is one.
 
-    A trial that W&B gives to an agent again has the id of its earlier run.
+    If W&B gives a trial to an agent again, it has the id of its earlier run.
     """
     run_id = os.environ.get("WANDB_RUN_ID")
     words = [word for word in argv if word != f"{KEY}={AUTO}"]
-    settled = {KEY, "paths.run_dir", "hydra.run.dir"} & {key_of(word) for word in words}
-    if "WANDB_SWEEP_ID" not in os.environ or run_id is None or settled:
+    given = {KEY, "paths.run_dir", "hydra.run.dir"} & {key_of(word) for word in words}
+    if "WANDB_SWEEP_ID" not in os.environ or run_id is None or given:
         return argv
     for path in Path(_paths(argv).output_dir).rglob(wandb_id.FILE):
         checkpoint = RunFolder(path.parent).newest_checkpoint()
@@ -116,16 +116,15 @@ def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
     return wanted
 
 
-def _known_now(word: str, saved: list[str]) -> str:
-    """The override as `++` if the run added its key with `+`, to replace it."""
+def _replacing(word: str, saved: list[str]) -> str:
+    """The override with `++` if the run added its key with `+`: it replaces that."""
     is_plain = not word.startswith(("+", "~", "-"))
     was_added = any(w.startswith("+") and key_of(w) == key_of(word) for w in saved)
     return f"++{word}" if is_plain and was_added else word
 
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
-    """The run that was started last, in `paths.run_dir` if given, or else under this
-    configuration's output_dir."""
+    """The newest run in `paths.run_dir` if given, or else in `paths.output_dir`."""
     paths = _paths(argv)
     is_given = any(key_of(word) == "paths.run_dir" for word in argv)
     where = Path(paths.run_dir if is_given else paths.output_dir)
@@ -152,7 +151,7 @@ def _newest_of(
 
 
 def _came_to_nothing(run: RunFolder) -> bool:
-    """Whether the run failed before its first checkpoint: nothing can be resumed."""
+    """Whether the run failed before its first checkpoint and cannot be resumed."""
     failed = (run.read_summary() or {}).get("status") == "failed"
     return failed and run.newest_checkpoint() is None
 
@@ -173,12 +172,12 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
 
 def _paths(argv: list[str]) -> Any:
     # Only overrides that decide the folder: others may need keys that the run added.
-    settle = ("name", "paths", "experiment")
+    deciding = ("name", "paths", "experiment")
     words = [
         word
         for word in argv
         if word.startswith("-")
-        or key_of(word).partition(".")[0] in settle
+        or key_of(word).partition(".")[0] in deciding
         or key_of(word) == SEARCH_PATH
     ]
     return Composition(words).config.paths

@@ -1,4 +1,4 @@
-"""What a training turned out to be, in the configuration of its W&B run."""
+"""The effective batch and learning rates in the configuration of a W&B run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
 class WandbFacts(Callback):
     """Adds the effective batch and the learning rates to every W&B run's configuration.
 
-    So that runs can be compared and grouped by them:
+    So runs can be compared and grouped by them:
 
-    - `effective_batch`: samples, tokens, and what they are made of, as far as known
-      when training starts; what must be measured is added after the first windows;
-    - `learning_rate`: of each optimizer and parameter group, as training starts.
-      `LRScaling` adds its own, before and after scaling, as `lr_scaling`.
+    - `effective_batch`: samples and tokens, and their factors. What is not known when
+      training starts is added once the first windows have shown it.
+    - `learning_rate`: of each optimizer and parameter group when training starts.
+      `LRScaling` adds the rates before and after scaling as `lr_scaling`.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class WandbFacts(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._is_complete:
             self._is_complete = True
-            self._log_batch(trainer)  # shorter than what is measured
+            self._log_batch(trainer)  # training ended before it was measured
 
     def _log_batch(self, trainer: Any) -> None:
         units: tuple[Unit, ...] = ("samples", "tokens")

@@ -30,37 +30,35 @@ _WINDOW_KEY = re.compile(r"window/((?:\d+/)?)(\w+)")
 class WandbRunLogger(WandbLogger):
     """Logs to W&B: offline unless you are logged in, and to one run per folder.
 
-    - **No account is needed.** `mode="auto"` is what `WANDB_MODE` or `wandb offline`
-      say; else online under a sweep's agent or with a login; else offline, to be
-      uploaded by `wandb sync` at any time. Nobody is asked.
-    - **One run per folder.** The run's id is kept in `save_dir`, so that a training
-      that is resumed there continues that W&B run; `WANDB_RUN_ID` wins. Rows
-      cannot be taken back from W&B: of steps that a killed training had logged after
-      its checkpoint there are two, with the same `trainer/global_step`, of which the
-      later belongs to the weights. (`metrics.csv` has each step once.)
-    - **The end is bounded.** Where the server is not there at the start, the run is
-      offline; where it dies, what could not be uploaded in `finish_timeout` seconds
-      is kept, and the command that uploads it is printed.
-    - **Nothing of the environment is sent**: neither the command line nor variables
-      (SLURM's are part of W&B's own record of the machine), git remotes, code or the
-      console; what sounds like a secret in a configuration is replaced.
-    - **Two x-axes.** W&B draws a metric over one. All are drawn over optimizer steps,
-      and what `WindowMonitor` logs a second time as `window_by_seen/*`, over the tokens
-      or samples seen: those few copies are the least that shows both to everybody who
-      opens the run.
+    - **No account is needed.** With `mode="auto"`, `WANDB_MODE` or `wandb offline`
+      decides. Without them the run is online under a sweep's agent or with a login, and
+      else offline; `wandb sync` uploads it at any time. Nothing is asked.
+    - **One run per folder.** `save_dir` keeps the run's id, so a training that resumes
+      there continues its W&B run; `WANDB_RUN_ID` takes precedence. W&B cannot delete
+      rows: steps that a killed training had logged after its checkpoint are there
+      twice, and the later row belongs to the weights. (`metrics.csv` has them once.)
+    - **Nothing waits for long.** Without a server at the start, the run is offline. If
+      the server dies, what was not uploaded in `finish_timeout` seconds stays on disk,
+      and the command that uploads it is printed.
+    - **Nothing of the environment is sent**: no command line, variables (W&B itself
+      records SLURM's), git remotes, code or console. What looks like a secret in a
+      configuration is replaced.
+    - **Two x-axes.** All metrics are drawn over optimizer steps. W&B has one x-axis for
+      each metric, so those of `WindowMonitor` are logged a second time, as
+      `window_by_seen/*`, over the tokens or samples seen.
 
     The run ends with `fit`; logging after that opens it again.
 
     Args:
         project: default `WANDB_PROJECT`, or else `"trainkit"`.
-        entity: the team or user; default that of the login.
-        name: of the run in W&B's tables.
-        group: of runs that belong together.
-        tags: of the run.
-        job_type: what the run is in its group.
-        notes: of the run.
+        entity: the team or user; default: the login's.
+        name: the run's name in W&B's tables.
+        group: the name of runs that belong together.
+        tags: the run's tags.
+        job_type: the run's role in its group.
+        notes: a text about the run.
         save_dir: the folder of the run; None keeps no id and writes to `./wandb`.
-        id: of the run, if it is not to be the folder's.
+        id: the run's id; default: the folder's, or a new one.
         mode: `"auto"`, `"online"`, `"offline"` or `"disabled"`.
         log_model: checkpoints as artifacts: False, True (when training ends), or
             `"all"` (as they are written).
@@ -96,9 +94,9 @@ class WandbRunLogger(WandbLogger):
                 f"{log_model!r}. true uploads the checkpoints when training ends."
             )
         super().__init__(
-            project=project or _default_project(),
+            project=project or os.environ.get("WANDB_PROJECT") or "trainkit",
             name=name,
-            save_dir=save_dir,  # type: ignore[arg-type]  # None is taken
+            save_dir=save_dir,  # type: ignore[arg-type]  # None is allowed
             id=id,
             log_model=log_model,
         )
@@ -123,8 +121,7 @@ class WandbRunLogger(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The W&B run, opened at first use, and again if it was
-        finished."""
+        """The W&B run, opened at its first use, and again if it was finished."""
         run = run_of(self)
         if run is None and is_attached(self):
             return super().experiment
@@ -137,7 +134,7 @@ class WandbRunLogger(WandbLogger):
         import wandb
 
         self._has_opened = wandb.run is None
-        run = wandb.run  # of the user's own script, or of another logger
+        run = wandb.run  # opened by the user's script, or by another logger
         if run is None:
             run = self._start(resolve_mode(self._mode))
         self._axes.clear()
@@ -153,15 +150,15 @@ class WandbRunLogger(WandbLogger):
             Path(self.save_dir).mkdir(parents=True, exist_ok=True)
         known = wandb_id.run_id(self.save_dir, self._wanted_id)
         name = known or wandb_id.new_run_id()
-        # Where a new run is said to be resumed, `wandb sync` of what a dying server
-        # left half uploaded appends all rows to those that are there.
+        # With resume="allow" for a new run that a dying server has half uploaded,
+        # `wandb sync` would append all rows to those on the server.
         resume = "allow" if known else None
         try:
             run = self._init(mode, name, resume)
         except CommError as error:
             if mode != "online" or isinstance(error, AuthenticationError):
                 raise
-            wandb.teardown()  # or the id would be in use
+            wandb.teardown()  # frees the id
             run = self._init("offline", name, resume)
             _say(
                 f"no W&B server ({_first_line(error)}): the run is offline. To upload "
@@ -186,7 +183,7 @@ class WandbRunLogger(WandbLogger):
         )
         options = {k: v for k, v in self._describes.items() if v is not None}
         options |= {"project": self.name, "id": name}
-        if "WANDB_SWEEP_ID" in os.environ:  # the agent has said these
+        if "WANDB_SWEEP_ID" in os.environ:  # the agent has set these
             for option in ("project", "entity", "id"):
                 options.pop(option, None)
         return wandb.init(
@@ -204,9 +201,9 @@ class WandbRunLogger(WandbLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Add to the run's configuration.
 
-        Secrets are replaced. What a sweep has set stands there already, and is locked:
-        entries of the same name go to `resolved/<name>`. What is logged of one name in
-        several parts, as `LRScaling` adds its factors to `lr_scaling`, is put together.
+        Secrets are replaced. Entries that a sweep has set are locked, so others of
+        their names go to `resolved/<name>`. Mappings that are logged under one name, as
+        `LRScaling` adds its factors to `lr_scaling`, are merged.
         """
         entries = redact(vars(params) if isinstance(params, Namespace) else params)
         free = without_swept(entries)
@@ -226,7 +223,7 @@ class WandbRunLogger(WandbLogger):
         super().log_metrics({**metrics, **self._over_seen(metrics)}, step)
 
     def _over_seen(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The window's numbers once more, for the other x-axis."""
+        """Copies of the window's numbers for the second x-axis."""
         copies = {}
         for key, value in metrics.items():
             found = _WINDOW_KEY.fullmatch(key)
@@ -250,24 +247,22 @@ class WandbRunLogger(WandbLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Log checkpoints if asked, and finish the run."""
+        """Log checkpoints if `log_model` says so, and finish the run."""
         super().finalize(status)
         self.finish(exit_code=_exit_code(status))
 
     def finish(self, *, exit_code: int = 0) -> None:
-        """Finish the run, within `finish_timeout`.
-
-        A run that this logger has not opened is left to who has.
+        """Finish the run within `finish_timeout`, if this logger has opened it.
 
         Args:
-            exit_code: 0 marks it finished, another failed.
+            exit_code: 0 marks the run as finished, any other number as failed.
         """
         run = run_of(self)
         if run is None or is_finished(run) or not self._has_opened:
             return
         try:
             run.finish(exit_code=exit_code)
-        except Exception as error:  # nothing here is worth a training
+        except Exception as error:  # a training must not fail because of W&B
             folder = _folder(run)
             _say(
                 f"W&B: not all was uploaded ({_first_line(error)}); it is kept in "
@@ -283,23 +278,21 @@ def _check_seconds(name: str, value: float) -> None:
         )
 
 
-def _default_project() -> str:
-    return os.environ.get("WANDB_PROJECT") or "trainkit"
-
-
 def _exit_code(status: str) -> int:
-    """0 also where SIGTERM has ended the run, as a sweep's early stop does: Lightning
-    then leaves by SystemExit, `GracefulStop` by one with a status, and calls that
-    failed."""
-    error = sys.exc_info()[1]
+    """The exit code for a status of Lightning's, which calls a stop by SIGTERM failed.
+
+    Such a stop, as a sweep's early stop makes it, is a SystemExit: Lightning's own has
+    no status, `GracefulStop`'s has one. It marks the run as finished.
+    """
     if status != "failed":
         return 0
+    error = sys.exc_info()[1]
     is_stop = isinstance(error, SystemExit) and error.code in (None, 0, _BY_SIGTERM)
     return 0 if is_stop else 1
 
 
 def _folder(run: Any) -> str:
-    """As a shell takes it."""
+    """The run's folder, quoted for a shell."""
     return shlex.quote(str(Path(run.dir).absolute().parent))
 
 

@@ -1,4 +1,4 @@
-"""Whether a W&B run goes to a server: decided without asking anybody."""
+"""Whether a W&B run is online, decided without asking the user or the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIASES = {"run": "online", "dryrun": "offline"}
 
 
 def check_mode(mode: str) -> None:
-    """Refuse what is no mode."""
+    """Refuse a text that is not one of the modes."""
     if mode not in get_args(Mode):
         raise TrainkitError(
             f"WandbRunLogger mode: must be one of {', '.join(get_args(Mode))}, "
@@ -25,12 +25,11 @@ def check_mode(mode: str) -> None:
         )
 
 
-def resolve_mode(mode: Mode, *, environ: Mapping[str, str] = os.environ) -> str:
-    """What `wandb.init` gets as its mode.
+def resolve_mode(mode: Mode) -> str:
+    """The mode for `wandb.init`.
 
-    `"auto"` is what `WANDB_MODE` says, or `wandb offline`; else online under a sweep's
-    agent or where there is a login for the server; else offline. Nothing is asked, of
-    the user or the network.
+    For `"auto"`, `WANDB_MODE` or `wandb offline` decides. Without them it is online
+    under a sweep's agent or with a login for the server, and else offline.
 
     Raises:
         TrainkitError: online is asked for, and there is no login.
@@ -38,10 +37,10 @@ def resolve_mode(mode: Mode, *, environ: Mapping[str, str] = os.environ) -> str:
     import wandb
 
     settings = wandb.setup().settings
-    wanted = _wanted(mode, environ, saved=settings.mode)
+    wanted = _wanted(mode, os.environ, saved=settings.mode)
     if wanted == "auto":
-        wanted = "online" if is_logged_in(settings, environ=environ) else "offline"
-    elif wanted == "online" and not is_logged_in(settings, environ=environ):
+        wanted = "online" if is_logged_in(settings) else "offline"
+    elif wanted == "online" and not is_logged_in(settings):
         raise TrainkitError(
             f"WandbRunLogger mode: online needs a login for {settings.base_url}, and "
             f"there is none. Run `wandb login`, set WANDB_API_KEY, or use mode=offline."
@@ -50,38 +49,38 @@ def resolve_mode(mode: Mode, *, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _wanted(mode: str, environ: Mapping[str, str], *, saved: str) -> str:
-    """
+    """The mode that the user asks for, by argument, by variable or by command.
+
     >>> _wanted("auto", {"WANDB_MODE": "dryrun"}, saved="online")
     'offline'
     >>> _wanted("auto", {"WANDB_SWEEP_ID": "abc"}, saved="online")
     'online'
     """
     if mode == "auto":
-        said = environ.get("WANDB_MODE")
-        if said is None and saved != "online":
-            said = saved  # by `wandb offline`: online is the default
-        if said is None and "WANDB_SWEEP_ID" in environ:
-            said = "online"
-        mode = said or mode
+        under_agent = "online" if "WANDB_SWEEP_ID" in environ else mode
+        by_command = None if saved == "online" else saved  # online is W&B's default
+        mode = environ.get("WANDB_MODE", by_command) or under_agent
     return _ALIASES.get(mode, mode)
 
 
-def is_logged_in(settings: Any, *, environ: Mapping[str, str] = os.environ) -> bool:
+def is_logged_in(settings: Any) -> bool:
     """Whether there is a key for the server that the settings name."""
-    if settings.api_key or settings.identity_token_file or environ.get("WANDB_API_KEY"):
+    if settings.api_key or settings.identity_token_file:
+        return True
+    if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(settings.base_url).netloc
-    for path in _netrc_files(environ):
+    for path in _netrc_files():
         try:
             found = netrc.netrc(path).authenticators(host)
         except (OSError, netrc.NetrcParseError):
-            continue  # wandb says it where it is needed
+            continue  # wandb warns of it if it needs the file
         if found and found[2]:
             return True
     return False
 
 
-def _netrc_files(environ: Mapping[str, str]) -> list[Path]:
-    if "NETRC" in environ:
-        return [Path(environ["NETRC"]).expanduser()]
+def _netrc_files() -> list[Path]:
+    if "NETRC" in os.environ:
+        return [Path(os.environ["NETRC"]).expanduser()]
     return [Path.home() / ".netrc", Path.home() / "_netrc"]

@@ -1,4 +1,4 @@
-"""Which W&B run a folder belongs to."""
+"""The id of the W&B run that belongs to a folder."""
 
 from __future__ import annotations
 
@@ -6,39 +6,33 @@ import json
 import os
 import secrets
 import string
-from collections.abc import Mapping
 from pathlib import Path
 
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
 FILE = "wandb_run.json"
 
 
-def run_id(
-    save_dir: str | None, wanted: str | None, *, environ: Mapping[str, str] = os.environ
-) -> str | None:
+def run_id(save_dir: str | None, wanted: str | None) -> str | None:
     """The id of the run to resume, or None for a new run.
 
-    What is wanted, or what an agent says (`WANDB_RUN_ID`), or the run that was in this
-    folder before.
+    It is the wanted id, or else an agent's (`WANDB_RUN_ID`), or else the folder's.
 
     Raises:
         TrainkitError: the folder's file cannot be read.
     """
-    return wanted or environ.get("WANDB_RUN_ID") or remembered(save_dir)
+    return wanted or os.environ.get("WANDB_RUN_ID") or remembered(save_dir)
 
 
 def remember(save_dir: str | None, run_id: str) -> None:
     """Save the id, so that the next run in this folder resumes this W&B run."""
-    if save_dir is None:
-        return
-    unfinished = Path(save_dir, f".{FILE}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
-    unfinished.replace(Path(save_dir, FILE))
+    if save_dir is not None:
+        RunFolder(save_dir).write(FILE, json.dumps({"id": run_id}) + "\n")
 
 
 def remembered(save_dir: str | None) -> str | None:
-    """The id of the run that was in this folder before, or None."""
+    """The id of the folder's earlier run, or None."""
     if save_dir is None:
         return None
     path = Path(save_dir, FILE)
@@ -57,6 +51,6 @@ def remembered(save_dir: str | None) -> str | None:
 
 
 def new_run_id() -> str:
-    """Eight letters and digits, as W&B's own."""
+    """A new id of eight letters and digits, as W&B makes them."""
     alphabet = string.ascii_lowercase + string.digits
     return "".join(secrets.choice(alphabet) for _ in range(8))
