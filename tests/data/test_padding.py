@@ -162,18 +162,22 @@ def test_empty_list_is_a_row_of_length_nothing() -> None:
         (PadCollate(mask="x"), [{"x": [1]}], "mask: 'x' is a field of the samples"),
         (PadCollate(lengths="n"), [[1, 2]], "mask, lengths: samples must be mappings"),
         (PadCollate({"z": 1}), [{"x": [1]}], "fill: must name fields .* received 'z'"),
-        (PadCollate({"x": 0.5}), [{"x": [1]}], "fill 'x': 0.5 is no value of .*int64"),
+        (
+            PadCollate({"x": 0.5}),
+            [{"x": [1]}],
+            "fill 'x': must be .*int64, received 0.5",
+        ),
         (
             PadCollate({0: -1}),
             [torch.ones(1).bool()],
-            "fill 0: -1 is no value of .*bool",
+            "fill 0: must be a value of .*bool, received -1",
         ),
         (
             PadCollate(),
             [{"x": [1]}, {"x": "text"}],
             "field 'x' must be numbers in every",
         ),
-        (PadCollate(), [], "received no samples"),
+        (PadCollate(), [], "at least one sample, received none"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(pad: Any, rows: Any, text: str) -> None:
