@@ -150,12 +150,16 @@ def test_empty_list_is_a_row_of_length_nothing() -> None:
             r"field 'x' must have as many dimensions .* \(2, 1\), \(2,\)",
         ),
         (PadCollate(), [{"x": 1}, {}], "field 'x' must be in every sample, as in the"),
-        (PadCollate(), [{"x": 1}, {"x": 1, "y": 2}], "fields of the first .* also 'y'"),
+        (
+            PadCollate(),
+            [{"x": 1}, {"x": 1, "y": 2}],
+            "fields of the first .* also has 'y'",
+        ),
         (PadCollate(), [(1, 2), (1,)], "field 1 must be in every sample"),
         (
             PadCollate(of="z"),
             [{"x": [1]}],
-            "of: must be a field .* received 'z' .* 'x'",
+            "of: must be a field .* received 'z'.* 'x'",
         ),
         (PadCollate(of="x"), [{"x": 1}], "of: must be a field with a length .* 'x'"),
         (PadCollate(mask="m"), [{"x": 1}], "mask, lengths: need a field that has a"),

@@ -101,9 +101,8 @@ def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
 
 
 def _leading(batch: Any, lists: list[Any], known: KnownPairs) -> set[int]:
-    """The lengths of the tensors outside of lists that may be samples.
-
-    These lists are added to `lists`."""
+    """The lengths of tensors outside of lists that may be samples, which it collects
+    in `lists`."""
     if isinstance(batch, Tensor):
         return {batch.shape[0]} if batch.ndim else set()
     if isinstance(batch, list) and (are_samples(batch) or may_be_samples(batch, known)):

@@ -85,25 +85,17 @@ class Told:
         return {term: row[index] for term, row in self._weights.items()}
 
     def factor(
-        self,
-        loss: Tensor,
-        weight: Weight,
-        reduction: LossReduction,
-        *,
-        divided_by: int,
-        expected: int,
-    ) -> tuple[Weight, Weight]:
-        """Return what to multiply a micro-batch's gradient by, and its weight.
+        self, weight: Weight, reduction: LossReduction, *, divided_by: int
+    ) -> Weight:
+        """Return what to multiply the gradient of a micro-batch's loss by.
 
         Args:
-            loss: where the backward pass starts.
             weight: the micro-batch's.
             reduction: what the loss is.
             divided_by: what the loop has divided the loss by.
-            expected: not used here; see `Streamed`.
         """
         factor = self.factor_of_term(self._first, weight, reduction)
-        return factor if divided_by == 1 else factor * divided_by, weight
+        return factor if divided_by == 1 else factor * divided_by
 
     def factor_of_term(
         self, term: str, weight: Weight, reduction: LossReduction

@@ -133,9 +133,14 @@ class Window:
         weight = checked_weight(weight)
         if self.division is None:
             self.division = self._choose_division(loss)
-        factor, applied = self.division.factor(
-            loss, weight, self.reduction, divided_by=divided_by, expected=expected
-        )
+        factor: Weight
+        applied = weight
+        if isinstance(self.division, Told):
+            factor = self.division.factor(weight, self.reduction, divided_by=divided_by)
+        else:
+            factor, applied = self.division.factor(
+                loss, weight, self.reduction, divided_by=divided_by, expected=expected
+            )
         if value is None:
             # clone: the next step of a CUDA graph writes over this one's loss
             value = loss.detach().clone()
