@@ -272,7 +272,7 @@ class Accumulator:
     def rewind(self, window: Window) -> None:
         """Return to a copy of the open window; the caller restores its gradients."""
         self.window = window.copy()
-        self.gradients.forget()
+        self.gradients.zeroed.forget()
 
     def drop(self) -> int:
         """Forget the open window, and return how many micro-batches it had.
@@ -341,7 +341,7 @@ class Accumulator:
 
     def check(self) -> None:
         """Check all closed windows, the last one too; waits for the device."""
-        self.gradients.read_all()
+        self.gradients.zeroed.read(wait=True)
         self.watch.read_all()
 
     def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
@@ -385,7 +385,7 @@ class Accumulator:
     def _close(self) -> None:
         self.window = Window(self.strategies, self.streamed)
         self.streamed.opening = None
-        self.gradients.forget()
+        self.gradients.zeroed.forget()
 
     @property
     def device(self) -> torch.device:

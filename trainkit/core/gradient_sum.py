@@ -31,6 +31,7 @@ class GradientSum:
         parameters: the parameters that train; without a module, the first loss shows
             them.
         wide: the sums in float32, if `keep_wide` was called.
+        zeroed: checks that nobody zeroes the gradients inside the window.
     """
 
     def __init__(self, module: Any, ranks: Ranks) -> None:
@@ -39,7 +40,7 @@ class GradientSum:
             self.parameters = trained(module)
         self.wide: WideGradients | None = None
         self._ranks = ranks
-        self._zeroed = ZeroedWatch()
+        self.zeroed = ZeroedWatch()
 
     def keep_wide(self, training: Callable[[], Iterable[Tensor]]) -> None:
         """Keep the window's gradient in float32 from now on, and round it once.
@@ -58,7 +59,7 @@ class GradientSum:
             num_passes: how many passes the window has had.
             loss: where the next one starts.
         """
-        self._zeroed.look(num_passes)
+        self.zeroed.look(num_passes)
         if not self.parameters and loss is not None:
             self.parameters = leaves_of(loss)
 
@@ -71,7 +72,7 @@ class GradientSum:
             return
         # FSDP moves gradients about between passes, which must not look like zeroing.
         if self._ranks.ddp is not None or not self._ranks.backend_sums:
-            self._zeroed.hold(self.parameters)
+            self.zeroed.hold(self.parameters)
 
     def divide(self, scale: Tensor | None, *, is_apart: bool) -> None:
         """Multiply the sum by `scale`, and make it equal on all ranks.
@@ -88,24 +89,16 @@ class GradientSum:
             scale_(gradients_of(rest), scale)
         if self._ranks.size > 1 and (is_apart or not self._ranks.backend_sums):
             sum_over_ranks_(rest, self._ranks, times=1 / self._ranks.multiplier)
-        self._zeroed.close()
+        self.zeroed.close()
 
     def are_lost(self) -> bool:
         """Whether a gradient or a weight is NaN or infinite; waits for the device."""
         return not are_finite(self.parameters)
 
-    def forget(self) -> None:
-        """Forget what the last pass has left in the parameters."""
-        self._zeroed.forget()
-
     def drop(self) -> None:
         """Forget the sum in float32; gradients in the parameters stay there."""
         if self.wide is not None:
             self.wide.drop()
-
-    def read_all(self) -> None:
-        """Report all zeroed gradients found so far; waits for the device."""
-        self._zeroed.read(wait=True)
 
 
 def trained(module: nn.Module) -> list[Tensor]:

@@ -204,7 +204,7 @@ def save_partial(
         parameter = training[name]
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(mine, DTensor):
-            total = mine.full_tensor() * ranks.multiplier  # FSDP has averaged them
+            total = mine.full_tensor() * ranks.multiplier  # FSDP has reduced it
         elif ranks.size > 1:
             total = ranks.sum_((mine.to_dense() if mine.is_sparse else mine) * scale)
             total = total.to_sparse(1) if mine.is_sparse else total

@@ -134,11 +134,7 @@ RULES = {
     ),
 }
 
-WEIGHT_DECAY: dict[str, Factor] = {
-    "linear": linear_factor,
-    "sqrt": sqrt_factor,
-    "none": _unchanged,
-}
+WEIGHT_DECAY = {name: RULES[name].lr for name in ("linear", "sqrt", "none")}
 
 
 def make_rule(rule: str | Factor) -> ScalingRule | None:

@@ -57,7 +57,9 @@ class BatchRenorm(BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.ndim < 2:
-            raise ValueError(f"BatchRenorm: must be (N, C, ...), got {input.ndim}D")
+            raise ValueError(
+                f"BatchRenorm: must be (N, C, ...), received shape {list(input.shape)}."
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
