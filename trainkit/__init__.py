@@ -31,7 +31,7 @@ __all__ = [
     "WindowMonitor",
     "find_micro_batch",
 ]
-"""What a README reader has met; the stub names the others too."""
+"""The names that the README uses; the stub beside this file has all of them."""
 
 __getattr__, _, _ = lazy_loader.attach_stub(__name__, __file__)
 

@@ -1,4 +1,4 @@
-"""The one error that trainkit raises, and how to see more of it."""
+"""The one error class of trainkit, and what helps to understand an error."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class TrainkitError(ValueError):
 
 
 TRACEBACK = "TRAINKIT_TRACEBACK"
-"""The environment variable that lets the command show where an error was raised."""
+"""The environment variable that makes the command show where an error was raised."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A sentence that names what is close among the known names; empty if nothing is.
+    """A sentence with the known name closest to a wrong one; empty if none is close.
 
     >>> did_you_mean("trains", ["train", "fit"]), did_you_mean("x", ["train"])
     (' Did you mean train?', '')

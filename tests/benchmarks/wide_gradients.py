@@ -73,8 +73,8 @@ def fill_by_autograd(net: nn.Module, window: list[Batch]) -> None:
 def fill_wide(net: nn.Module, window: list[Batch]) -> None:
     wide = WideGradients(net.parameters())
     for batch in window:
-        mean_loss(net, batch).backward()
-        wide.take(torch.tensor(float(batch[1].numel())))
+        (mean_loss(net, batch) * batch[1].numel()).backward()
+        wide.take()
     wide.hand_over(torch.tensor(1 / window_weight(window), dtype=torch.float64))
 
 
@@ -88,8 +88,8 @@ def exact_gradient(net: nn.Module, window: list[Batch]) -> Tensor:
     total = torch.zeros(())
     for batch in window:
         net.zero_grad()
-        mean_loss(net, batch).backward()
-        total = total + gradients(net) * (batch[1].numel() / window_weight(window))
+        (mean_loss(net, batch) * batch[1].numel()).backward()
+        total = total + gradients(net) / window_weight(window)
     net.zero_grad()
     return total
 

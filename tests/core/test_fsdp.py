@@ -153,7 +153,7 @@ def test_fsdp2_that_divides_by_a_factor_of_its_own_equals_one_process(
 
 def test_fsdp2_that_divides_by_neither_is_refused() -> None:
     for text in raise_rank_errors(run_ranks(divided, 2, 3.0)):
-        assert "has made FSDP divide by ['3.0'] over 2 ranks" in text
+        assert "makes FSDP divide by ['3.0'] over 2 ranks" in text
 
 
 def saved_too_early(rank: int, world_size: int) -> str:

@@ -207,7 +207,7 @@ def test_rank_without_a_micro_batch_is_refused_where_others_wait_for_it() -> Non
     """pytorch-lightning#5243: it would hang, or mix up two messages."""
     text, _ = raise_rank_errors(run_ranks(rank_without_a_micro_batch, 2))
     assert "window is empty" in text
-    assert "every one of them needs a micro-batch" in text
+    assert "each of them needs a micro-batch" in text
 
 
 def made_too_early(rank: int, world_size: int) -> str:

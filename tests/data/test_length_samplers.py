@@ -207,7 +207,7 @@ def test_parted_until_every_rank_has_a_batch() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_rows_than_ranks_are_refused(kind: str) -> None:
-    with rank_of(1, 4), pytest.raises(TrainkitError, match="Take fewer ranks"):
+    with rank_of(1, 4), pytest.raises(TrainkitError, match="Use fewer ranks"):
         list(KINDS[kind]([3, 4, 5]))
     with pytest.raises(TrainkitError, match="5 rows do not make 6 batches for 3 ranks"):
         read_by_all(lambda: TokenBudgetSampler([1, 1, 22, 30, 33], tokens=40), 3)
@@ -231,7 +231,7 @@ def test_lengths_are_checked(kind: str, wrong: Any) -> None:
     [
         (
             lambda: TokenBudgetSampler([3, 70], tokens=64),
-            r"must hold the longest row, received 64 where row 1 has 70\. Raise it",
+            r"must hold the longest row, received 64, and row 1 has 70\. Raise it",
         ),
         (lambda: TokenBudgetSampler([3], tokens=0), "tokens: must be a whole number"),
         (lambda: TokenBudgetSampler([3], tokens=9, size=0), "size: must be a whole"),

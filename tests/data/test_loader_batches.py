@@ -151,7 +151,7 @@ def test_lightning_puts_no_other_sampler_in_its_place() -> None:
         ),
         (
             {"batch_sampler": SAMPLERS["token budget"](), "shuffle": True},
-            "cuts the batches by itself, .* Give them to TokenBudgetSampler",
+            "cuts the batches by itself, .* apply to TokenBudgetSampler",
         ),
         (
             {"batch_sampler": LengthGroupedSampler([1, 2], batch_size=2)},

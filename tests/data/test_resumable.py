@@ -226,7 +226,7 @@ def test_ranks_share_each_row_once(ranks: Any, number: int, world_size: int) -> 
         each = loader(number=number)
         left_out = number - each.sampler.end
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(each.sampler, "_said", True)
+            patch.setattr(each.sampler, "_has_warned", True)
             shares.append(read(each))
         assert len(each) == len(shares[-1])
     rows = sorted(row for share in shares for batch in share for row in batch)

@@ -59,7 +59,7 @@ def read(
             range(number), batch_size=batch_size, shuffle=True, seed=seed, last=last
         )
         sampler.fills = fills
-        sampler._said = True
+        sampler._has_warned = True
         return Batched(sampler)
 
     return read_by_all(make, num_ranks, epoch=epoch, start=start)

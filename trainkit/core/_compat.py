@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def gradient_divide_factors(module: nn.Module) -> set[float | None]:
-    """By what FSDP2 divides summed gradients; None is the number of ranks.
+    """What FSDP2 divides summed gradients by; None means by the number of ranks.
 
-    `set_gradient_divide_factor` sets it, and nothing public tells it.
+    `set_gradient_divide_factor` sets it, and no public function returns it.
     """
     states: list[Any] = [
         m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)
@@ -23,14 +23,14 @@ def gradient_divide_factors(module: nn.Module) -> set[float | None]:
 
 
 def is_apart(module: DistributedDataParallel) -> bool:
-    """Whether DDP's last forward pass ran under `no_sync()`: that decides whether the
-    backward pass leaves gradients on their ranks, wherever it runs."""
+    """Whether DDP's last forward pass ran under `no_sync()`, so that its backward pass
+    leaves gradients on their ranks, even if that runs outside of `no_sync()`."""
     return not module.require_forward_param_sync
 
 
 def send_forward_messages(module: DistributedDataParallel) -> None:
-    """Send now what DDP's next forward pass would send before the module's own: the
-    first rank's buffers, and once the order of its buckets. All ranks must call it."""
+    """Send now what DDP's next forward pass would send first: the buffers of the first
+    rank, and once the order of its buckets. All ranks must call it."""
     if module.reducer._rebuild_buckets():
         module._has_rebuilt_buckets = True
     module.require_forward_param_sync = True
@@ -46,8 +46,8 @@ def owe_forward_messages(module: DistributedDataParallel) -> None:
 
 
 def has_reduced(module: DistributedDataParallel) -> bool:
-    """Whether DDP's last backward pass that communicates has brought all together; it
-    has not where a parameter took no part in it that DDP was waiting for."""
+    """Whether DDP's last backward pass with communication has averaged all gradients;
+    not if DDP still waits for a parameter that took no part in the pass."""
     try:
         module._check_reducer_finalized()
     except RuntimeError:
@@ -101,12 +101,12 @@ def nested_schedulers(scheduler: Any) -> list[Any]:
 
 
 def scheduler_milestones(scheduler: Any) -> list[int]:
-    """With which step each scheduler inside a `SequentialLR` but the first begins."""
+    """The steps at which a `SequentialLR` goes to its second scheduler, third, ..."""
     return scheduler._milestones
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor has been written over in place, as autograd counts it."""
+    """How often each tensor has been changed in place, as autograd counts it."""
     return [tensor._version for tensor in tensors]
 
 

@@ -36,14 +36,14 @@ from trainkit.core.window_stats import WindowStats
 
 
 class Accumulator:
-    r"""Makes the gradient of a window that of one big batch.
+    r"""Gives a window of micro-batches the gradient of one big batch.
 
         gradient = sum_i w_i * grad(mean loss of micro-batch i) / sum_i w_i
 
-    over the whole window, all ranks. While the window is open, the gradient of
-    micro-batch i is added as w_i / r, where r is one number that all ranks share; when
-    it closes, the sum is multiplied once by r / sum_i w_i. Where `expect` has announced
-    all micro-batches of a window, each gradient is added as w_i / sum_i w_i at once.
+    The sums are over the whole window, on all ranks. While the window is open, each
+    gradient is multiplied by w_i / r, where r is one number that all ranks share. When
+    it closes, their sum is multiplied once by r / sum_i w_i. If `expect` has announced
+    the window, each gradient is multiplied by w_i / sum_i w_i at once.
 
     >>> import torch
     >>> from trainkit import PerSample
@@ -58,26 +58,28 @@ class Accumulator:
     >>> optimizer.step()
 
     Args:
-        strategy: says what a micro-batch weighs; a mapping of several, by name, for a
-            loss of several terms, whose windows `expect` must announce.
-        module: what trains, wrapped and sharded as it will be. Shows what the backend
-            does to gradients across ranks, and which gradients `state_dict` holds.
+        strategy: says what a micro-batch weighs. For a loss of several terms, a
+            mapping with a strategy for each, by name; `expect` must then announce each
+            window.
+        module: the module that trains, wrapped and sharded as it will be. It shows what
+            the backend does to gradients across ranks, and which gradients `state_dict`
+            holds.
         aggregation: what the backend does to gradients across ranks: leaves their
             `"mean"` (DDP, FSDP), their `"sum"`, or does nothing (`"none"`: `finish`
             adds them up itself). `"auto"` reads it from `module`.
         process_group: the data-parallel ranks; default: the module's, or all.
-        checks: `"late"` costs nothing and complains one window late; `"now"` waits for
-            the device once a window and refuses before the step is taken.
-        nonfinite: a loss that is NaN or infinite and weighs something: `"raise"`;
-            `"allow"` it, for a gradient scaler that skips the step (the default where
-            there is one); or `"skip"` the micro-batch, its weight left out (waits for
-            the device at each loss).
-        scaler: the gradient scaler of the loop, if it has one. Needed where it serves
-            several accumulators, whose windows its factor may change in.
+        checks: `"late"` costs nothing and complains one window late. `"now"` waits for
+            the device once a window, and refuses before the step is taken.
+        nonfinite: what to do with a loss that is NaN or infinite and weighs something.
+            `"raise"` an error (the default without a scaler); `"allow"` it, if a
+            gradient scaler skips the step (the default with one); or `"skip"` the
+            micro-batch with its weight, which waits for the device at each loss.
+        scaler: the gradient scaler of the loop, if it has one. Needed if it serves
+            several accumulators: its factor may then change inside a window.
         wide_gradients: keep the window's gradient in float32 beside parameters of half
             precision, and round it once when the window closes; needs `module`.
 
-    Gradients that are there when a window opens become part of it: zero them first.
+    Gradients that exist when a window opens become part of it: zero them first.
 
     Raises:
         TrainkitError: several ranks are running, and how they aggregate is unknown.
@@ -116,7 +118,7 @@ class Accumulator:
             refusals.refuse_skips_between_ranks(self.ranks)
 
     def weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
-        """Weigh by another strategy, from the window on that opens next."""
+        """Weigh by another strategy from now on; refused while a window is open."""
         refusals.refuse_other_strategy(self.window)
         self.strategies: Strategies = named_strategies(strategy)
         self.window.weigh_by(self.strategies)
@@ -135,14 +137,14 @@ class Accumulator:
         """Run a micro-batch's backward pass, weighted.
 
         Args:
-            loss: what the strategy's `loss_reduction` says, undivided; with several
-                strategies, the terms by name.
+            loss: the mean or sum that the strategy's `loss_reduction` names, undivided.
+                With several strategies, a mapping of the terms by name.
             batch: what the strategy weighs. Not needed after `expect`.
             weight: the weight itself, in place of `batch`.
             backward: runs the backward pass, such as `fabric.backward` or
                 `lambda loss: scaler.scale(loss).backward()`.
-            last: the window ends with this micro-batch: its totals then travel between
-                ranks during the backward pass. Optional; all ranks say it alike.
+            last: the window ends with this micro-batch. Optional: the totals then
+                travel between ranks during the backward pass. All ranks must agree.
         """
         refusals.refuse_dividing_backward(backward)
         window = self.window
@@ -177,19 +179,19 @@ class Accumulator:
     ) -> RemovableHandle:
         """Weight the backward pass that is about to run on `loss`, and count it.
 
-        For a loop that runs backward passes by itself; `backward` is this and the pass.
+        For a loop that runs backward passes by itself; `backward` does both.
 
         Args:
             loss: where the pass starts.
-            weight: what the micro-batch weighs; after `expect` that is known.
-            value: the loss to report, divided alike, where that is not `loss` (a
-                scaler's factor); nobody may write over it.
+            weight: what the micro-batch weighs; not needed after `expect`.
+            value: the loss to report, if it is not `loss` (which a scaler may have
+                multiplied). It is divided alike, and must not be written over.
             divided_by: what the loop has divided the loss by.
-            expected: how many micro-batches the window will have on this rank; only
-                for the size of the sums while it is open.
+            expected: how many micro-batches the window will have on this rank, which
+                sets the size of the sums while it is open.
 
         Returns:
-            A handle whose `remove()` takes the weighting off again.
+            A handle whose `remove()` ends the weighting.
         """
         self._look(loss)
         window = self.window
@@ -211,8 +213,10 @@ class Accumulator:
         value: Tensor,
         expected: int = 1,
     ) -> Tensor | None:
-        """The gradient from which the pass on `loss` is to start: `weigh` without a
-        hook, for a loop that can start it from another gradient than 1 (None is 1)."""
+        """Return the gradient from which the pass on `loss` is to start; None means 1.
+
+        This is `weigh` without a hook, for a loop that can pass on such a gradient.
+        """
         self._look(loss)
         factor = self.window.enter(loss, weight, value=value, expected=expected)
         self.window.num_passes += 1
@@ -221,15 +225,15 @@ class Accumulator:
         return None if factor is None else torch.full_like(loss.detach(), factor)
 
     def _look(self, loss: Tensor) -> None:
-        """Checks before every backward pass."""
+        """Check what must hold before every backward pass."""
         window = self.window
         refusals.refuse_backward(window, self.ranks, loss)
         self.gradients.look(window.num_weighted, loss)
-        if self._has_module:  # Lightning sees to it itself
+        if self._has_module:  # Lightning takes care of it itself
             window.is_apart = self.ranks.holds_back_gradients
 
     def passed(self) -> None:
-        """Note the end of a backward pass that `weigh` or `seed` has prepared."""
+        """Finish a backward pass that `weigh` or `seed` has prepared."""
         self.gradients.add()
 
     @property
@@ -239,7 +243,7 @@ class Accumulator:
 
     @property
     def num_micro_batches(self) -> int:
-        """How many micro-batches the open window holds, a checkpoint's included."""
+        """How many micro-batches the open window has, with those of a checkpoint."""
         return self.window.num_micro_batches
 
     def expect(
@@ -248,16 +252,16 @@ class Accumulator:
         *,
         weights: Mapping[str, Sequence[Weight]] | None = None,
     ) -> None:
-        """Announce all micro-batches that this rank will run in the window that opens.
+        """Announce all micro-batches that this rank will run in the next window.
 
         Their weights are summed before the first forward pass, and travel between the
-        ranks while it computes. `backward` then takes them in this order.
+        ranks while it computes. `backward` then uses them in this order.
 
         Args:
             batches: what the strategies weigh, one for each micro-batch.
-            weights: the weights themselves, for each term.
+            weights: the weights themselves for each term, in place of `batches`.
         """
-        refusals.refuse_late_telling(self.window, self.watch.nonfinite)
+        refusals.refuse_late_expect(self.window, self.watch.nonfinite)
         if weights is None:
             weights = weights_by_term(self.strategies, batches)
         told = Told(weights, self.ranks, self.device)
@@ -266,12 +270,12 @@ class Accumulator:
         self.window.told = told
 
     def rewind(self, window: Window) -> None:
-        """Return to a copy of the open window; its gradients are the caller's."""
+        """Return to a copy of the open window; the caller restores its gradients."""
         self.window = window.copy()
-        self.gradients.forget()
+        self.gradients.zeroed.forget()
 
     def drop(self) -> int:
-        """Forget the open window; say how many micro-batches it held.
+        """Forget the open window, and return how many micro-batches it had.
 
         Its gradients stay in the parameters: zero them.
         """
@@ -281,10 +285,10 @@ class Accumulator:
         return held
 
     def announce(self, *, slots: int = 0) -> None:
-        """Send this rank's totals to the others: the window is complete.
+        """Declare the window complete: send this rank's totals to the other ranks.
 
         Args:
-            slots: also send up to so many single weights, the same number on all ranks.
+            slots: how many single weights to send too; equal on all ranks.
         """
         row = self.window.row(self.device, slots=slots)
         self.window.announced = self.ranks.share(row)
@@ -294,20 +298,20 @@ class Accumulator:
     ) -> WindowStats:
         """Close the window: its gradients become those of the big batch.
 
-        To be called by every rank, before clipping and before `optimizer.step()`.
+        Every rank must call it, before clipping and before `optimizer.step()`.
 
         Args:
             optimizer_or_parameters: whose gradients. Others are left as they are.
             slots: as for `announce`, if that was not called.
-            is_apart: True where no backward pass of the window has communicated, so
-                that the ranks' gradients are brought together here.
+            is_apart: True if no backward pass of the window has communicated, so that
+                the ranks' gradients must be brought together here.
 
         Raises:
             TrainkitError: the window is empty; or, with `checks="late"`, an earlier
                 window must stop the run.
         """
         self.gradients.parameters = parameters_of(optimizer_or_parameters)
-        if not self.streamed.has_scaler:  # it has unscaled them: written into them
+        if not self.streamed.has_scaler:  # which unscales them, so writes into them
             self.gradients.look(self.window.num_weighted)
         refusals.refuse_late_start(self._num_running, num_running())
         refusals.refuse_division(
@@ -336,21 +340,17 @@ class Accumulator:
         return stats
 
     def check(self) -> None:
-        """Look at all windows closed so far; waits for the device.
-
-        With `checks="late"` a window is looked at when a later one closes. Call this
-        after the last one.
-        """
-        self.gradients.read_all()
+        """Check all closed windows, the last one too; waits for the device."""
+        self.gradients.zeroed.read(wait=True)
         self.watch.read_all()
 
     def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
         """The open window, for a checkpoint inside it.
 
-        Holds the partial gradients too, if `module` is the module that trains.
+        It has the partial gradients too, if `module` is the module that trains.
 
         Args:
-            over_ranks: False saves this rank's part, to be loaded by this rank. True
+            over_ranks: False saves this rank's part, which this rank must load. True
                 adds up the parts of all ranks, for one checkpoint that any number of
                 ranks can load; every rank must then call it.
         """
@@ -377,19 +377,19 @@ class Accumulator:
         self.num_windows = state["num_windows"]
         self.streamed.restore(state["reference"], state["factor"])
         ranks = self.ranks if state["rank"] is None else Ranks()
-        window = self.window
-        wide = self.gradients.wide
-        window.carried = load_window(state, self.module, ranks, wide=wide)
-        window.carried_weights = load_weights(state.get("weights"), ranks)
+        self.window.carried = load_window(
+            state, self.module, ranks, wide=self.gradients.wide
+        )
+        self.window.carried_weights = load_weights(state.get("weights"), ranks)
 
     def _close(self) -> None:
         self.window = Window(self.strategies, self.streamed)
         self.streamed.opening = None
-        self.gradients.forget()
+        self.gradients.zeroed.forget()
 
     @property
     def device(self) -> torch.device:
-        """Where the ranks meet: with the losses, or with what the group can carry."""
+        """The device on which the ranks exchange their totals."""
         if self.window.losses:
             return self.window.losses[-1].device
         if isinstance(self.module, nn.Module):

@@ -1,4 +1,4 @@
-"""From the effective batch that is meant to micro-batches and accumulation."""
+"""Choosing micro-batch and accumulation for an effective batch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ NEARBY = 0.05
 """How far from the target `BatchPlan.nearby` may go, as a share of it."""
 
 MOST_SIZES = 1000
-"""How many sizes of a micro-batch it tries: far fewer come close already."""
+"""How many micro-batch sizes `BatchPlan.nearby` tries; far fewer are enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How an effective batch is made: micro_batch x accumulate x world_size.
+    """The factors of an effective batch: micro_batch x accumulate x world_size.
 
     >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
     >>> plan.micro_batch, plan.accumulate, plan.effective, plan.exact
     (16, 8, 512, True)
 
     Attributes:
-        micro_batch: samples that one rank's forward pass sees; what its loader's
-            `batch_size` must be.
-        accumulate: micro-batches a rank accumulates, `accumulate_grad_batches`.
+        micro_batch: samples that one rank's forward pass sees: its loader's
+            `batch_size`.
+        accumulate: micro-batches that a rank accumulates: `accumulate_grad_batches`.
         world_size: ranks with data of their own.
         target: the effective batch that was asked for.
-        max_micro_batch: the most that fits into one rank's forward pass.
+        max_micro_batch: the most samples that fit into one rank's forward pass.
 
     Raises:
         TrainkitError: a number is not whole or below 1, or the micro-batch does not
@@ -59,20 +59,20 @@ class BatchPlan:
     def make(
         cls, *, target: int, max_micro_batch: int, world_size: int = 1
     ) -> BatchPlan:
-        """The fewest micro-batches that make the target, or come nearest to it.
+        """The plan with the fewest micro-batches that makes the target.
 
-        The target is what is promised: it is hit wherever `world_size` divides it,
-        also where that takes many small micro-batches (`nearby` then knows a
-        cheaper one). Where `world_size` does not divide it, equal micro-batches cannot
-        hit it and the nearest effective batch is taken; of two equally near ones that
-        with fewer micro-batches, then the smaller.
+        If `world_size` divides the target, the plan hits it, even if that takes many
+        small micro-batches (see `nearby` for a cheaper plan). Otherwise equal
+        micro-batches cannot hit it, and the plan has the nearest effective batch. Of
+        two that are equally near, it has the one with fewer micro-batches, then the
+        smaller one.
 
         >>> BatchPlan.make(target=1000, world_size=3, max_micro_batch=24).effective
         999
 
         Args:
-            target: samples that one optimizer step is meant to see, over all ranks.
-            max_micro_batch: the most that fits into one rank's forward pass.
+            target: samples that one optimizer step should see, over all ranks.
+            max_micro_batch: the most samples that fit into one rank's forward pass.
             world_size: ranks with data of their own.
 
         Raises:
@@ -99,7 +99,7 @@ class BatchPlan:
 
     @property
     def effective(self) -> int:
-        """Rows that one optimizer step sees, over all ranks."""
+        """Samples that one optimizer step sees, over all ranks."""
         return self.micro_batch * self.accumulate * self.world_size
 
     @property
@@ -119,10 +119,10 @@ class BatchPlan:
     def nearby(self) -> BatchPlan | None:
         """A plan within 5 % of the target in at most half the micro-batches, or None.
 
-        A rank's share that is prime, or nearly so, is hit by dreadfully small
-        micro-batches only. This is what giving up the exact target would buy: of the
-        plans whose micro-batches are more than half of what fits, the one nearest to
-        the target; of equally near ones that with fewer micro-batches.
+        A rank's share of the target may have only small divisors or be prime, and the
+        micro-batches are then very small. This is the plan without the exact target:
+        its micro-batches are more than half of what fits, and it is the nearest to the
+        target of these. Of two that are equally near, it has fewer micro-batches.
 
         >>> plan = BatchPlan.make(target=127, max_micro_batch=24)
         >>> plan.accumulate
@@ -146,7 +146,7 @@ class BatchPlan:
         return best
 
     def epoch(self, num_samples: int, *, drop_last: bool = False) -> EpochPlan:
-        """What an epoch over a data set is; see `EpochPlan.make`."""
+        """The plan of an epoch over a data set; see `EpochPlan.make`."""
         return EpochPlan.make(
             num_samples,
             micro_batch=self.micro_batch,
@@ -162,7 +162,7 @@ class BatchPlan:
         reference_batch: float,
         rule: str | Callable[[float], float],
     ) -> float:
-        """A learning rate that was found for another batch, scaled to this one.
+        """A learning rate that was found for another batch, scaled to this batch.
 
         >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
         >>> plan.scaled_rate(0.1, reference_batch=256, rule="linear")
@@ -172,16 +172,17 @@ class BatchPlan:
             lr: the rate for the reference batch.
             reference_batch: the batch for which it was found.
             rule: a rule's name or a callable, as for `LRScaling`. Not `"auto"`, which
-                asks the optimizer.
+                needs the optimizer.
 
         Raises:
-            TrainkitError: there is no such rule, or `reference_batch` is no size.
+            TrainkitError: there is no such rule, or `reference_batch` is not positive.
         """
         found = make_rule(rule)
         if found is None:
             raise TrainkitError(
-                "BatchPlan.scaled_rate rule: 'auto' asks the optimizer, and a plan has "
-                "none. Name the rule: 'linear' for SGD, 'sqrt' for the Adam family."
+                "BatchPlan.scaled_rate rule: 'auto' asks the optimizer, and a plan "
+                "does not have one. Name the rule: 'linear' for SGD, 'sqrt' for the "
+                "Adam family."
             )
         k = self.effective_batch.over(reference_batch)
         return lr * checked_factor(found.name, found.lr, k)

@@ -1,4 +1,4 @@
-"""Finding things in a batch, however it is nested.
+"""Finding tensors, fields and sizes in a batch, however it is nested.
 
 A batch is a tensor, a mapping (dict, Hugging Face `BatchEncoding`), a sequence (tuple,
 list, named tuple), a dataclass, or any of these inside one another.
@@ -19,10 +19,10 @@ from trainkit.errors import TrainkitError
 Path = str | int
 
 KnownPairs = set[tuple[int, torch.dtype]]
-"""Lists of tensors that are known for fields, by their number of entries and dtype."""
+"""Lists of tensors that are known to be fields, as (number of entries, dtype)."""
 
 CHANNELS = (1, 3, 4)
-"""Those that an image has."""
+"""The numbers of channels that an image may have."""
 
 
 def lookup(batch: Any, path: Path) -> Any:
@@ -50,7 +50,7 @@ def lookup(batch: Any, path: Path) -> Any:
 
 
 def lookup_tensor(batch: Any, path: Path, *, role: str) -> Tensor:
-    """`lookup`, for a place that must hold a tensor; `role` names it in the error."""
+    """`lookup`, for a path that must lead to a tensor; `role` names it in the error."""
     found = lookup(batch, path)
     if not isinstance(found, Tensor):
         raise TrainkitError(
@@ -73,12 +73,12 @@ def num_samples(batch: Any) -> float:
 def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
     """The one length that all of the batch's tensors share in their first dimension.
 
-    A list that may be one of samples counts as fields only where the tensors outside of
-    it have the rows that its own have. Without any tensor, an object that counts its
-    own samples is asked, as a graph library's batches are.
+    A list that may be a list of samples is taken for fields only if the tensors outside
+    of it have the number of rows of those inside. If there is no tensor, an object may
+    know its number of samples, as the batches of graph libraries do.
 
     Args:
-        batch: any nesting.
+        batch: a batch with any nesting.
         known: see `may_be_samples`.
 
     Raises:
@@ -93,9 +93,9 @@ def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
         raise TrainkitError(
             f"PerSample: a list of samples has no leading dimension of its own, and "
             f"this is one, or may be: {describe(lists[0])}, in the batch "
-            f"{describe(batch)}. Name what has one entry per sample, a tensor or a "
-            f"list: PerSample(size='path.to.it'). If the batch is a list of fields, "
-            f"size=0 is its first one; if it is one of samples, size='' is the list."
+            f"{describe(batch)}. Name a tensor or a list with one entry per sample: "
+            f"PerSample(size='path.to.it'). If the batch is a list of fields, size=0 "
+            f"is its first field; if it is a list of samples, size='' is the list."
         )
     if not lengths:
         lengths = set(_own_counts(batch))
@@ -105,14 +105,15 @@ def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
             f"PerSample: cannot tell how many samples the batch holds: its tensors "
             f"must share one leading dimension, but the batch {found}. The batch is "
             f"{describe(batch)}. Name the tensor whose length counts: "
-            f"PerSample(size='path.to.tensor'). Of a batch that is a list of samples, "
-            f"size='' counts the entries."
+            f"PerSample(size='path.to.tensor'). If the batch is a list of samples, "
+            f"size='' counts its entries."
         )
     return lengths.pop()
 
 
 def _leading(batch: Any, lists: list[Any], known: KnownPairs) -> set[int]:
-    """The lengths of the tensors outside of lists that may be of samples."""
+    """The lengths of tensors outside of lists that may be samples, which it collects
+    in `lists`."""
     if isinstance(batch, Tensor):
         return {batch.shape[0]} if batch.ndim else set()
     if isinstance(batch, list) and (are_samples(batch) or may_be_samples(batch, known)):
@@ -125,9 +126,9 @@ def _leading(batch: Any, lists: list[Any], known: KnownPairs) -> set[int]:
 
 
 def _is_transposed(batch: Any) -> bool:
-    """Whether these are samples with one sequence for each of their fields, as
-    `tuple(zip(*samples))` makes them: of tensors, and as many plain values, which
-    collating would have made a tensor."""
+    """Whether these are samples with one sequence for each field, as
+    `tuple(zip(*samples))` makes them. One sequence at least has plain values, which
+    collating would have turned into a tensor."""
     if not isinstance(batch, tuple | list) or not batch:
         return False
     kinds = tuple | list
@@ -142,8 +143,8 @@ def _is_transposed(batch: Any) -> bool:
 
 
 def own_count(value: Any) -> int | None:
-    """How many samples an object that is no container says that it has: a batch of
-    torch_geometric its `num_graphs`, one of dgl its `batch_size`."""
+    """The number of samples that an object itself counts: `num_graphs` of a batch of
+    torch_geometric, `batch_size` of one of dgl."""
     for name in ("num_graphs", "batch_size"):
         try:
             count = getattr(value, name, None)
@@ -167,8 +168,8 @@ def _own_counts(batch: Any) -> Iterator[int]:
 def are_samples(batch: Sequence[Any]) -> bool:
     """Whether these are samples, not fields.
 
-    Collating makes lists of fields, of tensors or of lists; only samples come as a list
-    of mappings or tuples, or of images each with its few channels first.
+    Collating makes lists of fields, which are tensors or lists. Only samples come as a
+    list of mappings or tuples, or as a list of images with few channels, those first.
     """
     nested = [each for each in batch if any(True for _ in tensors(each))]
     are_records = bool(nested) and all(
@@ -185,17 +186,16 @@ def are_samples(batch: Sequence[Any]) -> bool:
 
 
 def may_be_samples(batch: Any, known: KnownPairs) -> bool:
-    """Whether a list of tensors that are all alike may be one of samples.
+    """Whether a list of tensors of one shape may be a list of samples.
 
-    Collating makes such a list too, of fields: two matrices are taken for fields, but
-    not two images with their few channels first, and no vectors. Two fields of three
-    rows look like two images: what has once been seen with another number of rows is
-    known for fields.
+    Collating makes such lists too, of fields. So two matrices are taken for fields, but
+    not vectors, and not two images with few channels first. Two fields of three rows
+    look like two images: once they come with another number of rows, they are known to
+    be fields.
 
     Args:
-        batch: whatever a batch holds.
-        known: the lists that are known for fields, by their number of entries and
-            dtype; it is added to.
+        batch: any part of a batch.
+        known: the lists that are known to be fields; new ones are added.
     """
     if not isinstance(batch, list) or len(batch) < 2:
         return False
@@ -219,8 +219,10 @@ def may_be_samples(batch: Any, known: KnownPairs) -> bool:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """The attributes of an object that is no container, if it holds tensors; what it
-    keeps in private mappings, as torch_geometric does, by its own name."""
+    """The attributes of an object, if there are tensors in them.
+
+    A private mapping, which torch_geometric uses, counts as attributes by its keys.
+    """
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return {}
     held: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Checks that may stop a run, read one window late so that nothing waits."""
+"""Checks that may stop a run; they are read one window late, so that nothing waits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Nonfinite = Literal["raise", "allow", "skip"]
 
 
 class Watch:
-    """Looks at every window's flags, and stops the run when one must stop it.
+    """Reads the flags of every window, and stops the run if it must stop.
 
     Args:
-        checks: `"late"` reads a window's flags when a later one closes: the bad step
-            has then been taken, and the error names it. `"now"` waits for them and
-            refuses before the step.
-        nonfinite: what a loss that is not finite and weighs something means: `"raise"`
-            stops, `"allow"` leaves it to a gradient scaler, which skips such a step,
-            `"skip"` has left its micro-batch out before.
-        is_poisoned: whether a gradient or a weight is NaN or infinite. Asked once, when
-            a micro-batch that weighs nothing had such a loss: most losses' gradient is
-            zero there, some are NaN, and the loss itself does not tell.
+        checks: `"late"` reads a window's flags when a later one closes: a bad step has
+            then been taken, and the error names it. `"now"` waits for them and refuses
+            before the step.
+        nonfinite: what to do with a loss that is not finite and weighs something:
+            `"raise"` stops; `"allow"` leaves it to a gradient scaler, which skips such
+            a step; `"skip"` has left its micro-batch out already.
+        is_poisoned: returns whether a gradient or a parameter is NaN or infinite. It is
+            called once, when a micro-batch of weight 0 had such a loss: its gradient is
+            zero for most losses and NaN for some, and the loss does not show which.
     """
 
     def __init__(
@@ -60,23 +60,22 @@ class Watch:
         self._warned_weightless = False
 
     def measure_by(self, strategies: Mapping[str, AccumulationStrategy]) -> None:
-        """Take the strategies of a loss's terms: windows are measured by the first."""
+        """Measure windows by the first of the strategies of a loss's terms."""
         term, strategy = next(iter(strategies.items()))
         self._term = term if len(strategies) > 1 else None
-        # A sum that stays a sum has a gradient also where nothing weighs anything.
+        # A sum that stays a sum has a gradient even if nothing weighs anything.
         self._divides = strategy.loss_reduction != "total"
 
     def submit(
         self, step: int, table: Tensor, *, gradients: Iterable[Tensor] = ()
     ) -> None:
-        """Take a closed window's table; complain of those that have arrived before.
+        """Add a closed window's table, and check earlier ones that have arrived.
 
         Args:
-            step: the window's.
+            step: the window's optimizer step.
             table: a row for each rank.
-            gradients: those of the window, not yet divided. Gradients in float16 are
-                checked if there is no scaler: their sum overflows at 65,504, and no
-                loss shows it.
+            gradients: the window's, not yet divided. Those in float16 are checked if
+                there is no scaler: their sum overflows at 65,504, and no loss shows it.
         """
         if self.checks == "late":
             self.read_arrived()
@@ -93,7 +92,7 @@ class Watch:
             self._read_next()
 
     def read_all(self) -> None:
-        """Look at all windows so far; the host waits for the last."""
+        """Check all windows so far; the host waits for the last."""
         while self._waiting:
             self._read_next()
 
@@ -108,7 +107,7 @@ class Watch:
             raise TrainkitError(
                 f"optimizer step {step} (counted from 0): a gradient in float16 is "
                 f"infinite or NaN, and the loss is finite: float16 ends at 65,504, and "
-                f"no gradient scaler looks after it.{self._hint()} Use "
+                f"there is no gradient scaler.{self._hint()} Use "
                 f"precision='bf16-true', or '16-mixed', which has a scaler."
             )
 
@@ -125,8 +124,8 @@ class Watch:
         if bad := _ranks(rows, lambda r: not (0 <= r[SMALLEST] <= r[LARGEST] < inf)):
             raise TrainkitError(
                 f"{where}, {bad}: a micro-batch's weight must be finite and not "
-                f"negative, and one was not. Look at the strategy's weight() and at "
-                f"the mask or sample weights that it sums."
+                f"negative, and one was not. Check the strategy's weight() and the "
+                f"mask or sample weights that it sums."
             )
         lost = _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS]))
         if lost and self._lost_mean_at is None:
@@ -150,7 +149,7 @@ class Watch:
             return (
                 f"{none} anything in the term {self._term!r} (all labels ignored?), by "
                 f"which windows are measured. That term's gradient is zero, and the "
-                f"window's loss is shown as 0; the other terms are stepped with. Said "
+                f"window's loss is shown as 0; the step follows the other terms. Said "
                 f"once."
             )
         return (
@@ -164,12 +163,12 @@ class Watch:
                 f" at step {self._lost_mean_at} a micro-batch of weight 0 had a loss "
                 f"that is not finite: if your loss divides by its own count, 0/0 made "
                 f"its gradient NaN, which no weight can undo. Divide by "
-                f"count.clamp(min=1), or return the sum and say loss_reduction='sum'."
+                f"count.clamp(min=1), or return the sum and set loss_reduction='sum'."
             )
         if self.checks == "now":
-            return " No step was taken with it. Look at the batch and at the loss."
+            return " No step was taken with it. Check the batch and the loss."
         return (
-            " The step was taken with it; resume from a checkpoint before, with "
+            " The step was taken with it. Resume from an earlier checkpoint, with "
             "checks='now' to stop before the step."
         )
 
@@ -179,7 +178,7 @@ def _is_sound(row: list[float]) -> bool:
 
 
 def _ranks(rows: list[list[float]], wrong: Callable[[list[float]], bool]) -> str:
-    """The ranks whose row is wrong, in words; empty if none is."""
+    """The ranks whose row is wrong, in words; empty if all are right."""
     found = [rank for rank, row in enumerate(rows) if wrong(row)]
     if not found:
         return ""

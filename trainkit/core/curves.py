@@ -1,4 +1,4 @@
-"""A learning-rate curve that is not in torch: up in a line, down along a cosine."""
+"""A learning-rate curve that torch lacks: a linear warm-up, then half a cosine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainkit.errors import TrainkitError
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """The rate of a step, as a share of the largest.
+    """The rate at a step, as a share of the largest rate.
 
-        (step + 1) / warmup_steps                                    while warming up
-        final + (1 - final) (1 + cos(pi progress)) / 2               then, to the end
+        (step + 1) / warmup_steps                         during the warm-up
+        final + (1 - final) (1 + cos(pi progress)) / 2    after it, to the end
 
     >>> curve = WarmupCosine(total_steps=10, warmup_steps=2, final=0.1)
     >>> [round(curve(step), 2) for step in (0, 1, 2, 6, 10, 11)]
@@ -41,15 +41,15 @@ def warmup_cosine(
     """A scheduler for `interval="step"` (Loshchilov and Hutter 2017, with a warm-up).
 
     Args:
-        optimizer: its rates are the largest.
-        total_steps: of the optimizer, the warm-up among them.
-        warmup: in which share of them the rate rises.
+        optimizer: its rates are the largest of the curve.
+        total_steps: optimizer steps of the training, with the warm-up.
+        warmup: the share of these steps in which the rate rises.
         final: the last rate, as a share of the largest.
     """
     if total_steps < 1:
         raise TrainkitError(
             f"warmup_cosine total_steps: must be at least 1, received {total_steps}. "
-            f"It is what training takes in all."
+            f"It is the number of optimizer steps of the whole training."
         )
     for name, share in (("warmup", warmup), ("final", final)):
         if not 0 <= share <= 1:

@@ -1,11 +1,10 @@
-"""What the losses of a window are divided by: its total, or r until it closes.
+"""The two ways to divide the losses of a window by its total weight W.
 
-Each window has one division, chosen when its first loss comes:
+The first loss of a window decides which one it gets:
 
-- `Told`: the window's total W is known. Each loss is multiplied by w / W, and nothing
-  is left to do.
-- `Streamed`: it is not known. Each loss is multiplied by w / r, and the sum of the
-  gradients by r / W when the window closes.
+- `Told`: W is known. Each loss is multiplied by w / W, and nothing is left to do.
+- `Streamed`: W is not known yet. Each loss is multiplied by w / r. When the window
+  closes, the sum of the gradients is multiplied by r / W.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from trainkit.core.window_stats import DIVISOR, WEIGHT
 from trainkit.errors import TrainkitError
 
 HEADROOM = 256
-"""Under a gradient scaler, how much heavier a run's first window may be than its first
-micro-batch lets expect before half precision overflows and a step is lost."""
+"""How many times its estimated weight a run's first window may have under a gradient
+scaler. Beyond that, half precision overflows and a step is lost."""
 
 UNKNOWN = 1024.0
-"""r where the first micro-batch weighs nothing, and so tells nothing: in half precision
-a window may then weigh from a thousandth of this to ten thousand times as much."""
+"""r if the first micro-batch weighs nothing, so that there is no estimate. In half
+precision a window may then weigh from a thousandth of it to ten thousand times it."""
 
 
 class Told:
-    """A window whose total is known before its first forward pass.
+    """The division of a window whose total is known before its first forward pass.
 
     The ranks exchange their totals while the first micro-batch computes.
 
         factor of micro-batch i in term t = multiplier * w_ti / sum_i w_ti
 
-    where the multiplier takes the backend's mean over ranks out again. A loss that is
-    a sum has 1 in place of w_ti; one whose sum stays a sum has the multiplier alone.
+    The multiplier undoes the backend's mean over ranks. A `"sum"` has 1 in place of
+    w_ti. A `"total"` is only multiplied by the multiplier.
 
     Args:
-        weights: for each term, what this rank's micro-batches weigh, in their order.
-        ranks: those that share the window.
-        device: where they meet.
+        weights: for each term, the weights of this rank's micro-batches, in order.
+        ranks: the ranks that share the window.
+        device: where the ranks exchange their totals.
     """
 
     def __init__(
@@ -75,59 +74,51 @@ class Told:
         self._shared = ranks.share(row)
 
     def next_weights(self) -> dict[str, Weight]:
-        """What the next micro-batch weighs, by term."""
+        """Return the weights of the next micro-batch, by term."""
         index, self.num_begun = self.num_begun, self.num_begun + 1
         if index >= self.num_micro_batches:
             raise TrainkitError(
                 f"expect(): the window was to have {self.num_micro_batches} "
                 f"micro-batches on this rank, and another one came. Pass expect() all "
-                f"of the window's micro-batches, or finish() it before."
+                f"of the window's micro-batches, or call finish() before the next one."
             )
         return {term: row[index] for term, row in self._weights.items()}
 
     def factor(
-        self,
-        loss: Tensor,
-        weight: Weight,
-        reduction: LossReduction,
-        *,
-        divided_by: int,
-        expected: int,
-    ) -> tuple[Weight, Weight]:
-        """By what the gradient of a micro-batch's loss is multiplied, and its weight.
+        self, weight: Weight, reduction: LossReduction, *, divided_by: int
+    ) -> Weight:
+        """Return what to multiply the gradient of a micro-batch's loss by.
 
         Args:
-            loss: where the backward pass starts.
-            weight: what the micro-batch weighs.
-            reduction: what its loss is.
+            weight: the micro-batch's.
+            reduction: what the loss is.
             divided_by: what the loop has divided the loss by.
-            expected: for the other division.
         """
         factor = self.factor_of_term(self._first, weight, reduction)
-        return factor if divided_by == 1 else factor * divided_by, weight
+        return factor if divided_by == 1 else factor * divided_by
 
     def factor_of_term(
         self, term: str, weight: Weight, reduction: LossReduction
     ) -> Weight:
-        """By what the gradient of one term of a loss is multiplied."""
+        """Return what to multiply the gradient of one term of a loss by."""
         return self.share(term, weight, reduction) * self._multiplier
 
     def share(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
-        """How much of the term's loss over the window a micro-batch is."""
+        """A micro-batch's share of the term's loss over the window."""
         if reduction == "total":
             return 1.0
         return quotient(weight if reduction == "mean" else 1, self.totals[term])
 
     @property
     def totals(self) -> dict[str, Weight]:
-        """What the window weighs in each term, over all ranks."""
+        """The window's total weight in each term, over all ranks."""
         if self._totals is None:
             table = self._shared.wait()
             self._totals = dict(zip(self._weights, table.sum(0).unbind(), strict=False))
         return self._totals
 
     def most_micro_batches(self) -> int:
-        """How many the rank has that has the most; waits for the device."""
+        """The largest number of micro-batches on one rank; waits for the device."""
         if self._most is None:
             self._most = int(self._shared.wait()[:, -1].amax())
         return self._most
@@ -142,29 +133,29 @@ class Told:
             )
 
     def close(self, totals: Tensor, reduction: LossReduction, window: int) -> None:
-        """Nothing is left to divide."""
+        """Do nothing: each gradient has been divided already."""
 
 
 class Streamed:
-    """Windows whose total is known when they close.
+    """The division of windows whose total is known only when they close.
 
-    r is one number that all ranks share, near what a window weighs on one rank: so the
-    sum of the gradients w_i / r stays near the size of a mean gradient whatever the
-    weights are, and half precision neither overflows nor vanishes. It is a power of
-    two, so that w / r is exact where w is.
+    r is one number that all ranks share, close to the weight of a window on one rank.
+    So the sum of the gradients w_i / r has about the size of a mean gradient, whatever
+    the weights are, and half precision neither overflows nor underflows. r is a power
+    of two: if w is exact, w / r is too.
 
     A gradient scaler that serves several optimizers changes its factor when one of them
-    steps, perhaps inside another's window. Each gradient is brought into the factor
-    that its window was opened with. Nothing here waits for the device.
+    steps, perhaps inside another's window. Each gradient is converted to the factor
+    with which its window was opened. Nothing here waits for the device.
 
     Args:
-        ranks: those that must agree on r.
+        ranks: the ranks that must agree on r.
         leaves_room: whether an overflow costs a step, so that r leaves headroom.
         scaler: the loop's gradient scaler, or None.
 
     Attributes:
         reference: r; None before the first window.
-        opening: the scaler's factor in the open window's gradients; None is 1.
+        opening: the scaler's factor when the open window was opened; None means 1.
     """
 
     def __init__(self, ranks: Ranks, *, leaves_room: bool, scaler: Any) -> None:
@@ -181,15 +172,15 @@ class Streamed:
         return self._scaler is not None and self._scaler.is_enabled()
 
     def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
-        """Take both from a checkpoint."""
+        """Set `reference` and `opening` to the values in a checkpoint."""
         self._set(reference)
         self.opening = opening
 
     def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
-        """Find r for the first window, from the ranks' first micro-batches.
+        """Choose r for the first window, from the ranks' first micro-batches.
 
-        Later windows take an earlier one's weight, which all ranks know. Where
-        backward passes communicate, every rank comes here in its first one.
+        Later windows take it from an earlier window's weight, which all ranks know. If
+        backward passes communicate, every rank calls this in its first one.
         """
         if self.reference is not None:
             return
@@ -199,7 +190,7 @@ class Streamed:
         self._set(power_of_two(first, None))
 
     def open(self, device: torch.device) -> None:
-        """Begin a window, in the scaler's factor of now."""
+        """Begin a window with the scaler's present factor."""
         self.opening = self._factor_now(device)
 
     def factor(
@@ -211,12 +202,12 @@ class Streamed:
         divided_by: int,
         expected: int,
     ) -> tuple[Tensor, Weight]:
-        """w / r, and what is left of the weight in a loss of half precision.
+        """Return w / r, and the weight as the dtype of the loss has rounded it.
 
         Args:
             loss: where the backward pass starts.
-            weight: what the micro-batch weighs.
-            reduction: what its loss is.
+            weight: the micro-batch's.
+            reduction: what the loss is.
             divided_by: what the loop has divided the loss by.
             expected: how many micro-batches the first window will have on this rank.
         """
@@ -233,15 +224,15 @@ class Streamed:
     def close(
         self, totals: Tensor, reduction: LossReduction, window: int
     ) -> Tensor | None:
-        """r / W: by what the window's gradients are multiplied; None where it has none.
+        """Return r / W, which multiplies the window's gradients; None if it has none.
 
         Args:
             totals: the window's, over all ranks.
-            reduction: what its losses are.
-            window: how many were closed before it.
+            reduction: what the losses are.
+            window: how many windows were closed before this one.
         """
         scale = self._scale(totals, reduction)
-        # r need not follow every window, but all ranks must change it at the same one.
+        # r need not follow every window, but all ranks must change it together.
         if window < 8 or window % 16 == 0:
             self._set(power_of_two(totals[WEIGHT] / self._ranks.size, self.reference))
         return scale
@@ -256,8 +247,8 @@ class Streamed:
             scale = scale * self._ranks.multiplier
         to_opening = self._to_opening(totals.device)
         if to_opening is not None:
-            scale = scale / to_opening  # into the scaler's factor of now
-        # 0 where nothing weighs anything: 0 / 0 must not reach a gradient.
+            scale = scale / to_opening  # back to the scaler's present factor
+        # 0 if the window weighs nothing: 0 / 0 must not reach a gradient.
         return scale.nan_to_num_(0.0, 0.0, 0.0)
 
     def _set(self, reference: Tensor | None) -> None:
@@ -271,7 +262,8 @@ class Streamed:
         return self._inverses[divided_by]
 
     def _to_opening(self, device: torch.device) -> Tensor | None:
-        """What brings a gradient of now into the window's factor; None is 1."""
+        """The factor that converts a gradient from the scaler's present factor to the
+        one at the window's opening; None means 1."""
         now = self._factor_now(device)
         if now is None and self.opening is None:
             return None
@@ -285,9 +277,9 @@ class Streamed:
 
 
 def power_of_two(number: Tensor, before: Tensor | None) -> Tensor:
-    """The power of two nearest to a positive number, else what it was before.
+    """The power of two nearest to a positive number; otherwise the one before.
 
-    It falls by halves only: the window after an epoch's short last one is a full one.
+    It falls by at most a half: after an epoch's short last window comes a full one.
     """
     nearest = number.log2().round().exp2()
     if before is None:
@@ -299,12 +291,12 @@ def power_of_two(number: Tensor, before: Tensor | None) -> Tensor:
 def weights_by_term(
     strategies: Strategies, batches: Iterable[object]
 ) -> dict[str, list[Weight]]:
-    """What micro-batches weigh in each term."""
+    """The weights of micro-batches in each term."""
     listed = list(batches)
     if not listed:
         raise TrainkitError(
             "expect(): received no micro-batches, so the window's total is not known. "
-            "Pass all that this rank will run; one of weight 0 if it has none."
+            "Pass all that this rank will run. A rank without any runs one of weight 0."
         )
     return {
         term: [_on_host(strategy.weight(batch)) for batch in listed]
@@ -313,7 +305,7 @@ def weights_by_term(
 
 
 def quotient(part: Weight, total: Weight) -> Weight:
-    """part / total; 0 where nothing weighs anything."""
+    """part / total, or 0 if the total is 0."""
     if isinstance(total, Tensor):
         return torch.where(total == 0, 0, part / total)
     if isinstance(part, Tensor):
@@ -322,7 +314,7 @@ def quotient(part: Weight, total: Weight) -> Weight:
 
 
 def _on_host(weight: Weight) -> Weight:
-    """A number where it can be one without waiting; on a GPU it stays there."""
+    """A weight as a plain number, if that needs no waiting for a GPU."""
     if isinstance(weight, Tensor) and weight.is_cpu and weight.numel() == 1:
         weight = weight.item()
     return checked_weight(weight)

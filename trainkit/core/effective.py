@@ -1,4 +1,4 @@
-"""The effective batch: how much one optimizer step sees."""
+"""The effective batch: how many samples or tokens one optimizer step sees."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class EffectiveBatch:
     2.0
 
     Attributes:
-        micro_batch: samples or tokens that one replica's forward pass sees; a mean,
-            where it was measured.
+        micro_batch: samples or tokens that one replica's forward pass sees; a mean if
+            it was measured.
         accumulate: how many micro-batches a replica accumulates.
-        replicas: how many ranks hold data of their own. Ranks that share one replica
+        replicas: how many ranks have data of their own. Ranks that share one replica
             (tensor parallelism) count once.
         unit: what is counted.
-        windows_measured: over how many windows `micro_batch` is a mean; 0 where it is
-            known.
+        windows_measured: the number of windows over which `micro_batch` was measured;
+            0 if it is known.
 
     Raises:
         TrainkitError: a number is not positive, or not whole where it must be.
@@ -53,16 +53,16 @@ class EffectiveBatch:
 
     @property
     def size(self) -> float:
-        """How much one optimizer step sees; a whole number where it is known."""
+        """How many samples or tokens one optimizer step sees."""
         return self.micro_batch * self.accumulate * self.replicas
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is known, and not measured."""
+        """Whether the size is known, not measured."""
         return self.windows_measured == 0
 
     def over(self, reference_batch: float) -> float:
-        """k: how many times as large it is as another batch."""
+        """k, the ratio of this batch to another one."""
         check_size("reference_batch", reference_batch)
         return self.size / reference_batch
 
@@ -89,13 +89,13 @@ def check_size(name: str, size: object) -> None:
     is_number = isinstance(size, Real) and not isinstance(size, bool)
     if not is_number or not (0 < size < math.inf):  # type: ignore[operator]
         raise TrainkitError(
-            f"{name}: must be a positive number, received {size!r}. Say how many "
-            f"samples (or tokens) one optimizer step sees."
+            f"{name}: must be a positive number, received {size!r}. It is the number "
+            f"of samples (or tokens) that one optimizer step sees."
         )
 
 
 def brief(number: float) -> str:
-    """A number as a person would write it.
+    """A number as a person writes it.
 
     >>> brief(64.0), brief(0.2), brief(0.1 * 3), brief(12345.678), brief(64)
     ('64', '0.2', '0.3', '12,346', '64')

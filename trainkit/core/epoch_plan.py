@@ -1,4 +1,4 @@
-"""What an epoch is: how many optimizer steps, and how short the last window."""
+"""Counting an epoch: its optimizer steps, and how short its last window is."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainkit.errors import TrainkitError
 class EpochPlan:
     """The optimizer steps of an epoch over a data set of known length.
 
-    It counts as torch's `DistributedSampler` and Lightning do: every rank gets the same
-    number of samples, and where they do not come out even some are given twice. An
-    epoch's end closes the window that is open, however short.
+    It counts as torch's `DistributedSampler` and Lightning do: every rank gets an equal
+    number of samples, and some samples are read twice to make that possible. The end of
+    an epoch closes the open window, however short it is.
 
     >>> epoch = EpochPlan.make(1000, micro_batch=16, accumulate=8, world_size=4)
     >>> epoch.num_micro_batches, epoch.num_steps
@@ -23,13 +23,13 @@ class EpochPlan:
     (8, 488, True)
 
     Attributes:
-        num_samples: in the data set.
-        samples_per_rank: that a rank's sampler yields, repeated ones included.
-        num_repeated_samples: how many samples are seen twice so that ranks are even.
-        num_dropped_samples: how many samples `drop_last` leaves out, over all ranks.
-        num_micro_batches: of one rank.
+        num_samples: samples in the data set.
+        samples_per_rank: samples that a rank's sampler yields, with repeated ones.
+        num_repeated_samples: samples that are read twice so that ranks are even.
+        num_dropped_samples: samples that `drop_last` leaves out, over all ranks.
+        num_micro_batches: micro-batches of one rank.
         num_steps: optimizer steps.
-        last_window_micro_batches: of one rank, in the epoch's last window.
+        last_window_micro_batches: micro-batches of one rank in the last window.
         last_window_samples: samples in the last window, over all ranks.
         is_short: whether the last window has fewer samples than the effective batch.
     """
@@ -57,7 +57,7 @@ class EpochPlan:
         """Count an epoch.
 
         Args:
-            num_samples: in the data set.
+            num_samples: samples in the data set.
             micro_batch: samples in a full micro-batch of one rank.
             accumulate: micro-batches in a full window of one rank.
             world_size: ranks with data of their own.
@@ -66,11 +66,14 @@ class EpochPlan:
         Raises:
             TrainkitError: a number is not whole, or `drop_last` leaves nothing.
         """
-        check_whole_number("EpochPlan num_samples", num_samples)
-        check_whole_number("EpochPlan micro_batch", micro_batch)
-        check_whole_number("EpochPlan accumulate", accumulate)
-        check_whole_number("EpochPlan world_size", world_size)
-        samples_per_rank = _ceil(num_samples, world_size)
+        for name, value in (
+            ("num_samples", num_samples),
+            ("micro_batch", micro_batch),
+            ("accumulate", accumulate),
+            ("world_size", world_size),
+        ):
+            check_whole_number(f"EpochPlan {name}", value)
+        samples_per_rank = -(-num_samples // world_size)
         samples_used = samples_per_rank
         if drop_last:
             samples_used -= samples_per_rank % micro_batch
@@ -80,8 +83,8 @@ class EpochPlan:
                 f"rank has {samples_per_rank}, fewer than its micro-batch of "
                 f"{micro_batch}. Use a smaller micro-batch, or keep the last one."
             )
-        num_micro_batches = _ceil(samples_used, micro_batch)
-        num_steps = _ceil(num_micro_batches, accumulate)
+        num_micro_batches = -(-samples_used // micro_batch)
+        num_steps = -(-num_micro_batches // accumulate)
         whole_windows = num_steps - 1
         last_samples = samples_used - whole_windows * accumulate * micro_batch
         return cls(
@@ -95,12 +98,3 @@ class EpochPlan:
             last_window_samples=last_samples * world_size,
             is_short=last_samples < accumulate * micro_batch,
         )
-
-
-def _ceil(number: int, divisor: int) -> int:
-    """Divided and rounded up, in whole numbers.
-
-    >>> [_ceil(number, 4) for number in (1, 4, 5)]
-    [1, 1, 2]
-    """
-    return -(-number // divisor)

@@ -1,4 +1,4 @@
-"""What is done to gradients, once a window, in place."""
+"""Operations on gradients in place: dividing, adding up over ranks, saving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def parameters_of(optimizer_or_parameters: Any) -> list[Tensor]:
-    """The parameters of an optimizer, or those given, each once."""
+    """The parameters of an optimizer, or the given parameters, without repetition."""
     groups = getattr(optimizer_or_parameters, "param_groups", None)
     if groups is not None:
         found = [p for group in groups for p in group["params"]]
@@ -36,27 +36,33 @@ def parameters_of(optimizer_or_parameters: Any) -> list[Tensor]:
             )
     if not found:
         raise TrainkitError(
-            "finish(): received no parameters, so nothing would be divided. Was a "
-            "generator such as model.parameters() used up before? Pass the optimizer, "
-            "or a list."
+            "finish(): received no parameters, so nothing would be divided. A "
+            "generator such as model.parameters() is used up after one pass. Pass "
+            "the optimizer, or a list."
         )
     return list({id(p): p for p in found}.values())
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients there are, each rank's own part of sharded ones."""
+    """The gradients of these parameters; of a sharded one, this rank's part."""
     return [_local(p.grad) for p in parameters if p.grad is not None]
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """A dense tensor of this rank's numbers, from a sharded or sparse one too."""
+    own = _local(tensor)
+    return own.coalesce().values() if own.is_sparse else own
+
+
 def clear_gradients(optimizer_or_parameters: Any) -> None:
-    """Set them to None, as the optimizers' `zero_grad` does."""
+    """Set all gradients to None, as `optimizer.zero_grad()` does."""
     for parameter in parameters_of(optimizer_or_parameters):
         parameter.grad = None
 
 
 @torch.no_grad()
 def scale_(gradients: Iterable[Tensor], scale: Tensor) -> None:
-    """Multiply gradients by a 0-d tensor, never rounding it to half precision."""
+    """Multiply gradients by a 0-d tensor, which is never rounded to half precision."""
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         if gradient.is_sparse or gradient.is_complex():
@@ -70,26 +76,26 @@ def scale_(gradients: Iterable[Tensor], scale: Tensor) -> None:
                 gradient.copy_(gradient.float().mul_(factor))
         else:
             factor = scale.to(device, dtype)
-            # One kernel for all, as in torch.optim, which imports it from here too.
+            # One kernel for all of them; torch.optim uses it too.
             torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 BUCKET = 2**24
-"""How many gradients are added up in one message: each needs a copy of its part."""
+"""How many elements are added up in one message, which needs a copy of them."""
 
 
 @torch.no_grad()
 def sum_over_ranks_(
     parameters: Iterable[Tensor], ranks: Ranks, *, times: float = 1.0
 ) -> None:
-    """Add up the gradients of ranks that no backend brings together.
+    """Add up gradients over ranks, where no backend does.
 
-    A parameter that has a gradient on one rank gets it on all; one that has none
-    anywhere keeps none, so that its optimizer state does not move.
+    A parameter that has a gradient on some ranks gets the sum on all of them. Without
+    a gradient on any rank it keeps None, so that its optimizer state does not move.
 
     Args:
         parameters: whose gradients.
-        ranks: over which.
+        ranks: the ranks to add up over.
         times: what to multiply the sums by.
     """
     alike: dict[Any, list[Tensor]] = defaultdict(list)
@@ -110,17 +116,14 @@ def _sum_bucket_(members: list[Tensor], ranks: Ranks, times: float) -> None:
     marks = flat[0].new_tensor(present)
     total = ranks.sum_(torch.cat([*flat, marks]))
     values, counts = total[: -len(members)], total[-len(members) :]
-    # Only a rank that lacks a gradient must ask whether another has it.
+    # Only a rank that lacks a gradient has to know whether another has it.
     used = [True] * len(members) if all(present) else (counts > 0).tolist()
     if times != 1:
         values.mul_(times)
-    offset = 0
-    for parameter, is_used in zip(members, used, strict=True):
-        size = parameter.numel()
+    sums = values.split([p.numel() for p in members])
+    for parameter, total_of_it, is_used in zip(members, sums, used, strict=True):
         if is_used:
-            whole = values[offset : offset + size].view_as(parameter)
-            _assign(parameter, whole)
-        offset += size
+            _assign(parameter, total_of_it.view_as(parameter))
 
 
 def _buckets(members: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -138,11 +141,11 @@ def _buckets(members: list[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def total_norm(parameters: Iterable[Tensor], apart: Ranks | None) -> Tensor | None:
-    """The 2-norm of all gradients together; None where there is none.
+    """The 2-norm of all gradients together; None if there are no gradients.
 
     Args:
         parameters: whose gradients.
-        apart: the ranks, where each holds a flat shard that does not say so (FSDP1).
+        apart: the ranks over which plain tensors are shards (FSDP1); otherwise None.
     """
     found = [p.grad for p in parameters if p.grad is not None]
     if not found:
@@ -171,16 +174,13 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def are_finite(parameters: Iterable[Tensor]) -> bool:
-    """Whether no gradient and no weight is NaN or infinite; waits for the device."""
-    for parameter in parameters:
-        for tensor in (parameter, parameter.grad):
-            if tensor is None:
-                continue
-            values = _local(tensor)
-            values = values.coalesce().values() if values.is_sparse else values
-            if not bool(values.isfinite().all()):
-                return False
-    return True
+    """Whether all gradients and parameters are finite; waits for the device."""
+    return all(
+        bool(values_of(tensor).isfinite().all())
+        for parameter in parameters
+        for tensor in (parameter, parameter.grad)
+        if tensor is not None
+    )
 
 
 @torch.no_grad()
@@ -190,12 +190,12 @@ def save_partial(
     *,
     scale: Tensor | float = 1.0,
 ) -> dict[str, Tensor]:
-    """The gradients of an open window, by name, whole, on the CPU.
+    """The gradients of an open window on the CPU, by name, unsharded.
 
     Args:
         named_parameters: the parameters that train.
-        ranks: those whose gradients to add up; None saves this rank's own.
-        scale: what to multiply this rank's own by before.
+        ranks: the ranks whose gradients to add up; None saves only this rank's.
+        scale: what to multiply this rank's gradients by before they are added up.
     """
     ranks = ranks or Ranks()
     training = {name: p for name, p in named_parameters if p.requires_grad}
@@ -204,7 +204,7 @@ def save_partial(
         parameter = training[name]
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(mine, DTensor):
-            total = mine.full_tensor() * ranks.multiplier  # brought together already
+            total = mine.full_tensor() * ranks.multiplier  # FSDP has reduced it
         elif ranks.size > 1:
             total = ranks.sum_((mine.to_dense() if mine.is_sparse else mine) * scale)
             total = total.to_sparse(1) if mine.is_sparse else total
@@ -226,8 +226,8 @@ def load_partial(
     Args:
         named_parameters: the parameters that train.
         saved: what `save_partial` returned.
-        ranks: those over which it is to be shared, if it was added up over ranks: a
-            sharded parameter takes its part on each, any other an equal share.
+        ranks: the ranks to share the gradients out to, if they were added up over
+            ranks: a sharded parameter gets its own part, any other an equal share.
     """
     ranks = ranks or Ranks()
     own = dict(named_parameters)
@@ -248,13 +248,13 @@ def load_partial(
                 whole / ranks.multiplier, parameter.device_mesh, parameter.placements
             )
         else:
-            # A share on each, not all of it on one: DDP leaves alone what the rest of
-            # the window does not use, and its mean of equal shares is the share.
+            # A share on each rank, not all of it on one: DDP does not reduce what the
+            # rest of the window leaves unused, and the mean of equal shares is right.
             parameter.grad = whole / ranks.size
 
 
 def _used_somewhere(parameters: Mapping[str, Tensor], ranks: Ranks) -> list[str]:
-    """Those that have a gradient on any rank, the same list on all ranks."""
+    """The names of parameters that have a gradient on any rank, alike on all ranks."""
     present = [p.grad is not None for p in parameters.values()]
     if ranks.size > 1 and parameters:
         device = next(iter(parameters.values())).device

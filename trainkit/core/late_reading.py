@@ -1,4 +1,4 @@
-"""Reading device values on the host without making the device wait."""
+"""Reading numbers from a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class LateReading:
     """A device tensor on its way to the host, read when it has arrived.
 
-    On a GPU the copy goes into pinned memory behind the work already queued; asking
-    `arrived` never waits. A CPU tensor is there at once.
+    From a GPU the copy goes into pinned memory, after the work already queued, and
+    `arrived` never waits. A CPU tensor has arrived at once.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -31,7 +31,7 @@ class LateReading:
         return self._event is None or self._event.query()
 
     def values(self) -> Any:
-        """The numbers, nested as the tensor was; waits where they have not arrived."""
+        """The numbers, nested as in the tensor; waits if they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

@@ -1,8 +1,8 @@
-"""Multiplying everything in optimizers and schedulers that is a learning rate.
+"""Multiplying all learning rates in optimizers and schedulers by a factor.
 
-torch's schedulers are homogeneous in their learning rates: where every rate that they
-hold, current, initial and limiting, is multiplied by one factor, the rest of the curve
-is that factor times what it would have been, from any point of it.
+torch's schedulers are linear in their rates. If all rates in them (the current ones,
+the first ones and the limits) are multiplied by one factor, the rest of the curve is
+multiplied by it too, wherever on the curve that happens.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ def multiply_rates(
     *,
     also: Sequence[str] = (),
 ) -> None:
-    """Multiply every learning rate, so that the rest of each curve is `factor` times
-    what it would have been.
+    """Multiply every learning rate, and so the rest of every curve, by `factor`.
 
     Args:
-        optimizers: whose groups, each with rates of its own.
-        schedulers: torch's, or such as keep their rates in attributes; nested ones
-            are found.
-        factor: the same for all.
-        also: attributes of other people's schedulers that hold rates as well.
+        optimizers: their parameter groups have rates.
+        schedulers: torch's, or others that keep their rates in attributes. Schedulers
+            inside them are found.
+        factor: one factor for all rates.
+        also: names of further attributes of schedulers that are rates.
     """
 
     def multiplied(rate: Any) -> Any:
         return rate * factor
 
-    # Schedulers first: a list of theirs may share a tensor with a group, and only the
-    # groups' tensors are changed in place.
+    # Schedulers first: their lists may share a tensor with a group, and the tensors of
+    # groups are changed in place.
     for scheduler in every_scheduler(schedulers):
         held = vars(scheduler)
         for key in (*SCHEDULER_RATES, *also):
@@ -70,21 +69,21 @@ def multiply_rates(
                         done.add(id(group[key]))
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
 @dataclass(frozen=True)
 class GroupChange:
-    """What becomes of a group's other hyperparameters."""
+    """Functions that change the other hyperparameters of a parameter group."""
 
-    beta1: Map = _same
-    beta2: Map = _same
-    eps: Map = _same
-    weight_decay: Map = _same
+    beta1: Map = _unchanged
+    beta2: Map = _unchanged
+    eps: Map = _unchanged
+    weight_decay: Map = _unchanged
 
     def apply(self, optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
-        """Change them, also where a scheduler cycles beta1."""
+        """Change all groups, and the limits of schedulers that cycle beta1."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 self.apply_to(group)
@@ -102,14 +101,12 @@ class GroupChange:
                 _change(group, key, self.beta1)
         else:
             _change(group, "alpha", self.beta2)  # RMSprop's second moment
-        if self.eps is not _same:  # Adafactor's is a pair
-            _change(group, "eps", self.eps)
-        if self.weight_decay is not _same:
-            _change(group, "weight_decay", self.weight_decay)
+        _change(group, "eps", self.eps)
+        _change(group, "weight_decay", self.weight_decay)
 
 
 def every_scheduler(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Schedulers and those inside them, each once."""
+    """All schedulers, and the schedulers inside them, without repetition."""
     seen: set[int] = set()
     waiting = list(schedulers)
     while waiting:
@@ -121,13 +118,13 @@ def every_scheduler(schedulers: Iterable[Any]) -> Iterator[Any]:
 
 
 def _change(held: Any, key: str, change: Map) -> None:
-    """Change a number, a tensor or each number of a list, if it is there."""
+    """Change a number, a tensor or each number of a list, if there is one."""
     value = held.get(key)
-    if value is None:
+    if value is None or change is _unchanged:
         return
     if isinstance(value, list | tuple):
         held[key] = type(value)(map(change, value))
     elif isinstance(value, Tensor):
-        value.copy_(change(value))  # a compiled optimizer knows it by its address
+        value.copy_(change(value))  # a compiled optimizer keeps its address
     else:
         held[key] = change(value)

@@ -1,15 +1,13 @@
-"""Out of memory: how the error is recognised, and how its memory comes free.
+"""Recognising errors that mean out of memory, and freeing the memory they hold.
 
-Newer versions of torch raise ``torch.OutOfMemoryError`` for the accelerators'
-caching allocators. Everything else that runs out raises a plain RuntimeError and is
-known by its text alone: `RECOGNISED` is the one list of them.
+torch raises `torch.OutOfMemoryError` for the caching allocators of accelerators. All
+other kinds raise a plain RuntimeError, which only its text shows: see `RECOGNISED`.
 """
 
 from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Iterator
 
 import torch
 
@@ -44,31 +42,37 @@ RECOGNISED = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether memory ran out, on a device or on the host.
+    """Whether an error means that memory ran out, on a device or on the host.
 
-    An error raised *from* such a one counts too (``torch.compile`` and loaders wrap
+    An error raised *from* such an error counts too (`torch.compile` and loaders wrap
     what they catch). A collective that ran out of memory does not: its group is
-    broken, and doing less work does not mend it.
+    broken, and less work does not mend it.
 
-    Examples:
-        >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
-        True
-        >>> is_out_of_memory(RuntimeError("mat1 and mat2 must have the same dtype"))
-        False
+    >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    True
+    >>> is_out_of_memory(RuntimeError("mat1 and mat2 must have the same dtype"))
+    False
     """
-    return any(_ran_out(one) for one in _causes(error))
+    return any(_ran_out(one) for one in _led_to(error, "__cause__"))
 
 
 def release(error: BaseException) -> None:
-    """Free what the error's traceback holds: the frames that failed, their tensors.
+    """Free the tensors that an error's traceback holds in the frames that failed.
 
-    The error keeps its type and its text, and so do the errors that led to it.
+    The error keeps its type and text, and so do the errors that led to it. The device's
+    cached blocks are given back too, so that other sizes find room.
     """
-    for one in _chain(error):
+    for one in _led_to(error, "__cause__", "__context__"):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
     gc.collect()
-    _return_cached_blocks()
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as at_emptying:  # which can itself run out of memory
+        if not is_out_of_memory(at_emptying):
+            raise
 
 
 def _ran_out(error: BaseException) -> bool:
@@ -78,34 +82,13 @@ def _ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(part in text for part in RECOGNISED)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and what it was raised from (a chain may be a ring)."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """List the error with all that led to it, raised from or handled."""
+def _led_to(error: BaseException, *links: str) -> list[BaseException]:
+    """The error and all errors that these links lead to; a chain may be a ring."""
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()
         if one is not None and all(one is not other for other in found):
             found.append(one)
-            waiting += [one.__cause__, one.__context__]
+            waiting += [getattr(one, link) for link in links]
     return found
-
-
-def _return_cached_blocks() -> None:
-    """Give the device's cached blocks back, so that other sizes find room."""
-    if not torch.cuda.is_initialized():
-        return
-    try:
-        torch.cuda.empty_cache()
-    except RuntimeError as error:  # emptying the cache can itself run out of memory
-        if not is_out_of_memory(error):
-            raise

@@ -23,15 +23,15 @@ Aggregation = Literal["auto", "mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The data-parallel replicas of a window, without tensor-parallel ranks.
+    """The data-parallel ranks of a window. Tensor-parallel ranks count as one.
 
     Attributes:
         aggregation: what the backend does to gradients across these ranks: it leaves
             their `"mean"` (DDP, FSDP) or their `"sum"`, or does nothing (`"none"`).
         group: their process group; None is the default group.
-        size: how many they are.
-        index: which of them this process is.
-        ddp: the DDP wrapper, where there is one.
+        size: the number of ranks.
+        index: this process's place among them.
+        ddp: the DDP wrapper, if there is one.
     """
 
     aggregation: Literal["mean", "sum", "none"] = "none"
@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def multiplier(self) -> int:
-        """What turns the backend's gradient into a sum over ranks."""
+        """The factor that turns the backend's gradient into a sum over ranks."""
         return self.size if self.aggregation == "mean" else 1
 
     @property
@@ -52,14 +52,14 @@ class Ranks:
 
     @property
     def holds_back_gradients(self) -> bool:
-        """Whether the pass under way leaves DDP's ranks apart."""
+        """Whether the present backward pass leaves gradients on DDP's ranks."""
         return self.backend_sums and self.ddp is not None and is_apart(self.ddp)
 
     def share(self, row: Tensor) -> Shared:
-        """Start to show every rank this rank's row; the host does not wait.
+        """Start to send this rank's row to every rank; the host does not wait.
 
-        One all-reduce of a table in which each rank fills its own line: sums stay
-        exact and in the same order on all ranks, and a flag names its rank.
+        It is one all-reduce of a table in which each rank fills its own row. So sums
+        are exact and in one order on all ranks, and a flag shows which rank it is from.
         """
         if self.size == 1:
             return Shared(row.unsqueeze(0), None)
@@ -76,12 +76,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Shared:
-    """A table with one row for each rank, perhaps still on its way."""
+    """A table with one row for each rank, which may still be on its way."""
 
     table: Tensor
     work: Any
 
     def wait(self) -> Tensor:
+        """Return the table once it has arrived."""
         if self.work is not None:
             self.work.wait()  # on a GPU the stream waits, the host does not
         return self.table
@@ -91,22 +92,22 @@ def check_aggregation(aggregation: Any) -> None:
     if aggregation not in get_args(Aggregation):
         raise TrainkitError(
             f"aggregation: must be one of {list(get_args(Aggregation))}, received "
-            f"{aggregation!r}. Say what your backend does to gradients across ranks."
+            f"{aggregation!r}. Name what your backend does to gradients across ranks."
         )
 
 
 def find_ranks(
     module: Any = None, aggregation: Aggregation = "auto", group: Any = None
 ) -> Ranks:
-    """Find out who shares a window, and what has been done to their gradients.
+    """Find the ranks that share a window, and what their backend does to gradients.
 
     Args:
-        module: what trains: a module, wrapped or not, or Lightning's strategy object.
-        aggregation: said by the caller, or `"auto"` to read it from `module`.
-        group: the data-parallel process group, where it is not the module's own.
+        module: a module that trains, wrapped or not, or Lightning's strategy object.
+        aggregation: what the backend does, or `"auto"` to read it from `module`.
+        group: the data-parallel process group, if it is not the module's own.
 
     Raises:
-        TrainkitError: there are several ranks and nothing to read it from.
+        TrainkitError: there are several ranks, and `module` does not show what is done.
     """
     check_aggregation(aggregation)
     if not (dist.is_available() and dist.is_initialized()):
@@ -115,8 +116,8 @@ def find_ranks(
     if aggregation == "none" and ddp is not None and ddp.process_group.size() > 1:
         raise TrainkitError(
             "aggregation='none': the module is DistributedDataParallel, which averages "
-            "gradients, and trainkit would add them up once more. Say 'auto'; or, if a "
-            "communication hook of yours leaves them apart, pass no module."
+            "gradients, and trainkit would add them up once more. Use 'auto'. If a "
+            "communication hook of yours leaves gradients apart, pass no module."
         )
     if aggregation != "auto":
         group = group or _group_of(module, ddp)
@@ -168,27 +169,26 @@ def _group_of(module: Any, ddp: DistributedDataParallel | None) -> Any:
     if mesh.ndim == 1:
         return mesh.get_group()
     if _is_hybrid(module) and mesh.size() == dist.get_world_size():
-        return None  # replicas of shards: all ranks hold data of their own
+        return None  # replicas of shards: each rank has its own data
     raise TrainkitError(
         f"aggregation='auto': the parameters are sharded over a mesh of "
         f"{mesh.ndim} dimensions {mesh.mesh_dim_names}, and which of them hold "
         f"data-parallel replicas cannot be read from it. Pass aggregation='mean' and "
-        f"process_group=, the group of all ranks that see data of their own: "
-        f"mesh['dp'].get_group(), or of several dimensions together "
-        f"(torch.distributed.group.WORLD where that is everyone)."
+        f"process_group=, the group of all ranks that have their own data: for "
+        f"example mesh['dp'].get_group(), or torch.distributed.group.WORLD if that is "
+        f"every rank."
     )
 
 
 def _is_hybrid(module: Any) -> bool:
-    """Whether FSDP2 replicates shards: tensor parallelism never replicates over the
-    first dimension of a mesh that data parallelism shards over."""
+    """Whether FSDP2 replicates shards (HSDP): all parameters are replicated over the
+    first dimension of their mesh, which tensor parallelism never does."""
     sharded = [p for p in _parameters(module).values() if isinstance(p, DTensor)]
     return all(p.placements[0].is_replicate() for p in sharded)
 
 
 def _data_parallel_mesh(strategy: Any) -> Any:
-    """The replicas of Lightning's `ModelParallelStrategy`: its ranks less the
-    tensor-parallel ones."""
+    """The mesh of data-parallel ranks in Lightning's `ModelParallelStrategy`."""
     if isinstance(strategy, nn.Module) or not hasattr(
         strategy, "distributed_sampler_kwargs"
     ):
@@ -207,8 +207,8 @@ def _sharded_mesh(module: Any) -> Any:
 
 
 def averaged_by_ddp(module: Any) -> frozenset[int]:
-    """The ids of the parameters that DDP brings together: those that it does not
-    ignore and that were to be trained when it was made."""
+    """The ids of the parameters whose gradients DDP averages: it ignores some, and
+    knows nothing of those that were frozen when it was made."""
     root = _root(module)
     wrappers = [] if root is None else root.modules()
     return frozenset(
@@ -221,7 +221,7 @@ def averaged_by_ddp(module: Any) -> frozenset[int]:
 
 
 def _what_fsdp_leaves(module: Any, group: Any) -> str:
-    """The mean, by the reduce-scatter that shards, unless another factor was set."""
+    """What FSDP leaves of gradients: their mean, unless another factor was set."""
     root = _root(module)
     factors = set() if root is None else gradient_divide_factors(root)
     size = dist.get_world_size(group)
@@ -230,14 +230,14 @@ def _what_fsdp_leaves(module: Any, group: Any) -> str:
     if factors == {1.0}:
         return "sum"
     raise TrainkitError(
-        f"aggregation='auto': set_gradient_divide_factor() has made FSDP divide by "
+        f"aggregation='auto': set_gradient_divide_factor() makes FSDP divide by "
         f"{sorted(map(str, factors))} over {size} ranks, which leaves neither their "
-        f"mean nor their sum everywhere. Set it to 1.0 on all modules, or leave it."
+        f"mean nor their sum everywhere. Set it to 1.0 on all modules, or nowhere."
     )
 
 
 def _refuse_unsharded(module: Any) -> None:
-    """What no reduce-scatter brings together keeps each rank's own gradient."""
+    """Refuse parameters that FSDP2 does not shard: it does not average these."""
     if _submodule(module, FullyShardedDataParallel) is not None:
         return
     replicas = _data_parallel_mesh(module)
@@ -250,8 +250,8 @@ def _refuse_unsharded(module: Any) -> None:
             raise TrainkitError(
                 f"aggregation='auto': {name} is not sharded over the data-parallel "
                 f"ranks, so nothing shows that its gradient is averaged over them. "
-                f"Shard all that trains (fully_shard on the root module too), or say "
-                f"what your backend does: aggregation='mean'."
+                f"Shard all parameters that train (fully_shard on the root module "
+                f"too), or name what your backend does: aggregation='mean'."
             )
 
 
@@ -268,6 +268,6 @@ def _parameters(module: Any) -> dict[str, Any]:
 
 
 def _root(module: Any) -> nn.Module | None:
-    """The module itself, or that of Lightning's strategy object."""
+    """The module itself, or the module of Lightning's strategy object."""
     root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
     return root if isinstance(root, nn.Module) else None

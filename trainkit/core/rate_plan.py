@@ -11,9 +11,9 @@ class RatePlan:
     """The rates that were planned when a training began.
 
     Attributes:
-        steps: how many optimizer steps come before.
-        rates: by the name under which each is logged, one for each step.
-        why_not: why there are none.
+        steps: optimizer steps, counted from 0.
+        rates: the rate at each of these steps, by the name under which it is logged.
+        why_not: the reason, if there is no plan.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class RatePlan:
         return plan if len(lengths) == 1 else damaged
 
     def from_step(self, step: float, later: RatePlan) -> RatePlan:
-        """This plan up to a step, and another from there on.
+        """This plan before a step, followed by a later one.
 
         >>> one = RatePlan([0, 1, 2], {"lr": [3.0, 2.0, 1.0]})
         >>> one.from_step(1, RatePlan([1, 2], {"lr": [9.0, 8.0]})).rates

@@ -1,4 +1,4 @@
-"""Errors for windows that cannot be exact, each with its cause by name."""
+"""Errors for windows that cannot be exact: each names its cause."""
 
 from __future__ import annotations
 
@@ -23,18 +23,24 @@ def refuse_loss(loss: Any, reduction: str) -> None:
         shown = list(loss.shape) if isinstance(loss, Tensor) else loss
         raise TrainkitError(
             f"loss: must be a tensor with one element, received {shown!r}. Reduce it "
-            f"to what the strategy says: loss_reduction={reduction!r}."
+            f"as the strategy expects: loss_reduction={reduction!r}."
         )
     if not loss.requires_grad:
         raise TrainkitError(
-            "loss: must depend on parameters that require a gradient, and does not. Is "
-            "it computed under torch.no_grad(), detached, or is the whole model frozen?"
+            "loss: must depend on parameters that require a gradient, and does not. "
+            "Compute it outside torch.no_grad(), do not detach it, and leave at least "
+            "one parameter unfrozen."
         )
 
 
 def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
     """Refuse a backward pass that would break the window."""
-    refuse_announced(window)
+    if window.announced is not None:
+        raise TrainkitError(
+            "backward(): the window was announced as complete (last=True), and another "
+            "micro-batch came before finish(). Pass last=True only with the window's "
+            "last micro-batch."
+        )
     refuse_torn(window)
     refuse_loss(loss, window.reduction)
     held = len(window.losses) + (window.carried is not None)
@@ -52,13 +58,28 @@ def refuse_division(
 ) -> None:
     """Refuse to close a window that cannot be divided exactly."""
     refuse_torn(window)
-    if not is_apart:
-        refuse_apart(window)
-    refuse_unweighted(window)
+    if window.is_apart and not is_apart:
+        raise TrainkitError(
+            "finish(): the window's last backward pass ran under no_sync(), so the "
+            "ranks' gradients are still apart. Leave no_sync() for the last "
+            "micro-batch, its forward pass included."
+        )
+    if window.num_weighted != window.num_passes:
+        raise TrainkitError(
+            f"window: {window.num_weighted} losses were weighted, and "
+            f"{window.num_passes} backward passes came from them, so a gradient in it "
+            f"was weighted twice or not at all. Start each pass once, from the loss "
+            f"that was passed on (an override of LightningModule.backward must use its "
+            f"argument)."
+        )
     if window.told is not None:
         window.told.refuse_unfinished()
-    if ranks.size == 1 or ranks.backend_sums:
-        refuse_empty(window)
+    if not window.is_open and (ranks.size == 1 or ranks.backend_sums):
+        raise TrainkitError(
+            "finish(): the window is empty, so it has no gradient. Call backward() at "
+            "least once before it. If ranks communicate in their backward passes, each "
+            "of them needs a micro-batch, which may have weight 0."
+        )
     if ranks.ddp is not None and ranks.backend_sums:
         if not is_apart:
             refuse_unfinished_reduction(ranks.ddp)
@@ -70,64 +91,66 @@ def refuse_other_strategy(window: Window) -> None:
         raise TrainkitError(
             f"strategy: the open window (micro-batches so far: "
             f"{window.num_micro_batches}) was weighed by "
-            f"{kind_of(leading(window.strategies))}, and what another strategy weighs "
-            f"cannot be added to it. Change it between two windows: at the start of an "
-            f"epoch, say, or after the optimizer's step."
+            f"{kind_of(leading(window.strategies))}, and another strategy's weights "
+            f"cannot be added to it. Change it between two windows, for example at the "
+            f"start of an epoch or after the optimizer's step."
         )
 
 
-def refuse_late_telling(window: Window, nonfinite: str) -> None:
+def refuse_late_expect(window: Window, nonfinite: str) -> None:
     if window.is_open or window.told is not None:
         raise TrainkitError(
-            f"expect(): it announces a window, and the open one has already been "
-            f"announced or has micro-batches ({len(window.losses)}). Call it once, "
-            f"before the window's first backward(); drop() forgets a window."
+            f"expect(): must announce a window before it begins, and the open one has "
+            f"already been announced or has micro-batches ({len(window.losses)}). Call "
+            f"it once, before the window's first backward(); drop() forgets a window."
         )
     if nonfinite == "skip":
         raise TrainkitError(
-            "expect(): nonfinite='skip' leaves micro-batches out of the total, which "
-            "is then not known beforehand. Use nonfinite='raise', or do not call it."
+            "expect(): nonfinite='skip' leaves micro-batches out of the total, so the "
+            "total is not known beforehand. Use nonfinite='raise', or do not call it."
         )
 
 
 def refuse_other_state(
     state: Mapping[str, Any], ranks: Ranks, strategy: AccumulationStrategy
 ) -> None:
-    """Refuse a saved window of another rank, or one that was weighed in another way."""
+    """Refuse a saved window of another rank, or one weighed by another strategy."""
     if state["totals"] is None:
         return
     if state["rank"] not in (None, ranks.index):
         raise TrainkitError(
             f"state_dict: it holds the open window of rank {state['rank']}, and "
-            f"this is rank {ranks.index}: the law needs each rank's own part. "
-            f"Save one state for each rank, or one with over_ranks=True."
+            f"this is rank {ranks.index}. Each rank must load its own part: save one "
+            f"state for each rank, or one with over_ranks=True for all."
         )
     if state["strategy"] != kind_of(strategy):
         raise TrainkitError(
             f"state_dict: its open window was weighed by {state['strategy']}, and "
-            f"this accumulator weighs by {kind_of(strategy)}, which cannot be "
-            f"added up. Resume with the same, or from between two windows."
+            f"this accumulator weighs by {kind_of(strategy)}; such weights cannot be "
+            f"added up. Resume with the strategy that was saved, or from a checkpoint "
+            f"between two windows."
         )
 
 
 def refuse_zeroed(zeroed: Sequence[int], num_weighted: int) -> None:
-    """Where passes have left gradients in the window, there must be some."""
+    """Refuse a window whose gradients have all been zeroed."""
     found = [flag for flag in zeroed if flag >= 0]  # the others were zero before
     if found and all(found):
         raise TrainkitError(
             f"backward(): the window is open, and the gradients of the "
-            f"{num_weighted} micro-batches in it are gone: they were zeroed, or taken "
-            f"away, after a backward pass. Call zero_grad() only after "
-            f"optimizer.step(), at the end of a window."
+            f"{num_weighted} micro-batches in it are gone: they were zeroed or removed "
+            f"after a backward pass. Call zero_grad() only after optimizer.step(), at "
+            f"the end of a window."
         )
 
 
 def announce_zeroed(zeroed: Sequence[int]) -> None:
     warnings.warn(
         f"window: {zeroed.count(1)} of its {len(zeroed)} gradients were written over "
-        f"while it was open, and are zero now. What is done to the gradients of every "
-        f"micro-batch alike, such as a mask, is exact; zero_grad() of a part of the "
-        f"model is not: call it after optimizer.step(). Said once.",
+        f"while it was open, and are zero now. The step is exact if the gradients of "
+        f"every micro-batch are changed alike, by a mask for example. It is not exact "
+        f"after zero_grad() of a part of the model: call that after optimizer.step(). "
+        f"Said once.",
         stacklevel=2,
     )
 
@@ -135,46 +158,9 @@ def announce_zeroed(zeroed: Sequence[int]) -> None:
 def refuse_torn(window: Window) -> None:
     if window.is_torn:
         raise TrainkitError(
-            "window: a backward pass in it has failed, and nobody knows how much of "
+            "window: a backward pass in it has failed, and it is not known how much of "
             "its gradient was added. Call drop() and optimizer.zero_grad(), and begin "
             "the window again."
-        )
-
-
-def refuse_announced(window: Window) -> None:
-    if window.announced is not None:
-        raise TrainkitError(
-            "backward(): the window was announced as complete (last=True), and another "
-            "micro-batch came before finish(). Say last=True only for the window's "
-            "last one."
-        )
-
-
-def refuse_apart(window: Window) -> None:
-    if window.is_apart:
-        raise TrainkitError(
-            "finish(): the window's last backward pass ran under no_sync(), so the "
-            "ranks' gradients are still apart. Leave no_sync() for the last "
-            "micro-batch, its forward pass included."
-        )
-
-
-def refuse_unweighted(window: Window) -> None:
-    if window.num_weighted != window.num_passes:
-        raise TrainkitError(
-            f"window: {window.num_weighted} losses were weighted, and "
-            f"{window.num_passes} backward passes came from them, so some gradient in "
-            f"it has no weight or two. Start each pass from the loss that was passed "
-            f"on, once (an override of LightningModule.backward must use its argument)."
-        )
-
-
-def refuse_empty(window: Window) -> None:
-    if not window.is_open:
-        raise TrainkitError(
-            "finish(): the window is empty, so it has no gradient. Call backward() at "
-            "least once before it; where ranks communicate in their backward passes, "
-            "every one of them needs a micro-batch, if only one of weight 0."
         )
 
 
@@ -200,40 +186,41 @@ def refuse_join(ddp: DistributedDataParallel | None) -> None:
     if ddp is not None and is_joining(ddp):
         raise TrainkitError(
             "DistributedDataParallel.join(): it answers for ranks that have run out of "
-            "batches, and cannot answer for their windows; torch leaves it on after "
-            "the block. Make a new wrapper, and give such ranks micro-batches of "
-            "weight 0 instead."
+            "batches, but not for their windows, and torch leaves it on after the "
+            "block. Make a new wrapper, and give such ranks micro-batches of weight 0 "
+            "instead."
         )
 
 
 def refuse_unfinished_reduction(ddp: DistributedDataParallel) -> None:
-    """torch says so one forward pass late, when the step has been taken."""
+    """Refuse now what torch reports only in the next forward pass, after the step."""
     if not has_reduced(ddp):
         raise TrainkitError(
-            "DistributedDataParallel: the window's last backward pass has not reached "
-            "all parameters, so that DDP did not bring the ranks' gradients together. "
-            "Parameters that only some micro-batches use need "
-            "find_unused_parameters=True: DDPStrategy(find_unused_parameters=True)."
+            "DistributedDataParallel: the window's last backward pass did not reach "
+            "all parameters, so DDP did not average the gradients over ranks. If only "
+            "some micro-batches use a parameter, set find_unused_parameters=True: "
+            "DDPStrategy(find_unused_parameters=True)."
         )
 
 
 def refuse_unreduced(averaged: AbstractSet[int], parameters: Sequence[Tensor]) -> None:
-    """Parameters that DDP does not average keep each rank's own gradient."""
+    """Refuse parameters that DDP does not average: they differ between ranks."""
     left_out = [p for p in parameters if p.requires_grad and id(p) not in averaged]
     if left_out:
         raise TrainkitError(
-            f"parameters: {len(left_out)} of those to step, the first of shape "
+            f"parameters: {len(left_out)} to be stepped, the first of shape "
             f"{list(left_out[0].shape)}, are not averaged by DistributedDataParallel: "
             f"they are outside of it, ignored, or were frozen when it was made. Wrap "
-            f"the module that holds them all, and again after unfreezing; or, if you "
-            f"average them yourself, pass aggregation='mean' and no module."
+            f"the module that holds them all, and wrap it again after unfreezing. If "
+            f"you average them yourself, pass aggregation='mean' and no module."
         )
 
 
 def look_at_hooks(ranks: Ranks) -> None:
-    """Refuse communication hooks that leave ranks apart, or that are missing.
+    """Refuse communication hooks that leave ranks apart, or a missing hook.
 
-    Hooks of torch's own average, but for two; what others do is not known.
+    torch's own hooks average, with two exceptions. Others are taken to average, with a
+    warning.
     """
     if ranks.ddp is None or not ranks.backend_sums:
         return
@@ -242,8 +229,8 @@ def look_at_hooks(ranks: Ranks) -> None:
         if not hooks:
             raise TrainkitError(
                 "aggregation='sum': the module is DistributedDataParallel without a "
-                "communication hook, which averages, so that the gradient would be too "
-                "small by the number of ranks. Say 'auto'."
+                "communication hook, which averages, so the gradient would be too "
+                "small by the number of ranks. Use 'auto'."
             )
         return
     for hook in hooks:
@@ -252,20 +239,19 @@ def look_at_hooks(ranks: Ranks) -> None:
         if is_torch and ("noop" in home or "post_localSGD" in home):
             raise TrainkitError(
                 f"aggregation='auto': the communication hook {home} leaves the ranks' "
-                f"gradients apart, so none is the window's. Remove it."
+                f"gradients apart, so no rank has the window's. Remove it."
             )
         if not is_torch:
             warnings.warn(
                 f"aggregation='auto': the communication hook {home} is taken to "
-                f"average, as DistributedDataParallel does without one. Say "
-                f"aggregation='mean' if so, or 'sum' if it adds up.",
+                f"average, as DistributedDataParallel does without one. Set "
+                f"aggregation='mean' if it does, or 'sum' if it adds up.",
                 stacklevel=2,
             )
 
 
 def refuse_dividing_backward(backward: Any) -> None:
-    """Accelerate's `backward` divides by its own number of accumulation steps
-    (accelerate#3533); with one step it divides by one."""
+    """Refuse Accelerate's `backward` if it would divide once more (accelerate#3533)."""
     owner = getattr(backward, "__self__", None)
     if not type(owner).__module__.startswith("accelerate."):
         return
@@ -273,25 +259,25 @@ def refuse_dividing_backward(backward: Any) -> None:
     if steps != 1:
         raise TrainkitError(
             f"backward=accelerator.backward: it divides the loss by its own "
-            f"gradient_accumulation_steps={steps}, and the window is divided already. "
-            f"Make Accelerator(gradient_accumulation_steps=1) and pass its backward."
+            f"gradient_accumulation_steps={steps}, and trainkit divides the window "
+            f"already. Pass the backward of Accelerator(gradient_accumulation_steps=1)."
         )
 
 
 def refuse_wide_without_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TrainkitError(
-            f"wide_gradients=True: the sums are kept for the parameters of `module`, "
-            f"received module={type(module).__name__}. Pass the module that trains, "
-            f"wrapped as it will be."
+            f"wide_gradients=True: needs the module whose parameters get sums in "
+            f"float32, received module={type(module).__name__}. Pass the module that "
+            f"trains, wrapped as it will be."
         )
 
 
 def refuse_skips_between_ranks(ranks: Ranks) -> None:
     if ranks.backend_sums:
         raise TrainkitError(
-            "nonfinite='skip': not possible where backward passes communicate "
-            f"(aggregation={ranks.aggregation!r} over {ranks.size} ranks), since a "
-            "rank that skips one leaves the others waiting. Use 'raise', or 'allow' "
-            "with a gradient scaler."
+            f"nonfinite='skip': is not possible if backward passes communicate "
+            f"(aggregation={ranks.aggregation!r} over {ranks.size} ranks): a rank that "
+            f"skips one leaves the others waiting. Use 'raise', or 'allow' with a "
+            f"gradient scaler."
         )

@@ -1,9 +1,8 @@
-"""How hyperparameters follow the batch: one formula, its paper beside it.
+"""Rules that scale hyperparameters with the batch, each with its paper.
 
-k is the effective batch over the reference batch. Every formula takes a value that
-belongs to one batch to the value for a batch k times as large; applied for k and then
-for j it gives the same as once for k * j, so that a batch that changes in the middle of
-training only needs the ratio.
+k is the effective batch over the reference batch. Each formula turns the value for a
+batch into the value for a batch k times as large. Using it for k and then for j equals
+using it once for k * j, so a batch that changes in mid-training only needs the ratio.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Factor = Callable[[float], float]
 def linear_factor(k: float) -> float:
     """SGD: k times the rate (Goyal et al. 2017, arXiv 1706.02677).
 
-    k small steps of rate lr over gradients that hardly differ are one step of k * lr.
+    k small steps with rate lr, over gradients that hardly differ, equal one with k lr.
 
     >>> linear_factor(8)
     8
@@ -33,7 +32,7 @@ def linear_factor(k: float) -> float:
 
 
 def sqrt_factor(k: float) -> float:
-    """Adam and its kin: the root of k (Malladi et al. 2022, arXiv 2205.10287).
+    """The Adam family: the root of k (Malladi et al. 2022, arXiv 2205.10287).
 
     >>> sqrt_factor(4)
     2.0
@@ -81,10 +80,10 @@ def ema_decay(decay: Any, k: float) -> Any:
 
 
 def time_scale_weight_decay(k: float, lr_factor: float) -> float:
-    """What weight decay is multiplied by so that weights decay as fast per sample.
+    """The factor of weight decay with which weights decay equally fast per sample.
 
-    One step takes lr * decay off the weights, and k old steps are one new one: their
-    product must grow k-fold, of which the rate has already given its factor (Wang and
+    One step removes lr * decay of the weights, and one new step replaces k old ones. So
+    lr * decay must grow k-fold, and the rate has grown by `lr_factor` already (Wang and
     Aitchison 2024, arXiv 2405.13698: keep B / (lr * decay * D)).
 
     >>> time_scale_weight_decay(4, linear_factor(4)), time_scale_weight_decay(4, 2.0)
@@ -95,15 +94,15 @@ def time_scale_weight_decay(k: float, lr_factor: float) -> float:
 
 @dataclass(frozen=True)
 class ScalingRule:
-    """What becomes of an optimizer's hyperparameters at k times the batch.
+    """The changes of an optimizer's hyperparameters at k times the batch.
 
     Attributes:
         name: as the user wrote it.
-        lr: the rate's factor.
-        beta1: what the first moment's decay becomes, where it changes.
-        beta2: what the second moment's decay becomes, where it changes.
-        eps: what eps becomes, where it changes.
-        needs_adam: whether it means nothing without Adam's moments.
+        lr: the factor of the rate.
+        beta1: the new decay of the first moment; None leaves it.
+        beta2: the new decay of the second moment; None leaves it.
+        eps: the new eps; None leaves it.
+        needs_adam: whether the rule needs Adam's moments.
     """
 
     name: str
@@ -135,18 +134,14 @@ RULES = {
     ),
 }
 
-WEIGHT_DECAY: dict[str, Factor] = {
-    "linear": linear_factor,
-    "sqrt": sqrt_factor,
-    "none": _unchanged,
-}
+WEIGHT_DECAY = {name: RULES[name].lr for name in ("linear", "sqrt", "none")}
 
 
 def make_rule(rule: str | Factor) -> ScalingRule | None:
-    """A rule by its name or from a callable; None for `"auto"`.
+    """The rule of this name, or a rule from a callable; None for `"auto"`.
 
     Raises:
-        TrainkitError: there is no such rule.
+        TrainkitError: there is no rule of this name.
     """
     if callable(rule):
         return ScalingRule(getattr(rule, "__name__", type(rule).__name__), rule)
@@ -170,13 +165,13 @@ def check_weight_decay(weight_decay: object) -> None:
 
 
 def rule_for(optimizer_class: type) -> ScalingRule:
-    """What `"auto"` means for an optimizer: SGD linear, the Adam family sqrt.
+    """The rule that `"auto"` chooses: linear for SGD, sqrt for the Adam family.
 
-    It goes by the names of the class and its bases, so that another library's
-    `FusedAdam` or `SGD8bit` is known too.
+    The names of the class and its bases decide, so that another library's `FusedAdam`
+    or `SGD8bit` is recognised too.
 
     Raises:
-        TrainkitError: the class is neither; no rule is known to hold for it.
+        TrainkitError: the class is of neither kind.
     """
     for cls in optimizer_class.__mro__:
         if "SGD" in cls.__name__:
@@ -191,7 +186,7 @@ def rule_for(optimizer_class: type) -> ScalingRule:
 
 
 def checked_factor(rule: str, factor: Factor, k: float) -> float:
-    """A factor, which a callable of the user's may have got wrong."""
+    """The factor for k, checked, since a user's callable may be wrong."""
     value = factor(k)
     if not isinstance(value, Real) or not (0 < value < math.inf):  # type: ignore[operator]
         raise TrainkitError(
@@ -202,18 +197,19 @@ def checked_factor(rule: str, factor: Factor, k: float) -> float:
 
 
 def refuse_sde_overreach(rule: ScalingRule, beta: float, k: float) -> None:
-    """1 - k (1 - beta) must stay a decay: the average cannot be shorter than a step."""
+    """Refuse a k at which a moment would average over less than one step."""
     if rule.needs_adam and rule.eps is not None and k * (1 - beta) >= 1:
         raise TrainkitError(
             f"LRScaling rule='adam-sde': k (1 - beta) must be below 1, and with k = "
             f"{k:g} and beta = {beta:g} it is {k * (1 - beta):g}: the moment would "
-            f"average over less than one step. At most k = {1 / (1 - beta):g} can be "
-            f"followed; use rule='sqrt', a larger beta or a smaller batch."
+            f"average over less than one step. The rule holds up to "
+            f"k = {1 / (1 - beta):g}; use rule='sqrt', a larger beta or a smaller "
+            f"batch."
         )
 
 
 def refuse_lost_half_life(beta2: float, k: float) -> None:
-    """A beta2 that has become 0 cannot be brought back."""
+    """Refuse a k at which beta2 would become 0, from which it cannot return."""
     if half_life_beta(beta2, k) < 1e-12:
         raise TrainkitError(
             f"LRScaling rule='half-life': beta2 must stay above 0, and {beta2:g} ** "
@@ -223,10 +219,10 @@ def refuse_lost_half_life(beta2: float, k: float) -> None:
 
 
 def warmed_up(factor: float, step: int, warmup_steps: int) -> float:
-    """The factor on its way from 1 (Goyal et al. 2017, section 2.2, gradual warm-up).
+    """The factor during a warm-up from 1 (Goyal et al. 2017, section 2.2).
 
-    A factor below 1 is taken at once: to begin with the larger rate would be the
-    opposite of a warm-up.
+    A factor below 1 holds at once: beginning with the larger rate would be the opposite
+    of a warm-up.
 
     >>> [warmed_up(3.0, step, 4) for step in range(6)]
     [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]

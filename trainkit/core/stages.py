@@ -16,7 +16,7 @@ StageUnit = Literal["epoch", "step", "tokens"]
 
 @dataclass(frozen=True)
 class Stages:
-    """From each start on, the size of a window.
+    """The sizes of windows: each holds from its start on.
 
     >>> stages = Stages.make({0: 8, 10: 4, 20: 1})
     >>> [stages.at(epoch) for epoch in (0, 9, 10, 25)]
@@ -34,11 +34,11 @@ class Stages:
 
     @classmethod
     def make(cls, sizes: Mapping[int, int], unit: StageUnit = "epoch") -> Stages:
-        """Check what a user wrote.
+        """Make stages from a mapping of starts to sizes, as a user wrote it.
 
         Raises:
-            TrainkitError: it is empty, does not begin at 0, or holds a start or a size
-                that is no whole number.
+            TrainkitError: the mapping is empty, does not begin at 0, or has a start or
+                a size that is not a whole number.
         """
         if unit not in get_args(StageUnit):
             raise TrainkitError(
@@ -48,8 +48,8 @@ class Stages:
         if not isinstance(sizes, Mapping) or not sizes:
             raise TrainkitError(
                 f"AccumulationSchedule: must map a start to a window's size, received "
-                f"{sizes!r}. Write {{0: 8, 10: 4}}: 8 micro-batches at first, 4 from "
-                f"{unit} 10 on."
+                f"{sizes!r}. {{0: 8, 10: 4}} means 8 micro-batches at first, and 4 "
+                f"from {unit} 10 on."
             )
         for start, size in sizes.items():
             if not is_whole_number(start, least=0) or not is_whole_number(size):
@@ -59,15 +59,16 @@ class Stages:
                 )
         if 0 not in sizes:
             raise TrainkitError(
-                f"AccumulationSchedule: must say how training begins, and its first "
-                f"start is {min(sizes)}. Add 0: {{0: ..., {min(sizes)}: ...}}."
+                f"AccumulationSchedule: must have a size for the start of training, "
+                f"and its first start is {min(sizes)}. Add 0: {{0: ..., "
+                f"{min(sizes)}: ...}}."
             )
         starts = tuple(sorted(sizes))
         return cls(starts, tuple(sizes[start] for start in starts), unit)
 
     @classmethod
     def ramp(cls, start: int, end: int, over: int, unit: StageUnit) -> Stages:
-        """Go from one size to another by ones, evenly, and be there at `over`.
+        """Stages from one size to another by ones, evenly; the last begins at `over`.
 
         >>> Stages.ramp(1, 4, 9, "step").starts, Stages.ramp(1, 4, 9, "step").sizes
         ((0, 3, 6, 9), (1, 2, 3, 4))
@@ -78,7 +79,7 @@ class Stages:
         direction = 1 if end > start else -1
         stages = {0: start}
         for i in range(1, distance + 1):
-            # Where there are more sizes than steps, a later one overwrites.
+            # If there are more sizes than steps, a later one overwrites.
             stages[math.ceil(over * i / distance)] = start + direction * i
         return cls.make(stages, unit)
 
@@ -87,7 +88,7 @@ class Stages:
         return max(self.sizes)
 
     def at(self, position: float) -> int:
-        """The size of a window that begins there."""
+        """The size of a window that begins at a position."""
         return self.sizes[bisect.bisect_right(self.starts, position) - 1]
 
     def num_steps(
@@ -103,21 +104,21 @@ class Stages:
         Args:
             num_batches: micro-batches in an epoch, on one rank.
             num_epochs: how many epochs.
-            max_steps: where training stops anyway.
-            tokens: what a micro-batch of all ranks weighs, on average; needed where
+            max_steps: the step at which training stops anyway.
+            tokens: the mean weight of a micro-batch of all ranks together; needed if
                 the stages count tokens.
         """
         if self.unit == "tokens" and tokens is None:
             raise TrainkitError(
-                "AccumulationSchedule.total_steps: its stages begin at counts of "
-                "tokens, so it needs tokens_per_micro_batch=, the mean over all ranks "
+                "AccumulationSchedule.total_steps: its stages begin at numbers of "
+                "tokens, so it needs tokens_per_micro_batch=: the mean, for all ranks "
                 "together."
             )
         steps, seen, seen_before = 0, 0.0, 0.0
         for epoch in range(num_epochs):
             left = num_batches
             while left > 0 and steps < max_steps:
-                # Tokens are read one window late: see lit/schedule.py.
+                # Tokens are read one window late: see lit/schedule.
                 position = {"epoch": epoch, "step": steps, "tokens": seen_before}
                 taken = min(self.at(position[self.unit]), left)
                 left -= taken

@@ -1,4 +1,4 @@
-"""An open window in a checkpoint."""
+"""Saving an open window in a checkpoint, and loading it again."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def save_window(
     *,
     wide: WideGradients | None = None,
 ) -> dict[str, Any]:
-    """The totals of the given ranks' open windows, and their gradients added up.
+    """Return the totals and gradients of an open window, added up over ranks.
 
-    Every one of these ranks must come here, also one without a micro-batch.
+    Each of these ranks must call this, even without a micro-batch.
 
     Args:
         row: this rank's numbers.
-        streamed: holds this rank's r, and the scaler's factor in its gradients.
-        module: the module that trains, or anything else to leave gradients out.
-        ranks: whose parts to add up; `Ranks()` is this one alone.
-        wide: holds the gradients, where they are not the parameters' own.
+        streamed: has this rank's r, and the scaler's factor in its gradients.
+        module: the module that trains; anything else leaves gradients out.
+        ranks: the ranks whose parts to add up; `Ranks()` is this rank alone.
+        wide: has the gradients, if they are not in the parameters.
     """
-    # A rank without a micro-batch has neither, and takes part with zeros.
+    # A rank without a micro-batch has neither number, and sends zeros.
     own, carried = (
         row.new_zeros(()) if number is None else number.to(row)
         for number in (streamed.reference, streamed.opening)
@@ -57,11 +57,11 @@ def save_window(
         if totals[WEIGHT] > 0 and not gradients:
             raise TrainkitError(
                 "state_dict: the window is open, and no parameter of `module` has a "
-                "gradient. Is it the module that trains? Under FSDP, save after a "
+                "gradient. Pass the module that trains. Under FSDP, save after a "
                 "backward pass with set_requires_gradient_sync(True)."
             )
     return {
-        # By name: a later version may order the columns in another way.
+        # By name: a later version may order the columns differently.
         "totals": dict(zip(COLUMNS, totals.cpu().unbind(), strict=True)),
         "reference": common.cpu(),
         "factor": shared_factor.cpu() if bool(shared_factor) else None,
@@ -70,16 +70,20 @@ def save_window(
 
 
 def save_weights(weights: Tensor, ranks: Ranks) -> Tensor:
-    """The weight of each micro-batch: a row for each of the ranks, which all must come
-    here, those not used as NaN."""
+    """A table of micro-batch weights: a row for each rank, filled up with NaN.
+
+    Each of these ranks must call this.
+    """
     longest = ranks.share(weights.new_tensor([len(weights)])).wait().max()
     unused = weights.new_full((int(longest) - len(weights),), torch.nan)
     return ranks.share(torch.cat([weights, unused])).wait().cpu()
 
 
 def load_weights(table: Tensor | None, ranks: Ranks) -> list[Weight]:
-    """A rank's own weights again; none on another number of ranks, where they would not
-    be this rank's, and none from an older checkpoint, which has no table."""
+    """This rank's weights in a table that `save_weights` made.
+
+    Empty if the number of ranks has changed, or if an older checkpoint has no table.
+    """
     if table is None or len(table) != ranks.size:
         return []
     own = table[ranks.index]
@@ -98,15 +102,15 @@ def load_window(
     Args:
         state: what `save_window` returned.
         module: the module that trains.
-        ranks: over which to share it; `Ranks()` if it is this rank's own part.
-        wide: holds the gradients, where they are not the parameters' own.
+        ranks: the ranks that share it; `Ranks()` if it is this rank's own part.
+        wide: gets the gradients, if they do not belong in the parameters.
     """
     if state["gradients"] and isinstance(module, nn.Module):
         named = holders(inside_wrappers(module).named_parameters(), wide)
         load_partial(named, state["gradients"], ranks)
     if state["totals"] is None:
         return None
-    # Open on every rank, with zeros on all but one: they must act alike.
+    # The window is open on every rank, since they must act alike; one has the totals.
     totals = torch.stack([state["totals"][name] for name in COLUMNS])
     return totals * (ranks.index == 0)
 
@@ -114,7 +118,7 @@ def load_window(
 def holders(
     named_parameters: Iterable[tuple[str, Tensor]], wide: WideGradients | None
 ) -> list[tuple[str, Tensor]]:
-    """By name, the tensors whose `grad` is the window's gradient so far."""
+    """The tensors whose `grad` is the window's gradient so far, by name."""
     if wide is None:
         return list(named_parameters)
     own = {id(p) for p in wide.parameters}

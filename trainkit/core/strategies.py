@@ -1,7 +1,7 @@
-"""How much a micro-batch weighs.
+"""Strategies: how much a micro-batch weighs.
 
-A strategy's weight must be the denominator of the loss: what `training_step` divided by
-to get its mean. Then weight * mean is the sum again, and sums may be added.
+The weight must be the denominator of the loss: what `training_step` divided by to get
+its mean. Then weight * mean is the sum again, and sums can be added up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Weight = int | float | Tensor
 
 
 class AccumulationStrategy(ABC):
-    """Says what a micro-batch weighs. Subclass it with one method to make your own.
+    """Says what a micro-batch weighs; a subclass with one method is a strategy.
 
     >>> class ByClass(AccumulationStrategy):  # cross entropy with class weights
     ...     def __init__(self, class_weights):
@@ -39,10 +39,10 @@ class AccumulationStrategy(ABC):
     ...         return self.class_weights[batch["labels"]].sum()
 
     Attributes:
-        loss_reduction: what `training_step` returns: the `"mean"` over what the
-            micro-batch's weight counts, or a `"sum"` over it, which is divided by the
-            weight of the window, so that the step is that of the mean; or a `"total"`,
-            a sum that stays a sum: nothing is divided, on any cut and number of ranks.
+        loss_reduction: what `training_step` returns. `"mean"`: the mean over what the
+            weight counts. `"sum"`: the sum over it, which is divided by the window's
+            weight, so that the step follows the mean. `"total"`: a sum that stays a
+            sum; nothing is divided, for any cut and number of ranks.
     """
 
     loss_reduction: LossReduction = "mean"
@@ -56,12 +56,12 @@ class AccumulationStrategy(ABC):
 
 
 Strategies = Mapping[str, AccumulationStrategy]
-"""A strategy for each term of a loss; a loss of one term has the name ""."""
+"""A strategy for each term of a loss, by name; the only term of a loss is named ""."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerSample(AccumulationStrategy):
-    """A micro-batch weighs as much as it has samples.
+    """The weight of a micro-batch is its number of samples.
 
     >>> import torch
     >>> PerSample().weight({"x": torch.zeros(3, 5), "y": torch.zeros(3)})
@@ -69,11 +69,12 @@ class PerSample(AccumulationStrategy):
 
     Args:
         size: path of the tensor (or list) whose length counts; `""` is the batch
-            itself, where that is a list of samples. Default: the leading dimension that
-            all tensors of the batch share, or the number that a graph library's batch
-            states. A list of tensors that are all alike may be of samples or of fields,
-            and is refused without `size`.
-        mask: path of a tensor of 0/1 or real-valued sample weights; its sum counts.
+            itself, if that is a list of samples. Default: the leading dimension that
+            all tensors of the batch share, or the number in a graph library's batch. A
+            list of tensors of one shape may be samples or fields, and is refused
+            without `size`.
+        mask: path of a tensor of 0/1 or real-valued sample weights, whose sum is the
+            weight.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
             divided by the window's weight; or `"total"`, a sum that stays a sum.
     """
@@ -98,7 +99,7 @@ class PerSample(AccumulationStrategy):
         if self.mask is not None:
             return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
         if self.size is None:
-            # No field of it: two strategies that have seen other batches are the same.
+            # Not a dataclass field: strategies are equal whatever batches they saw.
             known: KnownPairs = vars(self).setdefault("_known", set())
             return leading_dimension(batch, known)
         found = batch if self.size == "" else lookup(batch, self.size)
@@ -120,7 +121,7 @@ class PerSample(AccumulationStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class PerToken(AccumulationStrategy):
-    """A micro-batch weighs as much as it has labels that count.
+    """The weight of a micro-batch is its number of labels that count.
 
     >>> import torch
     >>> PerToken().weight({"labels": torch.tensor([[5, 7, -100], [5, -100, -100]])})
@@ -129,10 +130,10 @@ class PerToken(AccumulationStrategy):
     Args:
         labels: dotted path or index of the labels in the batch.
         ignore_index: the label that does not count, as in `cross_entropy`.
-        shift: True for a causal model that shifts inside, as those of `transformers`
-            do: the first label of each row is then no target and is not counted.
-        mask: path of a tensor of 0/1 or real-valued token weights; its sum is the
-            weight, and the labels are not looked at.
+        shift: True for a causal model that shifts inside, as in `transformers`: the
+            first label of each row is then not a target and does not count.
+        mask: path of a tensor of 0/1 or real-valued token weights, whose sum is the
+            weight; the labels are then not used.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
             divided by the window's weight; or `"total"`, a sum that stays a sum.
     """
@@ -170,12 +171,12 @@ class PerToken(AccumulationStrategy):
                 f"with ignore_index, received {labels.dtype}. Name the label tensor, "
                 f"or a mask: PerToken(mask='path.to.mask')."
             )
-        # In int64: narrower labels would take ignore_index around their own end.
+        # In int64: in a narrower type, ignore_index could wrap around.
         labels = self._targets(labels, "labels").long()
         return torch.count_nonzero(labels != self.ignore_index)
 
     def _targets(self, tensor: Tensor, role: str) -> Tensor:
-        """The positions that the loss looks at."""
+        """The positions that are targets of the loss."""
         if tensor.ndim == 0:
             raise TrainkitError(
                 f"PerToken {role}: must have one entry per token, but is a single "
@@ -186,10 +187,10 @@ class PerToken(AccumulationStrategy):
 
 @dataclass(frozen=True)
 class Uniform(AccumulationStrategy):
-    """Every micro-batch weighs 1, over the number that really ran.
+    """The weight of every micro-batch is 1, so gradients are averaged.
 
-    Equals the big batch only when all micro-batches hold equally much, which nobody
-    checks: for comparison, or for batches that are all alike.
+    This equals the big batch only if all micro-batches are of one size, which is not
+    checked. It is for comparison, or for batches that are all alike.
     """
 
     def weight(self, batch: Any) -> Weight:
@@ -197,7 +198,7 @@ class Uniform(AccumulationStrategy):
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse what is no strategy, or says no known `loss_reduction`."""
+    """Refuse what is not a strategy, or has an unknown `loss_reduction`."""
     if not isinstance(strategy, AccumulationStrategy):
         raise TrainkitError(
             f"strategy: must be an AccumulationStrategy, received {strategy!r}. Pass "
@@ -211,19 +212,21 @@ def check_reduction(strategy: AccumulationStrategy) -> None:
     if strategy.loss_reduction not in get_args(LossReduction):
         raise TrainkitError(
             f"{type(strategy).__name__} loss_reduction: must be 'mean', 'sum' or "
-            f"'total', received {strategy.loss_reduction!r}. Say what training_step "
+            f"'total', received {strategy.loss_reduction!r}. Name what training_step "
             f"returns; a 'sum' is divided by the window's weight, a 'total' is not."
         )
 
 
 def kind_of(strategy: AccumulationStrategy) -> str:
-    """What windows must share to be added up."""
+    """The name of a strategy's kind; weights of different kinds cannot be added up."""
     return f"{type(strategy).__qualname__} ({strategy.loss_reduction})"
 
 
 def weigh_alike(one: AccumulationStrategy, other: AccumulationStrategy) -> bool:
-    """Whether two strategies are of one class and hold the same. A tensor is the same
-    only as the same object: nothing waits for its values."""
+    """Whether two strategies are of one class and have equal attributes.
+
+    Tensors are equal only if they are one object: nothing waits for their values.
+    """
     if one is other:
         return True
     if type(one) is not type(other):
@@ -260,12 +263,12 @@ def checked_weight(weight: Any) -> Weight:
     if not isinstance(weight, int | float):
         raise TrainkitError(
             f"weight: must be a number or a 0-d tensor, received "
-            f"{type(weight).__name__}. Look at the strategy's weight()."
+            f"{type(weight).__name__}. Check the strategy's weight()."
         )
     if not math.isfinite(weight) or weight < 0:
         raise TrainkitError(
-            f"weight: must be finite and not negative, received {weight}. Look at the "
-            f"strategy's weight() and at what it sums."
+            f"weight: must be finite and not negative, received {weight}. Check the "
+            f"strategy's weight() and what it sums."
         )
     return weight
 

@@ -1,4 +1,4 @@
-"""Losses of several terms, each with a denominator of its own."""
+"""Losses of several terms, each divided by its own total."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainkit.core.totals import scalar
 from trainkit.errors import TrainkitError
 
 ONE = ""
-"""The name of the term of a loss that has only one."""
+"""The name of the only term of a loss."""
 
 
 def named_strategies(strategy: Any) -> dict[str, AccumulationStrategy]:
-    """The strategy of each term; a single one is that of the term "".
+    """The strategies by the names of their terms; a single strategy's term is "".
 
     Raises:
-        TrainkitError: something in it is no strategy, or no term is named.
+        TrainkitError: a value is not a strategy, or a name is not a text.
     """
     if not isinstance(strategy, Mapping):
         check_strategy(strategy)
@@ -36,14 +36,14 @@ def named_strategies(strategy: Any) -> dict[str, AccumulationStrategy]:
     for name, each in strategy.items():
         if not isinstance(name, str) or name == ONE:
             raise TrainkitError(
-                f"strategy: the terms of a loss are named by text, received {name!r}. "
-                f'Write {{"ce": PerToken(), "kl": PerSample()}}, say.'
+                f"strategy: the terms of a loss must be named by text, received "
+                f'{name!r}. For example {{"ce": PerToken(), "kl": PerSample()}}.'
             )
         check_strategy(each)
     if not strategy:
         raise TrainkitError(
             "strategy: a mapping must name the terms of the loss, and it is empty. "
-            'Write {"ce": PerToken(), "kl": PerSample()}, say, or one strategy.'
+            'Pass {"ce": PerToken(), "kl": PerSample()}, for example, or one strategy.'
         )
     return dict(strategy)
 
@@ -52,22 +52,23 @@ def leading(strategies: Strategies) -> AccumulationStrategy:
     """The first term's strategy, which measures the window as a whole."""
     if not strategies:
         raise TrainkitError(
-            "strategy: the module has not said yet what a micro-batch weighs. Set "
-            "self.accumulation before this is asked: in __init__(), say."
+            "strategy: the module has no strategy yet, so nothing shows what a "
+            "micro-batch weighs. Set self.accumulation earlier, in __init__() for "
+            "example."
         )
     return next(iter(strategies.values()))
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The terms of a micro-batch, weighted, and what of them is reported.
+    """The terms of a micro-batch, joined into one loss.
 
     Attributes:
-        loss: their sum; its backward pass multiplies each term's gradient by the
-            factor of its own.
+        loss: their sum; its backward pass multiplies the gradient of each term by that
+            term's factor.
         weight: what the micro-batch weighs in the first term.
-        value: its share of the window's loss, in the scale of a sum over the first
-            term.
+        value: the micro-batch's share of the window's loss, times the window's total
+            in the first term.
     """
 
     loss: Tensor
@@ -81,15 +82,15 @@ def join(
     strategies: Strategies,
     told: Told,
 ) -> Joined:
-    """Put a micro-batch's terms together; every rank does so in its first backward."""
+    """Join a micro-batch's terms; every rank must do so in its first backward pass."""
     refuse_other_terms(terms, strategies)
     parts: list[Tensor] = []
     shares: list[Tensor] = []
     for name, term in terms.items():
         weight, reduction = weights[name], strategies[name].loss_reduction
         factor = told.factor_of_term(name, weight, reduction)
-        # A node of its own: where the term is used elsewhere too (in another term,
-        # say), what flows there is not this term's.
+        # A node of its own: the term may be used elsewhere too (in another term, for
+        # example), and gradients from there are not this term's.
         part = term.reshape(()).clone()
         if part.requires_grad:
             part.register_hook(_multiply_by(factor))
@@ -132,27 +133,26 @@ def refuse_other_terms(terms: Mapping[str, Any], strategies: Strategies) -> None
         if ONE in strategies:
             have = f"there is one strategy, {only}, for one term"
         raise TrainkitError(
-            f"loss: its terms are {names}, and {have}. Each term needs the one that "
-            f'says its denominator, and each strategy its term: {{"ce": PerToken(), '
-            f'"kl": PerSample()}}, say.'
+            f"loss: its terms are {names}, and {have}. Each term needs a strategy, and "
+            f'each strategy a term. For example {{"ce": PerToken(), '
+            f'"kl": PerSample()}}.'
         )
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.numel() != 1:
             shown = list(term.shape) if isinstance(term, Tensor) else repr(term)
             raise TrainkitError(
                 f"loss term {name!r}: must be a tensor with one element, received "
-                f"{shown}. Reduce it to what its strategy says: loss_reduction="
+                f"{shown}. Reduce it as its strategy expects: loss_reduction="
                 f"{strategies[name].loss_reduction!r}."
             )
 
 
 def untold_terms(strategies: Mapping[str, Any]) -> TrainkitError:
     return TrainkitError(
-        f"loss: its terms {sorted(strategies)} have denominators of their own, so that "
-        f"each must be divided by the total of its own over the window, which has to "
-        f"be known before the first backward pass. Call expect() with all "
-        f"micro-batches of the window before it; with Lightning set "
-        f"self.micro_batching, and accumulate_grad_batches=1."
+        f"loss: each of its terms {sorted(strategies)} must be divided by its own "
+        f"total over the window, which has to be known before the first backward pass. "
+        f"Call expect() with all micro-batches of the window before it. With Lightning "
+        f"set self.micro_batching, and accumulate_grad_batches=1."
     )
 
 

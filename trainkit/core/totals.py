@@ -12,7 +12,7 @@ from trainkit.core.strategies import Weight
 
 
 def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
-    """Numbers and 0-d tensors as one float64 vector, without waiting for any."""
+    """Numbers and 0-d tensors as one float64 vector; does not wait for any of them."""
     dtype = totals_dtype(device)
     devices = {n.device if isinstance(n, Tensor) else None for n in numbers}
     if len(devices) > 1:
@@ -34,10 +34,10 @@ def scalar(number: Weight, device: torch.device) -> Tensor:
 
 
 def totals_dtype(device: torch.device) -> torch.dtype:
-    """float64 counts exactly to 2^53; Apple's GPUs have none."""
+    """float64, which counts exactly to 2^53; float32 on Apple's GPUs, which lack it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def default_device() -> torch.device:
-    """Where a rank meets the others that has nothing to go by."""
+    """The device for exchanges between ranks, if nothing else shows one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Whole numbers: what counts as one, and how another value is refused."""
+"""The check that a value is a whole number."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def is_whole_number(value: object, *, least: int = 1) -> bool:
 def check_whole_number(
     name: str, value: object, *, least: int = 1, hint: str = ""
 ) -> None:
-    """Refuse what is no whole number from `least` to 10**12.
+    """Refuse a value that is not a whole number from `least` to 10**12.
 
     Args:
-        name: what the number is, as the user knows it.
-        value: what was received.
-        least: the smallest that is allowed.
-        hint: a sentence that says what to write.
+        name: the option, as the user knows it.
+        value: the value received.
+        least: the smallest value that is allowed.
+        hint: a sentence for the message: what to write instead.
 
     Raises:
         TrainkitError: the value is not such a number.

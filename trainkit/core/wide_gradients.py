@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,15 +16,15 @@ from trainkit.errors import TrainkitError
 class WideGradients:
     """Adds up the gradients of a window in float32, and rounds their sum once.
 
-    A parameter of bfloat16 has a gradient of bfloat16, and a sum kept in 8 bits loses
-    what is smaller than 1/256 of it: of 64 micro-batches the later ones, bit by bit
+    A parameter of bfloat16 has a gradient of bfloat16. A sum in its 8 bits loses
+    everything smaller than 1/256 of it, so later micro-batches count less and less
     (LLaMA-Factory#9769, NeMo Automodel#341; Megatron-LM keeps float32 for this reason).
-    Here each backward pass leaves its own gradient alone in the parameter, which is
-    added to a sum in float32 and taken away.
+    Here a backward pass leaves only its own gradient in the parameter. It is then added
+    to a sum in float32 and removed from the parameter.
 
-    torch's own `Tensor.grad_dtype = torch.float32` makes autograd do the same, but only
-    for one process: DDP and FSDP2 refuse such gradients, and so do AdamW and every
-    fused optimizer (torch 2.13).
+    torch's own `Tensor.grad_dtype = torch.float32` also makes autograd add up in
+    float32, but only in one process: DDP, FSDP2, AdamW and every fused optimizer refuse
+    such gradients (torch 2.13).
 
     >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     >>> wide = WideGradients([weight])
@@ -36,19 +35,20 @@ class WideGradients:
     >>> weight.grad
     tensor([320.], dtype=torch.bfloat16)
 
-    The sums live as long as the window: made by its first gradients, without a pass to
-    fill them with zeros, and given back to the allocator when the optimizer steps. They
-    take 4 bytes for each element that has a gradient. Parameters of float32 or float64
-    are added up here too, in their own dtype: a factor must reach all gradients alike.
+    The sums live as long as the window: its first gradients make them, and `hand_over`
+    frees them. They take 4 bytes for each element that has a gradient. Gradients in
+    float32 or float64 are added up here too, in their own dtype, since a factor must
+    reach all gradients alike.
 
     Args:
-        parameters: those whose gradients make the window.
-        ranks: those that share it. Passes that DDP has synchronised and others may
-            follow each other as they like: the sums meet in float32 at the end.
+        parameters: the parameters that train.
+        ranks: the ranks that share the window. Passes with and without DDP's
+            communication may follow each other in any order: the sums are added up
+            over ranks in float32 at the end.
 
     Raises:
-        TrainkitError: gradients meet over ranks in a way that is unknown, or that does
-            not leave them in `grad` after each pass (FSDP1).
+        TrainkitError: it is not known how gradients are added up over ranks, or the
+            backend does not leave them in `grad` after each pass (FSDP1).
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class WideGradients:
         return list(self._known.values())
 
     def join(self, parameters: Iterable[Tensor]) -> None:
-        """Add up the gradients of these too, from the next `take` on: finetuning lets
-        parameters train that did not when training began."""
+        """Add up the gradients of these parameters too, from the next `take` on.
+
+        Finetuning may unfreeze parameters while training runs.
+        """
         new = {id(p): p for p in parameters if id(p) not in self._known}
         if self._ranks.backend_sums and self._ranks.ddp is None:
             _refuse_unknown_backend(new.values())
@@ -77,11 +79,11 @@ class WideGradients:
         return [p for p in parameters if id(p) not in self._known]
 
     def stand_in_of(self, parameter: Tensor) -> Tensor:
-        """What holds a parameter's sum: its `grad` is the window's so far, or None.
+        """The tensor whose `grad` is a parameter's sum in the window so far, or None.
 
-        A leaf in float32, of the parameter's shape and without storage, so that what is
-        done to gradients (scaling, adding up over ranks, a checkpoint) can be done to
-        the sums. Valid until the window closes.
+        It is a leaf in float32, of the parameter's shape and without storage. So all
+        that can be done to gradients (scaling, adding up over ranks, a checkpoint) can
+        be done to the sums. Valid until the window closes.
         """
         if id(parameter) not in self._stand_ins:
             self._stand_ins[id(parameter)] = _make_stand_in(parameter)
@@ -93,28 +95,23 @@ class WideGradients:
         return [self.stand_in_of(parameter) for parameter in self.parameters]
 
     @torch.no_grad()
-    def take(self, factor: Tensor | None = None, *, is_shared: bool = False) -> None:
-        """Add the gradients of the backward pass that is over, and take them away.
+    def take(self, *, is_shared: bool = False) -> None:
+        """Add the gradients of the last backward pass, and remove them.
 
         Nothing here waits for the device.
 
         Args:
-            factor: 0-d, what the pass is multiplied by, never rounded to half
-                precision. Of a shared pass, the same on all ranks: it multiplies what
-                is no longer this rank's own.
-            is_shared: the backend has brought this pass together over ranks.
+            is_shared: whether the backend has added up this pass over ranks.
         """
-        used = [p for p in self.parameters if p.grad is not None]
-        if used and is_shared and self._adds_over_ranks:
-            factor = self._counted_once(factor, used[0].device)
-        like = cache(
-            lambda device, dtype: None if factor is None else factor.to(device, dtype)
-        )
-        for parameter in used:
-            assert parameter.grad is not None
+        share = 1.0
+        if is_shared and self._adds_over_ranks and self._ranks.aggregation == "sum":
+            # Every rank has the sum already, and `hand_over` adds up all ranks.
+            share = 1 / self._ranks.size
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                continue
             stand_in = self.stand_in_of(parameter)
-            cast = like(stand_in.device, stand_in.dtype)
-            stand_in.grad = _added(stand_in, parameter.grad, cast)
+            stand_in.grad = _added(stand_in, parameter.grad, share)
             if self._leaves_zeros:
                 parameter.grad.zero_()
             else:  # the next pass then moves its gradient here and adds nothing
@@ -124,14 +121,14 @@ class WideGradients:
     def hand_over(self, scale: Tensor | None = None) -> None:
         """Close the window: each `grad` becomes scale * sum, rounded once.
 
-        The sum is over the window's passes, and over ranks what the backend makes of
-        them: their mean where it leaves the mean. A parameter that no micro-batch of
-        any rank has used keeps `None`. To be called by every rank, before clipping and
-        before `optimizer.step()`.
+        The sum is over the window's passes. Over ranks it is the mean or sum that the
+        backend leaves. A parameter that no micro-batch of any rank has used keeps
+        `None`. Every rank must call this, before clipping and before
+        `optimizer.step()`.
 
         Args:
-            scale: 0-d, what the sums are multiplied by. It may differ between ranks
-                where the backend does nothing to gradients (`aggregation="none"`).
+            scale: 0-d, multiplies the sums. It may differ between ranks if the backend
+                does nothing to gradients (`aggregation="none"`).
         """
         if not self._leaves_zeros:
             self._refuse_not_taken()
@@ -146,57 +143,50 @@ class WideGradients:
             parameter.grad = None if total is None else total.to(parameter.dtype)
 
     def drop(self) -> None:
-        """Forget the open window: its sums, and what no `take` has come for."""
+        """Forget the open window: its sums, and all gradients not yet taken."""
         self._stand_ins.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
     @property
     def _leaves_zeros(self) -> bool:
-        """Whether `grad` must stay: DDP that looks for unused parameters remembers what
-        a pass under no_sync() has used, and wants its gradient in the last pass."""
+        """Whether `take` must leave a `grad` of zeros: with `find_unused_parameters`,
+        DDP needs in the last pass the `grad` of what passes under no_sync() have
+        used."""
         ddp = self._ranks.ddp
         return ddp is not None and ddp.find_unused_parameters
 
     @property
     def _adds_over_ranks(self) -> bool:
-        """Whether sums must meet at the end, as not every pass has been shared.
+        """Whether `hand_over` adds up sums over ranks, as not every pass was shared.
 
-        All ranks must act alike, and a rank of one micro-batch cannot see that another
-        had more: under DDP always. The mean of equal gradients is that gradient.
+        All ranks must act alike, and a rank with one micro-batch cannot know that
+        another had more. So this is always true under DDP; the mean of equal gradients
+        is that gradient.
         """
         ranks = self._ranks
         return ranks.size > 1 and (ranks.aggregation == "none" or ranks.ddp is not None)
-
-    def _counted_once(
-        self, factor: Tensor | None, device: torch.device
-    ) -> Tensor | None:
-        """For a pass that has left its sum on every rank, where all are added up."""
-        if self._ranks.aggregation != "sum":
-            return factor
-        share = torch.full((), 1 / self._ranks.size, device=device)
-        return share if factor is None else share * factor.to(device)
 
     def _refuse_not_taken(self) -> None:
         left = [p for p in self.parameters if p.grad is not None]
         if left:
             raise TrainkitError(
                 f"hand_over(): {len(left)} parameters, the first of shape "
-                f"{list(left[0].shape)}, have a gradient that is in no sum, and it "
-                f"would be lost. Call take() after each backward pass."
+                f"{list(left[0].shape)}, have a gradient that was not added to the sum "
+                f"and would be lost. Call take() after each backward pass."
             )
 
 
 def _refuse_unknown_backend(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that neither DDP nor FSDP2 brings together."""
+    """Refuse parameters whose gradients neither DDP nor FSDP2 adds up over ranks."""
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     if plain:
         raise TrainkitError(
-            f"WideGradients: {len(plain)} parameters, the first of shape "
-            f"{list(plain[0].shape)}, meet over ranks by neither DDP nor FSDP2 "
-            f"(fully_shard), so nothing shows whether a pass has brought their "
-            f"gradients together. Use one of these and pass it as module=; or leave "
-            f"the gradients in half precision."
+            f"WideGradients: the gradients of {len(plain)} parameters, the first of "
+            f"shape {list(plain[0].shape)}, are averaged by neither DDP nor FSDP2 "
+            f"(fully_shard), so it is not known when they are equal on all ranks. Pass "
+            f"a DDP or FSDP2 module as module=, or leave the gradients in half "
+            f"precision."
         )
 
 
@@ -217,18 +207,15 @@ def _make_stand_in(parameter: Tensor) -> Tensor:
     return shell.requires_grad_()
 
 
-def _added(stand_in: Tensor, gradient: Tensor, factor: Tensor | None) -> Tensor:
-    """The sum with one more gradient; in place, where there is a sum."""
+def _added(stand_in: Tensor, gradient: Tensor, share: float) -> Tensor:
+    """The sum with a share of one more gradient; in place if there is a sum already."""
     total = stand_in.grad
     if total is not None and not gradient.is_sparse and not total.is_sparse:
-        # One kernel each, no copy in float32; a 0-d factor does not widen or narrow it.
-        if factor is None:
-            return total.add_(gradient)
-        return total.addcmul_(gradient, factor)
+        return total.add_(gradient, alpha=share)  # one kernel, no copy in float32
     # copy: a gradient of float32 may be a view of DDP's bucket
     wide = gradient.to(stand_in.dtype, copy=True)
-    if factor is not None:
-        wide.mul_(factor)
+    if share != 1:
+        wide.mul_(share)
     if total is None:
         return wide
     if total.is_sparse and not wide.is_sparse:

@@ -1,4 +1,4 @@
-"""An open window: what one rank has seen of it."""
+"""The open window on one rank: its losses, weights and counts."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from trainkit.core.window_stats import COUNT, LARGEST, NUM_COLUMNS, SMALLEST
 
 @dataclass
 class Window:
-    """One rank's losses, weights and totals in an open window.
+    """One rank's losses, weights and counts in an open window.
 
-    Everything is kept as it came and looked at once, when the window closes: a step
+    They are kept as they come and added up once, when the window closes. So a step
     costs a few small operations, however many micro-batches it has.
 
     Attributes:
         strategies: say what micro-batches weigh, for each term of the loss.
         streamed: the division of windows whose total is not known.
         reduction: how the losses are added up; several terms are joined into a sum.
-        weights: what each micro-batch weighs.
-        applied: the same after the rounding of a half-precision loss, which cannot
-            carry 1001: what the gradients were really multiplied by.
+        weights: the weight of each micro-batch.
+        applied: the weights by which gradients were really multiplied: a loss of half
+            precision rounds them (in bfloat16, 1001 becomes 1000).
         losses: each loss as it went into the backward pass, detached.
-        divisors: what the loop had divided each of them by.
-        padding: for each micro-batch looked at, how many of its tokens only pad.
-        tokens: and how many it has in all.
-        samples: for each micro-batch that was counted, how many it has.
-        carried: the row of micro-batches that a checkpoint brought back.
-        carried_weights: what each of these weighed, where that is known.
+        divisors: what the loop had divided each loss by.
+        padding: the number of padding tokens in each micro-batch that was counted.
+        tokens: the number of all tokens in each micro-batch that was counted.
+        samples: the number of samples in each micro-batch that was counted.
+        carried: the row of the micro-batches that a checkpoint has brought back.
+        carried_weights: the weight of each of these, if it is known.
         num_skipped: how many micro-batches were left out, with weight 0.
-        num_passes: how many backward passes have come from a weighted loss.
+        num_passes: how many backward passes have started from a weighted loss.
         is_torn: whether a backward pass has begun and not ended.
-        is_apart: whether the last one left DDP's ranks apart.
+        is_apart: whether the last backward pass left the gradients on DDP's ranks.
         announced: all ranks' rows, once the window is complete.
-        told: its totals, where they were announced before its first forward pass.
-        division: what its losses are divided by, chosen when the first of them comes.
-        joined: the terms of the micro-batch whose backward pass is to run.
+        told: the window's totals, if they were announced before its first forward pass.
+        division: how the losses are divided, chosen when the first one comes.
+        joined: the terms of the micro-batch whose backward pass comes next.
     """
 
     strategies: Strategies
@@ -79,13 +79,13 @@ class Window:
 
     @property
     def num_micro_batches(self) -> int:
-        """How many it holds on this rank, those of a checkpoint included."""
+        """How many micro-batches it has on this rank, with those of a checkpoint."""
         before = 0 if self.carried is None else int(self.carried[COUNT])
         return before + len(self.losses)
 
     @property
     def num_weighted(self) -> int:
-        """Micro-batches whose backward pass is to run."""
+        """How many micro-batches have a backward pass: all that were not skipped."""
         return len(self.losses) - self.num_skipped
 
     @property
@@ -96,15 +96,15 @@ class Window:
         self.weigh_by(self.strategies)
 
     def weigh_by(self, strategies: Strategies) -> None:
-        """Take other strategies, while nothing has been weighed."""
+        """Replace the strategies, before anything has been weighed."""
         self.strategies = strategies
         self.reduction = leading(strategies).loss_reduction
         if len(strategies) > 1:
             self.reduction = "sum"
 
     def join(self, terms: Mapping[str, Tensor] | Tensor) -> Tensor:
-        """The terms of the next announced micro-batch as one loss, each divided by its
-        own total."""
+        """Return the terms of the next announced micro-batch as one loss, each divided
+        by its own total."""
         if self.told is None:
             raise untold_terms(self.strategies)
         weights = self.told.next_weights()
@@ -123,7 +123,7 @@ class Window:
         divided_by: int = 1,
         expected: int = 1,
     ) -> Weight | None:
-        """Count a micro-batch; by what its gradient is multiplied (None is 1)."""
+        """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
         joined, self.joined = self.joined, None
         if joined is not None:  # its terms have factors of their own
             self._add(joined.weight, joined.weight, joined.value, 1)
@@ -133,9 +133,14 @@ class Window:
         weight = checked_weight(weight)
         if self.division is None:
             self.division = self._choose_division(loss)
-        factor, applied = self.division.factor(
-            loss, weight, self.reduction, divided_by=divided_by, expected=expected
-        )
+        factor: Weight
+        applied = weight
+        if isinstance(self.division, Told):
+            factor = self.division.factor(weight, self.reduction, divided_by=divided_by)
+        else:
+            factor, applied = self.division.factor(
+                loss, weight, self.reduction, divided_by=divided_by, expected=expected
+            )
         if value is None:
             # clone: the next step of a CUDA graph writes over this one's loss
             value = loss.detach().clone()
@@ -145,8 +150,8 @@ class Window:
         return factor
 
     def _choose_division(self, loss: Tensor) -> Told | Streamed:
-        """By the first loss: one of half precision would round w / W, so that such a
-        window is divided when it closes."""
+        """Choose by the first loss: half precision would round w / W, so a window of
+        such losses is divided when it closes."""
         if self.told is not None and loss.dtype not in HALF:
             return self.told
         if self.carried is None:
@@ -162,31 +167,29 @@ class Window:
         self.divisors.append(divided_by)
 
     def copy(self) -> Window:
-        """A copy of the window with lists of its own."""
-        other = replace(self)
-        for name, value in vars(other).items():
-            if isinstance(value, list):
-                setattr(other, name, list(value))
-        return other
+        """A copy whose lists can change without changing this window's."""
+        lists = {name: [*v] for name, v in vars(self).items() if isinstance(v, list)}
+        return replace(self, **lists)
 
     def skip(self, loss: Tensor) -> None:
+        """Leave a micro-batch out: count it with weight 0."""
         self._add(0, 0, loss.new_zeros(()), 1)
         self.num_skipped += 1
 
     def count(
         self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
     ) -> None:
-        """Count what `WindowStats` shows: tokens, those that only pad, samples."""
+        """Add to the counts that `WindowStats` shows."""
         self.padding.append(padding)
         self.tokens.append(tokens)
         self.samples.append(samples)
 
     def row(self, device: torch.device, *, slots: int = 0) -> Tensor:
-        """This rank's numbers, in float64.
+        """This rank's columns of `WindowStats`, in float64.
 
         Args:
-            device: where the ranks meet.
-            slots: how many single weights to append, those not used as NaN.
+            device: where the ranks exchange their rows.
+            slots: how many single weights to append; NaN fills those not used.
         """
         weights = vector(self.weights, device)
         if self.losses:
@@ -202,7 +205,7 @@ class Window:
         return torch.cat([own, single[:slots], unused])
 
     def single(self, device: torch.device) -> Tensor:
-        """What each micro-batch of this rank weighs, also those of a checkpoint."""
+        """The weight of each micro-batch on this rank, with those of a checkpoint."""
         return vector([*self.carried_weights, *self.weights], device)
 
     def _own_columns(self, weights: Tensor) -> Tensor:
@@ -213,16 +216,14 @@ class Window:
         total = bare = losses.sum()
         if self.reduction == "mean":
             total = weighted_sum(losses, self.weights, weights)
-        looked_at = (self.padding, self.tokens, self.samples)
-        counts = [len(self.losses), *map(sum, looked_at)]
         weight = divisor = weights.sum()
         if not all(map(operator.is_, self.applied, self.weights)):
             divisor = vector(self.applied, weights.device).sum()
         sums = torch.stack([weight, divisor, total, bare, *weights.aminmax()])
-        return torch.cat([sums, vector(counts, weights.device)])
+        return torch.cat([sums, vector(self._counts, weights.device)])
 
     def _columns_on_host(self) -> Tensor:
-        """The columns in plain numbers: one tensor operation would cost more."""
+        """The columns by plain numbers, which cost less than one tensor operation."""
         weights = cast(list[float], self.weights)
         losses = [
             x.item() * by for x, by in zip(self.losses, self.divisors, strict=True)
@@ -232,10 +233,14 @@ class Window:
         if self.reduction == "mean":
             total = sum(w * x for w, x in zip(weights, losses, strict=True) if w)
         weight = math.fsum(weights)
-        looked_at = (self.padding, self.tokens, self.samples)
-        counts = [len(losses), *map(sum, looked_at)]
-        row = [weight, weight, total, bare, min(weights), max(weights), *counts]
+        extremes = min(weights), max(weights)
+        row = [weight, weight, total, bare, *extremes, *self._counts]
         return torch.tensor(row, dtype=torch.float64)
+
+    @property
+    def _counts(self) -> list[Weight]:
+        counted = (self.padding, self.tokens, self.samples)
+        return [len(self.losses), *map(sum, counted)]
 
     def _undivided_losses(self, device: torch.device) -> Tensor:
         losses = vector(self.losses, device)
@@ -246,22 +251,22 @@ class Window:
 
 
 def are_numbers(weights: Sequence[Weight]) -> bool:
-    """Whether all are known on the host."""
+    """Whether all weights are plain numbers, known on the host."""
     return not any(isinstance(weight, Tensor) for weight in weights)
 
 
 def weighted_sum(
     values: Tensor, weights: Sequence[Weight], vector_of_weights: Tensor
 ) -> Tensor:
-    """sum_i w_i * value_i. A mean over nothing is NaN, and NaN * 0 is NaN: what weighs
-    nothing is left out."""
+    """sum_i w_i * value_i, without the values of weight 0: a mean over nothing is NaN,
+    and NaN * 0 is NaN."""
     if not (are_numbers(weights) and all(weights)):
         values = values.where(vector_of_weights != 0, vector_of_weights)
     return values.dot(vector_of_weights)
 
 
 def merged(rows: Tensor) -> Tensor:
-    """Several rows as one: the sums added up, the extremes taken again."""
+    """Several rows as one: sums are added up, extremes are taken of all."""
     row = rows[:, :NUM_COLUMNS].sum(0)
     row[SMALLEST] = rows[:, SMALLEST].amin()
     row[LARGEST] = rows[:, LARGEST].amax()

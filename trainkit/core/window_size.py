@@ -1,18 +1,17 @@
-"""A window's size that may change where a window ends, in mid-epoch too."""
+"""The size of windows, which may change between two windows of an epoch."""
 
 from __future__ import annotations
 
 
 class WindowSize(int):
-    """How many micro-batches a window has, and with which batch windows began.
+    """A number of micro-batches in a window, with the batch at which windows began.
 
-    Lightning opens a window where `batch_idx % N == 0` and steps where
-    `(batch_idx + 1) % N == 0`. With a plain number both hold only for windows that
-    began at batch 0: after a change in mid-epoch it zeroes inside windows and steps
-    with leftovers (Lightning-AI/pytorch-lightning#5334; yolov5#3722). A remainder by a
-    `WindowSize` is counted from the first window of its size, so that Lightning's own
-    rule, and that of everybody who wrote it down, stays true. In all else it is a
-    number.
+    Lightning opens a window if `batch_idx % N == 0` and steps if
+    `(batch_idx + 1) % N == 0`. With a plain number that is right only for windows that
+    began at batch 0: after a change in mid-epoch, Lightning zeroes inside windows and
+    steps with leftovers (Lightning-AI/pytorch-lightning#5334; yolov5#3722). A remainder
+    by a `WindowSize` counts from the first window of its size. So this rule stays right
+    in Lightning, and in all code that repeats it. Otherwise it is a plain number.
 
     >>> size = WindowSize(3, first_batch=4)
     >>> [batch_idx % size for batch_idx in (4, 5, 6, 7)]

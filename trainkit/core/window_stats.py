@@ -1,4 +1,4 @@
-"""Numbers of a closed window, over all ranks."""
+"""The numbers of a closed window, over all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainkit.core.strategies import LossReduction
 
-# The columns of a rank's row. What follows them are the single weights, if asked for.
+# The columns of a rank's row. The single weights follow them, if they were asked for.
 COLUMNS = (
     "weight",
     "divisor",
@@ -29,11 +29,10 @@ PADDING, TOKENS, SAMPLES = range(7, NUM_COLUMNS)
 
 @dataclass(frozen=True, eq=False)
 class WindowStats:
-    """Loss, weights and counts of a window, over all ranks.
+    """The loss, weights and counts of a window, over all ranks.
 
-    Everything in it has been exchanged when the window closed. Its numbers are 0-d
-    tensors on the device: reading one never communicates, and nothing waits for it
-    until it is turned into a Python number.
+    The ranks exchanged them when the window closed. They are 0-d tensors on the device:
+    reading one never communicates, and only turning it into a Python number waits.
     """
 
     table: Tensor
@@ -43,7 +42,7 @@ class WindowStats:
     """The table's sums over ranks."""
 
     reduction: LossReduction = "mean"
-    """What the losses were; a sum that stays a sum is divided by nothing."""
+    """What the losses are; a `"total"` is not divided."""
 
     def on_host(self) -> WindowStats:
         """A copy on the host; waits for the device."""
@@ -51,7 +50,7 @@ class WindowStats:
 
     @property
     def weight(self) -> Tensor:
-        """The effective batch: all weights together, in float64."""
+        """The effective batch: the sum of all weights, in float64."""
         return self.totals[WEIGHT]
 
     @property
@@ -61,8 +60,10 @@ class WindowStats:
 
     @property
     def loss(self) -> Tensor:
-        """The loss of the window as one batch: its mean, and 0 where nothing counts;
-        with `loss_reduction="total"` the sum."""
+        """The loss of the window as one batch: its mean, or 0 if it weighs nothing.
+
+        With `loss_reduction="total"` it is the sum.
+        """
         if self.reduction == "total":
             return self.totals[LOSS]
         weight = self.weight
@@ -70,24 +71,23 @@ class WindowStats:
 
     @property
     def imbalance(self) -> Tensor:
-        """The largest share of a micro-batch, times their number: 1 when all weigh
-        the same, and never less."""
+        """The largest weight over the mean weight: 1 if all micro-batches are alike."""
         largest = self.table[:, LARGEST].amax()
         return largest * self.totals[COUNT] / self.weight
 
     @property
     def padding(self) -> Tensor:
-        """The share of tokens that only pad; NaN where nobody counted."""
+        """The share of tokens that are padding; NaN if they were not counted."""
         return self.totals[PADDING] / self.totals[TOKENS]
 
     @property
     def samples(self) -> Tensor:
-        """How many samples it had; 0 where nobody counted."""
+        """How many samples the window had; 0 if they were not counted."""
         return self.totals[SAMPLES]
 
     @property
     def weights(self) -> Tensor | None:
-        """What each micro-batch weighed, on all ranks, if that was kept."""
+        """The weight of each micro-batch, on all ranks; None if they were not kept."""
         if self.table.shape[1] == NUM_COLUMNS:
             return None
         single = self.table[:, NUM_COLUMNS:].flatten()
@@ -95,11 +95,11 @@ class WindowStats:
 
     @property
     def uniform_gap(self) -> Tensor | None:
-        """How far uniform averaging would have been from the true weights.
+        """The distance between uniform averaging and the true weights.
 
-        The total variation 1/2 sum_i |w_i / W - 1/n|: the share of the gradient that
-        would have gone to the wrong micro-batch. None if single weights were not kept,
-        NaN if not all were (a window that a checkpoint brought back).
+        It is the total variation 1/2 sum_i |w_i / W - 1/n|: the share of the gradient
+        that would have gone to the wrong micro-batches. None if single weights were not
+        kept; NaN if some are missing (in a window that a checkpoint brought back).
         """
         if self.table.shape[1] == NUM_COLUMNS:
             return None

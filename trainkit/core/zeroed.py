@@ -1,4 +1,4 @@
-"""Whether an open window's gradients were zeroed between two backward passes."""
+"""The check that nobody zeroes an open window's gradients between backward passes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from operator import is_
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainkit.core import refusals
 from trainkit.core._compat import versions_of
+from trainkit.core.gradients import values_of
 from trainkit.core.late_reading import LateReading
 
 
 class ZeroedWatch:
     """Refuses a window whose gradients were zeroed between two of its passes.
 
-    The first window is looked at more closely, and so are those after one in which
-    somebody wrote into the gradients.
+    It also remembers which gradients were zero before: in the first window, and in all
+    windows once something other than autograd has written into the gradients.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class ZeroedWatch:
         """Check whether the held gradients are still there.
 
         Args:
-            num_micro_batches: how many passes the window has had.
+            num_micro_batches: how many passes the window has had, for the message.
         """
         held, self._held = self._held, None
         zeroed = None if held is None else held.are_zeroed()
@@ -46,7 +46,7 @@ class ZeroedWatch:
         self.read()
 
     def read(self, *, wait: bool = False) -> None:
-        """Report what was found, once it has reached the host."""
+        """Report what has reached the host; `wait` waits for the rest too."""
         while self._late and (wait or self._late[0][1].arrived):
             num_micro_batches, reading = self._late.popleft()
             flags = reading.values()
@@ -56,25 +56,25 @@ class ZeroedWatch:
                 refusals.announce_zeroed(flags)
 
     def forget(self) -> None:
-        """Begin anew: the window is gone, or its gradients were put back."""
+        """Forget the held gradients: the window is gone, or others were put back."""
         self._held = None
 
-    def end_first(self) -> None:
-        """The first window has closed."""
+    def close(self) -> None:
+        """End a window: the next one is looked at closely only if there is reason."""
         self._looks_before = self._is_written
 
 
 class HeldGradients:
     """The gradients of an open window, as its last pass left them.
 
-    Autograd counts how often a tensor is written over, so a look at these counters
-    tells, without a look at any number, whether somebody wrote into the gradients
-    between two passes. Only then are they looked at: what is zero now was zeroed,
-    unless it was zero before, as where nothing has weighed anything yet.
+    Autograd counts how often each tensor is written over. These counters show, without
+    reading the gradients, whether something has written into them between two passes.
+    Only then are the gradients read: one that is zero now was zeroed, unless it was
+    zero before (as in a window that weighs nothing so far).
 
     Args:
         parameters: whose gradients.
-        looks_before: which are zero already is looked at; False takes them for none.
+        looks_before: remember which are zero already; False assumes that none is.
     """
 
     def __init__(
@@ -88,13 +88,12 @@ class HeldGradients:
         if looks_before:
             self._were_zero = [_is_zero(gradient) for gradient in self._gradients]
 
-    def __len__(self) -> int:
-        return len(self._gradients)
-
     def are_zeroed(self) -> Tensor | None:
-        """For each gradient, 1 where it has been written over since and is zero now, or
-        -1 where it was zero before; None where nobody has written into any. Nothing
-        waits for the device."""
+        """A flag for each gradient; None if none has been written over since.
+
+        1 is a gradient that was written over and is zero now, -1 one that was zero
+        before, 0 any other. Nothing waits for the device.
+        """
         found = [parameter.grad for parameter in self._parameters]
         versions = versions_of(self._gradients)
         if versions == self._versions and all(map(is_, found, self._gradients)):
@@ -110,9 +109,7 @@ class HeldGradients:
 def _is_zero(gradient: Tensor | None) -> Tensor | int:
     if gradient is None:
         return 1
-    values = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    values = values.coalesce().values() if values.is_sparse else values
-    return 1 - values.detach().any().int()
+    return 1 - values_of(gradient).detach().any().int()
 
 
 def _stacked(flags: Sequence[Tensor | int]) -> Tensor:

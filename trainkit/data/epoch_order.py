@@ -1,4 +1,4 @@
-"""An order of rows that seed and epoch alone decide, and that the ranks share."""
+"""The base of trainkit's samplers: an order that only seed and epoch decide."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ from trainkit.errors import TrainkitError
 
 
 class EpochOrder(DistributedSampler[Any], ABC):
-    """What samplers of trainkit have in common.
+    """The base of trainkit's samplers: an order of rows that the ranks share.
 
-    It is a `DistributedSampler` so that Lightning puts no other in its place. The ranks
-    are looked up when rows are read, not when it is made. A position counts what all
-    ranks have been given of the epoch, in a unit of the sampler's own.
-
-    Args:
-        dataset: with a length.
-        shuffle: whether each epoch has an order of its own.
-        seed: of the orders.
-        process_group: the ranks that share the rows; default: all.
+    It is a `DistributedSampler` so that Lightning does not replace it. It looks up the
+    ranks when rows are read, not when it is made. A position counts what all ranks have
+    been given in the epoch; each sampler chooses the unit.
 
     Attributes:
-        epoch: which order it is.
-        is_told: whether somebody has said since the last resume which epoch it is.
+        epoch: the epoch whose order it gives.
+        is_told: whether `set_epoch` has been called since the last resume.
         start: the position from which the next pass begins.
-        fills: whether a rank for which there is no row may be given a filler.
+        fills: whether a rank without a row may be given a filler.
     """
 
     def __init__(
@@ -47,7 +41,7 @@ class EpochOrder(DistributedSampler[Any], ABC):
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """This rank, and how many share the rows."""
+        """This rank's index, and how many ranks share the rows."""
         if not (dist.is_available() and dist.is_initialized()):
             return 0, 1
         group = self.process_group
@@ -55,7 +49,6 @@ class EpochOrder(DistributedSampler[Any], ABC):
 
     @property
     def num_rows(self) -> int:
-        """How many rows the dataset has."""
         return len(cast(Sized, self.dataset))
 
     @property
@@ -66,14 +59,14 @@ class EpochOrder(DistributedSampler[Any], ABC):
     @property
     @abstractmethod
     def gives_fillers(self) -> bool:
-        """Whether an epoch has places to fill, on this rank or on another."""
+        """Whether an epoch has fillers, on this rank or on another."""
 
     @abstractmethod
     def after(self, position: int) -> int:
-        """The position once every rank has been given one more batch."""
+        """The position after one more batch on every rank."""
 
     def described(self) -> dict[str, Any]:
-        """What must stay as it is for a position to mean the same rows."""
+        """The options that must not change while a position is to keep its meaning."""
         return {"shuffle": self.shuffle, "seed": self.seed}
 
     def set_epoch(self, epoch: int) -> None:
@@ -88,7 +81,7 @@ class EpochOrder(DistributedSampler[Any], ABC):
         return seed % 2**63
 
     def permuted(self, number: int, *parts: int) -> list[int]:
-        """0, 1, ... in this epoch's order; as they stand, if nothing is shuffled."""
+        """The numbers 0, 1, ... in this epoch's order, shuffled or not."""
         if not self.shuffle:
             return list(range(number))
         generator = torch.Generator().manual_seed(self.seed_for(*parts))
@@ -96,14 +89,6 @@ class EpochOrder(DistributedSampler[Any], ABC):
 
 
 def check_seed(name: str, seed: object) -> None:
-    """Refuse a seed that is not a whole number.
-
-    Args:
-        name: whose seed it is.
-        seed: what was received.
-
-    Raises:
-        TrainkitError: the seed is not a whole number.
-    """
+    """Refuse a seed that is not a whole number."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TrainkitError(f"{name} seed: must be a whole number, received {seed!r}.")

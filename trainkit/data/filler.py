@@ -1,4 +1,4 @@
-"""Rows that weigh nothing, where a batch or a rank would have too few."""
+"""Rows that weigh nothing, for batches or ranks that would have too few rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from trainkit.errors import TrainkitError
 
 
 class Filler(int):
-    """The index of a row that is loaded to fill a place, and must weigh nothing."""
+    """The index of a row that only fills a place, and must weigh nothing."""
 
 
 class Filled(Dataset[Any]):
-    """A dataset whose fillers have been made to weigh nothing.
-
-    Args:
-        dataset: with rows by index.
-        weigh_nothing: makes of a row one that weighs nothing.
-    """
+    """A dataset that applies `weigh_nothing` to each row with the index of a filler."""
 
     def __init__(self, dataset: Any, weigh_nothing: Callable[[Any], Any]) -> None:
         self.dataset = dataset
@@ -37,7 +32,7 @@ class Filled(Dataset[Any]):
         return self._read(index, self.dataset[int(index)])
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        # By which torch reads a batch at once, of datasets that can.
+        # torch calls this to read a whole batch, which the dataset may do at once.
         at_once = getattr(self.dataset, "__getitems__", None)
         if at_once is None:
             return [self[index] for index in indices]
@@ -49,18 +44,18 @@ class Filled(Dataset[Any]):
 
 
 class WeighNothing:
-    """Sets fields of a row to a value with which it weighs nothing.
+    """Sets fields of a row to a value with which the row weighs nothing.
 
         WeighNothing(labels=-100)    # for PerToken: no token has a loss
         WeighNothing(weight=0.0)     # for PerSample(mask="weight") and a weighted mean
 
-    A batch may have no other rows. Then a loss that divides by its own count is 0/0,
-    which makes gradients NaN, and is refused: divide by `count.clamp(min=1)`. torch's
-    `cross_entropy` with `ignore_index` needs nothing. BatchNorm takes fillers for rows
-    like any other: where there is some, leave such rows out by `last="drop"`.
+    A batch may have no other rows. A loss that divides by its own count is then 0/0,
+    which makes gradients NaN and is refused: divide by `count.clamp(min=1)`. torch's
+    `cross_entropy` with `ignore_index` needs no change. BatchNorm counts fillers as
+    rows: if the model has BatchNorm, use `last="drop"` instead.
 
     Args:
-        **values: for each field, what all of it becomes.
+        **values: for each field, the value that fills it.
     """
 
     def __init__(self, **values: float) -> None:
@@ -77,22 +72,19 @@ class WeighNothing:
                 f"WeighNothing: rows must be mappings, received {type(row).__name__}. "
                 f"Give weigh_nothing= a function of your own."
             )
-        changed = {name: _all(name, row, value) for name, value in self.values.items()}
-        return {**row, **changed}
-
-
-def _all(name: str, row: Mapping[str, Any], value: float) -> Any:
-    if name not in row:
-        raise TrainkitError(
-            f"WeighNothing {name}: must be a field of each row, received a row of "
-            f"{', '.join(map(str, row))}."
-        )
-    return _replaced(name, row[name], value)
+        for name in self.values:
+            if name not in row:
+                raise TrainkitError(
+                    f"WeighNothing {name}: must be a field of each row, received a row "
+                    f"of {', '.join(map(str, row))}."
+                )
+        fields = self.values.items()
+        return {**row, **{name: _replaced(name, row[name], v) for name, v in fields}}
 
 
 def _replaced(name: str, old: Any, value: float) -> Any:
     if isinstance(old, list | tuple):
-        # A named tuple is made of its fields, by a method of its own.
+        # A named tuple is made from its fields by `_make`.
         make = getattr(type(old), "_make", type(old))
         return make([_replaced(name, each, value) for each in old])
     tensor = as_tensor(old)
@@ -104,9 +96,9 @@ def _replaced(name: str, old: Any, value: float) -> Any:
         )
     if not can_hold(tensor.dtype, value):
         raise TrainkitError(
-            f"WeighNothing {name}: {value!r} is no value of {tensor.dtype}, of which "
-            f"the field is: it would become another one, which may weigh something. "
-            f"Choose another, or give the field another type."
+            f"WeighNothing {name}: must be a value of the field's type, "
+            f"{tensor.dtype}, received {value!r}: rounded to it, the row could weigh "
+            f"something. Choose another value, or give the field another type."
         )
     if isinstance(old, Tensor):
         return torch.full_like(old, value)

@@ -1,4 +1,4 @@
-"""Batches of as many rows each, whose lengths are alike."""
+"""Batches of a fixed number of rows with similar lengths."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from trainkit.data.length_sampler import Batch, LengthSampler
 
 
 class LengthGroupedSampler(LengthSampler):
-    """Puts rows of like length into one batch, all batches being of one size.
+    """Makes batches of `batch_size` rows with similar lengths.
 
-    An epoch's rows are shuffled, taken in pools of `pool` batches, and sorted by length
-    within each pool; the batches cut from them are shuffled in turn. The larger the
-    pool, the less padding and the less chance in which rows meet.
+    An epoch's rows are shuffled and divided into pools of `pool` batches. Each pool is
+    sorted by length and cut into batches, and the batches are shuffled. A larger pool
+    means less padding, but also less chance in which rows meet.
 
     Args:
-        lengths: of the rows, in order.
-        batch_size: rows of a batch.
-        pool: how many batches are cut from rows that were sorted together.
-        shuffle: whether each epoch has an order of its own; otherwise rows are sorted
-            throughout, the longest first.
-        seed: of the orders.
-        drop_last: leave out a batch that is not full, and those that do not make a
+        lengths: the lengths of the rows, in order.
+        batch_size: rows in a batch.
+        pool: how many batches are cut from rows that are sorted together.
+        shuffle: whether each epoch has its own order; if not, all rows are sorted, the
+            longest first.
+        seed: the seed of the orders.
+        drop_last: leave out a batch that is not full, and batches that do not make a
             round of all ranks.
         process_group: the ranks that share the rows; default: all.
     """
@@ -50,7 +50,7 @@ class LengthGroupedSampler(LengthSampler):
             drop_last=drop_last,
             process_group=process_group,
         )
-        # Not batch_size: Lightning would try to make another of it for overfit_batches.
+        # Not named batch_size: for overfit_batches Lightning would copy the sampler.
         self.rows_each, self.pool = batch_size, pool
 
     @property

@@ -1,4 +1,4 @@
-"""Whole batches of rows of like length, dealt to the ranks."""
+"""The base of batch samplers that know the lengths of rows."""
 
 from __future__ import annotations
 
@@ -17,21 +17,14 @@ Batch = list[int]
 
 
 class LengthSampler(EpochOrder):
-    """A batch sampler that goes by the lengths of rows.
+    """A batch sampler that uses the lengths of rows.
 
-    The epoch's batches are the same for any number of ranks, which are dealt one each,
-    round by round; every rank has as many. Where the last round lacks some, batches of
-    it are parted, so that no row is left out and none is read twice.
+    The number of ranks does not change the epoch's batches. In each round every rank is
+    given one batch, so all ranks have equally many. If batches are lacking in the last
+    round, some of its batches are split, so that every row is read once.
 
     In a loop of your own give it to a `DataLoader` as `batch_sampler`, and call
     `set_epoch` before each epoch; with Lightning give it to a `ResumableLoader`.
-
-    Args:
-        lengths: of the rows, in order.
-        shuffle: whether each epoch has an order of its own.
-        seed: of the orders.
-        drop_last: leave out what does not make a full round.
-        process_group: the ranks that share the rows; default: all.
     """
 
     def __init__(
@@ -57,11 +50,11 @@ class LengthSampler(EpochOrder):
     @property
     @abstractmethod
     def num_batches(self) -> int:
-        """How many batches there are in every epoch, before they are dealt."""
+        """How many batches every epoch has, over all ranks, before any are split."""
 
     @abstractmethod
     def batches(self) -> list[Batch]:
-        """The batches of this epoch before they are dealt, equal on every rank."""
+        """The batches of this epoch, over all ranks, before any are split."""
 
     @property
     def end(self) -> int:
@@ -89,12 +82,12 @@ class LengthSampler(EpochOrder):
         return full + bool(left and not self.leaves_out_last)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """This rank's batches from `start` on, which counts those of all ranks."""
+        """This rank's batches, from the position `start` on."""
         rank, num_ranks = self.ranks
         return iter(self._rounds()[self.start + rank :: num_ranks])
 
     def _rounds(self) -> list[Batch]:
-        """The epoch's batches, as many as are dealt."""
+        """The epoch's batches in full rounds of all ranks."""
         batches = self.batches()
         if self.leaves_out_last or not batches:
             return batches[: self.end]
@@ -105,25 +98,25 @@ class LengthSampler(EpochOrder):
             raise TrainkitError(
                 f"{name}: every rank must have a row in every batch, and {name}'s "
                 f"{len(self.lengths)} rows do not make {self.end} batches for "
-                f"{self.ranks[1]} ranks. Take fewer ranks or drop_last=True, or give "
+                f"{self.ranks[1]} ranks. Use fewer ranks or drop_last=True, or give "
                 f"the ResumableLoader weigh_nothing=."
             )
         return [*batches, *([Filler(0)] for _ in range(lacking))]
 
 
 def part(batches: Sequence[Batch], number: int, *, first: int) -> list[Batch]:
-    """Part batches in two, the largest first, until there are so many.
+    """Split batches in two, the largest first, until there are `number` of them.
 
     >>> part([[0, 1], [2, 3, 4, 5]], 4, first=1)
     [[0, 1], [2], [3], [4, 5]]
-    >>> part([[0, 1], [2]], 3, first=1)  # a single row cannot be parted
+    >>> part([[0, 1], [2]], 3, first=1)  # a single row cannot be split
     [[0], [2], [1]]
 
     Args:
-        batches: of rows.
-        number: how many there shall be; where rows are too few, there are fewer.
-        first: the first that may be parted; those before it only give single rows,
-            where there is nothing else to part.
+        batches: lists of rows.
+        number: how many batches to return; fewer, if there are too few rows.
+        first: the index of the first batch that may be split. Earlier batches only give
+            single rows away, once nothing else can be split.
     """
     before, parted = [list(b) for b in batches[:first]], [*map(list, batches[first:])]
     while len(before) + len(parted) < number:
@@ -148,5 +141,5 @@ def _checked(name: str, lengths: Any) -> list[int]:
                 f"{name} lengths: must be whole numbers of at least 1, received "
                 f"{length!r} for row {row}. Leave empty rows out of the data."
             )
-    # Not numpy's: a checkpoint that holds one of them cannot be read with weights_only.
+    # numpy's integers in a checkpoint would prevent loading it with weights_only.
     return [int(length) for length in found]

@@ -1,8 +1,8 @@
-"""Making a batch of samples whose tensors differ in length."""
+"""Collating samples whose tensors differ in length into a padded batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from numbers import Number
 from typing import Any, Literal
@@ -18,30 +18,30 @@ Columns = dict[Any, list[Any]]
 
 
 class PadCollate:
-    """A `collate_fn` that fills ragged fields up, and can say where padding is.
+    """A `collate_fn` that pads ragged fields, and can add a mask or the lengths.
 
-        PadCollate({"labels": -100})     # all other fields are filled up with 0
+        PadCollate({"labels": -100})     # all other fields are padded with 0
 
-    A sample is a mapping of fields, a tuple or list of them, or a single tensor.
-    Tensors, arrays and lists of numbers are stacked, filled up to the largest in every
-    dimension in which they differ. Numbers become a tensor, anything else a list.
+    A sample is a mapping, tuple or list of fields, or a single tensor. Tensors, arrays
+    and lists of numbers are stacked, and padded to the largest size in each dimension.
+    Numbers become a tensor, anything else becomes a list.
 
     >>> batch = PadCollate({"y": -1}, mask="m")([{"y": [1, 2]}, {"y": [3]}])
     >>> batch["y"].tolist(), batch["m"].tolist()
     ([[1, 2], [3, -1]], [[1, 1], [1, 0]])
 
     Args:
-        fill: what fields are filled up with, by name, or by number in a tuple.
+        fill: the padding value of each field, by name, or by index in a tuple.
             Default: 0.
-        side: where padding stands.
+        side: where the padding goes.
         of: the field whose first dimension is the length of a sample. Default: the
-            first one that has a dimension.
-        multiple_of: the length of a batch is filled up to a multiple of it, in all
-            fields that are as long as a sample.
-        fixed: fields that are of one size in all samples, and never filled up, though
-            they may happen to be as long as a sample.
+            first field that has a dimension.
+        multiple_of: fields that are as long as a sample are padded to a multiple of
+            this length.
+        fixed: fields of one size in all samples. They are never padded, even if they
+            are as long as a sample.
         mask: name of a 0/1 mask to add to the batch: 1 up to a sample's length.
-        lengths: name of the lengths to add.
+        lengths: name of the lengths to add to the batch.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class PadCollate:
         self.lengths = lengths
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """The batch of these samples."""
         columns = _columns(samples)
         self._check_names(columns, is_named=isinstance(samples[0], Mapping))
         batch = self._batch(columns)
@@ -77,7 +76,8 @@ class PadCollate:
             return batch
         if _is_one_field(samples[0]):
             return batch[0]
-        return _like(samples[0], batch.values())
+        kind = type(samples[0])
+        return getattr(kind, "_make", kind)(batch.values())  # or a named tuple
 
     def _batch(self, columns: Columns) -> dict[Any, Any]:
         fields = {name: _as_tensors(name, column) for name, column in columns.items()}
@@ -92,10 +92,10 @@ class PadCollate:
                 continue
             is_as_long = lengths == [len(each) if each.ndim else None for each in found]
             batch[name] = self._stacked(name, found, is_as_long=is_as_long)
-        return batch | self._told(lengths)
+        return batch | self._mask_and_lengths(lengths)
 
     def _lengths(self, fields: dict[Any, list[Tensor] | None]) -> list[int] | None:
-        """The lengths of the samples; None where nothing has a length."""
+        """The lengths of the samples; None if no field has a length."""
         ragged = [name for name in fields if name not in self.fixed]
         for name in ragged if self.of is None else [self.of]:
             found = fields[name]
@@ -126,14 +126,15 @@ class PadCollate:
         return batch
 
     def _dtype(self, name: Any, found: list[Tensor]) -> torch.dtype:
-        # An empty list says nothing of its type: torch takes it for floats.
-        telling = [each for each in found if each.numel()] or found
-        dtype = reduce(torch.promote_types, (each.dtype for each in telling))
+        # torch takes an empty list for floats, whatever the others are.
+        filled = [each for each in found if each.numel()] or found
+        dtype = reduce(torch.promote_types, (each.dtype for each in filled))
         value = self.fill.get(name, 0)
         if not can_hold(dtype, value):
             raise TrainkitError(
-                f"PadCollate fill {name!r}: {value!r} is no value of {dtype}, of which "
-                f"the field is. Choose another, or give the field another type."
+                f"PadCollate fill {name!r}: must be a value of the field's type, "
+                f"{dtype}, received {value!r}. Choose another value, or give the field "
+                f"another type."
             )
         return dtype
 
@@ -141,16 +142,16 @@ class PadCollate:
         if self.side == "right":
             return tuple(slice(size) for size in shape)
         pairs = zip(shape, whole, strict=True)
-        return tuple(slice(all_of_it - size, None) for size, all_of_it in pairs)
+        return tuple(slice(full - size, None) for size, full in pairs)
 
-    def _told(self, lengths: list[int] | None) -> dict[str, Tensor]:
-        """The mask and lengths that are added to the batch."""
+    def _mask_and_lengths(self, lengths: list[int] | None) -> dict[str, Tensor]:
         if self.mask is None and self.lengths is None:
             return {}
         if lengths is None:
             raise TrainkitError(
                 "PadCollate mask, lengths: need a field that has a length, received "
-                "samples of numbers alone."
+                "samples with single numbers only. Add a field that is a list or "
+                "tensor, or leave these options out."
             )
         added: dict[str, Tensor] = {}
         if self.lengths is not None:
@@ -170,14 +171,15 @@ class PadCollate:
             for name in names:
                 if name not in columns:
                     raise TrainkitError(
-                        f"PadCollate {option} of the samples, received {name!r} where "
-                        f"they have {known}."
+                        f"PadCollate {option} of the samples, received {name!r}. Their "
+                        f"fields are {known}."
                     )
         added = [name for name in (self.mask, self.lengths) if name is not None]
         if added and not is_named:
             raise TrainkitError(
                 f"PadCollate mask, lengths: samples must be mappings, so that a batch "
-                f"has names; received {added} for samples of another type."
+                f"has names, received {added} for samples of another type. Make each "
+                f"sample a dict."
             )
         for option, name in (("mask", self.mask), ("lengths", self.lengths)):
             if name in columns:
@@ -188,20 +190,17 @@ class PadCollate:
 
 
 def can_hold(dtype: torch.dtype, value: float) -> bool:
-    """Whether a value stays what it is in this type.
+    """Whether a type can represent a value.
 
     >>> [can_hold(torch.uint8, value) for value in (0, -100, 0.5)]
     [True, False, False]
     """
     if dtype.is_floating_point or dtype.is_complex:
         return True
-    least, most = (0, 1) if dtype == torch.bool else _ends(dtype)
-    return least <= value <= most and value == int(value)
-
-
-def _ends(dtype: torch.dtype) -> tuple[int, int]:
-    whole = torch.iinfo(dtype)
-    return whole.min, whole.max
+    if dtype == torch.bool:
+        return value in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max and value == int(value)
 
 
 def _of_one_size(name: Any, found: list[Tensor]) -> Tensor:
@@ -216,34 +215,24 @@ def _of_one_size(name: Any, found: list[Tensor]) -> Tensor:
 
 def _columns(samples: Sequence[Any]) -> Columns:
     if not samples:
-        raise TrainkitError("PadCollate: needs a sample at least, received no samples.")
+        raise TrainkitError("PadCollate: needs at least one sample, received none.")
     first = samples[0]
     if _is_one_field(first):
         return {0: list(samples)}
     names: Any = list(first) if isinstance(first, Mapping) else range(len(first))
     for sample in samples:
-        more = set(sample if isinstance(first, Mapping) else range(len(sample)))
-        if more - set(names):
+        own = set(sample if isinstance(first, Mapping) else range(len(sample)))
+        if more := sorted(own - set(names), key=str):
             raise TrainkitError(
                 f"PadCollate: every sample must have the fields of the first and no "
-                f"others, received one that has also "
-                f"{', '.join(map(repr, sorted(more - set(names), key=str)))}."
+                f"others, received one that also has {', '.join(map(repr, more))}."
             )
-    return {name: _column(samples, name) for name in names}
-
-
-def _column(samples: Sequence[Any], name: Any) -> list[Any]:
-    try:
-        return [sample[name] for sample in samples]
-    except (KeyError, IndexError):
-        raise TrainkitError(
-            f"PadCollate: field {name!r} must be in every sample, as in the first."
-        ) from None
-
-
-def _like(sample: Any, fields: Iterable[Any]) -> Any:
-    """A tuple or list of the sample's kind; also a named tuple."""
-    return getattr(type(sample), "_make", type(sample))(fields)
+        if lacking := [name for name in names if name not in own]:
+            raise TrainkitError(
+                f"PadCollate: field {lacking[0]!r} must be in every sample, as in the "
+                f"first."
+            )
+    return {name: [sample[name] for sample in samples] for name in names}
 
 
 def _is_one_field(sample: Any) -> bool:
@@ -251,7 +240,7 @@ def _is_one_field(sample: Any) -> bool:
 
 
 def _as_tensors(name: Any, column: list[Any]) -> list[Tensor] | None:
-    """As they are to be stacked; None for what is no number, tensor or array."""
+    """A field's values as tensors; None if they are not numbers, tensors or arrays."""
     found = [as_tensor(value) for value in column]
     kept = [each for each in found if each is not None]
     if kept and len(kept) < len(found):
@@ -264,7 +253,7 @@ def _as_tensors(name: Any, column: list[Any]) -> list[Tensor] | None:
 
 
 def as_tensor(value: Any) -> Tensor | None:
-    """Numbers as a tensor; None for what is no number, tensor or array of them."""
+    """A tensor of a number, array or list of numbers; None for any other value."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Number) or _are_numbers(value) or _is_array(value):
@@ -273,7 +262,7 @@ def as_tensor(value: Any) -> Tensor | None:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array of numbers, not of texts, dates or objects."""
+    """Whether a value is an array of numbers, not of texts, dates or objects."""
     return hasattr(value, "__array__") and value.__array__().dtype.kind in "biufc"
 
 

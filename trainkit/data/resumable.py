@@ -1,4 +1,4 @@
-"""A loader that resumes at the very row where an interrupted run stopped."""
+"""A loader that resumes with the row at which an interrupted run stopped."""
 
 from __future__ import annotations
 
@@ -21,50 +21,49 @@ class ResumableLoader(DataLoader[Any]):
 
         train = ResumableLoader(dataset, 32, shuffle=True, seed=1, num_workers=4)
 
-    A resumed run reads the next batch without loading those before it. Batches that
-    workers have fetched ahead do not count as read. The order depends on seed and epoch
-    alone; several ranks share the rows without a sampler of their own, and no row is
-    read twice to make them even. It draws nothing from torch's global generator.
+    A resumed run reads the next batch without loading earlier ones. Batches that
+    workers have fetched ahead do not count as read. Only seed and epoch decide the
+    order. Several ranks share the rows without another sampler, and no row is read
+    twice to make ranks even. It draws nothing from torch's global generator.
 
-    What becomes of an epoch's last rows, where they do not fill a batch on every rank,
-    is said by `last`. "weight", the default, reads them as they are: the strategy
-    weighs what is there. "drop" leaves them out. "pad" fills the batch up, so that all
-    are of one shape. Fillers are rows that `weigh_nothing` has changed; where there are
-    fewer rows than ranks, the others read one filler each, so that every rank has as
-    many batches. Without `weigh_nothing` such rows, fewer than there are ranks, are
-    left out, which is said.
+    `last` decides about an epoch's last rows, if they do not fill a batch on every
+    rank. "weight", the default, reads them as they are, and the strategy weighs them.
+    "drop" leaves them out. "pad" fills the batch up, so that all batches have one
+    shape. Fillers are rows that `weigh_nothing` has changed. If there are fewer rows
+    left than ranks, the ranks without one read a filler. Without `weigh_nothing` such
+    rows are left out, with a warning.
 
         ResumableLoader(rows, 32, weigh_nothing=WeighNothing(labels=-100))
 
-    What is exact: a resume within an epoch on any number of ranks, as long as
-    batch_size times ranks stays the same (32 on one rank, 16 on two); with a
-    `batch_sampler` on the same number of ranks; at an epoch's end whatever you like.
-    Other changes are refused. Beside a longer loader, in a `CombinedLoader`, one that
-    has ended in the epoch that resumes stays ended, and cycles where that cycles.
+    A resume within an epoch is exact on any number of ranks if batch_size times ranks
+    does not change (32 on one rank, 16 on two). With a `batch_sampler` the number of
+    ranks must not change. At the end of an epoch you may change anything. Other changes
+    are refused. If a loader beside a longer one in a `CombinedLoader` had ended in the
+    epoch that resumes, it stays ended, or cycles if the combination cycles.
 
     In a loop of your own, call `loader.sampler.set_epoch(epoch)` before each epoch, as
-    Lightning does; with Fabric too, and leave the loader out of `setup_dataloaders`,
-    which counts epochs from 0.
+    Lightning does. Do so with Fabric too, and leave the loader out of
+    `setup_dataloaders`, which counts epochs from 0.
 
-    Its state is that of the last batch read of it. Where something else than the
-    training reads batches, a validation or a look at samples, give that a loader of its
-    own, or its place is what a checkpoint taken then holds.
+    Its state is the place of the last batch that was read from it. If something other
+    than training reads batches (validation, or a look at samples), give it another
+    loader: a checkpoint would hold that place.
 
-    Random numbers that worker processes draw for each row cannot resume exactly: the
-    workers start anew. Draw them from a generator that is seeded by the row.
+    Random numbers that worker processes draw for each row cannot resume exactly, since
+    the workers start anew. Draw them from a generator that is seeded by the row.
 
     Args:
-        dataset: with a length and rows by index.
-        batch_size: rows of a batch on one rank.
-        shuffle: whether each epoch has an order of its own.
-        seed: of the orders, and of the workers.
+        dataset: a dataset with a length and rows by index.
+        batch_size: rows in a batch on one rank.
+        shuffle: whether each epoch has its own order.
+        seed: the seed of the orders and of the workers.
         last: "weight", "pad" or "drop".
-        weigh_nothing: makes of a row one that weighs nothing, for places to be filled.
-        drop_last: the same as `last="drop"`.
+        weigh_nothing: returns a row changed so that it weighs nothing, for fillers.
+        drop_last: True means `last="drop"`.
         batch_sampler: a `TokenBudgetSampler` or `LengthGroupedSampler`, in place of all
-            options above but `dataset` and `weigh_nothing`.
-        process_group: the ranks that share the rows, where it is not all of them.
-        **options: `num_workers`, `collate_fn` and all others of `DataLoader`.
+            options above except `dataset` and `weigh_nothing`.
+        process_group: the ranks that share the rows; default: all.
+        **options: `num_workers`, `collate_fn` and all other options of `DataLoader`.
     """
 
     def __init__(
@@ -83,18 +82,18 @@ class ResumableLoader(DataLoader[Any]):
     ) -> None:
         _check(dataset, batch_size, seed)
         check_last(last, weigh_nothing, drop_last=drop_last)
-        takes_order_as_it_is = _takes_no_other_order(options)
+        keeps_dataset_order = _keeps_dataset_order(options)
         _check_in_order(options)
         if batch_sampler is None:
             order: EpochOrder = RowSampler(
                 dataset,
                 batch_size=batch_size,
-                shuffle=bool(shuffle) and not takes_order_as_it_is,
+                shuffle=bool(shuffle) and not keeps_dataset_order,
                 seed=seed,
                 last="drop" if drop_last else last,
                 process_group=process_group,
             )
-            # The sampler leaves out what is not full: it knows the other ranks too.
+            # No drop_last here: the sampler does it, since it knows the other ranks.
             how: dict[str, Any] = {"batch_size": batch_size, "sampler": order}
         else:
             given = (batch_size, shuffle, seed, last, drop_last)
@@ -105,9 +104,9 @@ class ResumableLoader(DataLoader[Any]):
             dataset = Filled(dataset, weigh_nothing)
         options.setdefault("generator", torch.Generator())
         super().__init__(dataset, **how, **options)
-        # Where Lightning looks for the object that knows the epoch and the ranks.
+        # Lightning calls `set_epoch` on this, and asks it for the ranks.
         self.__dict__["sampler"] = self._order = order
-        # Under their own names, as Lightning reads them to make a loader anew.
+        # Lightning reads options by their names when it makes the loader anew.
         self.shuffle, self.seed = order.shuffle, order.seed
         self.last, self.weigh_nothing = last, weigh_nothing
         self.process_group = process_group
@@ -116,32 +115,32 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator, so that nothing begins before the first batch is asked for:
-        # Lightning calls iter() before it says which epoch it is.
+        # Lightning calls iter() before set_epoch().
         order = self._order
         epoch, position = order.epoch, self._take_start()
         self._place, order.start = (epoch, position), position
         assert self.generator is not None
-        # The workers' seeds come from it.
+        # It gives the workers their seeds.
         self.generator.manual_seed(order.seed_for(order.ranks[0]))
         for batch in super().__iter__():
-            # Of this pass: another one may have looked at a batch in between.
+            # This pass's own count: another pass may have read a batch in between.
             position = order.after(position)
             self._place = (epoch, position)
             yield batch
 
     @property
     def gives_fillers(self) -> bool:
-        """Whether an epoch has places to fill, on this rank or on another."""
+        """Whether an epoch has fillers, on this rank or on another."""
         return self._order.gives_fillers
 
     def state_dict(self) -> dict[str, Any]:
-        """How far all ranks have read in which epoch, and in what order."""
+        """The epoch, the position of all ranks in it, and the options of the order."""
         if self._resumed is not None:
             return dict(self._resumed)
         epoch, position = self._place
         return {
             "epoch": self._order.epoch,
-            # Of an epoch that has only been announced nothing is read.
+            # Nothing has been read of an epoch that set_epoch() has only announced.
             "position": position if epoch == self._order.epoch else 0,
             "end": self._order.end,
             **self._order.described(),
@@ -159,7 +158,7 @@ class ResumableLoader(DataLoader[Any]):
         self._resumed = dict(state_dict)
 
     def _take_start(self) -> int:
-        """From which position on the epoch that now begins is read."""
+        """The position from which to read the epoch that now begins."""
         state, self._resumed = self._resumed, None
         epoch = self._order.epoch
         if state is None or state["epoch"] < epoch:
@@ -168,8 +167,8 @@ class ResumableLoader(DataLoader[Any]):
             _refuse_earlier(epoch, saved=state["epoch"])
         if state["position"] < state["end"]:
             return state["position"]
-        # Beside a longer loader an epoch may resume in which this one has ended. Where
-        # nobody has said which epoch it is, another one begins.
+        # The epoch may resume because of a longer loader beside this one, which has
+        # ended. If set_epoch() was not called, another epoch begins.
         return self._order.end if self._order.is_told else 0
 
 
@@ -177,8 +176,8 @@ def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TrainkitError(
             f"ResumableLoader dataset: must have a length and rows by index, received "
-            f"{type(dataset).__name__}. For a stream use a loader with a state of its "
-            f"own, such as torchdata's StatefulDataLoader."
+            f"{type(dataset).__name__}. For a stream use a loader that saves its own "
+            f"state, such as torchdata's StatefulDataLoader."
         )
     check_whole_number("ResumableLoader batch_size", batch_size)
     check_seed("ResumableLoader", seed)
@@ -187,7 +186,7 @@ def _check(dataset: Any, batch_size: Any, seed: Any) -> None:
 def _check_batch_sampler(
     batch_sampler: Any, dataset: Any, given: tuple[Any, ...], process_group: Any
 ) -> None:
-    """Refuse batches that cannot be resumed, or that something else is to cut too."""
+    """Refuse a sampler that cannot resume, and options that would cut batches too."""
     if not isinstance(batch_sampler, LengthSampler):
         raise TrainkitError(
             f"ResumableLoader batch_sampler: must be a TokenBudgetSampler or a "
@@ -197,10 +196,9 @@ def _check_batch_sampler(
         )
     if given != (1, False, 0, "weight", False) or process_group is not None:
         raise TrainkitError(
-            f"ResumableLoader batch_sampler: cuts the batches by itself, so that "
+            f"ResumableLoader batch_sampler: cuts the batches by itself, so "
             f"batch_size, shuffle, seed, last, drop_last and process_group cannot be "
-            f"given with it. Give them to {type(batch_sampler).__name__}, which has "
-            f"those that apply."
+            f"given with it. Give those that apply to {type(batch_sampler).__name__}."
         )
     if len(batch_sampler.lengths) != len(dataset):
         raise TrainkitError(
@@ -209,22 +207,22 @@ def _check_batch_sampler(
         )
 
 
-def _takes_no_other_order(options: dict[str, Any]) -> bool:
-    """Whether rows are to be read in the dataset's order: Lightning makes a loader anew
-    with a `SequentialSampler` for `overfit_batches`."""
+def _keeps_dataset_order(options: dict[str, Any]) -> bool:
+    """Whether rows must be read in the dataset's order: for `overfit_batches` Lightning
+    makes the loader anew with a `SequentialSampler`. Other samplers are refused."""
     sampler = options.pop("sampler", None)
     if sampler is not None and not isinstance(sampler, SequentialSampler | RowSampler):
         raise TrainkitError(
             f"ResumableLoader sampler: it has its own and takes no other, received "
-            f"{type(sampler).__name__}. Use a DataLoader for prediction, where "
-            f"Lightning passes one, and torchdata's StatefulDataLoader for a sampler "
-            f"of your own."
+            f"{type(sampler).__name__}. For prediction, where Lightning passes a "
+            f"sampler, use a DataLoader. For a sampler of your own, use torchdata's "
+            f"StatefulDataLoader."
         )
     return isinstance(sampler, SequentialSampler)
 
 
 def _check_in_order(options: dict[str, Any]) -> None:
-    """Only where batches come in the order of their rows is a count of them a place."""
+    """Refuse batches out of order: a number of batches is then not a position."""
     if not options.get("in_order", True):
         raise TrainkitError(
             "ResumableLoader in_order: must be True, since a resumed run needs to know "
@@ -238,7 +236,7 @@ def _check_state(state_dict: dict[str, Any]) -> None:
         raise TrainkitError(
             f"ResumableLoader load_state_dict: needs a state that a ResumableLoader "
             f"has saved, received one without {', '.join(sorted(missing))}. Use the "
-            f"loader that the checkpoint was written with, or begin a run of its own."
+            f"loader that the checkpoint was written with, or begin a new run."
         )
 
 
@@ -246,9 +244,9 @@ def _refuse_earlier(epoch: int, *, saved: int) -> None:
     raise TrainkitError(
         f"ResumableLoader: was saved in epoch {saved}, but set_epoch() announced "
         f"epoch {epoch}. Call loader.sampler.set_epoch({saved}) before the epoch that "
-        f"resumes. With Fabric leave this loader out of setup_dataloaders: it counts "
-        f"epochs from 0 (it deals rows to the ranks by itself), and move batches by "
-        f"fabric.to_device."
+        f"resumes. With Fabric leave this loader out of setup_dataloaders, which "
+        f"counts epochs from 0: the loader deals rows to the ranks by itself. Move "
+        f"batches by fabric.to_device."
     )
 
 
@@ -256,5 +254,5 @@ def _refuse_change(name: str, saved: Any, now: Any) -> None:
     raise TrainkitError(
         f"ResumableLoader {name}: must stay as it was within an epoch, was {saved} "
         f"when the checkpoint was written and is {now} now. Set it back, or begin a "
-        f"run of its own (from weights alone, or a checkpoint of an epoch's end)."
+        f"new run (from the weights alone, or from a checkpoint of an epoch's end)."
     )

@@ -1,4 +1,4 @@
-"""Which rows a rank reads, in an order that epoch and seed alone decide."""
+"""The sampler that deals single rows to the ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,14 @@ class RowSampler(EpochOrder):
     """Deals an epoch's rows to the ranks, one batch each at a time.
 
     The epoch's order is cut into stretches of `batch_size` rows times the number of
-    ranks, and each stretch is shared out. So after any number of batches the rows that
-    all ranks have read are the first ones of the order, with one rank or with several:
-    that is what lets a run resume at its very row. In the last stretch ranks may differ
-    by one row. No row is read twice. Rows that do not go round are left out, unless it
-    `fills` the places of the other ranks.
+    ranks, and each stretch is shared out. So after any number of batches, all ranks
+    together have read the first rows of the order, however many ranks there are. That
+    is why a run can resume with its next row. In the last stretch ranks may differ by
+    one row. No row is read twice. If the last rows are too few for all ranks, they are
+    left out, unless the sampler `fills` the other places.
 
-    It gives rows, not batches: Lightning knows how to deal with the `BatchSampler` that
-    torch makes of them.
-
-    Args:
-        dataset: with a length.
-        batch_size: rows of a batch on one rank.
-        shuffle: whether each epoch has an order of its own.
-        seed: of the orders.
-        last: what becomes of a last stretch that is not full: "weight" reads it as it
-            is, "pad" fills each rank's batch with fillers, "drop" leaves it out.
-        process_group: the ranks that share the rows; default: all.
+    It gives rows, not batches: torch makes a `BatchSampler` of it, which Lightning
+    knows. For the options see `ResumableLoader`.
     """
 
     def __init__(
@@ -51,19 +42,19 @@ class RowSampler(EpochOrder):
         )
         self.batch_size = batch_size
         self.last = last
-        self._said = False
+        self._has_warned = False
 
     @property
     def stretch(self) -> int:
-        """How many rows all ranks read in one batch of each."""
+        """How many rows all ranks together read in one batch each."""
         return self.batch_size * self.ranks[1]
 
     @property
     def end(self) -> int:
         """How many rows of the dataset an epoch has, over all ranks."""
         left = self.num_rows % self.stretch
-        goes_round = self.fills or left >= self.ranks[1]
-        is_kept = goes_round and self.last != "drop"
+        is_enough = self.fills or left >= self.ranks[1]
+        is_kept = is_enough and self.last != "drop"
         return self.num_rows if is_kept else self.num_rows - left
 
     @property
@@ -97,7 +88,7 @@ class RowSampler(EpochOrder):
         return full * self.batch_size + len(rows) + fillers
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's rows from `start` on, which counts the rows of all ranks."""
+        """This rank's rows, from the position `start` on."""
         self._check_rows()
         order, begin = self.permuted(self.num_rows), self.start
         while begin < self.end:
@@ -108,7 +99,7 @@ class RowSampler(EpochOrder):
             begin += len(stretch)
 
     def _shared(self, num_rows: int) -> tuple[range, int]:
-        """Which rows of a stretch are this rank's, and how many fillers it adds."""
+        """This rank's rows in a stretch, and how many fillers come after them."""
         if not num_rows:
             return range(0), 0
         rows = share(num_rows, *self.ranks)
@@ -121,48 +112,44 @@ class RowSampler(EpochOrder):
             raise TrainkitError(
                 f"ResumableLoader: every rank must have a row in every batch, and "
                 f"{num_rows} rows give not one batch of {self.batch_size} on "
-                f"{num_ranks} ranks with last={self.last!r}. Lower batch_size, take "
+                f"{num_ranks} ranks with last={self.last!r}. Lower batch_size, use "
                 f"fewer ranks, or give weigh_nothing=."
             )
         left = num_rows - self.end
-        if left and self.last != "drop" and rank == 0 and not self._said:
-            self._said = True
+        if left and self.last != "drop" and rank == 0 and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"ResumableLoader: the last {left} of {num_rows} rows are too few for "
                 f"{num_ranks} ranks to have one each, and are left out of the epoch"
-                f"{' (others in the next)' if self.shuffle else ''}. Give "
-                f"weigh_nothing=, and the ranks without one read a row that weighs "
+                f"{' (others in the next)' if self.shuffle else ''}. To read them, "
+                f"give weigh_nothing=: the other ranks then read a row that weighs "
                 f"nothing.",
                 stacklevel=2,
             )
 
 
 def check_last(last: object, weigh_nothing: object, *, drop_last: bool) -> None:
-    """Refuse an unknown `last`, two remedies at once, and fillers that weigh something.
-
-    Raises:
-        TrainkitError: in all these cases.
-    """
+    """Refuse an unknown `last`, and options that do not fit it."""
     if last not in get_args(Last):
         raise TrainkitError(
             f"ResumableLoader last: must be one of {', '.join(get_args(Last))}, "
-            f"received {last!r}. weight: the last batch counts as what it is."
+            f"received {last!r}. 'weight' reads the last batch as it is."
         )
     if drop_last and last == "pad":
         raise TrainkitError(
-            "ResumableLoader last='pad': cannot go with drop_last=True, which is the "
-            "same as last='drop'. Give one of them."
+            "ResumableLoader last='pad': cannot go with drop_last=True, which means "
+            "last='drop'. Give one of them."
         )
     if last == "pad" and weigh_nothing is None:
         raise TrainkitError(
-            "ResumableLoader last='pad': needs weigh_nothing=, which makes of a row "
-            "one that weighs nothing; received none. For instance "
+            "ResumableLoader last='pad': needs weigh_nothing=, a function that changes "
+            "a row so that it weighs nothing, received None. For example "
             "trainkit.WeighNothing(labels=-100) with PerToken()."
         )
 
 
 def share(num_rows: int, rank: int, num_ranks: int) -> range:
-    """Which of so many rows are a rank's.
+    """A rank's share of a number of rows; shares differ by one row at most.
 
     >>> [list(share(5, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4]]

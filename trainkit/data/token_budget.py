@@ -1,4 +1,4 @@
-"""Batches of as many rows as fit into a budget of tokens."""
+"""Batches of as many rows with similar lengths as fit into a budget of tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 
 from trainkit.core.whole_number import check_whole_number
 from trainkit.data.length_sampler import Batch, LengthSampler
+from trainkit.data.row_sampler import share
 from trainkit.errors import TrainkitError
 
 SPREAD = 1.1
-"""How many times as long as its shortest row the longest row of a bucket may be."""
+"""The longest row of a bucket may be this many times as long as its shortest row."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of like length.
+    """Rows with similar lengths.
 
     Attributes:
-        rows: their numbers, the longest first.
-        num_batches: into how many batches they are cut.
+        rows: the indices of the rows, the longest first.
+        num_batches: how many batches they are cut into.
     """
 
     rows: list[int]
@@ -36,21 +37,21 @@ class TokenBudgetSampler(LengthSampler):
             dataset, batch_sampler=TokenBudgetSampler(lengths, tokens=4096, seed=1)
         )
 
-    Rows of like length make a bucket, and batches are cut out of buckets: which rows
-    meet in a batch is drawn anew in each epoch, but how many batches there are is not,
-    so that a Trainer's count of them stays right.
+    Rows with similar lengths make a bucket, and batches are cut from buckets. Which
+    rows meet in a batch is drawn anew in each epoch. The number of batches is fixed, so
+    that a Trainer's count of them stays right.
 
-    Batches then weigh like amounts of tokens, yet not the same: weigh them by
-    `PerToken`, or a row counts less in a batch of many.
+    Such batches have similar numbers of tokens, but not equal ones. Weigh them by
+    `PerToken`; otherwise a row counts less in a batch of many rows.
 
     Args:
-        lengths: of the rows, in order.
-        tokens: at most so many in a batch: rows times the longest.
-        size: at most so many rows.
-        shuffle: whether each epoch has an order of its own; otherwise the longest
-            batches come first.
-        seed: of the orders.
-        drop_last: leave out the batches that do not make a round of all ranks.
+        lengths: the lengths of the rows, in order.
+        tokens: the most tokens in a batch: its rows times its longest row.
+        size: the most rows in a batch.
+        shuffle: whether each epoch has its own order; if not, the longest batches come
+            first.
+        seed: the seed of the orders.
+        drop_last: leave out batches that do not make a round of all ranks.
         process_group: the ranks that share the rows; default: all.
     """
 
@@ -95,17 +96,13 @@ class TokenBudgetSampler(LengthSampler):
 
 
 def buckets(lengths: Sequence[int], *, tokens: int, size: int | None) -> list[Bucket]:
-    """Rows of like length, from the longest on.
+    """Divide rows into buckets of similar lengths, the longest first.
 
-    A bucket ends once it fills a batch and its rows differ by more than a tenth.
+    A bucket ends when it fills a batch and the next row is shorter by more than a
+    tenth.
 
     >>> [b.rows for b in buckets([9, 2, 10, 2, 2], tokens=20, size=None)]
     [[2, 0], [1, 3, 4]]
-
-    Args:
-        lengths: of the rows.
-        tokens: of a batch, at most.
-        size: rows of a batch, at most.
 
     Raises:
         TrainkitError: a row has more tokens than the budget.
@@ -118,7 +115,7 @@ def buckets(lengths: Sequence[int], *, tokens: int, size: int | None) -> list[Bu
         if longest > tokens:
             raise TrainkitError(
                 f"TokenBudgetSampler tokens: must hold the longest row, received "
-                f"{tokens:,} where row {order[start]} has {longest:,}. Raise it, or "
+                f"{tokens:,}, and row {order[start]} has {longest:,}. Raise it, or "
                 f"shorten the row."
             )
         most = min(tokens // longest, size or tokens)
@@ -134,11 +131,10 @@ def buckets(lengths: Sequence[int], *, tokens: int, size: int | None) -> list[Bu
 
 
 def evenly_cut(rows: Sequence[int], number: int) -> list[Batch]:
-    """So many batches, whose sizes differ by one row at most.
+    """Cut rows into a number of batches whose sizes differ by one row at most.
 
     >>> evenly_cut([0, 1, 2, 3, 4], 2)
     [[0, 1, 2], [3, 4]]
     """
-    each, more = divmod(len(rows), number)
-    ends = [place * each + min(place, more) for place in range(number + 1)]
-    return [list(rows[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    shares = (share(len(rows), place, number) for place in range(number))
+    return [[rows[index] for index in each] for each in shares]

@@ -152,7 +152,7 @@ class OnlyNamed(nn.BatchNorm2d):
 def test_layer_with_a_forward_of_its_own_is_refused(policy: Any) -> None:
     module = ConvModule()
     module.net.bn1 = WithActivation(module.net.bn1.num_features).double()
-    match = r"net\.bn1 is a WithActivation, whose own forward\(\) does more"
+    match = r"net\.bn1 is a WithActivation\. Its forward\(\) does more"
     with pytest.raises(TrainkitError, match=match):
         fit(policy, module=module)
     module.net.bn1 = OnlyNamed(module.net.bn1.num_features).double()

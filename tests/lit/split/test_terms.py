@@ -207,7 +207,7 @@ def test_a_term_may_weigh_nothing_in_some_micro_batches() -> None:
 
 def test_a_term_may_weigh_nothing_in_a_window() -> None:
     """That is said, since the window is measured by it."""
-    text = "weighs anything in the term 'ce' .*the other terms are stepped with"
+    text = "weighs anything in the term 'ce' .*the step follows the other terms"
     with pytest.warns(UserWarning, match=text):
         assert fit_without(range(13)) <= TOLERANCE[torch.float64]
 

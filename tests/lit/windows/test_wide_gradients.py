@@ -133,7 +133,7 @@ def test_a_window_in_a_checkpoint_goes_on_exactly() -> None:
 
 
 def test_accumulator_needs_its_module() -> None:
-    with pytest.raises(TrainkitError, match="wide_gradients=True: the sums are kept"):
+    with pytest.raises(TrainkitError, match="wide_gradients=True: needs the module"):
         Accumulator(PerToken(), wide_gradients=True)
 
 

@@ -1,4 +1,4 @@
-"""BatchNorm under accumulation: what no gradient can make up for, and its remedies."""
+"""Remedies for BatchNorm under accumulation, which no gradient can make exact."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Freezing a BatchNorm layer so that nobody thaws it by accident."""
+"""Freezing a BatchNorm layer so that `train()` does not undo it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def thaw(layer: BatchNorm) -> None:
 
 
 def is_frozen(layer: BatchNorm) -> bool:
-    """Whether `freeze` holds it."""
+    """Whether `freeze` keeps a layer in evaluation mode."""
     return "train" in vars(layer)
 
 

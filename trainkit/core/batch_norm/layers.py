@@ -1,4 +1,4 @@
-"""Finding the BatchNorm layers that accumulation concerns."""
+"""Finding the BatchNorm layers of a module."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ Layers = Mapping[str, BatchNorm]
 
 
 def every_layer(module: nn.Module) -> dict[str, BatchNorm]:
-    """All BatchNorm layers, lazy and synchronised ones too, that hold statistics,
-    whether they follow the data just now or not.
+    """All BatchNorm layers with running statistics, lazy and synchronised ones too.
+
+    They are listed whether they update their statistics at present or not.
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
@@ -30,16 +31,15 @@ def every_layer(module: nn.Module) -> dict[str, BatchNorm]:
 
 
 def is_training(layer: BatchNorm) -> bool:
-    """Whether a layer normalises by what it sees and follows it: it is neither frozen
-    nor in evaluation mode."""
+    """Whether a layer updates its statistics: not frozen, not in evaluation mode."""
     return layer.training and layer.track_running_stats
 
 
 def normalising_by_batch(module: nn.Module) -> list[str]:
-    """The layers, by name, that normalise by what they see as the module now is.
+    """The names of the layers that at present normalise by each batch's statistics.
 
-    Not only those that `is_training`: one whose `track_running_stats` finetuning has
-    taken back still does, and one without statistics always does.
+    These are more than `is_training` finds: a layer with `track_running_stats` set to
+    False still does so, and a layer without statistics always does.
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval())
@@ -55,10 +55,10 @@ def normalising_by_batch(module: nn.Module) -> list[str]:
 
 
 def layers_to_train(module: nn.Module) -> dict[str, BatchNorm]:
-    """Those that will train, seen from before training.
+    """The layers that will train, as known before training.
 
-    Not those in evaluation mode inside a module that trains; but those that finetuning
-    has stopped for a while.
+    Layers in evaluation mode are left out, unless the whole module is in it. Layers
+    whose updates finetuning has stopped for a while are included.
     """
     return {
         name: layer
@@ -68,7 +68,7 @@ def layers_to_train(module: nn.Module) -> dict[str, BatchNorm]:
 
 
 def num_sharing_ranks(layer: BatchNorm) -> int:
-    """How many ranks make a layer's statistics together."""
+    """How many ranks compute a layer's statistics together."""
     is_running = dist.is_available() and dist.is_initialized()
     if not isinstance(layer, nn.SyncBatchNorm) or not is_running:
         return 1
@@ -76,10 +76,10 @@ def num_sharing_ranks(layer: BatchNorm) -> int:
 
 
 def momentum_per_micro_batch(momentum: float, num_micro_batches: int) -> float:
-    """1 - (1 - m)^(1/N): N updates forget as much as one of the big batch's.
+    """1 - (1 - m)^(1/N), with which N updates forget as much as one of the big batch.
 
-    Each update keeps 1 - m of the running statistics; N of them must keep together
-    what one kept.
+    Each update keeps 1 - m of the running statistics. N updates together must keep as
+    much as one did.
 
     >>> m = momentum_per_micro_batch(0.1, 4)
     >>> round((1 - m) ** 4, 12)

@@ -1,8 +1,8 @@
-"""Computing BatchNorm's statistics anew, from the data themselves.
+"""Computing BatchNorm's running statistics anew from the data.
 
-Running statistics are a fading mean over micro-batches and weights of long ago.
+Running statistics are a fading mean over micro-batches that older weights have seen.
 "Precise BatchNorm" (Wu and Johnson 2021, arXiv 2105.07576) replaces them, before they
-are used, by the mean and variance over many samples under the weights of now.
+are used, by the mean and variance over many samples under the present weights.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trainkit.core.totals import totals_dtype
 
 @dataclass
 class Statistics:
-    """Mean and squared deviations of a layer's inputs, one number for each channel.
+    """The statistics of a layer's inputs, for each channel.
 
     Attributes:
         count: how many values each channel has had.
-        mean: their mean.
-        deviation: the sum of their squared deviations from it.
+        mean: the mean of these values.
+        deviation: the sum of their squared deviations from the mean.
     """
 
     count: Tensor
@@ -77,12 +77,12 @@ class Statistics:
         return total
 
     def put(self, layer: BatchNorm, *, unbiased: bool) -> None:
-        """Make them a layer's running statistics.
+        """Write them into a layer's running statistics.
 
         Args:
-            layer: whose.
-            unbiased: with the variance that torch keeps, over count - 1; else with the
-                one that it normalises by in training.
+            layer: the layer to change.
+            unbiased: True writes the variance over count - 1, which torch keeps; False
+                the variance over count, by which torch normalises in training.
         """
         assert layer.running_mean is not None
         assert layer.running_var is not None
@@ -100,27 +100,28 @@ def recalibrate(
     exact: bool = True,
     ranks: Ranks | None = None,
 ) -> int:
-    """Replace running statistics by those of the data under the present weights.
+    """Replace running statistics by the data's, under the present weights.
 
-    Layer by layer (`exact`), each layer's inputs come from layers that already
-    normalise by the statistics of all data: the result is that of all data as one
-    batch, at one pass over them for each layer. In one pass, every layer normalises
-    each micro-batch by itself on the way: exact for the first layer only.
+    With `exact`, one layer after another gets its statistics, in one pass over the data
+    each. Its inputs come from layers that already normalise by the statistics of all
+    data, so the result equals all data as one batch. Without `exact` there is one pass,
+    in which every layer normalises each micro-batch by itself. That is exact for the
+    first layer only.
 
     Micro-batches count by their samples, however many there are on each rank.
 
     Args:
-        layers: by name, the same on all ranks.
-        batches: starts a pass: the same micro-batches each time it is called.
-        forward: runs the model on one of them.
+        layers: the layers by name, equal on all ranks.
+        batches: returns the micro-batches of a pass; equal ones at each call.
+        forward: runs the model on a micro-batch.
         exact: layer by layer, or in one pass.
-        ranks: who else has data; each rank brings its own.
+        ranks: the ranks that share the statistics, each with its own data.
 
     Returns:
         How many passes were made.
     """
     ranks = ranks or Ranks()
-    saved = {name: _copies(layer) for name, layer in layers.items()}
+    saved = {n: [b.clone() for b in _buffers(layer)] for n, layer in layers.items()}
     with _in_evaluation(layers):
         try:
             if exact:
@@ -141,7 +142,7 @@ def _layer_by_layer(layers: Layers, batches: Any, forward: Any, ranks: Ranks) ->
     for name in order:
         layer = layers[name]
         statistics = _empty(layer)
-        # What comes after the layer is not needed, unless the layer itself comes again.
+        # The pass can end at the layer, unless some pass calls the layer again.
         stop = all(called.count(name) <= 1 for called in calls)
 
         def collect(module: Any, x: Tensor, stop: bool = stop) -> None:
@@ -167,18 +168,18 @@ def _in_one_pass(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> No
         own = Statistics.of(x)
         name = names[id(layer)]
         found[name] = found[name].merged(own)
-        own.put(layer, unbiased=False)  # and so it normalises by its own
+        own.put(layer, unbiased=False)  # so that it normalises by this micro-batch
 
     with _hooked(layers.values(), collect):
         _run(batches, forward)
     for name, statistics in found.items():
         total = statistics.over(ranks)
-        if total.count > 0:  # a layer that nobody called keeps what it has
+        if total.count > 0:  # a layer that was never called keeps its statistics
             total.put(layers[name], unbiased=True)
 
 
 class _EnoughError(BaseException):
-    """Ends a forward pass whose rest nobody needs; not for `except Exception`."""
+    """Ends a forward pass early; `except Exception` does not catch it."""
 
 
 def _run(batches: Any, forward: Any) -> None:
@@ -190,7 +191,7 @@ def _run(batches: Any, forward: Any) -> None:
 
 
 def _calls_of_each_pass(layers: Layers, batches: Any, forward: Any) -> list[list[str]]:
-    """Which layers each forward pass calls, in order, as often as it calls them."""
+    """The layers that each forward pass calls, in order, with repetitions."""
     names = {id(layer): name for name, layer in layers.items()}
     calls: list[list[str]] = []
     with _hooked(layers.values(), lambda m, x: calls[-1].append(names[id(m)])):
@@ -201,10 +202,10 @@ def _calls_of_each_pass(layers: Layers, batches: Any, forward: Any) -> list[list
 
 
 def _agreed_order(layers: Layers, calls: list[list[str]], ranks: Ranks) -> list[str]:
-    """An order in which no layer comes before one that feeds it, the same on all ranks.
+    """An order, equal on all ranks, in which layers come after those that feed them.
 
-    A batch may leave layers out, and a rank may have no batch: what counts is which
-    layer followed which in any forward pass.
+    A batch may leave layers out, and a rank may have no batch. So the order is made
+    from the pairs of layers that followed each other in any forward pass.
     """
     device = _buffers(next(iter(layers.values())))[0].device
     index = {name: i for i, name in enumerate(layers)}
@@ -223,7 +224,7 @@ def _agreed_order(layers: Layers, calls: list[list[str]], ranks: Ranks) -> list[
     }
     try:
         return list(TopologicalSorter(graph).static_order())
-    except CycleError:  # a layer that stands at two depths has no place of its own
+    except CycleError:  # a layer that is called at two depths has no definite place
         return list(graph)
 
 
@@ -246,7 +247,7 @@ def _hooked(layers: Iterable[BatchNorm], hook: Any) -> Iterator[None]:
 
 @contextmanager
 def _in_evaluation(layers: Layers) -> Iterator[None]:
-    """No layer updates anything by itself, and synchronised ones do not meet."""
+    """Keep layers from updating their statistics, and from exchanging them."""
     modes = {name: layer.training for name, layer in layers.items()}
     for layer in layers.values():
         layer.training = False
@@ -265,7 +266,3 @@ def _buffers(layer: BatchNorm) -> list[Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return [layer.running_mean, layer.running_var]
-
-
-def _copies(layer: BatchNorm) -> list[Tensor]:
-    return [buffer.clone() for buffer in _buffers(layer)]

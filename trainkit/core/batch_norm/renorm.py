@@ -1,4 +1,4 @@
-"""Batch Renormalization: small batches normalised nearly as at inference."""
+"""Batch Renormalization, which normalises small batches nearly as at inference."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from trainkit.core.batch_norm.layers import BatchNorm
 
 
 class BatchRenorm(BatchNorm):
-    """BatchNorm corrected towards its running statistics.
+    """BatchNorm with a correction towards its running statistics.
 
         y = (x - mean) / std * r + d,   r = std / running_std in [1 / r_max, r_max],
         d = (mean - running_mean) / running_std in [-d_max, d_max]
 
-    (Ioffe 2017, arXiv 1702.03275.) r and d are constants for the gradient. With no
-    limits y would be what inference makes of x; with r_max = 1 and d_max = 0 it is
-    BatchNorm. The limits open evenly over the first `ramp` forward passes. Any shape
-    (N, C, ...) will do.
+    (Ioffe 2017, arXiv 1702.03275.) r and d are constants for the gradient. Without
+    limits, y would equal the output at inference. With r_max = 1 and d_max = 0 it is
+    BatchNorm. The limits widen evenly over the first `ramp` forward passes. The input
+    may have any shape (N, C, ...).
 
     Args:
-        num_features: how many channels.
+        num_features: the number of channels.
         eps: added to the variance.
-        momentum: of the running statistics; None for their plain mean.
+        momentum: of the running statistics; None keeps their plain mean.
         affine: whether a weight and a bias are learned.
         r_max: the largest correction of the scale.
         d_max: the largest correction of the mean, in standard deviations.
-        ramp: over how many forward passes the limits open.
+        ramp: the number of forward passes over which the limits widen.
     """
 
     # Never None here: it always tracks.
@@ -57,7 +57,9 @@ class BatchRenorm(BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.ndim < 2:
-            raise ValueError(f"BatchRenorm: must be (N, C, ...), got {input.ndim}D")
+            raise ValueError(
+                f"BatchRenorm: must be (N, C, ...), received shape {list(input.shape)}."
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)

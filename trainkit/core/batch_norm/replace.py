@@ -1,4 +1,4 @@
-"""Putting another layer in BatchNorm's place, its weights carried over."""
+"""Replacing BatchNorm layers by others that keep their parameters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.errors import TrainkitError
 
 LEAST_CHANNELS_IN_A_GROUP = 4
-"""Fewer would be normalised to little but their signs where there are no pixels."""
+"""With fewer channels and no pixels, normalising leaves little more than signs."""
 
 
 def replace_layers(
     module: nn.Module, make: Callable[[BatchNorm], nn.Module]
 ) -> dict[str, nn.Module]:
-    """Put `make(layer)` in the place of every layer that trains.
+    """Replace every layer that trains by `make(layer)`.
 
-    A layer that stands at several paths is replaced by one at all of them.
+    A layer at several paths is replaced by one new layer at all of them.
 
     Returns:
         The new layers, by their first path.
@@ -39,7 +39,7 @@ def replace_layers(
 
 
 def num_groups(num_channels: int, *, at_most: int = 32) -> int:
-    """The most groups, of equal size, of at least four channels where there are four.
+    """The largest number of equal groups with at least four channels, or 1.
 
     Wu and He 2018 (arXiv 1803.08494) take 32.
 
@@ -56,11 +56,11 @@ def num_groups(num_channels: int, *, at_most: int = 32) -> int:
 
 
 def to_group_norm(module: nn.Module, *, groups: int = 32) -> dict[str, nn.Module]:
-    """Group normalisation, which looks at one sample at a time.
+    """Replace BatchNorm by GroupNorm, which normalises each sample by itself.
 
     Args:
-        module: changed in place.
-        groups: how many at most; see `num_groups`.
+        module: the module to change in place.
+        groups: the most groups of a layer; see `num_groups`.
     """
 
     def make(layer: BatchNorm) -> nn.Module:
@@ -79,7 +79,7 @@ def to_group_norm(module: nn.Module, *, groups: int = 32) -> dict[str, nn.Module
 def to_renorm(
     module: nn.Module, *, r_max: float, d_max: float, ramp: int
 ) -> dict[str, nn.Module]:
-    """Batch renormalisation; a checkpoint of the one fits the other."""
+    """Replace BatchNorm by `BatchRenorm`, which has the same checkpoint keys."""
 
     def make(layer: BatchNorm) -> nn.Module:
         if isinstance(layer, BatchRenorm):
@@ -101,7 +101,7 @@ def to_renorm(
 
 
 def to_sync(module: nn.Module) -> dict[str, nn.Module]:
-    """SyncBatchNorm, whose ranks make their statistics together."""
+    """Replace BatchNorm by SyncBatchNorm, whose ranks share their statistics."""
 
     def make(layer: BatchNorm) -> nn.Module:
         if isinstance(layer, nn.SyncBatchNorm):
@@ -118,13 +118,13 @@ def _carried_over(layer: BatchNorm, new: nn.Module) -> nn.Module:
 
 
 def _refuse_own_forward(path: str, layer: BatchNorm) -> None:
-    """timm's layers, for one, hold an activation as well."""
+    """Refuse a layer that does more than BatchNorm, such as timm's with activation."""
     known = (BatchNorm.forward, nn.SyncBatchNorm.forward, BatchRenorm.forward)
     if type(layer).forward not in known:
         raise TrainkitError(
-            f"BatchNormGuard: {path} is a {type(layer).__name__}, whose own forward() "
-            f"does more than BatchNorm and would be lost with it. Replace it yourself, "
-            f"or use 'momentum', 'recalibrate' or 'freeze'."
+            f"BatchNormGuard: {path} is a {type(layer).__name__}. Its forward() does "
+            f"more than BatchNorm's, which replacing it would lose. Replace it "
+            f"yourself, or use 'momentum', 'recalibrate' or 'freeze'."
         )
 
 
@@ -135,6 +135,6 @@ def _refuse_lazy(path: str, layer: BatchNorm) -> None:
     ):
         raise TrainkitError(
             f"BatchNormGuard: {path} is lazy ({type(layer).__name__}) and does not "
-            f"know its channels yet, so nothing can take its place. Run one batch "
-            f"through the model before fit, or write the number of channels."
+            f"know its channels yet, so it cannot be replaced. Run one batch through "
+            f"the model before fit, or make the layer with its number of channels."
         )
