@@ -265,7 +265,7 @@ class Accumulator:
         if weights is None:
             weights = weights_by_term(self.strategies, batches)
         told = Told(weights, self.ranks, self.device)
-        refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches - 1)
+        refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
         refusals.refuse_join(self.ranks.ddp)
         self.window.told = told
 

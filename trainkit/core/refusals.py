@@ -44,7 +44,7 @@ def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
     refuse_torn(window)
     refuse_loss(loss, window.reduction)
     held = len(window.losses) + (window.carried is not None)
-    refuse_static_graph(ranks.ddp, held)
+    refuse_static_graph(ranks.ddp, held + 1)
     refuse_join(ranks.ddp)
 
 
@@ -173,12 +173,16 @@ def refuse_late_start(num_at_first: int, num_now: int) -> None:
         )
 
 
-def refuse_static_graph(ddp: DistributedDataParallel | None, held: int) -> None:
-    if ddp is not None and ddp.static_graph and held:
+def refuse_static_graph(
+    ddp: DistributedDataParallel | None, num_micro_batches: int
+) -> None:
+    """Refuse a window of several micro-batches, whose first backward passes fail."""
+    if ddp is not None and ddp.static_graph and num_micro_batches > 1:
         raise TrainkitError(
-            "static_graph=True: DDP cannot run a window of several micro-batches with "
-            "it (its first backward passes fail inside torch). Make the DDP module "
-            "with static_graph=False."
+            f"static_graph=True: DDP cannot run a window of several micro-batches with "
+            f"it, received {num_micro_batches}. Make the DDP module, or Lightning's "
+            f"DDPStrategy, with static_graph=False; or make each window one "
+            f"micro-batch."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from trainkit.lit.batch_norm.samples import (
     on_device,
     refuse_unreadable,
 )
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import fetches_batches, has_callback
 from trainkit.lit.rerun.quietly import muted, seed
 from trainkit.lit.rerun.snapshot import kept
 
@@ -166,7 +165,7 @@ def _refuse_unusable_step(module: Any) -> None:
     why = None
     if not module.automatic_optimization:
         why = "steps its optimizers itself (automatic_optimization=False)"
-    elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
+    elif fetches_batches(module):
         why = "fetches its own batches (dataloader_iter)"
     if why is not None:
         raise TrainkitError(

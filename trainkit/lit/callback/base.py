@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -109,6 +110,11 @@ class WindowOwner(OrderedCallback):
     def must_count_samples(self) -> bool:
         """Whether the samples of the next micro-batch must be counted."""
         return self.counts_samples or not self.first_windows.is_complete
+
+
+def fetches_batches(pl_module: Any) -> bool:
+    """Whether `training_step` takes Lightning's `dataloader_iter` for its batches."""
+    return "dataloader_iter" in inspect.signature(pl_module.training_step).parameters
 
 
 def has_callback(callbacks: Iterable[Any], *names: str) -> bool:

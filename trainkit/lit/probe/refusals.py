@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import starts_processes_for_fit
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import fetches_batches, has_callback
 
 BY_HAND = "Choose it by hand: trainkit plan --target ... --max-micro-batch ..."
 
@@ -78,7 +77,7 @@ def _refuse_module(module: Any) -> None:
             f"find_micro_batch: {name} optimizes manually, so accumulate_grad_batches "
             f"does not decide how long its windows are. {BY_HAND}"
         )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+    if fetches_batches(module):
         raise TrainkitError(
             f"find_micro_batch: {name}.training_step(dataloader_iter) fetches its "
             f"batches itself. Take (batch, batch_idx). {BY_HAND}"

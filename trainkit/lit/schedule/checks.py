@@ -15,6 +15,7 @@ from trainkit.core._compat import nested_schedulers, scheduler_milestones
 from trainkit.core.learning_rates import every_scheduler
 from trainkit.core.ledger import Ledger
 from trainkit.core.ranks import find_ranks
+from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import check_measurable, windows_of
@@ -74,7 +75,7 @@ def refuse_unfit(trainer: Any, windows: Any, stages: Stages) -> None:
     )
     # Its accumulators, which know the ranks too, are made after this.
     ranks = find_ranks(trainer.strategy, windows.aggregation)
-    refusals.refuse_static_graph(ranks, stages.largest)
+    refuse_static_graph(ranks.ddp, stages.largest)
     if stages.unit == "tokens":
         check_measurable(trainer, "tokens")
 

@@ -71,7 +71,7 @@ class SplitCallback(WindowCallback):
             refusals.refuse_untold_terms(self.strategies)
             return
         accumulator = self.accumulators[0]
-        refuse_static_graph(accumulator.ranks.ddp, 1)
+        refuse_static_graph(accumulator.ranks.ddp, 2)  # it may be cut
         sizes = self._sizes(trainer, pl_module, options, accumulator)
         self.split = SplitWindows(trainer, pl_module, options, self, sizes)
         self.split.start()

@@ -15,6 +15,7 @@ from trainkit.core.checks import Checks
 from trainkit.core.gradients import clear_gradients, parameters_of
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.ranks import Aggregation, check_aggregation
+from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform, Weight
 from trainkit.core.terms import ONE, leading, named_strategies
 from trainkit.core.window_stats import WindowStats
@@ -154,7 +155,7 @@ class WindowCallback(WindowOwner):
                 checks=self.checks,
                 scaler=scaler,
             )
-            refusals.refuse_static_graph(accumulator.ranks, num_expected)
+            refuse_static_graph(accumulator.ranks.ddp, num_expected)
             accumulator.gradients.parameters = parameters_of(optimizer)
             if self.wide_gradients:
                 refusals.refuse_wide_under_scaler(scaler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -21,7 +20,7 @@ from trainkit.lit._compat import (
     num_batches_seen,
     unwrapped,
 )
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import fetches_batches, has_callback
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that has run out of batches waits for the others to run out too."""
@@ -105,15 +104,6 @@ def refuse_second_closure(num_closed: int) -> None:
         )
 
 
-def refuse_static_graph(ranks: Ranks, num_micro_batches: int) -> None:
-    if ranks.ddp is not None and ranks.ddp.static_graph and num_micro_batches > 1:
-        raise TrainkitError(
-            f"static_graph=True: DDP cannot run a window of several micro-batches with "
-            f"it, and accumulate_grad_batches is {num_micro_batches}. Use "
-            f"DDPStrategy(static_graph=False)."
-        )
-
-
 def refuse_manual_optimization(pl_module: Any) -> None:
     if not pl_module.automatic_optimization:
         raise TrainkitError(
@@ -126,8 +116,7 @@ def refuse_manual_optimization(pl_module: Any) -> None:
 def refuse_unseen_batches(
     pl_module: Any, strategy: AccumulationStrategy, num_micro_batches: int
 ) -> None:
-    parameters = inspect.signature(pl_module.training_step).parameters
-    if "dataloader_iter" not in parameters or not pl_module.automatic_optimization:
+    if not fetches_batches(pl_module) or not pl_module.automatic_optimization:
         return
     if not isinstance(strategy, Uniform):
         raise TrainkitError(
