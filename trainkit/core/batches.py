@@ -18,10 +18,10 @@ from trainkit.errors import TrainkitError
 Path = str | int
 
 KnownPairs = set[tuple[int, torch.dtype]]
-"""Lists of tensors that are known for fields, by their number of entries and dtype."""
+"""Lists of tensors that are known to hold fields, by number of entries and dtype."""
 
 CHANNELS = (1, 3, 4)
-"""Those that an image has."""
+"""How many channels an image may have."""
 
 
 def lookup(batch: Any, path: Path) -> Any:
@@ -62,9 +62,9 @@ def lookup_tensor(batch: Any, path: Path, *, role: str) -> Tensor:
 def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
     """The one length that all of the batch's tensors share in their first dimension.
 
-    A list that may be one of samples counts as fields only where the tensors outside of
-    it have the rows that its own have. Without any tensor, an object that counts its
-    own samples is asked, as a graph library's batches are.
+    A list that may hold samples counts as fields only if its tensors have as many rows
+    as those outside it. Without any tensor, objects that count their own samples
+    decide, such as the batches of a graph library.
 
     Args:
         batch: any nesting.
@@ -87,7 +87,8 @@ def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
             f"size=0 is its first one; if it is one of samples, size='' is the list."
         )
     if not lengths:
-        lengths = set(_own_counts(batch))
+        counts = map(own_count, leaves(batch))
+        lengths = {count for count in counts if count is not None}
     if len(lengths) != 1:
         found = f"has {sorted(lengths)}" if lengths else "has no tensor with a length"
         raise TrainkitError(
@@ -108,18 +109,17 @@ def _leading(batch: Any, lists: list[Any], known: KnownPairs) -> set[int]:
         lists.append(batch)
         return set()
     found: set[int] = set()
-    for child in _children(batch):
+    for child in _children(batch) or ():
         found |= _leading(child, lists, known)
     return found
 
 
 def _is_transposed(batch: Any) -> bool:
-    """Whether these are samples with one sequence for each of their fields, as
-    `tuple(zip(*samples))` makes them: of tensors, and as many plain values, which
-    collating would have made a tensor."""
-    if not isinstance(batch, tuple | list) or not batch:
-        return False
+    """Whether these are samples as `tuple(zip(*samples))` makes them: one sequence for
+    each field, one of them of plain values, which collating would make a tensor."""
     kinds = tuple | list
+    if not isinstance(batch, kinds) or not batch:
+        return False
     if not all(
         isinstance(each, kinds) and len(each) == len(batch[0]) for each in batch
     ):
@@ -131,8 +131,8 @@ def _is_transposed(batch: Any) -> bool:
 
 
 def own_count(value: Any) -> int | None:
-    """How many samples an object that is no container says that it has: a batch of
-    torch_geometric its `num_graphs`, one of dgl its `batch_size`."""
+    """How many samples an object counts itself: a batch of torch_geometric has
+    `num_graphs`, one of dgl has `batch_size`."""
     for name in ("num_graphs", "batch_size"):
         try:
             count = getattr(value, name, None)
@@ -141,16 +141,6 @@ def own_count(value: Any) -> int | None:
         if isinstance(count, int) and not isinstance(count, bool):
             return count
     return None
-
-
-def _own_counts(batch: Any) -> Iterator[int]:
-    if isinstance(batch, Tensor | str | bytes | int | float | type(None)):
-        return
-    if _fields(batch) is not None or _is_sequence(batch):
-        for child in _children(batch):
-            yield from _own_counts(child)
-    elif (count := own_count(batch)) is not None:
-        yield count
 
 
 def are_samples(batch: Sequence[Any]) -> bool:
@@ -174,16 +164,16 @@ def are_samples(batch: Sequence[Any]) -> bool:
 
 
 def may_be_samples(batch: Any, known: KnownPairs) -> bool:
-    """Whether a list of tensors that are all alike may be one of samples.
+    """Whether a list of tensors that are all alike may be a list of samples.
 
-    Collating makes such a list too, of fields: two matrices are taken for fields, but
-    not two images with their few channels first, and no vectors. Two fields of three
-    rows look like two images: what has once been seen with another number of rows is
-    known for fields.
+    Collating makes such lists of fields too. Two matrices are taken for fields; vectors
+    and two images with their few channels first may be samples. Two fields of three
+    rows look like two images, so a list that was once seen with another number of rows
+    is known to hold fields.
 
     Args:
         batch: whatever a batch holds.
-        known: the lists that are known for fields, by their number of entries and
+        known: the lists that are known to hold fields, by their number of entries and
             dtype; it is added to.
     """
     if not isinstance(batch, list) or len(batch) < 2:
@@ -208,8 +198,8 @@ def may_be_samples(batch: Any, known: KnownPairs) -> bool:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """The attributes of an object that is no container, if it holds tensors; what it
-    keeps in private mappings, as torch_geometric does, by its own name."""
+    """The attributes of an object that is no container, if it holds tensors; entries of
+    its private mappings, in which torch_geometric keeps them, have their own names."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return {}
     held: dict[str, Any] = {}
@@ -223,13 +213,19 @@ def held_by(value: Any) -> dict[str, Any]:
     return held if any(True for _ in tensors(list(held.values()))) else {}
 
 
+def leaves(batch: Any) -> Iterator[Any]:
+    """Everything in a nested batch that is not a container, in order."""
+    children = _children(batch)
+    if children is None:
+        yield batch
+        return
+    for child in children:
+        yield from leaves(child)
+
+
 def tensors(batch: Any) -> Iterator[Tensor]:
     """All tensors of a nested batch, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    else:
-        for child in _children(batch):
-            yield from tensors(child)
+    return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 def describe(batch: Any, *, depth: int = 3) -> str:
@@ -242,7 +238,7 @@ def describe(batch: Any, *, depth: int = 3) -> str:
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     name = type(batch).__name__
-    fields = _fields(batch)
+    fields = fields_of(batch)
     if fields is None and not _is_sequence(batch):
         fields = held_by(batch) or None
     if fields is not None:
@@ -258,7 +254,7 @@ def describe(batch: Any, *, depth: int = 3) -> str:
 
 
 def _child(parent: Any, part: Path) -> Any:
-    fields = _fields(parent)
+    fields = fields_of(parent)
     if fields is not None and part in fields:
         return fields[part]
     if _is_sequence(parent) and str(part).lstrip("-").isdigit():
@@ -268,16 +264,17 @@ def _child(parent: Any, part: Path) -> Any:
     return getattr(parent, str(part))
 
 
-def _children(batch: Any) -> Sequence[Any]:
+def _children(batch: Any) -> Sequence[Any] | None:
+    """The parts of a container; None for any other value."""
     if isinstance(batch, Tensor):
-        return ()
-    fields = _fields(batch)
+        return None
+    fields = fields_of(batch)
     if fields is not None:
         return list(fields.values())
-    return batch if _is_sequence(batch) else ()
+    return batch if _is_sequence(batch) else None
 
 
-def _fields(batch: Any) -> Mapping[Any, Any] | None:
+def fields_of(batch: Any) -> Mapping[Any, Any] | None:
     """The named parts of a mapping, a dataclass or a named tuple."""
     if isinstance(batch, Mapping):
         return batch

@@ -63,7 +63,7 @@ def _note(loader_batch: Any, current: CurrentWindow) -> str:
 def _trimmed(loader_batch: Any, micro_batch: Any) -> list[str]:
     """Each field that has lost columns, with how many it had and has."""
     before, after = (
-        {f.path: getattr(f.value, "shape", ()) for f in _fields(batch)}
+        {f.path: getattr(f.value, "shape", ()) for f in take_apart(batch)[0]}
         for batch in (loader_batch, micro_batch)
     )
     return [
@@ -71,10 +71,6 @@ def _trimmed(loader_batch: Any, micro_batch: Any) -> list[str]:
         for path, shape in after.items()
         if path in before and tuple(before[path][1:]) != tuple(shape[1:])
     ]
-
-
-def _fields(batch: Any) -> Any:
-    return take_apart(batch, lambda path, value: False)[0]
 
 
 def _listed(items: Any) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.partition import Span
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import missing_terms, refuse_other_terms
@@ -103,8 +104,8 @@ def taken_apart(output: Any) -> tuple[Any, dict[str, Any]]:
             f"keys {sorted(map(str, output))}. Return {{'loss': loss, ...}}; a loss of "
             f"several terms is {{'loss': {{'ce': ce, 'kl': kl}}}}."
         )
-    extras = {k: _detached(v) for k, v in output.items() if k != "loss"}
-    return output["loss"], extras
+    extras = {name: value for name, value in output.items() if name != "loss"}
+    return output["loss"], with_tensors(extras, Tensor.detach)
 
 
 def terms_of(loss: Any, strategies: Strategies) -> Mapping[str, Tensor]:
@@ -172,7 +173,10 @@ def _joined(
         for value, own in zip(values, rows, strict=True)
     ):
         flat = [entry for value in values for entry in value]
-        return [entry for _, entry in sorted(zip(order, flat, strict=True), key=_first)]
+        return [
+            entry
+            for _, entry in sorted(zip(order, flat, strict=True), key=itemgetter(0))
+        ]
     if all(isinstance(v, Tensor) and v.ndim == 0 for v in values):
         if all(v.is_floating_point() for v in values):
             return weighted_mean(values, weights)
@@ -235,15 +239,3 @@ def _padded(
     for value, own, (first, stop) in zip(values, rows, spans, strict=True):
         whole[torch.tensor(own, device=whole.device), first:stop] = value
     return whole
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    fields, build = take_apart(value, lambda path, micro_batch: False)
-    values = [field.value for field in fields]
-    return build(each.detach() if isinstance(each, Tensor) else each for each in values)

@@ -52,7 +52,7 @@ class SharedFields:
                 self._state_of(inner.value),
             )
             for field in self._fields
-            for inner in take_apart(field.value, lambda path, value: False)[0]
+            for inner in take_apart(field.value)[0]
         }
 
     def _state_of(self, value: Any) -> int | bytes:

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import with_tensors
 from trainkit.lit._compat import (
     as_hook,
     has_own,
@@ -91,12 +91,7 @@ def _move_of(trainer: Any, pl_module: Any, device: torch.device) -> Move:
 
 
 def _with_copies(batch: Any, device: torch.device) -> Any:
-    fields, build = take_apart(batch, lambda path, value: False)
-    values = [field.value for field in fields]
-    return build(
-        value.clone() if isinstance(value, Tensor) and value.device == device else value
-        for value in values
-    )
+    return with_tensors(batch, lambda t: t.clone() if t.device == device else t)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batches import tensors
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import with_tensors
 
 
 def moved(
@@ -44,8 +44,7 @@ def moved(
 
 
 def _begin(batch: Any, move: Callable[[Any], Any], stream: Any) -> tuple[Any, Any]:
-    fields, build = take_apart(batch, lambda path, value: False)
-    pinned = build(iter([_pinned(field.value) for field in fields]))
+    pinned = with_tensors(batch, _pinned)
     with torch.cuda.stream(stream):
         on_device = move(pinned)
         arrived = torch.cuda.Event()
@@ -53,10 +52,6 @@ def _begin(batch: Any, move: Callable[[Any], Any], stream: Any) -> tuple[Any, An
     return on_device, arrived
 
 
-def _pinned(value: Any) -> Any:
-    is_plain = (
-        isinstance(value, Tensor)
-        and value.device.type == "cpu"
-        and value.layout == torch.strided
-    )
-    return value.pin_memory() if is_plain else value
+def _pinned(tensor: Tensor) -> Tensor:
+    is_plain = tensor.is_cpu and tensor.layout == torch.strided
+    return tensor.pin_memory() if is_plain else tensor
