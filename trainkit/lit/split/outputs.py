@@ -24,7 +24,7 @@ a micro-batch."""
 
 
 class Returned:
-    """What the micro-batches of a loader batch have returned so far."""
+    """The outputs of a loader batch's micro-batches so far."""
 
     def __init__(self) -> None:
         self._losses: dict[str, list[Tensor]] = {}
@@ -132,17 +132,17 @@ def put_together(
 ) -> dict[str, Any]:
     """The extras of a window's micro-batches as those of one batch.
 
-    What has one entry for each row comes in the loader batch's order; if it has one for
-    each column of its micro-batch as well, it comes in the loader batch's columns, with
-    zeros in those that were trimmed. A single floating number is the mean, weighed as
-    the loss is; anything else is a list with what each micro-batch returned, in the
-    order in which they ran.
+    A value with one entry for each row is put into the loader batch's order. If it also
+    has one entry for each column of its micro-batch, it gets the loader batch's
+    columns, with zeros in those that were trimmed. Single floating numbers become their
+    mean, weighed as the loss is. Anything else becomes a list with the values of all
+    micro-batches, in the order in which they ran.
 
     Args:
         extras: what each micro-batch returned.
         rows: its rows of the loader batch.
-        weights: what it weighs.
-        columns: tells its columns of the loader batch.
+        weights: its weight.
+        columns: returns its columns of the loader batch.
     """
     if len(extras) == 1:
         return dict(extras[0])
@@ -184,7 +184,7 @@ def _joined(
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
-    """The mean of 0-d tensors; what weighs nothing may be NaN."""
+    """The mean of 0-d tensors; one that weighs nothing may be NaN."""
     if values[0].is_cpu and are_numbers(weights):
         return values[0].new_tensor(_mean_of_numbers(values, weights))
     numbers = vector(values, values[0].device)
@@ -194,7 +194,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor
 
 
 def _mean_of_numbers(values: Sequence[Tensor], weights: Sequence[Any]) -> float:
-    """In plain numbers: each tensor operation costs more than all of it."""
+    """The mean by plain numbers: one tensor operation costs more than all of them."""
     pairs = [(w, value.item()) for w, value in zip(weights, values, strict=True)]
     total = sum(weights)
     if not total:
