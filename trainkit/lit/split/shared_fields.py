@@ -1,4 +1,4 @@
-"""What every micro-batch gets whole must stay as it is while they run."""
+"""A check that no micro-batch writes into the fields that all of them get whole."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Leaves = dict[str, tuple[Any, int | bytes]]
 
 
 class SharedFields:
-    """Looks whether a micro-batch has written into what the next one gets as well.
+    """Remembers the fields that every micro-batch gets, to find changes of them.
 
-    Where fields reach the device as copies, the loader batch's own stay as they are and
-    nothing is found. An array has no count of what is written into it, so its values
-    are compared, in the first window alone.
+    If fields reach the device as copies, the loader batch's own stay unchanged and
+    nothing is found. A tensor counts how often it was written into; an array does not,
+    so its values are compared, in the first window alone.
 
     Args:
-        fields: of the loader batch, that are not cut.
+        fields: the loader batch's fields that are not cut.
         with_arrays: whether to compare arrays as well.
     """
 
@@ -32,7 +32,7 @@ class SharedFields:
         self._before = self._leaves() if self._fields else {}
 
     def refuse_changed(self) -> None:
-        """A micro-batch has run, and another one is to run."""
+        """Refuse a change by the micro-batch that has just run."""
         if not self._fields:
             return
         after = self._leaves()

@@ -15,18 +15,18 @@ from trainkit.core.split.fields import with_tensors
 def moved(
     batches: Sequence[Any], move: Callable[[Any], Any], device: torch.device
 ) -> Iterator[Any]:
-    """Yield each batch on the device, with the next one already under way.
+    """Yield each batch on the device while the next one is copied.
 
-    On a GPU the copy runs from pinned memory on a stream of its own; the stream that
-    computes waits for it, the host does not.
+    On a GPU the copy runs from pinned memory on a stream of its own. The stream that
+    computes waits for it; the host does not.
 
     Args:
-        batches: on the host.
-        move: brings one to the device, with all hooks of the module that belong to it.
-        device: where they go.
+        batches: the batches on the host.
+        move: brings one to the device, with the module's hooks for it.
+        device: the device.
     """
     if device.type != "cuda":
-        for batch in batches:  # in a map, a StopIteration of a hook would end all
+        for batch in batches:  # in a map(), a hook's StopIteration would be lost
             yield move(batch)
         return
     copies = torch.cuda.Stream(device)
