@@ -12,7 +12,13 @@ from trainkit.core.batches import describe
 from trainkit.core.split.fields import Field
 from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import Span, columns_of, even_runs, partition
+from trainkit.core.split.partition import (
+    Span,
+    columns_of,
+    even_runs,
+    most_rows,
+    partition,
+)
 from trainkit.core.split.rows import Rows
 from trainkit.core.split.samples import rows_of_samples
 from trainkit.core.split.slicing import slices_of
@@ -170,7 +176,9 @@ class Cutter:
                 raise TrainkitError(_no_lengths(batch, limit.tokens))
             self.longest_over_budget = rows.longest_over(limit.tokens)
         if not rows.has_lengths or rows.are_alike:
-            return _even_parts(rows.num_rows, _most_rows(rows, limit), at_least)
+            length = rows.padded_of([0]) if rows.has_lengths else 1
+            most = most_rows(length, limit.size, limit.tokens, rows.num_rows)
+            return _even_parts(rows.num_rows, most, at_least)
         parts = partition(
             rows.spans,
             size=limit.size,
@@ -188,18 +196,9 @@ def _built(layout: Layout, parts: Sequence[Sequence[int]]) -> list[Any]:
     return [layout.build(iter(values)) for values in zip(*pieces, strict=True)]
 
 
-def _most_rows(rows: Rows, limit: Limit) -> int | None:
-    """How many rows a micro-batch may have, if all have one length."""
-    if limit.tokens is None or not rows.has_lengths:
-        return limit.size
-    fitting = max(1, limit.tokens // rows.padded_of([0]))
-    return fitting if limit.size is None else min(fitting, limit.size)
-
-
-def _even_parts(num_rows: int, size: int | None, at_least: int) -> list[list[int]]:
+def _even_parts(num_rows: int, most: int, at_least: int) -> list[list[int]]:
     """Parts that keep the order of the rows, so that slices copy nothing."""
-    fewest = -(-num_rows // size) if size else 1
-    num_parts = max(1, min(num_rows, max(fewest, at_least)))
+    num_parts = max(1, min(num_rows, max(-(-num_rows // most), at_least)))
     return [list(range(a, b)) for a, b in even_runs(num_rows, num_parts)]
 
 

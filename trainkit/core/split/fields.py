@@ -19,7 +19,6 @@ from trainkit.core.batches import (
     are_samples,
     describe,
     fields_of,
-    leaves,
     own_count,
     tensors,
 )
@@ -129,7 +128,8 @@ def is_list(value: Any) -> bool:
 
 def holds_arrays(value: Any) -> bool:
     """Whether a tensor or an array is anywhere in it."""
-    return any(isinstance(leaf, Tensor) or is_array(leaf) for leaf in leaves(value))
+    parts = [field.value for field in take_apart(value)[0]]
+    return any(isinstance(part, Tensor) or is_array(part) for part in parts)
 
 
 def common_rows(batch: Any, shared: Collection[int]) -> set[int]:

@@ -91,7 +91,7 @@ def cut_lengths(
     turns: deque[float] = deque()  # where each line but the first takes over
     for start, length in enumerate(lengths):
         slope = length + attention * length**2
-        end = start + _most_rows(length, size, tokens, num_rows)
+        end = start + most_rows(length, size, tokens, num_rows)
         line = Line(start, end, least + overhead - start * slope, slope)
         while turns and lines[-1].takeover(line) <= turns[-1]:
             lines.pop()
@@ -285,7 +285,8 @@ def columns_of(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> list[Sp
     return covered
 
 
-def _most_rows(length: int, size: int | None, tokens: int | None, most: int) -> int:
+def most_rows(length: int, size: int | None, tokens: int | None, most: int) -> int:
+    """How many rows of one length a run may have, at least 1."""
     if size is not None:
         most = min(most, size)
     if tokens is not None:

@@ -75,7 +75,7 @@ class MicroBatches:
         self._is_list = options.collate is not None
         self._shared = options.shared
         self._may_hold_counts = not self._is_list
-        self._num_cut = 0
+        self._is_first = True
         self._has_shared = False
         self._has_said_too_long = self._has_said_renumbered = False
 
@@ -102,7 +102,7 @@ class MicroBatches:
         self._say_too_long(limit)
         self._say_renumbered(batch)
         self._sizes.look_at(cut)
-        if not self._num_cut and not self._is_list:
+        if self._is_first and not self._is_list:
             for strategy in self._strategies.values():
                 strategy.weight(batch)  # PerSample learns what its lists hold
         batches = [micro_batch.batch for micro_batch in cut]
@@ -111,8 +111,8 @@ class MicroBatches:
             WeighedMicroBatch(micro_batch, dict(zip(weights, each, strict=True)))
             for micro_batch, *each in zip(cut, *weights.values(), strict=True)
         ]
-        self._num_cut += 1
-        if self._num_cut == 1:
+        if self._is_first:
+            self._is_first = False
             loader_batch = None if self._is_list else batch
             _verify_cut(loader_batch, micro_batches, self._strategies)
         if self._may_hold_counts and len(micro_batches) > 1:

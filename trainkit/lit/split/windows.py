@@ -42,7 +42,7 @@ from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
 
 NOTHING = nullcontext()
-KEPT = ("running", "is_apart", "num_loader_batches", "sizes", "_patch")
+KEPT = ("is_apart", "num_loader_batches", "sizes", "_patch")
 
 
 class SplitWindows:
