@@ -19,10 +19,10 @@ from trainkit.errors import TrainkitError
 Path = str | int
 
 KnownPairs = set[tuple[int, torch.dtype]]
-"""Lists of tensors that are known to be fields, as (number of entries, dtype)."""
+"""Lists of tensors that are known to hold fields, by number of entries and dtype."""
 
 CHANNELS = (1, 3, 4)
-"""The numbers of channels that an image may have."""
+"""How many channels an image may have."""
 
 
 def lookup(batch: Any, path: Path) -> Any:
@@ -73,9 +73,9 @@ def num_samples(batch: Any) -> float:
 def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
     """The one length that all of the batch's tensors share in their first dimension.
 
-    A list that may be a list of samples is taken for fields only if the tensors outside
-    of it have the number of rows of those inside. If there is no tensor, an object may
-    know its number of samples, as the batches of graph libraries do.
+    A list that may hold samples counts as fields only if its tensors have as many rows
+    as those outside it. Without any tensor, objects that count their own samples
+    decide, such as the batches of a graph library.
 
     Args:
         batch: a batch with any nesting.
@@ -98,7 +98,8 @@ def leading_dimension(batch: Any, known: KnownPairs | None = None) -> int:
             f"is its first field; if it is a list of samples, size='' is the list."
         )
     if not lengths:
-        lengths = set(_own_counts(batch))
+        counts = map(own_count, leaves(batch))
+        lengths = {count for count in counts if count is not None}
     if len(lengths) != 1:
         found = f"has {sorted(lengths)}" if lengths else "has no tensor with a length"
         raise TrainkitError(
@@ -120,18 +121,17 @@ def _leading(batch: Any, lists: list[Any], known: KnownPairs) -> set[int]:
         lists.append(batch)
         return set()
     found: set[int] = set()
-    for child in _children(batch):
+    for child in _children(batch) or ():
         found |= _leading(child, lists, known)
     return found
 
 
 def _is_transposed(batch: Any) -> bool:
-    """Whether these are samples with one sequence for each field, as
-    `tuple(zip(*samples))` makes them. One sequence at least has plain values, which
-    collating would have turned into a tensor."""
-    if not isinstance(batch, tuple | list) or not batch:
-        return False
+    """Whether these are samples as `tuple(zip(*samples))` makes them: one sequence for
+    each field, one of them of plain values, which collating would make a tensor."""
     kinds = tuple | list
+    if not isinstance(batch, kinds) or not batch:
+        return False
     if not all(
         isinstance(each, kinds) and len(each) == len(batch[0]) for each in batch
     ):
@@ -143,8 +143,8 @@ def _is_transposed(batch: Any) -> bool:
 
 
 def own_count(value: Any) -> int | None:
-    """The number of samples that an object itself counts: `num_graphs` of a batch of
-    torch_geometric, `batch_size` of one of dgl."""
+    """How many samples an object counts itself: a batch of torch_geometric has
+    `num_graphs`, one of dgl has `batch_size`."""
     for name in ("num_graphs", "batch_size"):
         try:
             count = getattr(value, name, None)
@@ -153,16 +153,6 @@ def own_count(value: Any) -> int | None:
         if isinstance(count, int) and not isinstance(count, bool):
             return count
     return None
-
-
-def _own_counts(batch: Any) -> Iterator[int]:
-    if isinstance(batch, Tensor | str | bytes | int | float | type(None)):
-        return
-    if _fields(batch) is not None or _is_sequence(batch):
-        for child in _children(batch):
-            yield from _own_counts(child)
-    elif (count := own_count(batch)) is not None:
-        yield count
 
 
 def are_samples(batch: Sequence[Any]) -> bool:
@@ -186,16 +176,17 @@ def are_samples(batch: Sequence[Any]) -> bool:
 
 
 def may_be_samples(batch: Any, known: KnownPairs) -> bool:
-    """Whether a list of tensors of one shape may be a list of samples.
+    """Whether a list of tensors that are all alike may be a list of samples.
 
-    Collating makes such lists too, of fields. So two matrices are taken for fields, but
-    not vectors, and not two images with few channels first. Two fields of three rows
-    look like two images: once they come with another number of rows, they are known to
-    be fields.
+    Collating makes such lists of fields too. Two matrices are taken for fields; vectors
+    and two images with their few channels first may be samples. Two fields of three
+    rows look like two images, so a list that was once seen with another number of rows
+    is known to hold fields.
 
     Args:
-        batch: any part of a batch.
-        known: the lists that are known to be fields; new ones are added.
+        batch: whatever a batch holds.
+        known: the lists that are known to hold fields, by their number of entries and
+            dtype; it is added to.
     """
     if not isinstance(batch, list) or len(batch) < 2:
         return False
@@ -219,10 +210,8 @@ def may_be_samples(batch: Any, known: KnownPairs) -> bool:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """The attributes of an object, if there are tensors in them.
-
-    A private mapping, which torch_geometric uses, counts as attributes by its keys.
-    """
+    """The attributes of an object that is no container, if it holds tensors; entries of
+    its private mappings, in which torch_geometric keeps them, have their own names."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return {}
     held: dict[str, Any] = {}
@@ -236,13 +225,19 @@ def held_by(value: Any) -> dict[str, Any]:
     return held if any(True for _ in tensors(list(held.values()))) else {}
 
 
+def leaves(batch: Any) -> Iterator[Any]:
+    """Everything in a nested batch that is not a container, in order."""
+    children = _children(batch)
+    if children is None:
+        yield batch
+        return
+    for child in children:
+        yield from leaves(child)
+
+
 def tensors(batch: Any) -> Iterator[Tensor]:
     """All tensors of a nested batch, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    else:
-        for child in _children(batch):
-            yield from tensors(child)
+    return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 def describe(batch: Any, *, depth: int = 3) -> str:
@@ -255,7 +250,7 @@ def describe(batch: Any, *, depth: int = 3) -> str:
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     name = type(batch).__name__
-    fields = _fields(batch)
+    fields = fields_of(batch)
     if fields is None and not _is_sequence(batch):
         fields = held_by(batch) or None
     if fields is not None:
@@ -271,7 +266,7 @@ def describe(batch: Any, *, depth: int = 3) -> str:
 
 
 def _child(parent: Any, part: Path) -> Any:
-    fields = _fields(parent)
+    fields = fields_of(parent)
     if fields is not None and part in fields:
         return fields[part]
     if _is_sequence(parent) and str(part).lstrip("-").isdigit():
@@ -281,16 +276,17 @@ def _child(parent: Any, part: Path) -> Any:
     return getattr(parent, str(part))
 
 
-def _children(batch: Any) -> Sequence[Any]:
+def _children(batch: Any) -> Sequence[Any] | None:
+    """The parts of a container; None for any other value."""
     if isinstance(batch, Tensor):
-        return ()
-    fields = _fields(batch)
+        return None
+    fields = fields_of(batch)
     if fields is not None:
         return list(fields.values())
-    return batch if _is_sequence(batch) else ()
+    return batch if _is_sequence(batch) else None
 
 
-def _fields(batch: Any) -> Mapping[Any, Any] | None:
+def fields_of(batch: Any) -> Mapping[Any, Any] | None:
     """The named parts of a mapping, a dataclass or a named tuple."""
     if isinstance(batch, Mapping):
         return batch

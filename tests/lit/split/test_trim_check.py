@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 from tests.core.split.common import mask_of
 from tests.helpers import deviation, trainer, weights
-from trainkit import AccumulationMixin, PerSample, TrainkitError
+from trainkit import AccumulationMixin, PerSample
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.lit.split.trim_check import TrimCheck
 
@@ -362,40 +362,3 @@ def test_count_of_the_whole_batch_in_a_loss_is_named() -> None:
     fit(whole, batches)
     assert deviation(cut, whole, Pooled()) > 0.1  # this is what it is said of
     fit(Counting(MicroBatching(size=8)), batches)  # nothing is cut
-
-
-def test_lists_of_vectors_are_refused_in_any_window() -> None:
-    rows = [torch.arange(5.0) + i for i in range(7)]
-
-    class Listed(AccumulationMixin, pl.LightningModule):
-        def __init__(self, strategy: Any, cut: MicroBatching | None) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.accumulation, self.micro_batching = strategy, cut
-            self.net = nn.Linear(5, 1)
-            self.double()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(torch.stack(list(batch)).double()).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    def trained(strategy: Any, cut: Any, size: int, window: int) -> Listed:
-        module = Listed(strategy, cut)
-        loader = DataLoader(rows, batch_size=size, collate_fn=list)  # type: ignore[arg-type]
-        trainer(window, max_epochs=1).fit(module, loader)
-        return module
-
-    for cut in (None, MicroBatching(size=2)):
-        with pytest.raises(TrainkitError, match=r"list of samples.*size=''"):
-            trained(PerSample(), cut, 4, 2)
-    whole = trained(PerSample(size=""), None, 7, 1)
-    start = Listed(PerSample(size=""), None)
-    for cut, size, window in (
-        (None, 3, 3),
-        (MicroBatching(size=2), 7, 1),
-        (MicroBatching(size=2, collate=list), 4, 2),
-    ):
-        other = trained(PerSample(size=""), cut, size, window)
-        assert deviation(other, whole, start) < 1e-12

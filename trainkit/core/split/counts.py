@@ -1,4 +1,4 @@
-"""Counts of the whole batch that every micro-batch gets whole."""
+"""A warning about counts of the whole batch that every micro-batch gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.core.split.fields import is_list, named, parts_of
 def announce_whole_counts(
     whole: Any, part: Any, counts: Mapping[int, str], shared: Sequence[Path]
 ) -> bool:
-    """Name a number that counts the loader batch, and is in a micro-batch the same.
+    """Warn of a number that counts the loader batch and is unchanged in a micro-batch.
 
     A loss that is divided by it, or multiplied by one over it, is a mean over the whole
     batch, and is weighed by the micro-batch's share once more.
@@ -24,11 +24,11 @@ def announce_whole_counts(
     Args:
         whole: the loader batch.
         part: a micro-batch of fewer rows.
-        counts: what the batch has so many of, by how many.
-        shared: what the user wants to be whole.
+        counts: the names of what the batch has, by their number.
+        shared: the paths that the user wants to be whole.
 
     Returns:
-        Whether there was one.
+        Whether there was such a number.
     """
     allowed = set(map(str, shared))
     for path, number in _same_numbers(whole, part, ""):
@@ -52,7 +52,7 @@ def announce_whole_counts(
 
 
 def _count(number: float) -> int | None:
-    """The whole number that it is, or one over it is as far as float32 can tell."""
+    """The number, or one over it, if this is whole as far as float32 can tell."""
     if 1e-9 < number < 1:
         whole = round(1 / number)
         return whole if math.isclose(number * whole, 1, rel_tol=1e-6) else None
@@ -60,7 +60,7 @@ def _count(number: float) -> int | None:
 
 
 def _same_numbers(whole: Any, part: Any, path: str) -> Iterator[tuple[str, float]]:
-    """The numbers that are in both, each with its path."""
+    """The numbers that both batches hold at one place, each with its path."""
     number = _number(part)
     if number is not None:
         if number == _number(whole):
@@ -68,7 +68,7 @@ def _same_numbers(whole: Any, part: Any, path: str) -> Iterator[tuple[str, float
         return
     parts, others = parts_of(part), parts_of(whole)
     if parts is None or others is None or len(parts) != len(others):
-        return  # nothing of its kind, or a list that is cut
+        return  # not in the loader batch, or in a list that is cut
     prefix = f"{path}." if path else ""
     for (key, each), (_, other) in zip(parts, others, strict=True):
         yield from _same_numbers(other, each, f"{prefix}{key}")
@@ -81,7 +81,7 @@ def _same_numbers(whole: Any, part: Any, path: str) -> Iterator[tuple[str, float
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, as Python's, as numpy's, or as a 0-d tensor on the host."""
+    """A finite number: Python's, numpy's, or a 0-d tensor on the host."""
     if isinstance(value, Tensor):
         if value.ndim or not value.is_cpu or value.is_complex():
             return None

@@ -1,4 +1,4 @@
-"""A loader batch, cut into micro-batches."""
+"""Loader batches, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from trainkit.core.batches import describe
 from trainkit.core.split.fields import Field
 from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.partition import Span, columns_of, even_runs, partition
+from trainkit.core.split.partition import (
+    Span,
+    columns_of,
+    even_runs,
+    most_rows,
+    partition,
+)
 from trainkit.core.split.rows import Rows
-from trainkit.core.split.samples import collated, rows_of_samples
+from trainkit.core.split.samples import rows_of_samples
 from trainkit.core.split.slicing import slices_of
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
@@ -22,7 +28,7 @@ from trainkit.errors import TrainkitError
 
 @dataclass(frozen=True)
 class Limit:
-    """What a micro-batch may hold: so many rows, so many padded tokens, or both."""
+    """The most rows, the most padded tokens, or both, in a micro-batch."""
 
     size: int | None = None
     tokens: int | None = None
@@ -35,9 +41,9 @@ class MicroBatch:
     Attributes:
         batch: what `training_step` gets, on the host.
         rows: its rows of the loader batch, ascending.
-        padded: the tokens that its forward pass computes, over all groups of ragged
-            tensors; its rows, where they have no lengths.
-        real: of these, those that are no padding.
+        padded: how many tokens its forward pass computes, over all groups of ragged
+            tensors; the number of its rows, if they have no lengths.
+        real: how many of them are not padding.
         whole: the loader batch's rows, if columns of it were left out.
     """
 
@@ -50,7 +56,7 @@ class MicroBatch:
     @property
     def columns(self) -> list[tuple[int, Span]]:
         """For each group of ragged tensors, the loader batch's padded length and the
-        columns that a trimmed tensor has of them."""
+        columns that a trimmed tensor has left."""
         if self.whole is None or not self.whole.has_lengths:
             return []
         lengths = [group.padded_length for group in self.whole.groups]
@@ -81,10 +87,10 @@ class Cutter:
     Attributes:
         longest_over_budget: the length of the longest row that exceeded the token
             budget of the last cut by itself, and so has a micro-batch of its own; None
-            where every row fitted.
-        has_trimmed_left: whether columns before a micro-batch's first have been left
-            out so far, so that its columns have other numbers than in the batch.
-        shared: the fields of the last batch of which every micro-batch gets all.
+            if every row fitted.
+        has_trimmed_left: whether columns on the left have been left out so far, so that
+            a micro-batch's columns have other numbers than in the batch.
+        shared: the fields of the last batch that every micro-batch gets whole.
     """
 
     def __init__(self, options: MicroBatching, strategy: AccumulationStrategy) -> None:
@@ -117,8 +123,8 @@ class Cutter:
         Args:
             batch: the loader batch; it is not changed.
             limit: what a micro-batch may hold. Default: what the options say.
-            at_least: make so many micro-batches, by halving the largest; fewer only
-                where there are not so many rows.
+            at_least: the fewest micro-batches: the largest are halved until there are
+                so many, or as many as rows.
             trim: leave out columns that are padding, if the options say so.
 
         Raises:
@@ -126,10 +132,11 @@ class Cutter:
         """
         if limit is None:
             limit = Limit(self._options.size, self._options.tokens)
-        if self._options.collate is not None:
+        collate = self._options.collate
+        if collate is not None:
             rows = rows_of_samples(batch, self._options)
             parts = self._parts(batch, rows, limit, at_least)
-            batches = collated(batch, parts, self._options.collate)
+            batches = [collate([batch[row] for row in part]) for part in parts]
             return _micro_batches(batches, parts, rows)
         layout = self._read(batch)
         self.shared = [f for i, f in enumerate(layout.fields) if i not in layout.cut]
@@ -151,7 +158,7 @@ class Cutter:
         return [_built(each, [rows])[0] for each in (layout, layout.untrimmed())]
 
     def stop_trimming(self) -> None:
-        """Every micro-batch to come gets all columns."""
+        """Give every later micro-batch all columns."""
         self._reader.trims = False
 
     def _read(self, batch: Any) -> Layout:
@@ -169,7 +176,9 @@ class Cutter:
                 raise TrainkitError(_no_lengths(batch, limit.tokens))
             self.longest_over_budget = rows.longest_over(limit.tokens)
         if not rows.has_lengths or rows.are_alike:
-            return _even_parts(rows.num_rows, _most_rows(rows, limit), at_least)
+            length = rows.padded_of([0]) if rows.has_lengths else 1
+            most = most_rows(length, limit.size, limit.tokens, rows.num_rows)
+            return _even_parts(rows.num_rows, most, at_least)
         parts = partition(
             rows.spans,
             size=limit.size,
@@ -187,18 +196,9 @@ def _built(layout: Layout, parts: Sequence[Sequence[int]]) -> list[Any]:
     return [layout.build(iter(values)) for values in zip(*pieces, strict=True)]
 
 
-def _most_rows(rows: Rows, limit: Limit) -> int | None:
-    """How many rows a micro-batch may have, if they are all alike."""
-    if limit.tokens is None or not rows.has_lengths:
-        return limit.size
-    fitting = max(1, limit.tokens // rows.padded_of([0]))
-    return fitting if limit.size is None else min(fitting, limit.size)
-
-
-def _even_parts(num_rows: int, size: int | None, at_least: int) -> list[list[int]]:
-    """Rows in their order: slices, which copy nothing."""
-    fewest = -(-num_rows // size) if size else 1
-    num_parts = max(1, min(num_rows, max(fewest, at_least)))
+def _even_parts(num_rows: int, most: int, at_least: int) -> list[list[int]]:
+    """Parts that keep the order of the rows, so that slices copy nothing."""
+    num_parts = max(1, min(num_rows, max(-(-num_rows // most), at_least)))
     return [list(range(a, b)) for a, b in even_runs(num_rows, num_parts)]
 
 
@@ -207,7 +207,7 @@ def _halved(parts: list[list[int]], rows: Rows, at_least: int) -> list[list[int]
     missing = min(at_least, rows.num_rows) - len(parts)
     if missing <= 0:
         return parts
-    numbers = itertools.count()  # what is as large comes in this order
+    numbers = itertools.count()  # the order of parts of one size
     heap = [(-rows.padded_of(part), next(numbers), part) for part in parts]
     whole = [entry for entry in heap if len(entry[2]) == 1]  # cannot be halved
     heap = [entry for entry in heap if len(entry[2]) > 1]

@@ -1,14 +1,13 @@
 """A nested batch taken apart into its fields, and put together again.
 
-Whatever the nesting (dict and other mappings, list, tuple, named tuple, dataclass),
-what is put together has the types of what was taken apart; the given batch is not
-touched.
+A batch that is put together has the types of the one that was taken apart, whatever the
+nesting (dict and other mappings, list, tuple, named tuple, dataclass). The given batch
+is not touched.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,10 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import are_samples, describe, own_count, tensors
+from trainkit.core.batches import (
+    are_samples,
+    describe,
+    fields_of,
+    own_count,
+    tensors,
+)
 from trainkit.errors import TrainkitError
 
 Build = Callable[[Iterator[Any]], Any]
+IsWhole = Callable[[str, Any], bool]
 
 
 class Field(NamedTuple):
@@ -30,11 +36,11 @@ class Field(NamedTuple):
 
 
 def take_apart(
-    batch: Any, is_whole: Callable[[str, Any], bool]
+    batch: Any, is_whole: IsWhole | None = None
 ) -> tuple[list[Field], Build]:
-    """The fields of a batch, and what builds one like it from other values.
+    """The fields of a batch, and what builds a batch like it from other values.
 
-    >>> fields, build = take_apart({"x": 1, "y": (2, 3)}, lambda path, value: False)
+    >>> fields, build = take_apart({"x": 1, "y": (2, 3)})
     >>> [field.path for field in fields]
     ['x', 'y.0', 'y.1']
     >>> build(iter("abc"))
@@ -42,7 +48,7 @@ def take_apart(
 
     Args:
         batch: any nesting.
-        is_whole: whether a list, tuple or mapping at a path is one field.
+        is_whole: whether a container at a path is one field; default: none is.
 
     Returns:
         The fields in order, and a function of an iterator over as many values.
@@ -52,11 +58,11 @@ def take_apart(
 
 
 def _walk(
-    value: Any, path: str, is_whole: Callable[[str, Any], bool], fields: list[Field]
+    value: Any, path: str, is_whole: IsWhole | None, fields: list[Field]
 ) -> Build:
     # No closure that calls itself: such a cycle would keep batches from being freed.
     parts = None if isinstance(value, Tensor) else parts_of(value)
-    if parts is None or is_whole(path, value):
+    if parts is None or (is_whole is not None and is_whole(path, value)):
         fields.append(Field(path, value))
         return next
     prefix = f"{path}." if path else ""
@@ -65,27 +71,29 @@ def _walk(
     return lambda values: _remake(value, keys, [build(values) for build in builds])
 
 
+def with_tensors(batch: Any, convert: Callable[[Tensor], Any]) -> Any:
+    """A batch like another, with each tensor replaced by what `convert` makes of it.
+
+    >>> with_tensors({"x": torch.zeros(2), "y": [1]}, lambda tensor: tensor.shape)
+    {'x': torch.Size([2]), 'y': [1]}
+    """
+    fields, build = take_apart(batch)
+    values = [field.value for field in fields]
+    return build(convert(v) if isinstance(v, Tensor) else v for v in values)
+
+
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
     """The named or numbered parts of a container; None for any other value."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(zip(value._fields, value, strict=True))  # type: ignore[attr-defined]
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    return None
+    fields = fields_of(value)
+    if fields is not None:
+        return list(fields.items())
+    return list(enumerate(value)) if isinstance(value, list | tuple) else None
 
 
 def _remake(value: Any, keys: Sequence[Any], parts: list[Any]) -> Any:
     """A container like another, with other parts."""
     kind = type(value)
-    if kind is dict:
-        return dict(zip(keys, parts, strict=True))
-    if kind is list:
-        return parts
-    if isinstance(value, dict | UserDict):  # OrderedDict, BatchEncoding
+    if isinstance(value, dict | UserDict):  # also OrderedDict, BatchEncoding
         made = copy.copy(value)
         for key, part in zip(keys, parts, strict=True):
             made[key] = part
@@ -103,7 +111,7 @@ def _remake(value: Any, keys: Sequence[Any], parts: list[Any]) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor or an array of numpy's kind, with at least one dimension.
+    """Whether it is a tensor or an array like numpy's, with at least one dimension.
 
     >>> is_array(torch.zeros(3)), is_array(torch.tensor(3.0)), is_array([3])
     (True, False, False)
@@ -119,40 +127,40 @@ def is_list(value: Any) -> bool:
 
 
 def holds_arrays(value: Any) -> bool:
-    """Whether there is a tensor or an array anywhere in it."""
-    if isinstance(value, Tensor) or is_array(value):
-        return True
-    parts = parts_of(value)
-    return parts is not None and any(holds_arrays(part) for _, part in parts)
+    """Whether a tensor or an array is anywhere in it."""
+    parts = [field.value for field in take_apart(value)[0]]
+    return any(isinstance(part, Tensor) or is_array(part) for part in parts)
 
 
 def common_rows(batch: Any, shared: Collection[int]) -> set[int]:
-    """The leading lengths of a batch's tensors, those of records apart; of other arrays
-    only where there is no tensor."""
+    """The leading lengths of a batch's tensors, or of its other arrays if it has no
+    tensor; lists of samples inside it do not count.
+
+    Args:
+        batch: any nesting.
+        shared: ids of objects that do not count either.
+    """
+
+    def is_whole(path: str, value: Any) -> bool:
+        is_inside = value is not batch
+        return id(value) in shared or (
+            is_inside and is_list(value) and are_samples(value)
+        )
+
     found: dict[bool, set[int]] = {True: set(), False: set()}
-    _add_rows(batch, shared, found)
+    for _, value in take_apart(batch, is_whole)[0]:
+        if id(value) not in shared and is_array(value):
+            found[isinstance(value, Tensor)].add(value.shape[0])
     return found[True] or found[False]
 
 
-def _add_rows(batch: Any, shared: Collection[int], found: dict[bool, set[int]]) -> None:
-    if id(batch) in shared:
-        return
-    if isinstance(batch, Tensor) or is_array(batch):
-        if batch.ndim:
-            found[isinstance(batch, Tensor)].add(batch.shape[0])
-        return
-    for _, part in parts_of(batch) or ():
-        if not (is_list(part) and are_samples(part)):
-            _add_rows(part, shared, found)
-
-
 def named(path: str) -> str:
-    """A field for error messages."""
+    """The name of a field for error messages."""
     return f"field {path!r}" if path else "the batch"
 
 
 def check_divisible(field: Field, batch: Any) -> None:
-    """Refuse what holds tensors and cannot be cut: what it would lose is unknown."""
+    """Refuse a field that may hold rows and that nobody knows how to cut."""
     value = field.value
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""A loader batch, read before it is cut: its fields, its rows, its lengths."""
+"""The structure of a loader batch, read before it is cut."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class Layout:
 
     Attributes:
         fields: its parts, in order.
-        build: makes a batch like it of as many other values.
-        cut: those fields that are cut, by their number; the others are handed whole.
+        build: makes a batch like it from as many other values.
+        cut: the fields that are cut, by their number; every micro-batch gets the others
+            whole.
         rows: the batch's rows.
         trims: which dimensions to trim, by the field's number.
     """
@@ -62,11 +63,11 @@ class Layout:
 
 
 class LayoutReader:
-    """Reads batches, and remembers what their lists are.
+    """Reads batches, and remembers which of their lists hold rows.
 
     Args:
         options: where lengths are, what is shared, what else is ragged.
-        strategy: says how many rows there are, and which labels count.
+        strategy: knows how many rows there are, and which labels count.
 
     Attributes:
         trims: whether columns that are padding are left out.
@@ -83,7 +84,7 @@ class LayoutReader:
         self._targets: tuple[Tensor, Tensor] | None = None  # of the batch being read
 
     def read(self, batch: Any) -> Layout:
-        """Take a batch apart.
+        """Read one batch.
 
         Raises:
             TrainkitError: its number of rows is unclear; the text shows its structure.
@@ -127,10 +128,10 @@ class LayoutReader:
         return found.pop()
 
     def _is_whole(self, path: str, value: Any, num_rows: int, shared: set[int]) -> bool:
-        """Whether a container is handed whole, or is a list of one entry for each row.
+        """Whether a container is shared, or is a list with one entry for each row.
 
-        Two tensors in a list may be two fields, or two rows that hold a tensor each: a
-        list that was once of another length than the batch is one of fields.
+        Two tensors in a list may be two fields, or two rows that hold a tensor each. A
+        list whose length once differed from the number of rows holds fields.
         """
         if id(value) in shared:
             return True
@@ -142,7 +143,7 @@ class LayoutReader:
             self._are_rows[path] = False
         elif path not in self._are_rows and num_rows > 1 and holds_arrays(value):
             if common_rows(value, ()) == {num_rows} and all(map(holds_arrays, value)):
-                raise TrainkitError(_either(path, value))
+                raise TrainkitError(_fields_or_rows(path, value))
             self._are_rows[path] = True
         return self._are_rows.get(path, True)
 
@@ -174,11 +175,11 @@ class LayoutReader:
         self, batch: Any, cut: Mapping[int, Field], num_rows: int
     ) -> tuple[Rows, Mapping[int, Trims]]:
         """The rows' lengths, and what to trim."""
-        self._told: set[int] = set()
+        self._masks: set[int] = set()
         try:
             groups = self._groups(batch, list(cut.values()), num_rows)
         except UnclearLengths as unclear:
-            # In mid-training two lengths may differ that have always been the same.
+            # In mid-training two lengths may differ for the first time.
             if not self._has_read or not unclear.padded_lengths:
                 raise
             path = self._options.length_paths[0]
@@ -193,7 +194,7 @@ class LayoutReader:
             groups = merged(groups)
         trims = None
         if self.trims and groups:
-            trims = self._trimming.of(batch, cut, groups, self._targets, self._told)
+            trims = self._trimming.of(batch, cut, groups, self._targets, self._masks)
         if trims is None:
             groups = [group.untrimmed() for group in groups]
         return Rows(num_rows, groups), trims or {}
@@ -203,20 +204,21 @@ class LayoutReader:
             return []
         if self._options.length_paths:
             columns = self._trimming.columns(batch, cut, num_rows)
-            self._told.update(id(lookup(batch, p)) for p in self._options.length_paths)
+            paths = self._options.length_paths
+            self._masks.update(id(lookup(batch, path)) for path in paths)
             return [
                 group_of_path(batch, path, self._strategy, columns, num_rows)
-                for path in self._options.length_paths
+                for path in paths
             ]
         mask = attention_mask(batch)
-        # Alone it may be of a part that the model adds, such as a prefix.
+        # Alone it may belong to a part that the model adds, such as a prefix.
         if mask is not None and any(
             is_table(field.value, num_rows)
             and field.value.shape[1] == mask.shape[1]
             and field.value is not mask
             for field in cut
         ):
-            self._told.add(id(mask))
+            self._masks.add(id(mask))
             return [Group.make(mask.shape[1], spans_of(mask))]
         targets = self._targets
         if targets is None or targets[0].ndim > 2:  # a map of labels is no sequence
@@ -225,13 +227,13 @@ class LayoutReader:
 
 
 def _no_count(lengths: Collection[int]) -> str:
-    """The warning about a tensor of one number that may be a count."""
+    """A hint for a tensor of one number, which may be a count."""
     if 1 not in lengths:
         return ""
     return " A count that the loss is divided by is made in training_step, not shared."
 
 
-def _either(path: str, value: Any) -> str:
+def _fields_or_rows(path: str, value: Any) -> str:
     number = len(value)
     entries = "tensors" if all(map(is_array, value)) else "entries"
     return (

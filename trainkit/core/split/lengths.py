@@ -1,4 +1,4 @@
-"""How long the rows of a batch are: what of each row is no padding."""
+"""The lengths of a batch's rows: which columns of each row are not padding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainkit.core.batches import Path, describe, lookup
 from trainkit.core.split.fields import Field
+from trainkit.core.split.padding import is_all, padding_of
 from trainkit.core.split.partition import Span
 from trainkit.core.split.rows import Group
 from trainkit.core.strategies import AccumulationStrategy, PerToken
@@ -17,12 +18,7 @@ from trainkit.errors import TrainkitError
 
 
 class UnclearLengths(TrainkitError):
-    """Integer lengths that fit several padded lengths.
-
-    Args:
-        text: the message.
-        padded_lengths: those that they fit.
-    """
+    """An error for integer lengths that fit several padded lengths."""
 
     def __init__(self, text: str, padded_lengths: Sequence[int]) -> None:
         super().__init__(text)
@@ -30,14 +26,14 @@ class UnclearLengths(TrainkitError):
 
 
 def spans_of(counts: Tensor, *, from_first: bool = False) -> list[Span]:
-    """For each row the columns from the first that counts to the last.
+    """The columns of each row, from the first that counts to the last.
 
     >>> spans_of(torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]))
     [(1, 4), (0, 1)]
 
     Args:
-        counts: what is not 0 counts; rows first, columns second.
-        from_first: each row begins at column 0 whatever counts.
+        counts: rows first, columns second; an entry counts unless it is 0.
+        from_first: whether each row begins at column 0 whatever counts.
 
     Returns:
         (first, behind the last) of each row; (0, 1) for a row where nothing counts,
@@ -70,10 +66,10 @@ def group_of_path(
 
     Args:
         batch: the loader batch.
-        path: what tells the lengths.
+        path: where the lengths are.
         strategy: its labels are known by their `ignore_index`.
-        columns: the padded lengths that tensors of the batch may have; needed for
-            integer lengths, which do not tell it.
+        columns: the padded lengths that tensors of the batch may have; integer lengths
+            do not show which of them is meant.
         num_rows: the rows of the batch.
     """
     found = as_tensor(batch, path)
@@ -83,8 +79,8 @@ def group_of_path(
             f"{num_rows} rows of the batch, but has {len(found)}, in the batch "
             f"{describe(batch)}."
         )
-    if found.ndim == 2 and found.shape[1] == 1 and not _is_mask(found):
-        found = found.flatten()
+    if found.ndim == 2 and found.shape[1] == 1 and bool((found > 1).any()):
+        found = found.flatten()  # no mask
     if found.ndim == 1:
         return _group_of_numbers(batch, path, found, columns)
     if isinstance(strategy, PerToken) and strategy.mask is None:
@@ -118,7 +114,7 @@ def as_tensor(batch: Any, path: Path) -> Tensor:
 
 
 def attention_mask(batch: Any) -> Tensor | None:
-    """The mask that a batch of sequences commonly has, if it has the common form."""
+    """The batch's `"attention_mask"`, if it is rows by columns of at least 0."""
     if not isinstance(batch, Mapping):
         return None
     mask = batch.get("attention_mask")
@@ -131,7 +127,8 @@ def attention_mask(batch: Any) -> Tensor | None:
 def targets_of(
     batch: Any, strategy: AccumulationStrategy
 ) -> tuple[Tensor, Tensor] | None:
-    """The strategy's labels or token weights, and where they count; None without."""
+    """The strategy's labels or token weights, and where they count; None if it has no
+    such tensor."""
     if not isinstance(strategy, PerToken):
         return None
     path = strategy.labels if strategy.mask is None else strategy.mask
@@ -147,19 +144,19 @@ def targets_of(
 
 
 def group_of_targets(targets: Tensor, counts: Tensor, fields: Sequence[Field]) -> Group:
-    """The lengths that labels tell, or full rows where they cannot be known.
+    """The lengths that labels show, or full rows if they show none.
 
-    What is ignored behind a row's last label is mostly padding, but not always: in
-    masked language models it is text. It is taken for padding only if
+    Ignored columns behind a row's last label are mostly padding, but in masked language
+    models they are text. They are taken for padding only if
 
     - the batch's longest row has its last label in the last column, as after padding
       to the longest;
     - no row has ignored labels between others;
     - there are other tensors of this length, and behind the last labels each holds
-      one and the same value in all rows.
+      one single value in all rows.
 
-    Otherwise the rows count as full, and nothing is trimmed. What is ignored before a
-    row's first label may be a prompt, and is always kept.
+    Otherwise the rows count as full, and nothing is trimmed. Ignored columns before a
+    row's first label may be a prompt, and are always kept.
     """
     num_rows, padded_length = targets.shape
     full = Group.make(padded_length, [(0, padded_length)] * num_rows)
@@ -186,15 +183,11 @@ def group_of_targets(targets: Tensor, counts: Tensor, fields: Sequence[Field]) -
         ],
     )
     padding = padding_of(group).to(targets.device)
-    return group if all(_is_one_value(each, padding) for each in others) else full
-
-
-def padding_of(group: Group) -> Tensor:
-    """Where a group's rows are padding: True there, rows by columns."""
-    columns = torch.arange(group.padded_length)
-    starts, stops = torch.tensor(list(group.spans), dtype=torch.long).T.unsqueeze(2)
-    after = columns >= stops
-    return after | (columns < starts) if group.begins_late else after
+    row, column = divmod(
+        int(padding.flatten().to(torch.uint8).argmax()), padded_length
+    )  # the first padding
+    is_padding = all(is_all(each, each[row, column], padding) for each in others)
+    return group if is_padding else full
 
 
 def _group_of_numbers(
@@ -228,19 +221,6 @@ def _group_of_numbers(
 
 def _has_columns(value: Any, num_rows: int, padded_length: int) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] == (num_rows, padded_length)
-
-
-def _is_one_value(values: Tensor, where: Tensor) -> bool:
-    """Whether a tensor holds one and the same at some positions of all rows."""
-    number = int(where.flatten().to(torch.uint8).argmax())
-    row, column = divmod(number, where.shape[1])
-    one = values[row, column]
-    same = (values == one) | ((values != values) & (one != one))  # NaN is like NaN
-    return bool((same | ~where.view(*where.shape, *[1] * (values.ndim - 2))).all())
-
-
-def _is_mask(found: Tensor) -> bool:
-    return found.dtype is torch.bool or not bool((found > 1).any())
 
 
 def _same(batch: Any, path: Path, value: Any) -> bool:

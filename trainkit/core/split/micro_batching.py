@@ -1,4 +1,4 @@
-"""How a loader batch is to be cut: the options, checked where they are made."""
+"""The options for cutting loader batches, checked where they are made."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainkit.errors import TrainkitError
 
 
 class _Chosen:
-    """A base that is no dataclass. jsonargparse takes a `class_path` only for a class
-    that has one, or by an option that came with its version 4.46."""
+    """A base class that is not a dataclass. Without one, jsonargparse takes a
+    `class_path` only by an option that came with its version 4.46."""
 
 
 @dataclass(frozen=True)
@@ -31,39 +31,40 @@ class MicroBatching(_Chosen):
     (False, True)
 
     Args:
-        how: `"auto"`: the largest cut that fits in memory, then the fastest. Giving
-            `size` or `tokens` says the cut instead.
-        size: at most so many rows in a micro-batch. Alone: as few micro-batches as
-            that allows, with the least padding that so many can have.
-        tokens: at most so many tokens in a micro-batch, with its padding: rows times
-            the longest. Given with `size`, both bind.
-        lengths: path of what tells the rows' lengths: a mask (0 is padding), integer
-            lengths, or the strategy's labels; several paths where several groups of
-            tensors are ragged, as in an encoder with a decoder. Default:
-            `"attention_mask"` where there is one, otherwise the strategy's labels. In
-            a list of samples, the path is followed in each sample.
+        how: `"auto"`: the largest cut that fits in memory, then the fastest. `size` or
+            `tokens` set the cut instead.
+        size: the most rows in a micro-batch. Alone: as few micro-batches as that
+            allows, with the least padding that so many can have.
+        tokens: the most tokens in a micro-batch, with its padding: rows times the
+            longest. With `size` as well, both limits hold.
+        lengths: the path of the rows' lengths: a mask (0 is padding), integer lengths,
+            or the strategy's labels. Several paths if several groups of tensors are
+            ragged, as in an encoder with a decoder. Default: `"attention_mask"` if
+            there is one, otherwise the strategy's labels. In a list of samples, the
+            path is followed in each sample.
         ragged: further dimensions to trim, besides dimension 1:
             `{"mask4d": (2, 3)}`. An empty tuple: nothing of this field is trimmed.
-        shared: paths of what is handed whole to every micro-batch, though it has as
-            many entries as there are rows, or any other number. Numbers, strings, 0-d
-            tensors, and arrays and lists of another length always are; a number that
-            counts the whole batch is named once, unless it is listed here.
+        shared: paths of the fields that every micro-batch gets whole, however many
+            entries they have. Numbers, strings, 0-d tensors, and arrays and lists of
+            another length are always whole. A warning names a number that counts the
+            whole batch, once, unless it is listed here.
         trim: whether columns that are padding in a whole micro-batch are left out. All
-            that would go must be padding in this very batch, or nothing of it is
-            trimmed. A model that sees its padding is then not the same: one that pools
-            over all columns, which is measured in the first window with padding and
-            then not trimmed, or one that numbers columns by itself while rows are
-            padded on the left (give it `position_ids`, or say False).
-        collate: what makes a batch of a list of samples, for a loader that yields
-            lists (`collate_fn=list`).
-        overhead: what a micro-batch costs by itself, in padded tokens. Default: a
-            quarter of the budget, or its half or whole where the cut would otherwise
+            columns that would go must be padding in this very batch, or nothing of it
+            is trimmed. A model that sees its padding would compute something else. A
+            model that pools over all columns is noticed: this is measured in the first
+            window with padding, and then nothing is trimmed. A model that numbers
+            columns by itself, while rows are padded on the left, needs
+            `position_ids`, or False here.
+        collate: the function that makes a batch from a list of samples, for a loader
+            that yields lists (`collate_fn=list`).
+        overhead: the cost of a micro-batch by itself, in padded tokens. Default: a
+            quarter of the budget; half of it or all of it, if the cut would otherwise
             have over one micro-batch more than its tokens fill.
-        attention: what a row costs beyond its length, times its length squared.
-        start: `"auto"`: the first size tried, in tokens; in rows, where batches have
-            no lengths.
-        grow_after: `"auto"`: after so many windows without a memory error, a larger
-            size is tried again. Default: never.
+        attention: the cost of a row beyond its length, times its length squared.
+        start: `"auto"`: the first size tried, in tokens, or in rows if batches have no
+            lengths.
+        grow_after: `"auto"`: a larger size is tried again after this many windows
+            without a memory error. Default: never.
     """
 
     how: Literal["auto"] = "auto"
@@ -100,7 +101,7 @@ class MicroBatching(_Chosen):
 
     @property
     def length_paths(self) -> tuple[Path, ...]:
-        """The paths of what tells the lengths, none where they are to be found."""
+        """The paths of the lengths; empty if they are to be found."""
         if self.lengths is None:
             return ()
         is_one = isinstance(self.lengths, str | int)

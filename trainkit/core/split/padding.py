@@ -1,4 +1,4 @@
-"""Whether what lies behind the rows' lengths is padding."""
+"""Where rows are padding, and whether a field really is padding there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from trainkit.core.split.rows import Group
 Answer = Literal["yes", "no", "unknown"]
 
 MANY = 8
-"""So many entries that hold the same are padding, whatever it is."""
+"""So many entries of one value are padding, whatever the value."""
+
+
+def padding_of(group: Group) -> Tensor:
+    """Where a group's rows are padding: True there, rows by columns."""
+    columns = torch.arange(group.padded_length)
+    starts, stops = torch.tensor(list(group.spans), dtype=torch.long).T.unsqueeze(2)
+    after = columns >= stops
+    return after | (columns < starts) if group.begins_late else after
 
 
 def is_padding(values: Any, group: Group, padding: Tensor) -> Answer:
-    """Whether a field holds nothing where its rows are padding.
+    """Whether a field holds no information where its rows are padding.
 
-    All rows must hold one and the same value behind their ends, and one before their
-    beginnings. Positions may continue, or stop, and rows may be constant or all alike:
-    then columns prove nothing. A few entries could be equal by chance, so they must be
-    0 or something else that is no value.
+    All rows must hold one single value behind their ends, and one before their
+    beginnings. Numbered columns may continue or stop there, and rows may be constant or
+    all alike: such columns hold no information anywhere. A few entries could be equal
+    by chance, so they must be 0 or another number that stands for no value.
 
     >>> group = Group.make(3, [(0, 3), (0, 1)])
     >>> padding = torch.tensor([[False, False, False], [False, True, True]])
@@ -47,13 +55,13 @@ def is_padding(values: Any, group: Group, padding: Tensor) -> Answer:
             starts = torch.tensor([start for start, _ in group.spans]).unsqueeze(1)
             before = (torch.arange(group.padded_length) < starts).to(values.device)
             where = padding & (before if is_left else ~before)
-        if not _is_all(values, one, where):
-            return "yes" if _says_nothing(values, group) else "no"
-        if _counts(values, one, padding):
+        if not is_all(values, one, where):
+            return "yes" if _is_uninformative(values, group) else "no"
+        if _counts_there(values, one, padding):
             return "no"
         if number < MANY and not _is_nothing(one):
             answer = "unknown"
-    if answer == "unknown" and _says_nothing(values, group):
+    if answer == "unknown" and _is_uninformative(values, group):
         return "yes"
     return answer
 
@@ -66,8 +74,8 @@ def _sides(group: Group) -> list[tuple[list[int], int, bool]]:
     return [side for side in sides if side[1]]
 
 
-def _is_all(values: Tensor, one: Tensor, where: Tensor) -> bool:
-    """Whether there is nothing else at some places; NaN is like NaN."""
+def is_all(values: Tensor, one: Tensor, where: Tensor) -> bool:
+    """Whether all values at some rows and columns are one value; NaN equals NaN."""
     where = where.view(*where.shape, *[1] * (values.ndim - 2))
     differs = values != one
     if values.is_floating_point() or values.is_complex():
@@ -76,17 +84,17 @@ def _is_all(values: Tensor, one: Tensor, where: Tensor) -> bool:
 
 
 def _is_nothing(one: Tensor) -> bool:
-    """Whether it is what commonly stands for no value."""
+    """Whether it is a number that commonly stands for no value."""
     is_empty = (one == 0) | (one == -100)
     if one.is_floating_point():
         is_empty |= ~one.isfinite()
     return bool(is_empty.all())
 
 
-def _says_nothing(values: Tensor, group: Group) -> bool:
+def _is_uninformative(values: Tensor, group: Group) -> bool:
     """Whether columns are numbered, or rows are alike or constant."""
     if len(set(group.spans)) > 1 and bool((values == values[:1]).all()):
-        return True  # of rows of different lengths
+        return True  # although the rows have different lengths
     if values.ndim != 2 or values.is_floating_point() or values.is_complex():
         return False
     numbers = values.long()
@@ -99,8 +107,8 @@ def _says_nothing(values: Tensor, group: Group) -> bool:
     return highest > 1 and highest - lowest < group.padded_length  # no marks, no tokens
 
 
-def _counts(values: Tensor, one: Tensor, padding: Tensor) -> bool:
-    """Whether it is a mask, or weights, and says that something counts there."""
+def _counts_there(values: Tensor, one: Tensor, padding: Tensor) -> bool:
+    """Whether it is a mask, or weights, by which columns that are padding count."""
     if values.ndim != 2 or not bool(one != 0):
         return False
     if values.is_floating_point() and bool((values == one).all()):

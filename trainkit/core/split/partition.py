@@ -6,9 +6,9 @@ is l costs
     r * (l + attention * l**2) + overhead
 
 and is allowed while r <= size and r * l <= tokens; a row by itself always is. The least
-sum is found by dynamic programming over the place of the last cut: exact, as comparison
-with all cuts of small windows shows, but for very many rows in several groups. Pure
-arithmetic on Python's numbers.
+sum is found by dynamic programming over the place of the last cut. It is exact, as a
+comparison with all cuts of small windows shows, except for very many rows in several
+groups. Everything here is plain arithmetic on Python's numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Run = tuple[int, int]
 Span = tuple[int, int]
 
 OVERHEADS = (0.25, 0.5, 1.0)
-"""The default overhead as a share of the budget: the first that gives few enough.
+"""Default overheads as shares of the budget: the first that gives few enough is used.
 
 Measured on windows of 64 (log-normal, uniform and cubed-uniform lengths, 4,096 tokens):
 a quarter wastes the least padding but can give two or three micro-batches more than
@@ -31,20 +31,21 @@ its tokens fill; above the whole budget nothing changes any more."""
 
 
 EXACT_ROWS = 500
-"""Up to so many rows in several groups, every place is tried for a cut."""
+"""Up to this many rows in several groups, every place is tried for a cut."""
 
 PIECES = 16
-"""Beyond that a run at its limit has about as many places to be cut as twice this."""
+"""With more rows, a run at its limit has about twice as many places to be cut."""
 
 
 class Line(NamedTuple):
-    """What all rows before the next cut cost if the last run begins at `start`.
+    """The cost of all rows before the next cut, if the last run begins at `start`.
 
-    A line, since each further row adds the same: the run's longest row is its first.
+    It is a line because each further row adds one amount: the run's longest row is its
+    first.
     """
 
     start: int
-    end: int  # the run may reach so far
+    end: int  # the farthest place where the run may end
     fixed: float  # its value at row 0
     slope: float
 
@@ -68,9 +69,9 @@ def cut_lengths(
 ) -> list[Run]:
     """Cut sorted rows into the runs of least cost, in time linear in the rows.
 
-    A later line is less steep and reaches no less far, so that from some stop on it is
-    never again above an earlier one. A queue holds the lines that are the lowest at
-    some stop to come, in the order of their turns: one whose turn would end before it
+    A later line is less steep and reaches at least as far, so that from some stop on it
+    is never again above an earlier one. A queue holds the lines that are the lowest at
+    a later stop, in the order of their turns. A line whose turn would end before it
     begins is dropped.
 
     >>> cut_lengths([9, 9, 2, 2, 2], tokens=18, overhead=1)
@@ -78,10 +79,10 @@ def cut_lengths(
 
     Args:
         lengths: the rows' lengths, longest first.
-        size: at most so many rows in a run.
-        tokens: at most so many tokens in a run, rows times its longest.
-        overhead: what a run costs by itself.
-        attention: what a row costs beyond its length, times its length squared.
+        size: the most rows in a run.
+        tokens: the most tokens in a run: its rows times the longest.
+        overhead: the cost of a run by itself.
+        attention: the cost of a row beyond its length, times its length squared.
     """
     num_rows = len(lengths)
     least = 0.0  # of the rows before `start`
@@ -90,7 +91,7 @@ def cut_lengths(
     turns: deque[float] = deque()  # where each line but the first takes over
     for start, length in enumerate(lengths):
         slope = length + attention * length**2
-        end = start + _most_rows(length, size, tokens, num_rows)
+        end = start + most_rows(length, size, tokens, num_rows)
         line = Line(start, end, least + overhead - start * slope, slope)
         while turns and lines[-1].takeover(line) <= turns[-1]:
             lines.pop()
@@ -118,10 +119,11 @@ def cut_spans(
 ) -> list[Run]:
     """Cut rows of several ragged groups, or rows padded on either side.
 
-    In each group a row covers a span of columns, and a run as many as from the first
-    column to the last that any of its rows covers; what the groups cost adds up. Each
-    place is tried with each before it, up to `EXACT_ROWS` rows. Of more, neighbours are
-    kept together in small pieces: the cost may then be slightly above the least.
+    In each group a row covers a span of columns, and a run covers all columns from the
+    first to the last that any of its rows covers. The costs of the groups add up. Each
+    place is tried with each place before it, up to `EXACT_ROWS` rows. If there are
+    more, neighbours stay together in small pieces, and the cost may be slightly above
+    the least.
 
     >>> cut_spans([[(0, 9), (0, 2)], [(0, 1), (0, 8)]], tokens=36, overhead=1)
     [(0, 1), (1, 2)]
@@ -129,10 +131,10 @@ def cut_spans(
     Args:
         groups: for each ragged group the rows' (first, behind the last) columns, all
             groups in one order of rows.
-        size: at most so many rows in a run.
-        tokens: at most so many tokens in a run, over all groups.
-        overhead: what a run costs by itself.
-        attention: what a row costs beyond its length, times its length squared.
+        size: the most rows in a run.
+        tokens: the most tokens in a run, over all groups.
+        overhead: the cost of a run by itself.
+        attention: the cost of a row beyond its length, times its length squared.
     """
     bounds = _bounds(groups, size, tokens)
     pieces = [
@@ -166,10 +168,10 @@ def cut_spans(
 def _bounds(
     groups: Sequence[Sequence[Span]], size: int | None, tokens: int | None
 ) -> list[int]:
-    """The places where a run may begin or end: all, where rows are few.
+    """The places where a run may begin or end: all of them, if rows are few.
 
-    Of many rows, neighbours are kept together up to a small part of what a run may
-    hold; multiples of `size` are among the places, so that there are no more runs.
+    Of many rows, neighbours stay together up to a small part of a full run. Multiples
+    of `size` are always places, so that the number of runs does not grow.
     """
     num_rows = len(groups[0])
     if num_rows <= EXACT_ROWS or (size is None and tokens is None):
@@ -205,11 +207,11 @@ def partition(
     overhead: float | None = None,
     attention: float = 0.0,
 ) -> list[list[int]]:
-    """Which rows share a micro-batch, for rows with lengths.
+    """The rows of each micro-batch, for rows with lengths.
 
-    With `tokens`, the cut of least cost; with `size` alone, the one of least cost among
-    those of as few micro-batches as it allows; with neither, one micro-batch. Rows are
-    sorted by what they have in all groups together.
+    With `tokens`, the cut has the least cost. With `size` alone, it has as few
+    micro-batches as possible, and then the least cost. With neither, there is one
+    micro-batch. Rows are sorted by their total length over all groups.
 
     >>> partition([[(0, 2), (0, 9), (0, 2), (0, 9)]], tokens=18)
     [[1, 3], [0, 2]]
@@ -221,7 +223,7 @@ def partition(
     order = sorted(range(len(totals)), key=lambda row: -totals[row])
     spans = [[group[row] for row in order] for group in groups]
     if tokens is None:
-        # More than any padding can cost: the number decides first.
+        # Higher than any cost of padding, so that the number of runs decides first.
         widest = [max(stop for _, stop in group) for group in groups]
         number_first = 1 + len(order) * sum(w + attention * w**2 for w in widest)
         tried = [number_first]
@@ -247,7 +249,7 @@ def even_runs(num_rows: int, num_runs: int) -> list[Run]:
 
 
 def _cut(spans: Sequence[Sequence[Span]], **options: float | None) -> list[Run]:
-    """The faster way where there is one group, and it is padded on one side."""
+    """The runs, by the faster way if there is one group, padded on one side."""
     if len(spans) == 1:
         starts, stops = zip(*spans[0], strict=True)
         if len(set(starts)) == 1 or len(set(stops)) == 1:
@@ -257,12 +259,12 @@ def _cut(spans: Sequence[Sequence[Span]], **options: float | None) -> list[Run]:
 
 
 def _padded(spans: Sequence[Sequence[Span]], runs: Sequence[Run]) -> int:
-    """The tokens that the runs compute."""
+    """How many tokens the runs compute."""
     return sum(len(run) * width(spans, run) for run in (range(*each) for each in runs))
 
 
 def width(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> int:
-    """The columns that some rows cover together, over all groups.
+    """How many columns some rows cover together, over all groups.
 
     >>> width([[(0, 3), (2, 4)], [(0, 7), (0, 1)]], [0, 1])
     11
@@ -283,7 +285,8 @@ def columns_of(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> list[Sp
     return covered
 
 
-def _most_rows(length: int, size: int | None, tokens: int | None, most: int) -> int:
+def most_rows(length: int, size: int | None, tokens: int | None, most: int) -> int:
+    """How many rows of one length a run may have, at least 1."""
     if size is not None:
         most = min(most, size)
     if tokens is not None:

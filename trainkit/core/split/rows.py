@@ -13,10 +13,10 @@ class Group:
     """The tensors that are ragged together: one padded length, one span for each row.
 
     Attributes:
-        padded_length: the columns of the loader batch.
-        spans: for each row the first column that is not padding, and the one behind
+        padded_length: the number of columns in the loader batch.
+        spans: for each row the first column that is not padding, and the column behind
             the last.
-        lengths: for each row, how many of its columns are no padding.
+        lengths: for each row, how many of its columns are not padding.
     """
 
     padded_length: int
@@ -50,8 +50,8 @@ class Rows:
 
     Attributes:
         num_rows: how many there are.
-        groups: their lengths, for each group of ragged tensors; empty where a row has
-            no length.
+        groups: their lengths, for each group of ragged tensors; empty if rows have no
+            length.
     """
 
     num_rows: int
@@ -63,7 +63,7 @@ class Rows:
 
     @property
     def are_alike(self) -> bool:
-        """Whether any cut of as many micro-batches pads as much."""
+        """Whether all rows have one length, so that no cut pads less than another."""
         return all(len(set(group.spans)) == 1 for group in self.groups)
 
     @property
@@ -77,17 +77,17 @@ class Rows:
 
     @property
     def padded(self) -> int:
-        """What the uncut batch computes: its tokens, or its rows without lengths."""
+        """How many tokens the uncut batch computes; its rows if they have no length."""
         return self.padded_of(range(self.num_rows))
 
     def padded_of(self, rows: Sequence[int]) -> int:
-        """The tokens that a micro-batch of these rows computes."""
+        """How many tokens a micro-batch of these rows computes."""
         if not self.has_lengths:
             return len(rows)
         return len(rows) * width(self.spans, rows)
 
     def real_of(self, rows: Sequence[int]) -> int:
-        """The tokens of these rows without padding."""
+        """How many tokens of these rows are not padding."""
         if not self.has_lengths:
             return len(rows)
         return sum([group.lengths[row] for group in self.groups for row in rows])
@@ -100,19 +100,17 @@ class Rows:
 
 
 def merged(groups: Sequence[Group]) -> list[Group]:
-    """Groups that happen to have the same padded length are trimmed alike.
+    """Groups in which those of equal padded length also have equal spans.
 
-    A tensor's group is known by its length; of two that coincide, a column goes only
-    if it is padding in both.
+    A tensor's group is known by its padded length alone. If two groups have one padded
+    length, a column goes only if it is padding in both.
     """
     made = []
     for group in groups:
-        alike = [
-            each.spans for each in groups if each.padded_length == group.padded_length
-        ]
+        equal = [g.spans for g in groups if g.padded_length == group.padded_length]
         spans = [
             (min(start for start, _ in row), max(stop for _, stop in row))
-            for row in zip(*alike, strict=True)
+            for row in zip(*equal, strict=True)
         ]
         made.append(replace(group, spans=spans))
     return made

@@ -1,8 +1,8 @@
-"""Batches that are a list of samples: cut first, collated after."""
+"""Batches that are lists of samples: they are cut first and collated afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,9 +25,9 @@ from trainkit.errors import TrainkitError
 def rows_of_samples(samples: Any, options: MicroBatching) -> Rows:
     """How many samples there are, and how long each is.
 
-    A length is what a path leads to in the sample, a number or a thing with a length;
-    without a path, the longest leading dimension in the sample. Samples in which
-    nothing has a length are cut by their number.
+    With a path, a sample's length is the number or the length of what is there in the
+    sample. Without one, it is the longest leading dimension in the sample. Samples in
+    which nothing has a length are cut by their number.
 
     Raises:
         TrainkitError: the batch is no list of samples.
@@ -50,17 +50,8 @@ def rows_of_samples(samples: Any, options: MicroBatching) -> Rows:
     return Rows(len(samples), groups)
 
 
-def collated(
-    samples: Sequence[Any],
-    parts: Sequence[Sequence[int]],
-    collate: Callable[[list[Any]], Any],
-) -> list[Any]:
-    """A batch of each part's samples, padded no further than it needs."""
-    return [collate([samples[row] for row in rows]) for rows in parts]
-
-
 def check_no_samples(batch: Any, known: KnownPairs) -> None:
-    """Refuse a list of samples, or what may be one, that nothing collates.
+    """Refuse a batch that is or may be a list of samples, where nothing collates it.
 
     Args:
         batch: the loader batch.

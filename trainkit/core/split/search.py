@@ -1,4 +1,4 @@
-"""Finding the size of a micro-batch: the largest that fits, then the fastest."""
+"""The search for a micro-batch's size: the largest that fits, then the fastest."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from statistics import median
 from typing import Any
 
 WARM = 1
-"""Windows at a new size that are not timed: kernels are chosen, memory is mapped."""
+"""How many windows at a new size are not timed, while kernels and memory settle."""
 
 TIMED = 2
-"""Windows that are. The faster one counts: what disturbs a machine slows it down."""
+"""How many windows are then timed. The faster counts, as disturbances only slow it."""
 
 COARSE = 4
-"""The steps in which the sizes are gone through from the largest down."""
+"""The factor between the sizes that are tried first, from the largest down."""
 
 FINE = (2, 2**0.5)
-"""Then those beside the best one, in these steps."""
+"""The factors between the best size and those tried beside it afterwards."""
 
 TOO_SLOW = 2.0
-"""By how much slower a size must be for still smaller ones to be left out."""
+"""If a size is slower than the best by this factor, no smaller one is tried."""
 
 CLOSE = 1.3
-"""The sizes that are at most so much slower than the best run in turn once more, so
-that a machine which slows down slows them alike."""
+"""Sizes that are slower than the best by at most this factor run in turn once more, so
+that a machine which slows down slows all of them."""
 
 FINALISTS = 4
 ROUNDS = 5
 
 MOST = 40
-"""After so many windows the search ends."""
+"""The search ends after this many windows."""
 
 Point = tuple[int, int]
-"""A micro-batch: its size, and that of its longest row."""
+"""A micro-batch: its size, and the size of its longest row."""
 
 
 class SizeSearch:
-    """Which size the next window is cut with; every rank tells it the same.
+    """Chooses the size with which the next window is cut.
 
-    From the whole batch (or `start`) it goes down in large steps, and then tries the
-    sizes beside the best one. Each runs a few windows; those that are close run in turn
-    once more, and the fastest stays. A size at which memory ran out, and all above it,
-    are left.
+    It begins with the whole batch (or `start`), tries smaller sizes in large steps, and
+    then the sizes beside the best one. Each runs a few windows; those that are close
+    run in turn once more, and the fastest stays. A size at which memory ran out, and
+    all larger ones, are not tried again. Every rank must give it equal numbers.
 
     Args:
-        start: the first size tried, in the unit of the batches, and the largest; None
-            is all of one.
-        grow_after: after so many windows since memory last ran out, twice the size is
-            tried again; None is never.
+        start: the first size tried, and the largest, in the unit of the batches; None:
+            the whole batch.
+        grow_after: twice the size is tried again after this many windows since memory
+            last ran out; None: never.
 
     Attributes:
-        limit: the size of now; None before the first window.
+        limit: the present size; None before the first window.
         is_searching: whether windows are still timed.
     """
 
@@ -73,7 +73,7 @@ class SizeSearch:
         """Choose the size for the window that is about to be cut.
 
         Args:
-            whole: its size as one micro-batch, on the rank where that is the largest.
+            whole: its size as one micro-batch, on the rank where it is largest.
         """
         if self._most is None:
             self._most = max(self._start or whole, 1)
@@ -97,7 +97,7 @@ class SizeSearch:
         if self._turns is not None:
             self._turns = [s for s in self._turns if s < size]
         if not self._times:
-            self._turns = None  # nothing is left to take turns
+            self._turns = None  # no size is left to take turns
             self.limit = self._below_failed(self.limit)
         elif self.is_searching:
             self._choose()
@@ -116,9 +116,9 @@ class SizeSearch:
 
         Args:
             points: its micro-batches, or the `frontier` of them.
-            whole: its size as one micro-batch, on the rank where that is the largest.
+            whole: its size as one micro-batch, on the rank where it is largest.
             seconds: how long it took.
-            real: how much it held without padding.
+            real: its size without padding.
         """
         self._proven = frontier([*self._proven, *points])
         self._whole = max(self._whole, whole)
@@ -131,7 +131,7 @@ class SizeSearch:
         self.rest()
 
     def _begin_anew(self, whole: int) -> None:
-        """The first batch was a small one, and what was timed says little."""
+        """Search again: the first batch was a small one, so its times mean little."""
         self._most = whole
         self.limit = self._below_failed(whole)
         self._times, self._turns, self.is_searching = {}, None, True
@@ -148,7 +148,7 @@ class SizeSearch:
         assert self.limit is not None
         assert self._most is not None
         self._quiet, self._failed_at = 0, None
-        # Sizes below the longest row are never tried: all of them are single rows.
+        # No size below the longest row is tried: its micro-batches are single rows.
         larger = min(max(2 * self.limit, self._longest), self._whole)
         self._most = max(self._most, larger)
         if self._untried(larger):
@@ -170,7 +170,7 @@ class SizeSearch:
             self._choose()
 
     def _choose(self) -> None:
-        """The size of the next window."""
+        """Choose the size of the next window."""
         self._num_here = 0
         if self._turns is None:
             size = self._next_size()
@@ -185,7 +185,7 @@ class SizeSearch:
         self.limit = min(self._close(), key=self._score)
 
     def _next_size(self) -> int | None:
-        """A size that is yet to be tried; None where all that may be best have been."""
+        """A size that may be the best and was not tried yet; None if there is none."""
         best, smallest = min(self._times, key=self._fastest), min(self._times)
         too_slow = self._fastest(smallest) > TOO_SLOW * self._fastest(best)
         beside = [] if too_slow else [smallest // COARSE]
@@ -222,8 +222,8 @@ class SizeSearch:
     # ---- checkpoints -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The limits that a resumed run begins with. It may run on another machine, so
-        times are taken again, and sizes that ran before have to run once more."""
+        """The limits with which a resumed run begins. It may run on another machine, so
+        no times are kept, and no sizes that have run."""
         return {
             "limit": None if self.is_searching else self.limit,
             "failed_at": self._failed_at,
@@ -236,7 +236,7 @@ class SizeSearch:
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one exceeds in both numbers, the largest first.
+    """The points that no other point exceeds in both numbers, the largest first.
 
     >>> frontier([(8, 2), (6, 2), (4, 4), (8, 1)])
     [(8, 2), (4, 4)]

@@ -1,4 +1,4 @@
-"""Rows and columns of the fields of a batch."""
+"""The pieces of a batch's fields that go into its micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.core.split.partition import Span, columns_of
 
 
 def slices_of(layout: Layout, parts: Sequence[Sequence[int]]) -> list[list[Any]]:
-    """For each field, its piece for each micro-batch.
+    """The pieces of each field, one for each micro-batch.
 
     Args:
         layout: the batch's fields and rows, and what to trim.
@@ -42,7 +42,7 @@ def slices_of(layout: Layout, parts: Sequence[Sequence[int]]) -> list[list[Any]]
 
 
 def _sizes_in_order(parts: Sequence[Sequence[int]], num_rows: int) -> list[int] | None:
-    """How many rows each micro-batch has, if they are all rows in their order."""
+    """How many rows each micro-batch has, if together they are all rows in order."""
     behind = 0
     for rows in parts:
         if not rows or rows[0] != behind or rows[-1] - behind + 1 != len(rows):
@@ -71,7 +71,7 @@ def _piece(
     if not num_rows or rows[-1] - rows[0] + 1 == num_rows:
         if num_rows < value.shape[0]:
             trimmed = trimmed.narrow(0, rows[0], num_rows)
-        # Models take view() of what they get; rows alone leave that possible.
+        # Models call view(), which works on a slice of rows but not of columns.
         return trimmed if not trims else trimmed.contiguous()
     key = (part, value.device)
     if key not in indices:

@@ -1,46 +1,57 @@
 """Which dimensions of which tensors are padding, and may be left out.
 
-A tensor is ragged if its dimension 1 is as long as a group of lengths says. Chance can
-make it so too, and so can a second sequence that nothing tells the lengths of. So every
-batch is looked at anew: what would be cut off must be padding in this batch. If
-something of it is not, nothing of this batch is trimmed, which is always exact.
+A tensor is ragged if its dimension 1 has the padded length of a group of rows. A tensor
+can have this length by chance, or hold a second sequence of unknown lengths. So every
+batch is checked anew: the columns that would go must be padding in this very batch.
+Otherwise nothing of it is trimmed, which is always exact.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainkit.core.batches import Path, describe, lookup
 from trainkit.core.split.fields import Field
-from trainkit.core.split.lengths import padding_of
-from trainkit.core.split.padding import is_padding
+from trainkit.core.split.padding import is_padding, padding_of
 from trainkit.core.split.rows import Group
 from trainkit.core.strategies import AccumulationStrategy, PerToken
 from trainkit.errors import TrainkitError
 
-Key = tuple[str, int, Any]
-"""A field, its number of dimensions, its dtype."""
-
 Trims = list[tuple[int, int]]
-"""Dimensions to trim, each with the number of the group that says how far."""
+"""Dimensions to trim, each with the number of the group whose columns it has."""
 
 Targets = tuple[Tensor, Tensor]
 """The strategy's labels or token weights, and where they count."""
 
 
-class Trimming:
-    """Says for each field of a batch what to trim.
+class _Ragged(NamedTuple):
+    """A group of ragged tensors, known by their padded length.
 
-    A dimension that once differed from every known length is not ragged, and stays so
-    when chance makes it as long later.
+    Attributes:
+        number: its place among the groups.
+        group: its rows.
+        padding: where they are padding; None if no row has padding.
+    """
+
+    number: int
+    group: Group
+    padding: Tensor | None
+
+
+class Trimming:
+    """Decides for each field of a batch what to trim.
+
+    A dimension that once differed from every padded length is not ragged, even if it
+    happens to have such a length later.
 
     Args:
-        ragged: further dimensions to trim, by path; none at all for an empty tuple.
+        ragged: further dimensions to trim, by path; an empty tuple means not even
+            dimension 1.
         strategy: its targets must not count where they are trimmed.
     """
 
@@ -49,7 +60,7 @@ class Trimming:
     ) -> None:
         self._ragged = ragged
         self._strategy = strategy
-        self._apart: dict[Key, set[int]] = {}
+        self._not_ragged: dict[tuple[str, int, Any], set[int]] = {}
         self._has_said = False
 
     def columns(self, batch: Any, fields: Sequence[Field], num_rows: int) -> list[int]:
@@ -60,7 +71,7 @@ class Trimming:
             for field in fields
             if is_table(field.value, num_rows)
             for dim in named.get(id(field.value), (1,))
-            if dim not in self._apart.get(key_of(field), ())
+            if dim not in self._not_ragged.get(_key(field), ())
         ]
 
     def of(
@@ -69,7 +80,7 @@ class Trimming:
         fields: Mapping[int, Field],
         groups: Sequence[Group],
         targets: Targets | None,
-        told: Collection[int],
+        masks: Collection[int],
     ) -> dict[int, Trims] | None:
         """What to trim of which field, by the field's number.
 
@@ -78,14 +89,18 @@ class Trimming:
             fields: those that are cut, by their number.
             groups: the lengths.
             targets: the strategy's, if it has any.
-            told: ids of the masks that told the lengths.
+            masks: ids of the tensors that hold the lengths.
 
         Returns:
-            None if something that would go is no padding: then nothing of this batch
-            may be trimmed. This is said once.
+            None if a column that would go is not padding: then nothing of this batch
+            may be trimmed. A warning says so once.
         """
-        padding = {g.padded_length: padding_of(g) for g in groups if g.has_padding}
-        found = _Lengths(groups, padding)
+        found = {
+            group.padded_length: _Ragged(
+                number, group, padding_of(group) if group.has_padding else None
+            )
+            for number, group in enumerate(groups)
+        }
         named = self._named(batch)
         num_rows = len(groups[0].spans)
         trims = {}
@@ -98,19 +113,20 @@ class Trimming:
                 dims = _named_dims(batch, field, extra, found, is_first=1 in dims)
             if not dims:
                 continue
-            is_told = extra is not None or id(field.value) in told
-            why = self._why_not(field, dims, found, targets, is_told)
+            is_known = extra is not None or id(field.value) in masks
+            why = self._why_not(field, dims, found, targets, is_known)
             if why is not None:
                 if why:
                     self.say(
                         f"field {field.path!r} {why}", _ways_out(field, dims), batch
                     )
                 return None
-            trims[number] = [(dim, found.number(field, dim)) for dim in dims]
+            shape = field.value.shape
+            trims[number] = [(dim, found[shape[dim]].number) for dim in dims]
         return trims
 
     def say(self, what: str, ways_out: str, batch: Any) -> None:
-        """Why nothing of a batch is trimmed."""
+        """Warn once that nothing of a batch is trimmed, and why."""
         if not self._has_said:
             self._has_said = True
             warnings.warn(
@@ -126,38 +142,39 @@ class Trimming:
     def _named(self, batch: Any) -> dict[int, tuple[int, ...]]:
         return {id(lookup(batch, p)): tuple(dims) for p, dims in self._ragged.items()}
 
-    def _dims_of(self, field: Field, found: _Lengths) -> list[int]:
-        """The dimensions that are as long as the lengths say, and have padding."""
+    def _dims_of(self, field: Field, found: Mapping[int, _Ragged]) -> list[int]:
+        """The dimensions that have a padded length, and padding."""
         shape = field.value.shape
-        apart = self._apart.setdefault(key_of(field), set())
-        apart.update(d for d in range(1, len(shape)) if shape[d] not in found.all)
+        not_ragged = self._not_ragged.setdefault(_key(field), set())
+        not_ragged.update(d for d in range(1, len(shape)) if shape[d] not in found)
         return [
             dim
             for dim in range(1, len(shape))
-            if shape[dim] in found.padding and dim not in apart
+            if dim not in not_ragged and found[shape[dim]].padding is not None
         ]
 
     def _why_not(
         self,
         field: Field,
         dims: Sequence[int],
-        found: _Lengths,
+        found: Mapping[int, _Ragged],
         targets: Targets | None,
-        is_told: bool,
+        is_known: bool,
     ) -> str | None:
         """The reason not to trim a field; "" if there is too little evidence."""
         shape = field.value.shape
-        if not is_told and dims != [1]:
+        if not is_known and dims != [1]:
             return (
                 f"has a further dimension as long as the padded rows, {list(shape)}, "
                 f"dimension {' and '.join(map(str, dims))} of it"
             )
-        group, padding = found.of(shape[1])
-        if padding is None:
+        ragged = found.get(shape[1])
+        if ragged is None or ragged.padding is None:
             return None
+        group, padding = ragged.group, ragged.padding
         if targets is not None and targets[0] is field.value:
             return self._why_no_targets(group, targets[1], padding)
-        answer = "yes" if is_told else is_padding(field.value, group, padding)
+        answer = "yes" if is_known else is_padding(field.value, group, padding)
         if answer == "no":
             return "holds values where the lengths say that its rows are padding"
         return None if answer == "yes" else ""
@@ -187,29 +204,13 @@ class Trimming:
         return None
 
 
-class _Lengths:
-    """The padded lengths of a batch, and where its rows are padding."""
-
-    def __init__(self, groups: Sequence[Group], padding: Mapping[int, Tensor]) -> None:
-        self._groups = groups
-        self._numbers = {g.padded_length: i for i, g in enumerate(groups)}
-        self.all = self._numbers.keys()
-        self.padding = padding
-
-    def number(self, field: Field, dim: int) -> int:
-        return self._numbers[field.value.shape[dim]]
-
-    def of(self, length: int) -> tuple[Group, Tensor | None]:
-        number = self._numbers.get(length, 0)
-        return self._groups[number], self.padding.get(length)
-
-
-def key_of(field: Field) -> Key:
+def _key(field: Field) -> tuple[str, int, Any]:
+    """A field, its number of dimensions, its dtype."""
     return field.path, len(field.value.shape), field.value.dtype
 
 
 def is_table(value: Any, num_rows: int) -> bool:
-    """Whether it is a tensor or array of numbers, rows by columns."""
+    """Whether it is a tensor or array of numbers with rows and columns."""
     shape = getattr(value, "shape", ())
     is_numeric = getattr(getattr(value, "dtype", "O"), "kind", "f") in "biufc"
     return is_numeric and len(shape) > 1 and shape[0] == num_rows
@@ -231,22 +232,23 @@ def _named_dims(
     batch: Any,
     field: Field,
     extra: Sequence[int],
-    found: _Lengths,
+    found: Mapping[int, _Ragged],
     *,
     is_first: bool,
 ) -> list[int]:
     """The dimensions that the user names, and dimension 1 if it is ragged."""
+    padded = {length for length, each in found.items() if each.padding is not None}
     shape = field.value.shape
     dims = {dim % len(shape) for dim in extra}
     if dims and is_first:
         dims.add(1)
     for dim in dims:
-        if shape[dim] not in found.all and found.padding:
+        if shape[dim] not in found and padded:
             raise TrainkitError(
                 f"MicroBatching: dimension {dim} of field {field.path!r} is ragged, so "
-                f"it must be as long as the lengths say, {sorted(found.all)}, but is "
+                f"it must be as long as the lengths say, {sorted(found)}, but is "
                 f"{shape[dim]}, in the batch {describe(batch)}. If dimension 1 is no "
                 f"sequence, say MicroBatching(ragged={{{field.path!r}: ()}}); to give "
                 f"every micro-batch all columns, trim=False."
             )
-    return sorted(dim for dim in dims if shape[dim] in found.padding)
+    return sorted(dim for dim in dims if shape[dim] in padded)

@@ -18,26 +18,26 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.split import refusals
 
 ROUNDED = 1e-2
-"""What is cast to a narrow dtype on the way is rounded; a count is not."""
+"""The tolerance for a weight that may be cast to a narrow dtype; a count is exact."""
 
 
 class _Compared(NamedTuple):
     term: str
-    told: Weight
+    expected: Weight
     arrived: Weight
     tolerance: float
 
 
 class Arrivals:
-    """Weighs micro-batches once more, behind the user's hooks on their way.
+    """Weighs micro-batches again after the user's hooks of the transfer.
 
     Labels that are made or masked on the device are too late for a total that is known
-    beforehand. Numbers on the host are compared at once. What is on a device is read
-    when a later window runs, so that nothing waits; in the first window, and with
-    `checks="now"`, at once as well.
+    beforehand. Numbers on the host are compared at once. Numbers on a device are read
+    when a later window runs, so that nothing waits; but in the first window, and with
+    `checks="now"`, they are read at once too.
 
     Args:
-        accumulator: whose windows the micro-batches make.
+        accumulator: has the windows of the micro-batches.
     """
 
     def __init__(self, accumulator: Accumulator) -> None:
@@ -47,45 +47,46 @@ class Arrivals:
         self._is_first = True
 
     def begin(self) -> None:
-        """A loader batch is about to run, perhaps once more."""
+        """Begin a loader batch, perhaps once more."""
         self._of_window = []
         while self._waiting and self._waiting[0][2].arrived:
             self._read_next()
 
     def look_at(self, weights: Mapping[str, Weight], on_device: Any) -> None:
-        """A micro-batch has arrived.
+        """Weigh a micro-batch that has arrived.
 
         Args:
-            weights: what it weighed on the host, by term.
-            on_device: what `training_step` is about to get.
+            weights: its weights on the host, by term.
+            on_device: the micro-batch as `training_step` will get it.
         """
         waits = self._is_first or self._accumulator.watch.checks == "now"
         for term, strategy in self._accumulator.strategies.items():
             try:
                 arrived = strategy.weight(on_device)
             except (TrainkitError, LookupError, TypeError, AttributeError):
-                continue  # it has become something else; nothing is known to be wrong
+                continue  # changed in structure, but perhaps right
             tolerance = 0.0 if _is_count(arrived) else ROUNDED
             each = _Compared(term, weights[term], arrived, tolerance)
-            if waits or (is_on_host(each.told) and is_on_host(arrived)):
-                told, found = float(each.told), float(arrived)
-                self._compare(self._step, term, told, found, tolerance, is_late=False)
+            if waits or (is_on_host(each.expected) and is_on_host(arrived)):
+                pair = float(each.expected), float(arrived)
+                self._compare(self._step, term, *pair, tolerance, is_late=False)
             else:
                 self._of_window.append(each)
 
     def end(self) -> None:
-        """All micro-batches of the loader batch have run."""
+        """End a loader batch, of which all micro-batches have run."""
         self._is_first = False
         if not self._of_window:
             return
-        terms, told, arrived, tolerances = zip(*self._of_window, strict=True)
-        device = next(w.device for w in (*arrived, *told) if isinstance(w, Tensor))
-        rows = [vector(row, device) for row in (told, arrived, tolerances)]
+        terms, *columns = zip(*self._of_window, strict=True)
+        expected, arrived, _ = columns
+        device = next(w.device for w in (*arrived, *expected) if isinstance(w, Tensor))
+        rows = [vector(column, device) for column in columns]
         reading = LateReading(torch.stack(rows))
         self._waiting.append((self._step, list(terms), reading))
 
     def read_all(self) -> None:
-        """Look at all windows so far; the host waits for the last."""
+        """Compare the weights of all windows so far; the host waits for the last."""
         while self._waiting:
             self._read_next()
 
@@ -102,15 +103,16 @@ class Arrivals:
         self,
         step: int,
         term: str,
-        told: float,
+        expected: float,
         arrived: float,
         tolerance: float,
         *,
         is_late: bool,
     ) -> None:
-        if not math.isclose(told, arrived, rel_tol=max(tolerance, 1e-9), abs_tol=1e-9):
+        tolerance = max(tolerance, 1e-9)
+        if not math.isclose(expected, arrived, rel_tol=tolerance, abs_tol=1e-9):
             name = type(self._accumulator.strategies[term]).__name__
-            raise refusals.other_weight(step, name, told, arrived, is_late=is_late)
+            raise refusals.other_weight(step, name, expected, arrived, is_late=is_late)
 
 
 def is_on_host(weight: Weight) -> bool:

@@ -54,8 +54,7 @@ class SplitCallback(WindowCallback):
 
     @property
     def fills_up(self) -> bool:
-        """Whether the micro-batch that runs is there only because all ranks must run
-        as many."""
+        """Whether the present micro-batch only lets all ranks run equally many."""
         current = None if self.split is None else self.split.current
         micro_batch = None if current is None else current.micro_batch
         return micro_batch is not None and not micro_batch.counts
@@ -164,13 +163,13 @@ class SplitCallback(WindowCallback):
         return self.split.num_loader_batches * self.accumulators[0].ranks.size
 
     def slots(self) -> int:
-        """For how many single weights a window that closes has room, on each rank."""
+        """How many single weights of each rank a closing window has room for."""
         accumulator = self.accumulators[0]
         told = accumulator.window.told
         return self._slots(accumulator, told.most_micro_batches()) if told else 0
 
     def forget_means(self) -> None:
-        """Drop what `log_exact` has added up in the batch, which is run again."""
+        """Drop the sums of `log_exact` in the batch, which is run again."""
 
     def _num_torn(self) -> int:
         if self.split is None or not self._batch_is_unfinished:
@@ -202,7 +201,7 @@ weighed as the loss'
 
     Args:
         options: how they are cut.
-        is_step: whether one loader batch makes an optimizer step; else several do.
+        is_step: whether one loader batch makes an optimizer step; otherwise several.
     """
     if options.is_auto:
         how = "into micro-batches as large as fit, then as are fastest"

@@ -1,4 +1,4 @@
-"""What is known of a loader batch while its micro-batches run."""
+"""The state of a loader batch while its micro-batches run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ class CurrentWindow:
         tells: whether the window is this loader batch alone, so that its total is known
             beforehand.
         closes: whether the window closes with it.
-        logs: what has been logged in it.
-        returned: what its micro-batches have returned.
+        logs: its logs so far.
+        returned: the outputs of its micro-batches so far.
         micro_batch: the micro-batch that runs.
-        at: the micro-batch that is on its way to the device, or runs; if memory runs
-        out,
-            it ran out there.
-        value: its loss, as reported.
-        is_forward_only: whether nothing runs backward.
+        at: the micro-batch that is on its way to the device, or runs; an error belongs
+            to it.
+        value: the loss of the micro-batch, as reported.
+        is_forward_only: whether there are no backward passes.
     """
 
     micro_batches: list[WeighedMicroBatch]
@@ -49,13 +48,13 @@ class CurrentWindow:
 
     @property
     def weight(self) -> Weight:
-        """What the micro-batch weighs, in the first term."""
+        """The weight of the micro-batch, in the first term."""
         assert self.micro_batch is not None
         return _leading(self.micro_batch)
 
     @property
     def share(self) -> Weight:
-        """How much of the loader batch the micro-batch is, as the loss is weighed."""
+        """The micro-batch's part of the loader batch's weight."""
         return quotient(self.weight, self._weight_of_all)
 
     @cached_property

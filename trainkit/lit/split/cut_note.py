@@ -17,20 +17,20 @@ def add_note(error: Exception, loader_batch: Any, current: CurrentWindow) -> Non
     """Add a note to an error of the user's code: what the code got, and which option
     changes that.
 
-    Errors of our own say it themselves, and memory that runs out is no matter of
-    sizes that do not match. Python 3.10 has no notes.
+    Trainkit's own errors name the cut themselves, and a shortage of memory does not
+    come from sizes that do not match. Python 3.10 has no notes.
 
     Args:
-        error: what was raised.
+        error: the error.
         loader_batch: the loader batch.
-        current: how far it was.
+        current: its state.
     """
     write = getattr(error, "add_note", None)
     if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):
         return
     try:
         text = _note(loader_batch, current)
-    except Exception:  # whatever a batch may do when it is looked at
+    except Exception:  # a batch of the user's own class may raise anything
         return
     if text:
         write(text)
@@ -54,16 +54,16 @@ def _note(loader_batch: Any, current: CurrentWindow) -> str:
     if not trimmed:
         return note
     return (
-        f"{note} Columns that the lengths call padding were left out "
-        f"({_listed(trimmed)}): trim=False keeps them, and lengths= names what tells "
-        f"the lengths."
+        f"{note} Columns that are padding by the rows' lengths were left out "
+        f"({_listed(trimmed)}): trim=False keeps them, and lengths= names the field "
+        f"with the lengths."
     )
 
 
 def _trimmed(loader_batch: Any, micro_batch: Any) -> list[str]:
-    """Each field that has lost columns, with how many it had and has."""
+    """The fields that have lost columns, each with its shapes before and after."""
     before, after = (
-        {f.path: getattr(f.value, "shape", ()) for f in _fields(batch)}
+        {f.path: getattr(f.value, "shape", ()) for f in take_apart(batch)[0]}
         for batch in (loader_batch, micro_batch)
     )
     return [
@@ -71,10 +71,6 @@ def _trimmed(loader_batch: Any, micro_batch: Any) -> list[str]:
         for path, shape in after.items()
         if path in before and tuple(before[path][1:]) != tuple(shape[1:])
     ]
-
-
-def _fields(batch: Any) -> Any:
-    return take_apart(batch, lambda path, value: False)[0]
 
 
 def _listed(items: Any) -> str:

@@ -1,4 +1,4 @@
-"""Check that rows which only fill places weigh nothing under the strategy."""
+"""A check that rows which only fill places weigh nothing under the strategy."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def refuse_fillers_that_count(
     strategies: Strategies,
     micro_batching: MicroBatching | None,
 ) -> None:
-    """Weigh one filler of each training loader that is going to give some.
+    """Weigh one filler of each training loader that will give some.
 
     It is read as in training, worker and hooks included, and weighed as `training_step`
     gets it; random generators and the data set's attributes stay as they are.
 
     Raises:
-        TrainkitError: it weighs something. In manual optimization, where the module may
-            say weights itself, this is a warning, and so is a filler that cannot be
+        TrainkitError: it has a weight. In manual optimization, where the module may
+            give weights itself, this is a warning, and so is a filler that cannot be
             weighed.
     """
-    # Uniform() is exact with nothing; a total is divided by no weight.
+    # Uniform() counts every micro-batch in any case; a total has no denominator.
     weighing = [
         each
         for each in strategies.values()
@@ -76,13 +76,13 @@ def _weigh(trainer: Any, pl_module: Any, strategy: Any, batch: Any) -> float:
 def _weight_among(
     combined: Any, loader: ResumableLoader, batch: Any, weigh: Callable[[Any], float]
 ) -> float:
-    """The weight of a batch if the other loaders have ended, or continue."""
+    """The weight of a batch beside other loaders, which have ended or continue."""
     try:
         return weigh(_among(combined, loader, batch, None))
     except Exception:
         if leaves_places_empty(combined):
             raise
-        # The strategy may rely on a batch of each loader: this one stands in for all.
+        # The strategy may need a batch of each loader: this one stands in for all.
         with suppress(Exception):
             if weigh(_among(combined, loader, batch, batch)) == 0:
                 return 0.0
@@ -90,7 +90,8 @@ def _weight_among(
 
 
 def _among(combined: Any, loader: ResumableLoader, batch: Any, other: Any) -> Any:
-    """What all loaders give together: this one a batch, the others something else."""
+    """The batch that all loaders give together, from one loader's batch and another
+    value for the other loaders."""
     again = copy.copy(combined)
     again.flattened = [batch if x is loader else other for x in combined.flattened]
     return again.iterables
@@ -98,8 +99,8 @@ def _among(combined: Any, loader: ResumableLoader, batch: Any, other: Any) -> An
 
 @contextmanager
 def _unmoved(dataset: Any) -> Iterator[None]:
-    """Leave a data set's attributes and generators as they are: without workers, the
-    look at a row would let it draw, and count, once more than in training."""
+    """Put back a data set's attributes and generators at the end. Without workers, it
+    would draw random numbers, and count, once more than in training."""
     held = (dataset, getattr(dataset, "dataset", None))
     before = Snapshot(others=[each for each in held if hasattr(each, "__dict__")])
     try:
@@ -110,7 +111,7 @@ def _unmoved(dataset: Any) -> Iterator[None]:
 
 def _read(loader: ResumableLoader, micro_batching: MicroBatching | None) -> Any:
     batches: Any = [[Filler(0)]]
-    # Not by hand: a worker may open files that must not be open before it starts.
+    # By a loader: the data set may open files that must not be open before workers.
     again = DataLoader(
         loader.dataset,
         batch_sampler=batches,

@@ -1,4 +1,4 @@
-"""What `training_step` logs, held until the window is complete and then logged once."""
+"""The logs of `training_step`, held until the window is complete."""
 
 from __future__ import annotations
 
@@ -18,34 +18,38 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.totals import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, current_hook
-from trainkit.lit.split.window_metrics import Source, WindowMetrics
+from trainkit.lit.split.metric_calls import Source
+from trainkit.lit.split.window_metrics import WindowMetrics
 
 OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
-"""What follows the name and the value in Lightning's `log`."""
+"""The parameters of Lightning's `log` after the name and the value."""
 
 LogWeight = Weight | str | AccumulationStrategy
 
 
 @dataclass
 class _Held:
-    """One name, as it was logged in the micro-batches so far."""
+    """The values of one name, as it was logged in the micro-batches so far.
+
+    Attributes:
+        source: the call of a metric object that returned the value.
+        is_sum: whether it is a loss that is a sum over rows.
+    """
 
     values: list[Any] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     source: Source | None = None
-    """The call of a metric object that returned it."""
     is_sum: bool = False
-    """Whether it is a loss that is a sum over rows."""
 
 
 class HeldLogs:
-    """Combines the values of a window's micro-batches into what one batch would give.
+    """Combines the values of a window's micro-batches into those of one batch.
 
-    Means are weighed as the loss is, by the strategy, unless `weight=` says otherwise;
-    sums are added up, of extremes the extreme is taken, a metric object is logged once.
-    What a metric object has returned for a micro-batch becomes the window's value.
+    Means are weighed as the loss is, by the strategy, or by `weight=`. Sums are added
+    up, and of several extremes the extreme is taken. A metric object is logged once; a
+    value that one has returned for a micro-batch becomes the window's value.
 
     Args:
         metrics: the metric objects, which the window closes before its logs.
@@ -63,7 +67,7 @@ class HeldLogs:
     def begin(
         self, batch: Any, weights: Mapping[str, Weight], *, is_muted: bool
     ) -> None:
-        """A micro-batch begins; what a muted one logs is forgotten."""
+        """Begin a micro-batch; a muted one logs nothing."""
         self._batch, self._weights, self._is_muted = batch, weights, is_muted
         self._recent, self._num_calls = [], Counter()
 
@@ -78,7 +82,7 @@ class HeldLogs:
         if self._is_muted:
             return
         called = (current_hook(pl_module), name)
-        self._num_calls[called] += 1  # whatever is logged twice is logged twice again
+        self._num_calls[called] += 1  # a name that is logged twice stays two logs
         held = self._held.setdefault((*called, self._num_calls[called]), _Held())
         held.source = None
         if isinstance(value, Tensor):
@@ -94,8 +98,7 @@ class HeldLogs:
         held.options = options
 
     def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
-        """What was logged of a term itself is weighed as that term is; of one that is
-        a sum over rows, micro-batches are added up."""
+        """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""
         for held, value in self._recent:
             for term, tensor in terms.items():
                 if _is_same(value, tensor):
@@ -119,7 +122,7 @@ class HeldLogs:
     def _combined(self, held: _Held) -> Any:
         values = held.values
         if held.source is not None:
-            return self._metrics.value_of(held.source)
+            return held.source.value
         if len(values) == 1 or isinstance(values[0], Metric):
             return values[-1]
         device = next((v.device for v in values if isinstance(v, Tensor)), None)
@@ -155,7 +158,7 @@ def is_loggable(value: Any) -> bool:
 
 
 def by_name(args: Sequence[Any]) -> dict[str, Any]:
-    """Lightning's options where they were given by their order."""
+    """Lightning's options, given by position, by their names."""
     return dict(zip(OPTIONS, args, strict=False))
 
 

@@ -1,4 +1,4 @@
-"""What the callback that divides windows lends to what cuts them."""
+"""The interface between the callback that divides windows and the cutting of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainkit.core.accumulator import Accumulator
 
 
 class Windows(Protocol):
-    """What the callback that divides windows lends."""
+    """The callback that divides windows, as far as their cutting needs it."""
 
     accumulators: dict[int, Accumulator]
 

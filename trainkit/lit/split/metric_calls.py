@@ -1,36 +1,71 @@
-"""The methods of a metric object, where `training_step` calls them itself."""
+"""A metric object that `training_step` calls, in a window of several micro-batches."""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchmetrics import Metric
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from trainkit.lit._compat import forget_computed, replaced, uncompiled
+from trainkit.core.strategies import Weight
+from trainkit.lit._compat import (
+    forget_computed,
+    replaced,
+    set_batch_value,
+    uncompiled,
+)
 from trainkit.lit.rerun.snapshot import Snapshot
 
 NAMES = ("forward", "update", "compute", "reset")
 
 
+class Source(NamedTuple):
+    """Where a value that is logged came from.
+
+    Attributes:
+        calls: the metric object's.
+        number: which of its calls in a micro-batch returned it; None for `compute`.
+        key: its key, if the call returned a dict.
+    """
+
+    calls: MetricCalls
+    number: int | None
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        """What the call would have returned for the whole window, once it is closed."""
+        number, key = self.number, self.key
+        value = self.calls.computed if number is None else self.calls.values[number]
+        return value if key is None else value[key]
+
+
 @dataclass
 class Moment:
-    """The micro-batch that runs, as all metric objects need to know it.
+    """The present micro-batch, as all metric objects need to know it.
 
     Attributes:
         is_first: whether it is the window's first.
         is_muted: whether it does not count.
-        depth: how many methods of metric objects run inside each other: only what the
-            outermost does was asked by `training_step`.
+        share: its part of the loader batch.
+        returned: the tensors that metric objects have returned in it.
+        depth: how many methods of metric objects run inside each other; `training_step`
+            has called the outermost.
     """
 
     is_first: bool = True
     is_muted: bool = False
+    share: Weight = 1
+    returned: list[tuple[Tensor, Source]] = field(default_factory=list)
     depth: int = 0
 
     @contextmanager
@@ -43,46 +78,47 @@ class Moment:
 
 
 class MetricCalls:
-    """Lets `update`, `compute` and `reset` of a metric object do what they would do for
-    the whole window.
+    """Lets the methods of a metric object do what they would do for the whole window.
 
-    All micro-batches add to one state. In each of them `compute` goes by this rank's
-    state so far: ranks may have different numbers of micro-batches, and would wait for
-    each other. When the last has been added, the window computes once, with all ranks.
+    All micro-batches add to one state, which is right for the epoch. For the step, a
+    copy of the object follows each call and sees the window alone; its value becomes
+    the window's.
 
-    A `reset` before a micro-batch is added is done in the first one alone, else the
-    rows of earlier ones would be lost; one after it waits for the window's end.
+    In each micro-batch `compute` returns the value of this rank's state so far: ranks
+    may have different numbers of micro-batches, and would wait for each other. When the
+    last has been added, the window computes once, with all ranks.
+
+    A `reset` before a micro-batch is added runs in the first one alone, since it would
+    drop the rows of earlier ones. A `reset` after it waits for the window's end.
+
+    A `MeanMetric` that is given one number for a batch, such as a loss, counts it once.
+    The number of a micro-batch counts by its share in the loader batch.
 
     Args:
-        pl_module: whose metric it is.
-        name: the metric's, in the module.
+        pl_module: the module that has the metric.
+        name: the metric's name in the module.
         metric: the object.
-        moment: the micro-batch that runs.
-        update: what adds to it, given its own `update`.
-        called: is given what it was called with and what that returned, and returns it.
-        returned: is given what `compute` returned, and returns it.
+        moment: the present micro-batch.
 
     Attributes:
-        value: what `compute` has returned for the window that was closed last.
+        values: the values of the window that was closed last, one for each call.
+        computed: what `compute` has returned for that window.
     """
 
     def __init__(
-        self,
-        pl_module: Any,
-        name: str,
-        metric: Metric,
-        moment: Moment,
-        update: Callable[[Callable[..., Any]], Callable[..., Any]],
-        called: Callable[[Any, Any, Any], Any],
-        returned: Callable[[Any], Any],
+        self, pl_module: Any, name: str, metric: Metric, moment: Moment
     ) -> None:
         self.metric = metric
-        self.value: Any = None
+        self.values: list[Any] = []
+        self.computed: Any = None
         self._name = name
         self._moment = moment
-        self._make_update = update
-        self._called = called
-        self._returned = returned
+        self._fresh = copy.deepcopy(metric)
+        self._fresh.reset()
+        # Ranks may have different numbers of micro-batches, and so of copies.
+        self._fresh.distributed_available_fn = are_alone
+        self._copies: list[Metric] = []  # one for each call in a micro-batch
+        self._num_used = 0  # copies that have a part of this window
         self._own: dict[str, Callable[..., Any]] = {}
         self._asked: tuple[Any, Any] | None = None
         self._resets_late = self._has_said = False
@@ -92,22 +128,31 @@ class MetricCalls:
     def patched(self) -> AbstractContextManager[None]:
         """The metric object with our methods, for a window."""
         self._own = {name: getattr(self.metric, name) for name in NAMES}
-        self._own["update"] = self._make_update(self._own["update"])
+        self._own["update"] = self._weighed(self._own["update"])
+        self.values = []
         self.forget()
         return replaced(
             self.metric, **self._methods, distributed_available_fn=are_alone
         )
 
     def begin(self) -> None:
-        """A micro-batch begins."""
+        """Note that a micro-batch begins."""
+        self._num_calls = 0
         self._num_updates = self.metric.update_count
         self._is_updated = self._is_past = False
 
     def close(self) -> None:
-        """The window is complete, and the metric object has its own methods again."""
-        if self._asked is not None:
-            args, kwargs = self._asked
-            self.value = self.metric.compute(*args, **kwargs)
+        """Take the step values of the window, which is complete."""
+        used = self._copies[: self._num_used]
+        if used:
+            self.values = [each.compute() for each in used]
+            set_batch_value(self.metric, self.values[-1])
+
+    def clear(self) -> None:
+        """Empty the copies."""
+        self._num_used = 0
+        for each in self._copies:
+            each.reset()
 
     def reset_late(self) -> None:
         """Do the resets that have waited until the window's values were logged."""
@@ -116,13 +161,19 @@ class MetricCalls:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was asked of the metric object."""
+        """Forget which methods were called."""
         self._asked, self._resets_late = None, False
 
     @property
     def is_asked(self) -> bool:
-        """Whether the window's value is asked for."""
+        """Whether `training_step` has called `compute`."""
         return self._asked is not None
+
+    def compute(self) -> None:
+        """Compute the whole window's value, if `training_step` has called `compute`."""
+        if self._asked is not None:
+            args, kwargs = self._asked
+            self.computed = self.metric.compute(*args, **kwargs)
 
     def _method(self, pl_module: Any, name: str) -> MethodType:
         ours = getattr(self, f"_{name}")
@@ -134,7 +185,7 @@ class MetricCalls:
                 return self._own[name](*args, **kwargs)
             return ours(*args, **kwargs)
 
-        method.__name__ = name  # by which a copy is pickled
+        method.__name__ = name  # pickling a copy needs it
         return MethodType(uncompiled(pl_module, method), self.metric)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +193,15 @@ class MetricCalls:
             self._note_update()
         with self._moment.inside():
             result = self._own["forward"](*args, **kwargs)
-        return self._called(args, kwargs, result)
+        if self._moment.is_muted:
+            return result
+        number = self._num_calls
+        if number == len(self._copies):
+            self._copies.append(copy.deepcopy(self._fresh))
+        self._num_calls += 1
+        self._num_used = max(self._num_used, self._num_calls)
+        self._weighed(self._copies[number].update)(*args, **kwargs)
+        return self._remember(result, number)
 
     def _update(self, *args: Any, **kwargs: Any) -> Any:
         self._note_update()
@@ -150,7 +209,7 @@ class MetricCalls:
             return self._own["update"](*args, **kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        # That of some wrappers keeps what it has found, the least value say.
+        # `compute` of some wrappers keeps its result, such as the least value so far.
         is_kept = isinstance(self.metric, WrapperMetric)
         kept = Snapshot(self.metric, generators=False) if is_kept else None
         with self._moment.inside():
@@ -160,12 +219,12 @@ class MetricCalls:
         if self._moment.is_muted:
             return value
         self._asked, self._is_past = (args, kwargs), True
-        return self._returned(value)
+        return self._remember(value, None)
 
     def _reset(self) -> None:
         if self._moment.is_muted:
             return
-        # In a collection those that share a state are updated by one of them.
+        # In a collection, one metric updates the state that several share.
         if self._is_updated or self.metric.update_count != self._num_updates:
             self._resets_late = self._is_past = True
         elif self._moment.is_first:
@@ -185,16 +244,59 @@ class MetricCalls:
                 stacklevel=2,
             )
 
+    def _remember(self, result: Any, number: int | None) -> Any:
+        """Note what a call returns, to recognize it when it is logged."""
+        if isinstance(result, Mapping):
+            result = _each_its_own(result)
+        items = result.items() if isinstance(result, Mapping) else [(None, result)]
+        self._moment.returned += [
+            (value, Source(self, number, key))
+            for key, value in items
+            if isinstance(value, Tensor)
+        ]
+        return result
+
+    def _weighed(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        is_mean = isinstance(self.metric, MeanMetric)
+        return partial(self._update_mean, update) if is_mean else update
+
+    def _update_mean(
+        self, update: Callable[..., Any], value: Any, weight: Any = None
+    ) -> None:
+        share = self._moment.share
+        if weight is not None:
+            update(value, weight)
+        elif isinstance(value, Tensor) and value.ndim:
+            update(value)  # each entry counts once
+        else:
+            update(_unless_nothing(value, share), share)
+
 
 def compute_all(calls: list[MetricCalls]) -> None:
-    """Compute what was asked for; on several ranks all of them together."""
+    """Compute the values asked for; on several ranks all of them together."""
     if any(each.is_asked for each in calls):
-        for each in calls:  # also what a wrapper holds
+        for each in calls:  # even if not asked: another metric may wrap it
             forget_computed(each.metric)
         for each in calls:
-            each.close()
+            each.compute()
 
 
 def are_alone() -> bool:
     """False: `compute` of torchmetrics must not ask other ranks."""
     return False
+
+
+def _each_its_own(results: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The results, in which no tensor stands under two names: the tensor that is logged
+    shows which result was logged."""
+    if len({id(value) for value in results.values()}) == len(results):
+        return results
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in results.items()}
+
+
+def _unless_nothing(value: Any, share: Weight) -> Any:
+    """The mean of a micro-batch; 0 instead of NaN if its share is 0."""
+    if isinstance(share, Tensor):
+        number = torch.as_tensor(value, device=share.device)
+        return torch.where(share == 0, 0, number)
+    return value if share else 0.0

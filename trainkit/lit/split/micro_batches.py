@@ -32,10 +32,10 @@ from trainkit.lit.split.trim_check import Run, TrimCheck
 
 @dataclass(frozen=True)
 class WeighedMicroBatch:
-    """A micro-batch and what it weighs, by term.
+    """A micro-batch and its weights, by term.
 
     Attributes:
-        counts: False for one that is there only because all ranks must run as many.
+        counts: False for a micro-batch that only lets all ranks run equally many.
     """
 
     cut: MicroBatch
@@ -44,17 +44,17 @@ class WeighedMicroBatch:
 
 
 class MicroBatches:
-    """Cuts loader batches and weighs what comes out.
+    """Cuts loader batches and weighs the micro-batches.
 
-    Where forward passes communicate, all ranks make as many micro-batches as the one
-    that needs most: by cutting finer, and where rows run out, by repeating one with
+    If forward passes communicate, all ranks make as many micro-batches as the one that
+    needs most: they cut finer, and when rows run out, they repeat a micro-batch with
     weight 0.
 
     Args:
         options: how to cut.
-        pl_module: what trains.
-        accumulator: whose windows they make.
-        sizes: say how large a micro-batch may be.
+        pl_module: the module that trains.
+        accumulator: has the windows of the micro-batches.
+        sizes: the limit for a micro-batch.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class MicroBatches:
         self._device = pl_module.device
         self._is_list = options.collate is not None
         self._shared = options.shared
-        self._may_hold_counts = options.collate is None
-        self._num_cut = 0
+        self._may_hold_counts = not self._is_list
+        self._is_first = True
         self._has_shared = False
         self._has_said_too_long = self._has_said_renumbered = False
 
@@ -84,7 +84,7 @@ class MicroBatches:
 
         Args:
             batch: the loader batch.
-            rehearse: runs `training_step` with one and keeps nothing of it.
+            rehearse: runs `training_step` with one of them and keeps nothing of it.
         """
         limit = None
         if self._sizes.catches:
@@ -102,17 +102,17 @@ class MicroBatches:
         self._say_too_long(limit)
         self._say_renumbered(batch)
         self._sizes.look_at(cut)
-        if not self._num_cut and not self._is_list:
+        if self._is_first and not self._is_list:
             for strategy in self._strategies.values():
-                strategy.weight(batch)  # PerSample knows its lists from here on
+                strategy.weight(batch)  # PerSample learns what its lists hold
         batches = [micro_batch.batch for micro_batch in cut]
         weights = weights_by_term(self._strategies, batches)
         micro_batches = [
             WeighedMicroBatch(micro_batch, dict(zip(weights, each, strict=True)))
             for micro_batch, *each in zip(cut, *weights.values(), strict=True)
         ]
-        self._num_cut += 1
-        if self._num_cut == 1:
+        if self._is_first:
+            self._is_first = False
             loader_batch = None if self._is_list else batch
             _verify_cut(loader_batch, micro_batches, self._strategies)
         if self._may_hold_counts and len(micro_batches) > 1:
@@ -155,7 +155,7 @@ class MicroBatches:
 
 
 def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:
-    """What `Window.count` takes: tokens, those that only pad, samples."""
+    """The arguments of `Window.count`: tokens, padding among them, samples."""
     counting = [each.cut for each in micro_batches if each.counts]
     has_lengths = any(m.padded != len(m.rows) for m in counting)
     return {
@@ -166,7 +166,7 @@ def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:
 
 
 def _counts(micro_batches: list[WeighedMicroBatch]) -> dict[int, str]:
-    """What the loader batch has, by how many: rows, and what each strategy counts."""
+    """The names of what the loader batch has, by their number."""
     counts: dict[int, str] = {}
     for term in micro_batches[0].weights:
         total = math.fsum(float(each.weights[term]) for each in micro_batches)
@@ -188,16 +188,17 @@ def _verify_cut(
     micro_batches: Sequence[WeighedMicroBatch],
     strategies: Strategies,
 ) -> None:
-    """Check in the first window that rows and weights of the parts add up."""
+    """Refuse a cut by which rows and weights of the parts do not add up.
+
+    `loader_batch` is None for a list of samples, which has no weight before collating.
+    """
     rows = sorted(row for micro_batch in micro_batches for row in micro_batch.cut.rows)
     if rows != list(range(len(rows))):
         raise TrainkitError(
             f"MicroBatching: the micro-batches hold the rows {rows}, and each row must "
             f"be in exactly one. The batch is {describe(loader_batch)}."
         )
-    if (
-        loader_batch is None
-    ):  # a list of samples, which nobody can weigh before collating
+    if loader_batch is None:
         return
     for term, strategy in strategies.items():
         if isinstance(strategy, Uniform):

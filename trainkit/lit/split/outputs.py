@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.partition import Span
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import missing_terms, refuse_other_terms
@@ -23,7 +24,7 @@ a micro-batch."""
 
 
 class Returned:
-    """What the micro-batches of a loader batch have returned so far."""
+    """The outputs of a loader batch's micro-batches so far."""
 
     def __init__(self) -> None:
         self._losses: dict[str, list[Tensor]] = {}
@@ -103,8 +104,8 @@ def taken_apart(output: Any) -> tuple[Any, dict[str, Any]]:
             f"keys {sorted(map(str, output))}. Return {{'loss': loss, ...}}; a loss of "
             f"several terms is {{'loss': {{'ce': ce, 'kl': kl}}}}."
         )
-    extras = {k: _detached(v) for k, v in output.items() if k != "loss"}
-    return output["loss"], extras
+    extras = {name: value for name, value in output.items() if name != "loss"}
+    return output["loss"], with_tensors(extras, Tensor.detach)
 
 
 def terms_of(loss: Any, strategies: Strategies) -> Mapping[str, Tensor]:
@@ -131,17 +132,17 @@ def put_together(
 ) -> dict[str, Any]:
     """The extras of a window's micro-batches as those of one batch.
 
-    What has one entry for each row comes in the loader batch's order; if it has one for
-    each column of its micro-batch as well, it comes in the loader batch's columns, with
-    zeros in those that were trimmed. A single floating number is the mean, weighed as
-    the loss is; anything else is a list with what each micro-batch returned, in the
-    order in which they ran.
+    A value with one entry for each row is put into the loader batch's order. If it also
+    has one entry for each column of its micro-batch, it gets the loader batch's
+    columns, with zeros in those that were trimmed. Single floating numbers become their
+    mean, weighed as the loss is. Anything else becomes a list with the values of all
+    micro-batches, in the order in which they ran.
 
     Args:
         extras: what each micro-batch returned.
         rows: its rows of the loader batch.
-        weights: what it weighs.
-        columns: tells its columns of the loader batch.
+        weights: its weight.
+        columns: returns its columns of the loader batch.
     """
     if len(extras) == 1:
         return dict(extras[0])
@@ -172,7 +173,10 @@ def _joined(
         for value, own in zip(values, rows, strict=True)
     ):
         flat = [entry for value in values for entry in value]
-        return [entry for _, entry in sorted(zip(order, flat, strict=True), key=_first)]
+        return [
+            entry
+            for _, entry in sorted(zip(order, flat, strict=True), key=itemgetter(0))
+        ]
     if all(isinstance(v, Tensor) and v.ndim == 0 for v in values):
         if all(v.is_floating_point() for v in values):
             return weighted_mean(values, weights)
@@ -180,7 +184,7 @@ def _joined(
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
-    """The mean of 0-d tensors; what weighs nothing may be NaN."""
+    """The mean of 0-d tensors; one that weighs nothing may be NaN."""
     if values[0].is_cpu and are_numbers(weights):
         return values[0].new_tensor(_mean_of_numbers(values, weights))
     numbers = vector(values, values[0].device)
@@ -190,7 +194,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor
 
 
 def _mean_of_numbers(values: Sequence[Tensor], weights: Sequence[Any]) -> float:
-    """In plain numbers: each tensor operation costs more than all of it."""
+    """The mean by plain numbers: one tensor operation costs more than all of them."""
     pairs = [(w, value.item()) for w, value in zip(weights, values, strict=True)]
     total = sum(weights)
     if not total:
@@ -235,15 +239,3 @@ def _padded(
     for value, own, (first, stop) in zip(values, rows, spans, strict=True):
         whole[torch.tensor(own, device=whole.device), first:stop] = value
     return whole
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    fields, build = take_apart(value, lambda path, micro_batch: False)
-    values = [field.value for field in fields]
-    return build(each.detach() if isinstance(each, Tensor) else each for each in values)

@@ -1,4 +1,4 @@
-"""Refuse by name what split windows cannot do, at the latest in the first one."""
+"""Refusals of what split windows cannot do, at the latest in the first window."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_wrong_type(options: Any) -> None:
 def refuse_before_training(
     trainer: Any, pl_module: Any, options: MicroBatching, strategies: Strategies
 ) -> None:
-    """Refuse what can be known before the first batch."""
+    """Refuse options and modules that cannot work, before the first batch."""
     name = type(pl_module).__name__
     if not pl_module.automatic_optimization:
         raise TrainkitError(
@@ -50,7 +50,7 @@ def refuse_before_training(
 
 
 def _refuse_or_announce_uniform(options: MicroBatching) -> None:
-    """Refuse `Uniform()` with "auto", else warn: its step depends on the cut."""
+    """Refuse `Uniform()` with "auto", otherwise warn: its step depends on the cut."""
     if options.is_auto:
         raise TrainkitError(
             'MicroBatching("auto"): Uniform() counts micro-batches, and their number '
@@ -66,7 +66,8 @@ def _refuse_or_announce_uniform(options: MicroBatching) -> None:
 
 
 def refuse_terms_of_several_batches(trainer: Any, strategies: Strategies) -> None:
-    """Before training, and in it: Lightning's schedule may change the number."""
+    """Refuse several terms if several loader batches make a window; called before
+    training and during it, since Lightning's schedule may change their number."""
     if len(strategies) > 1 and trainer.accumulate_grad_batches != 1:
         raise TrainkitError(
             f"accumulation: the terms {sorted(strategies)} have denominators of their "
@@ -109,16 +110,16 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
 
 
 def other_weight(
-    step: int, strategy: str, told: float, arrived: float, *, is_late: bool
+    step: int, strategy: str, expected: float, arrived: float, *, is_late: bool
 ) -> TrainkitError:
-    """Labels that are made or masked on the device are too late for a known total."""
+    """The error for labels that are made or masked on the device, after the count."""
     taken = (
         " The step was taken with it; resume from a checkpoint before, or set "
         "checks='now' to stop before the step."
     )
     return TrainkitError(
         f"{strategy}: at optimizer step {step} (counted from 0) a micro-batch weighed "
-        f"{told:g} before it went to the device, and weighs {arrived:g} after "
+        f"{expected:g} before it went to the device, and weighs {arrived:g} after "
         f"transfer_batch_to_device and on_after_batch_transfer, so the window is "
         f"divided by a wrong total. Make the labels in the dataset, in the collate "
         f"function or in on_before_batch_transfer, which run before the cut."
@@ -127,7 +128,8 @@ def other_weight(
 
 
 def stop_iteration(where: str) -> TrainkitError:
-    """What Lightning would take for the end of the epoch, inside an open window."""
+    """The error for a `StopIteration` inside an open window, by which Lightning would
+    end the epoch."""
     return TrainkitError(
         f"{where}: it raised StopIteration inside a window, which Lightning takes for "
         f"the end of the epoch, so that the window's step would be lost without a "
@@ -140,13 +142,13 @@ def out_of_memory_between_ranks() -> TrainkitError:
     return TrainkitError(
         'MicroBatching("auto"): memory ran out on this rank at a size that had fitted '
         "before. The other ranks are inside this window's backward passes, where they "
-        "communicate, so that it cannot be run again. Go on from the last checkpoint, "
+        "communicate, so that it cannot be run again. Resume from the last checkpoint, "
         "with a smaller MicroBatching(start=...)."
     )
 
 
 def announce_renumbered(batch: Any) -> None:
-    """Not as a warning: most models number no columns, or are given the numbers."""
+    """Inform, without a warning: most models number no columns, or get the numbers."""
     if not (isinstance(batch, Mapping) and "position_ids" in batch):
         rank_zero_info(
             "MicroBatching: rows are padded on the left, and columns that only pad are "

@@ -1,4 +1,4 @@
-"""Running `training_step` for its loss alone."""
+"""A run of `training_step` for its loss alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainkit.lit.split.outputs import taken_apart, terms_of
 def rehearsed(
     pl_module: Any, strategies: Strategies, batch: Any, *args: Any, **kwargs: Any
 ) -> list[Tensor]:
-    """The terms of a loss, by `training_step` alone; what it logs is not heard.
+    """The terms of the loss that `training_step` returns; its logs are dropped.
 
     Args:
-        pl_module: what trains.
-        strategies: of the loss, by term.
-        batch: on the device.
-        *args: what `training_step` gets besides.
+        pl_module: the module that trains.
+        strategies: the strategies of the loss, by term.
+        batch: the batch on the device.
+        *args: further arguments of `training_step`.
         **kwargs: further keyword arguments of `training_step`.
     """
-    with replaced(pl_module, log=uncompiled(pl_module, _unheard)):
+    with replaced(pl_module, log=uncompiled(pl_module, _log_nothing)):
         output = pl_module.training_step(batch, *args, **kwargs)
     if output is None:
         return []
@@ -31,4 +31,4 @@ def rehearsed(
     return list(terms_of(loss, strategies).values())
 
 
-def _unheard(*args: Any, **kwargs: Any) -> None: ...
+def _log_nothing(*args: Any, **kwargs: Any) -> None: ...

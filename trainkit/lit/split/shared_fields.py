@@ -1,4 +1,4 @@
-"""What every micro-batch gets whole must stay as it is while they run."""
+"""A check that no micro-batch writes into the fields that all of them get whole."""
 
 from __future__ import annotations
 
@@ -15,35 +15,45 @@ Leaves = dict[str, tuple[Any, int | bytes]]
 
 
 class SharedFields:
-    """Looks whether a micro-batch has written into what the next one gets as well.
+    """Remembers the fields that every micro-batch gets, to find changes of them.
 
-    Where fields reach the device as copies, the loader batch's own stay as they are and
-    nothing is found. An array has no count of what is written into it, so its values
-    are compared, in the first window alone.
+    If fields reach the device as copies, the loader batch's own stay unchanged and
+    nothing is found. A tensor counts how often it was written into; an array does not,
+    so its values are compared, in the first window alone.
 
     Args:
-        fields: of the loader batch, that are not cut.
+        fields: the loader batch's fields that are not cut.
         with_arrays: whether to compare arrays as well.
     """
 
     def __init__(self, fields: Sequence[Field], *, with_arrays: bool) -> None:
-        self._fields = [field for field in fields if _can_change(field.value)]
+        self._fields = [
+            field
+            for field in fields
+            if is_array(field.value)
+            or isinstance(field.value, Tensor)
+            or parts_of(field.value) is not None
+        ]
         self._with_arrays = with_arrays
         self._before = self._leaves() if self._fields else {}
 
     def refuse_changed(self) -> None:
-        """A micro-batch has run, and another one is to run."""
+        """Refuse a change by the micro-batch that has just run."""
         if not self._fields:
             return
         after = self._leaves()
         for path in {**self._before, **after}:
-            if _differ(self._before.get(path), after.get(path)):
-                raise TrainkitError(
-                    f"MicroBatching: training_step, or a hook before it, writes into "
-                    f"the field {path!r}, which is not cut, so that every micro-batch "
-                    f"gets the same object and the next one would find it changed. "
-                    f"Copy it there first: {_copied(after.get(path))}."
-                )
+            old, new = self._before.get(path), after.get(path)
+            if old and new and old[0] is new[0] and old[1] == new[1]:
+                continue
+            is_tensor = new is not None and isinstance(new[0], Tensor)
+            copied = "value.clone()" if is_tensor else "copy.deepcopy(value)"
+            raise TrainkitError(
+                f"MicroBatching: training_step, or a hook before it, writes into the "
+                f"field {path!r}, which is not cut, so that every micro-batch gets the "
+                f"same object and the next one would find it changed. Copy it there "
+                f"first: value = {copied}."
+            )
 
     def _leaves(self) -> Leaves:
         return {
@@ -52,7 +62,7 @@ class SharedFields:
                 self._state_of(inner.value),
             )
             for field in self._fields
-            for inner in take_apart(field.value, lambda path, value: False)[0]
+            for inner in take_apart(field.value)[0]
         }
 
     def _state_of(self, value: Any) -> int | bytes:
@@ -61,20 +71,3 @@ class SharedFields:
         if self._with_arrays and is_array(value) and hasattr(value, "tobytes"):
             return value.tobytes()
         return 0
-
-
-def _can_change(value: Any) -> bool:
-    return isinstance(value, Tensor) or is_array(value) or parts_of(value) is not None
-
-
-def _differ(
-    before: tuple[Any, int | bytes] | None, after: tuple[Any, int | bytes] | None
-) -> bool:
-    if before is None or after is None:
-        return True
-    return before[0] is not after[0] or before[1] != after[1]
-
-
-def _copied(leaf: tuple[Any, Any] | None) -> str:
-    is_tensor = leaf is not None and isinstance(leaf[0], Tensor)
-    return "value = value.clone()" if is_tensor else "value = copy.deepcopy(value)"

@@ -1,7 +1,7 @@
-"""Lightning's calls around a micro-batch, without those to which nobody listens.
+"""Shorter ways for Lightning's calls around a micro-batch, without unused hooks.
 
-Each of its hooks costs as much as a small layer, whether or not anyone has one, and a
-split window would pay for it with every micro-batch.
+A call of a hook costs as much as a small layer, even if nothing implements the hook,
+and a split window would make it for every micro-batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import with_tensors
 from trainkit.lit._compat import (
     as_hook,
     has_own,
@@ -31,11 +31,11 @@ Move = Callable[[Any], Any]
 
 
 def backward_of(trainer: Any, pl_module: Any, windows: Any) -> Backward:
-    """Runs a backward pass as Lightning's strategy object does.
+    """A function that runs a backward pass as Lightning's strategy object does.
 
     Args:
         trainer: in `fit`.
-        pl_module: what trains.
+        pl_module: the module that trains.
         windows: the callback that weighs the loss before the pass.
     """
     hooks = ("on_before_backward", "on_after_backward")
@@ -60,14 +60,14 @@ def backward_of(trainer: Any, pl_module: Any, windows: Any) -> Backward:
 
 
 def transfer_of(trainer: Any, pl_module: Any, *, may_repeat: bool) -> Move:
-    """Brings a micro-batch to the device, through the hooks for it if there are any.
+    """A function that brings a micro-batch to the device, with the user's hooks for it.
 
     Args:
         trainer: in `fit`.
-        pl_module: what trains.
-        may_repeat: whether the loader batch may be needed again. Then what is on the
-            device already goes as a copy: micro-batches are views of the loader batch,
-            and a training step may write into what it gets.
+        pl_module: the module that trains.
+        may_repeat: whether the loader batch may be needed again. Then tensors that are
+            on the device already are copied: micro-batches are views of the loader
+            batch, and a training step may write into its batch.
     """
     device = trainer.strategy.root_device
     move = _move_of(trainer, pl_module, device)
@@ -91,12 +91,7 @@ def _move_of(trainer: Any, pl_module: Any, device: torch.device) -> Move:
 
 
 def _with_copies(batch: Any, device: torch.device) -> Any:
-    fields, build = take_apart(batch, lambda path, value: False)
-    values = [field.value for field in fields]
-    return build(
-        value.clone() if isinstance(value, Tensor) and value.device == device else value
-        for value in values
-    )
+    return with_tensors(batch, lambda t: t.clone() if t.device == device else t)
 
 
 def _as_it_is(batch: Any) -> Any:

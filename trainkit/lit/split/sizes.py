@@ -1,7 +1,8 @@
-"""The size of a split window's micro-batches: said by the user, or found."""
+"""The size of a split window's micro-batches, set by the user or found."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +20,14 @@ from trainkit.core.split.search import Point, SizeSearch, frontier
 from trainkit.errors import TrainkitError
 
 FAILED_SIZE, FAILED_ROWS, SECONDS, REAL, WHOLE, NUM_COLUMNS = range(6)
-"""What each rank tells of a window; points of its micro-batches follow."""
+"""The numbers that each rank shares about a window; points of micro-batches follow."""
 
 NUM_POINTS = 8
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Where memory ran out; plain numbers, so that nothing of it is held."""
+    """The micro-batch in which memory ran out, in plain numbers that hold no memory."""
 
     size: int
     num_rows: int
@@ -34,7 +35,7 @@ class Failure:
 
 
 class FixedSizes:
-    """The size that the user has set; what does not fit is an error."""
+    """The size that the user has set; running out of memory is an error."""
 
     catches = False
     shown: int | None = None
@@ -53,20 +54,21 @@ class FixedSizes:
 
 
 class AutoSizes:
-    """`"auto"`: finds the size, together with all ranks.
+    """Finds the size together with all ranks, for `"auto"`.
 
-    The ranks agree through a group on the hosts, so that no device waits: whether one
-    of them has a micro-batch of unproven size, and how an unproven window went. Where
-    a window is unproven, no backward pass communicates.
+    The ranks communicate through a group on the hosts, so that no device waits. Before
+    a window they share whether one of them has a micro-batch of unproven size, and
+    after an unproven window its result. In an unproven window no backward pass
+    communicates.
 
     Args:
         search: finds the size.
-        ranks: those that share the window.
-        group: of the same ranks, on the hosts; None where there is one rank.
-        device: on which windows run.
+        ranks: the ranks that share the window.
+        group: their group on the hosts; None for one rank.
+        device: the device on which windows run.
 
     Attributes:
-        shown: the size with which the window of now is cut.
+        shown: the size with which the present window is cut.
     """
 
     catches = True
@@ -79,9 +81,9 @@ class AutoSizes:
         self._ranks = ranks
         self._group = group
         self._device = device
-        # DDP remembers which parameters any pass has used until one communicates, so
-        # after a window without one it would take unused ones for used: their
-        # gradients would be zeros, not None, and their optimizer states move.
+        # DDP remembers which parameters were used until a pass communicates. After a
+        # window without communication it would take unused parameters for used: their
+        # gradients would be zeros, not None, and their optimizer states would move.
         self._never_overlaps = (
             ranks.ddp is not None and ranks.ddp.find_unused_parameters
         )
@@ -94,8 +96,8 @@ class AutoSizes:
 
     def begin(self, rows: Rows) -> Limit:
         """The size limit for a loader batch about to be cut; every rank calls this."""
-        self._whole, self._in_tokens = rows.padded, rows.has_lengths
-        whole = rows.padded
+        whole = self._whole = rows.padded
+        self._in_tokens = rows.has_lengths
         if self.search.limit is None:
             whole = int(self._shared([float(whole)]).amax())
         self.search.begin(whole)
@@ -103,7 +105,7 @@ class AutoSizes:
         return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
 
     def look_at(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Ask the other ranks whether they have run such sizes before."""
+        """Ask the other ranks whether all have run sizes like theirs before."""
         self._points = frontier([(m.padded, _longest(m)) for m in micro_batches])
         self._real = sum(m.real for m in micro_batches)
         has_proven = self.search.has_proven(self._points)
@@ -134,7 +136,7 @@ class AutoSizes:
         if self.is_proven() and self._ranks.size > 1:
             self.search.rest()
             return False  # it communicated, so every rank has come through it
-        table = self._shared(self._told(failure))
+        table = self._shared(self._numbers(failure))
         failed = table[table[:, FAILED_SIZE] > 0]
         if len(failed):
             _refuse_single_rows(failed, failure, self._in_tokens)
@@ -143,16 +145,15 @@ class AutoSizes:
         self._pass(table)
         return False
 
-    def _told(self, failure: Failure | None) -> list[float]:
-        row = [0.0] * (NUM_COLUMNS + 2 * NUM_POINTS)
+    def _numbers(self, failure: Failure | None) -> list[float]:
+        """This rank's row of numbers about the window."""
+        row = [0.0] * NUM_COLUMNS
         if failure is not None:
             row[FAILED_SIZE], row[FAILED_ROWS] = failure.size, failure.num_rows
         row[SECONDS], row[REAL] = self._now() - self._since, self._real
         row[WHOLE] = self._whole
-        for place, (size, longest) in enumerate(self._points[:NUM_POINTS]):
-            row[NUM_COLUMNS + 2 * place] = size
-            row[NUM_COLUMNS + 2 * place + 1] = longest
-        return row
+        points = [*self._points, *[(0, 0)] * NUM_POINTS][:NUM_POINTS]
+        return [*row, *itertools.chain(*points)]
 
     def _fail(self, size: int) -> None:
         before = self.search.limit

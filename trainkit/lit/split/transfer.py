@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batches import tensors
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import with_tensors
 
 
 def moved(
     batches: Sequence[Any], move: Callable[[Any], Any], device: torch.device
 ) -> Iterator[Any]:
-    """Yield each batch on the device, with the next one already under way.
+    """Yield each batch on the device while the next one is copied.
 
-    On a GPU the copy runs from pinned memory on a stream of its own; the stream that
-    computes waits for it, the host does not.
+    On a GPU the copy runs from pinned memory on a stream of its own. The stream that
+    computes waits for it; the host does not.
 
     Args:
-        batches: on the host.
-        move: brings one to the device, with all hooks of the module that belong to it.
-        device: where they go.
+        batches: the batches on the host.
+        move: brings one to the device, with the module's hooks for it.
+        device: the device.
     """
     if device.type != "cuda":
-        for batch in batches:  # in a map, a StopIteration of a hook would end all
+        for batch in batches:  # in a map(), a hook's StopIteration would be lost
             yield move(batch)
         return
     copies = torch.cuda.Stream(device)
@@ -44,8 +44,7 @@ def moved(
 
 
 def _begin(batch: Any, move: Callable[[Any], Any], stream: Any) -> tuple[Any, Any]:
-    fields, build = take_apart(batch, lambda path, value: False)
-    pinned = build(iter([_pinned(field.value) for field in fields]))
+    pinned = with_tensors(batch, _pinned)
     with torch.cuda.stream(stream):
         on_device = move(pinned)
         arrived = torch.cuda.Event()
@@ -53,10 +52,6 @@ def _begin(batch: Any, move: Callable[[Any], Any], stream: Any) -> tuple[Any, An
     return on_device, arrived
 
 
-def _pinned(value: Any) -> Any:
-    is_plain = (
-        isinstance(value, Tensor)
-        and value.device.type == "cpu"
-        and value.layout == torch.strided
-    )
-    return value.pin_memory() if is_plain else value
+def _pinned(tensor: Tensor) -> Tensor:
+    is_plain = tensor.is_cpu and tensor.layout == torch.strided
+    return tensor.pin_memory() if is_plain else tensor

@@ -1,7 +1,7 @@
-"""Whether a model sees its padding is measured, from the first window on that has some.
+"""A measurement of whether a model sees its padding.
 
-Nobody can read from a module whether what it computes depends on columns that only pad:
-a convolution does, and a mean over all columns, and BatchNorm over them.
+A module does not show whether its result depends on columns that are only padding, as
+those of a convolution, of a mean over all columns and of BatchNorm over them do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,25 +27,25 @@ from trainkit.core.split.cutting import Cutter, MicroBatch
 from trainkit.lit.rerun.snapshot import Snapshot
 
 Run = Callable[[MicroBatch], list[Tensor]]
-"""The terms of a micro-batch's loss, none for None; keeps nothing else of it."""
+"""Returns the terms of a micro-batch's loss, none for None; keeps nothing else."""
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""By how much of itself a loss may differ by rounding; narrower dtypes: `NARROW`."""
+"""The share of a loss by which rounding may change it; narrower dtypes: `NARROW`."""
 
 NARROW = 2e-2
 
 OF_GRADIENT = 10
-"""So many times as much may the gradient of a parameter, as a share of the whole."""
+"""How many times as large the tolerance of the gradient is, as a share of its size."""
 
 OF_NOTHING = 1e-2
-"""A share of the tolerance: so much may a loss differ of which hardly anything is left,
-as in policy gradients."""
+"""A share of the tolerance: by how much a loss close to 0 may differ, as in policy
+gradients."""
 
 MOST_TRIES = 8
-"""So often memory may run out in windows whose size is being found."""
+"""How often memory may run out in windows whose size is being found."""
 
 MOST_FROZEN = 2**28
-"""Bytes of frozen parameters that are kept, in case `training_step` moves them."""
+"""How many bytes of frozen parameters are kept, in case `training_step` moves them."""
 
 
 class Measured(NamedTuple):
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
 
     Attributes:
         losses: by term.
-        slopes: the size of each parameter's gradient; None where none were taken.
+        slopes: the size of each parameter's gradient; None if none was taken.
     """
 
     losses: list[Tensor]
@@ -61,15 +61,15 @@ class Measured(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What two runs have shown.
+    """The result of two runs.
 
     Attributes:
-        whole: what was measured as the loader padded the rows.
-        trimmed: what was measured without the columns that are padding in all rows.
+        whole: the run with the padding of the loader.
+        trimmed: the run without the columns that are padding in all rows.
         differs: whether the two differ.
-        unmeasured: why nothing can be said.
-        is_open: whether a later window may show it.
-        error: what `training_step` has raised for the trimmed rows alone.
+        unmeasured: why there is no result.
+        is_open: whether a later window may give one.
+        error: the error that `training_step` has raised for the trimmed rows alone.
     """
 
     whole: Measured | None = None
@@ -81,19 +81,19 @@ class Found(NamedTuple):
 
 
 class TrimCheck:
-    """Compares a micro-batch's loss and its gradient, trimmed and not.
+    """Compares a micro-batch's loss and gradient with and without trimming.
 
-    It looks in the first window with padding, and again 1, 2, 4, 8, ... loader batches
-    later: a branch may begin at 0, or be taken from some step on. The gradient shows
-    what the loss does not, where a layer is still 0.
+    It measures in the first window with padding, and again 1, 2, 4, 8, ... loader
+    batches later, since a branch may begin at 0, or be taken from some step on. While a
+    layer is still 0, the gradient shows a difference that the loss does not.
 
-    In full precision, as in training; without dropout where the loss is drawn at random
-    otherwise. All that `training_step` changes is put back.
+    The runs are in full precision and in training mode; without dropout, if the loss is
+    random otherwise. Everything that `training_step` changes is put back.
 
     Args:
-        pl_module: what trains.
-        most: where forward passes communicate, the largest of what the ranks say: they
-            run it together. None where each rank may run it by itself.
+        pl_module: the module that trains.
+        most: returns the largest of all ranks' numbers; the ranks measure together,
+            since forward passes communicate. None: each rank measures by itself.
         may_retry: whether a window in which memory runs out is run again.
     """
 
@@ -117,10 +117,10 @@ class TrimCheck:
         """Whether a loader batch must be cut again without trimming.
 
         Args:
-            cutter: has cut it; if the model sees padding, it is told to trim no more.
+            cutter: has cut it; it stops trimming if the model sees padding.
             batch: the loader batch.
             cut: its micro-batches.
-            run: runs one.
+            run: runs one of them.
         """
         if self._is_done or not cut:
             return False
@@ -140,7 +140,7 @@ class TrimCheck:
             return False
         found = self._measured(cutter, batch, most, max(m.padded for m in cut), run)
         if found.is_open:
-            return True  # exact in any case, until it can be said
+            return True  # exact in any case, until there is a result
         if found.unmeasured:
             self._is_done = True
             _announce_unmeasured(found.unmeasured)
@@ -152,25 +152,22 @@ class TrimCheck:
             return False
         cutter.stop_trimming()
         if found.differs:
-            _announce(found, since=self._num_since - last)
+            _announce_difference(found, since=self._num_since - last)
         return True
 
     def _largest(self, here: int) -> int:
         return here if self._most is None else self._most(here)
 
     def _is_sharded_whole(self) -> bool:
-        """Whether only FSDP's own wrapper may run it."""
-        kinds = FullyShardedDataParallel
-        model = self._module.trainer.strategy.model
-        return isinstance(model, kinds) or any(
-            isinstance(module, kinds) for module in self._module.modules()
-        )
+        """Whether only FSDP's own wrapper may run the module."""
+        modules = (self._module.trainer.strategy.model, *self._module.modules())
+        return any(isinstance(each, FullyShardedDataParallel) for each in modules)
 
     def _measured(
         self, cutter: Cutter, batch: Any, part: MicroBatch, room: int, run: Run
     ) -> Found:
-        """The losses of some of a micro-batch's rows: no more than fit untrimmed into
-        what the largest micro-batch needs."""
+        """Run some of a micro-batch's rows with and without trimming: as many as fit,
+        untrimmed, into the memory of the largest micro-batch."""
         wide = (part.padded + part.trimmed) // len(part.rows)
         rows = part.rows[: max(2, room // max(wide, 1))]
         trimmed, whole = (
@@ -190,7 +187,7 @@ class TrimCheck:
         run: Run,
         put_back: Callable[[], None],
     ) -> Found | None:
-        """What two runs show; None where they draw other random numbers."""
+        """The result of two runs; None if they draw other random numbers."""
 
         def measured(micro_batch: MicroBatch, *, is_anew: bool = False) -> Measured:
             put_back()
@@ -205,7 +202,13 @@ class TrimCheck:
             )
 
         raised = ""
-        for takes_slopes, gradients in self._ways():
+        ways: list[tuple[bool, Any]] = [
+            (False, torch.no_grad),
+            (False, torch.enable_grad),
+        ]
+        if self._takes_slopes:
+            ways.insert(0, (True, torch.enable_grad))
+        for takes_slopes, gradients in ways:
             with gradients():
                 try:
                     short = measured(trimmed)
@@ -213,10 +216,10 @@ class TrimCheck:
                     is_memory = is_out_of_memory(error)
                     raised = "" if is_memory else f"{type(error).__name__}: {error}"
                     _free(error)
-                    continue  # some steps take gradients themselves, some allow none
+                    continue  # some steps need gradients, some allow none
                 try:
                     long = measured(whole)
-                    # Where forward passes communicate, all ranks run as many.
+                    # If forward passes communicate, all ranks must run as many.
                     differs = not self._are_same(long, short)
                     if not self._largest(differs):
                         return Found()
@@ -232,8 +235,8 @@ class TrimCheck:
         return self._unless_both_raise(raised, lambda: measured(whole))
 
     def _unless_both_raise(self, raised: str, run: Callable[[], Any]) -> Found:
-        """The trimmed rows raise an error: the window will too, and may be run again,
-        but for the trimming that makes it."""
+        """The result if the trimmed rows raise an error, as the window will: a
+        difference if the untrimmed rows raise none."""
         may_run_again = Found(is_open=self._most is None and self._num_tries > 0)
         if not raised or self._most is not None:
             return may_run_again
@@ -243,11 +246,6 @@ class TrimCheck:
             _free(error)
             return may_run_again
         return Found(differs=True, error=raised)
-
-    def _ways(self) -> list[tuple[bool, Any]]:
-        """Whether to take gradients, and the context."""
-        plain = [(False, torch.no_grad), (False, torch.enable_grad)]
-        return [(True, torch.enable_grad), *plain] if self._takes_slopes else plain
 
     def _slopes(self, losses: list[Tensor]) -> Tensor | None:
         """The size of each parameter's gradient."""
@@ -264,7 +262,8 @@ class TrimCheck:
         return torch.stack([zero if g is None else _size(g, zero) for g in found]).cpu()
 
     def _failed(self, error: Exception) -> Found:
-        """Memory may run out where a size is being found: then in the next window."""
+        """No result; if memory ran out while a size is being found, the next window
+        may give one."""
         text = f"{type(error).__name__}: {error}"
         self._num_tries -= 1
         if self._num_tries and self._most is None and is_out_of_memory(error):
@@ -280,7 +279,7 @@ class TrimCheck:
         return (
             len(one.losses) == len(other.losses)
             and all(
-                near(a.item(), b.item()) or a.isnan() or b.isnan()  # it stops the run
+                near(a.item(), b.item()) or a.isnan() or b.isnan()  # stops the run
                 for a, b in zip(one.losses, other.losses, strict=True)
             )
             and not _deviation(one, other) > OF_GRADIENT * tolerance
@@ -294,7 +293,7 @@ def _size(gradient: Tensor, like: Tensor) -> Tensor:
 
 
 def _deviation(one: Measured, other: Measured) -> float:
-    """How far the gradients differ, as a share of their size; at least."""
+    """The least share of their size by which the gradients differ."""
     if one.slopes is None or other.slopes is None:
         return 0.0
     return float((one.slopes - other.slopes).norm() / other.slopes.norm())
@@ -302,8 +301,9 @@ def _deviation(one: Measured, other: Measured) -> float:
 
 @contextmanager
 def _kept(pl_module: Any) -> Iterator[Callable[[bool], None]]:
-    """The module in full precision; yields what puts back all that a training step
-    changes, and says whether all but BatchNorm is to be in training mode."""
+    """Set the module to full precision. Yields a function that puts back everything a
+    training step changes; its argument is whether to train with dropout and the like.
+    """
     snapshot = Snapshot(pl_module, device=pl_module.device)
     frozen = [p for p in pl_module.parameters() if not p.requires_grad]
     if sum(p.numel() * p.element_size() for p in frozen) > MOST_FROZEN:
@@ -322,27 +322,19 @@ def _kept(pl_module: Any) -> Iterator[Callable[[bool], None]]:
                 trains or isinstance(module, _BatchNorm)
             )
 
+    kind = pl_module.device.type
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # eval mode must not change it
-        with _uncompiled(), _full_precision(pl_module.device.type):
+        with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # other shapes would compile again
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
             yield put_back
     finally:
         torch.backends.mha.set_fastpath_enabled(has_fast_path)
         put_back(True)
-
-
-def _full_precision(kind: str) -> Any:
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
-
-
-def _uncompiled() -> Any:
-    """What is compiled runs as it is: it would be compiled again for other shapes."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _free(error: Exception) -> None:
@@ -350,37 +342,31 @@ def _free(error: Exception) -> None:
         release(error)
 
 
-def _compared(whole: Measured, trimmed: Measured) -> str:
-    padded, short = (
-        " and ".join(f"{loss.item():.8g}" for loss in each.losses) or "None"
-        for each in (whole, trimmed)
-    )
+def _announce_difference(found: Found, *, since: int) -> None:
     seen = (
-        f"The loss of some rows is {padded} as the loader padded them, and {short} "
-        f"without the columns that are padding in all of them"
-    )
-    if deviation := _deviation(whole, trimmed):
-        seen += f", and its gradient is off by {deviation:.2g} of its size"
-    return seen
-
-
-def _announce(found: Found, *, since: int) -> None:
-    seen = found.error and (
         f"Without the columns that are padding in all of some rows, training_step "
         f"raises {found.error}"
     )
     if found.whole is not None and found.trimmed is not None:
-        seen = _compared(found.whole, found.trimmed)
+        padded, short = (
+            " and ".join(f"{loss.item():.8g}" for loss in each.losses) or "None"
+            for each in (found.whole, found.trimmed)
+        )
+        seen = (
+            f"The loss of some rows is {padded} as the loader padded them, and {short} "
+            f"without the columns that are padding in all of them"
+        )
+        if deviation := _deviation(found.whole, found.trimmed):
+            seen += f", and its gradient is off by {deviation:.2g} of its size"
     if since:
         ago = "The batch before" if since == 1 else f"{since} batches before"
         seen += f". {ago} there was no difference yet: steps since then may be off"
     warnings.warn(
         f"MicroBatching: the model sees its padding. {seen}. So nothing is trimmed "
-        f"from here on: every "
-        f"micro-batch gets all columns, as the whole batch has them. Convolutions, "
-        f"means over all columns, BatchNorm over them and attention without a mask see "
-        f"padding; with a mask in these, trimming would be exact and save its cost. "
-        f"trim=False says so beforehand.",
+        f"from here on: every micro-batch gets all columns of the whole batch. "
+        f"Convolutions, means over all columns, BatchNorm over them and attention "
+        f"without a mask see padding; with a mask in these, trimming would be exact "
+        f"and save its cost. To expect this from the start, say trim=False.",
         stacklevel=2,
     )
 

@@ -1,4 +1,4 @@
-"""Running a loader batch as one window of several micro-batches."""
+"""The run of a loader batch as one window of several micro-batches."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
 
 NOTHING = nullcontext()
-KEPT = ("running", "is_apart", "num_loader_batches", "sizes", "_patch")
+KEPT = ("is_apart", "num_loader_batches", "sizes", "_patch")
 
 
 class SplitWindows:
     """Cuts each loader batch of a `fit` and runs its micro-batches in one step.
 
-    Lightning's strategy object gets three methods of ours while `fit` runs. The loader
-    batch stays whole, on the host, for Lightning and all callbacks. `training_step`
-    runs forward and backward of every micro-batch, through Lightning's own methods, so
-    that all hooks, precisions and backends take part. The gradients are set aside while
-    Lightning zeroes them, between forward and backward, and are put back in place of
-    the backward pass.
+    Three methods of Lightning's strategy object are replaced while `fit` runs. The
+    loader batch stays whole, on the host, for Lightning and all callbacks. In place of
+    `training_step`, forward and backward passes of every micro-batch run through
+    Lightning's own methods, so that all hooks, precisions and backends take part. The
+    gradients are set aside while Lightning zeroes them, between forward and backward,
+    and are put back in place of the backward pass.
 
     Args:
         trainer: in `fit`.
-        pl_module: what trains.
+        pl_module: the module that trains.
         options: how to cut.
-        windows: the callback that divides them.
-        sizes: say how the next window is cut.
+        windows: the callback that divides the windows.
+        sizes: the limit for the next window's micro-batches.
 
     Attributes:
         current: the loader batch that is being run, if one is.
         is_apart: whether the gradients of the window are still on their ranks.
-        num_loader_batches: how many of them the open window has on this rank.
+        num_loader_batches: how many loader batches the open window has on this rank.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SplitWindows:
         self._patch = ExitStack()
 
     def cut_anew(self) -> None:
-        """Begin to cut by what the accumulator's strategies say now."""
+        """Cut by the accumulator's strategies, which may have changed."""
         refusals.refuse_before_training(
             self._trainer, self._module, self._options, self._accumulator.strategies
         )
@@ -114,7 +114,7 @@ class SplitWindows:
     # ---- Lightning's strategy object -------------------------------------------------
 
     def start(self) -> None:
-        """Take Lightning's calls."""
+        """Replace the methods of Lightning's strategy object."""
         calls = taken_calls(
             self._trainer,
             self._windows,
@@ -125,12 +125,12 @@ class SplitWindows:
         self._patch.enter_context(calls)
 
     def read_late(self) -> None:
-        """Check what has not been read yet, when an epoch or training ends."""
+        """Compare the weights not read yet, when an epoch or training ends."""
         if self._arrivals is not None:
             self._arrivals.read_all()
 
     def stop(self) -> None:
-        """Give Lightning's calls back; only the size that was found stays."""
+        """Put Lightning's methods back; only the attributes in `KEPT` stay."""
         self._patch.close()
         self.current = None
         kept = {name: it for name, it in vars(self).items() if name in KEPT}
@@ -176,8 +176,8 @@ class SplitWindows:
             self._metrics.forget()
 
     def _drop_unstepped(self) -> None:
-        """A window that was complete and is open still: the module's `optimizer_step`
-        has left its step out, and Lightning zeroes its gradients now."""
+        """Drop a complete window whose step the module's `optimizer_step` has left out;
+        Lightning zeroes its gradients now."""
         is_complete = self._is_complete or self._trainer.accumulate_grad_batches == 1
         if is_complete and self._accumulator.is_open:
             held = self._accumulator.drop()
@@ -201,7 +201,7 @@ class SplitWindows:
         return current.returned.as_one(strategies, current.micro_batches)
 
     def _pass(self, batch: Any, args: Any, kwargs: Any) -> None:
-        """Forward and backward of every micro-batch."""
+        """Run forward and backward passes of every micro-batch."""
         if self._arrivals is not None:
             self._arrivals.begin()
         rehearse = partial(self._rehearse, args, kwargs)
@@ -318,7 +318,7 @@ class SplitWindows:
         return getattr(self._strategy, "block_backward_sync", nullcontext)()
 
     def _take(self, current: CurrentWindow, output: Any) -> None:
-        """The backward pass of the micro-batch whose forward pass has run."""
+        """Run the backward pass of the micro-batch whose forward pass has run."""
         assert current.micro_batch is not None
         if output is None:
             current.returned.add_nothing()
@@ -336,14 +336,14 @@ class SplitWindows:
             (loss,) = terms.values()
         assert isinstance(loss, Tensor)
         if not current.micro_batch.counts:
-            loss = loss * 0  # a sum has no weight that would take it out
-        # On a GPU the next step of a CUDA graph writes over this one's loss.
+            loss = loss * 0  # the weight 0 has no effect on a sum
+        # On a GPU the next step of a CUDA graph overwrites this step's loss.
         current.value = loss.detach().clone() if loss.is_cuda else loss.detach()
         self._backward(loss, self._trainer.optimizers[0])
 
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
-        """Before a backward pass, with the loss as a gradient scaler has left it; as
-        a seed, if `Accumulator.seed` can replace a hook."""
+        """Weigh the loss, after a gradient scaler, before its backward pass; with
+        `as_seed`, returns a seed for the pass if it can replace a hook."""
         current, accumulator = self.current, self._accumulator
         assert current is not None
         assert current.value is not None
@@ -354,7 +354,7 @@ class SplitWindows:
             accumulator.announce(slots=self._windows.slots())
         return seed if isinstance(seed, Tensor) else None
 
-    # ---- where memory runs out -------------------------------------------------------
+    # ---- a shortage of memory --------------------------------------------------------
 
     def _pass_until_it_fits(self, batch: Any, args: Any, kwargs: Any) -> None:
         ddp = self._accumulator.ranks.ddp
@@ -374,15 +374,15 @@ class SplitWindows:
             owe_forward_messages(ddp)
 
     def _attempt(self, batch: Any, args: Any, kwargs: Any) -> Failure | None:
-        """One pass over the loader batch; where memory ran out, if it did."""
+        """Run the loader batch once; returns the failure if memory runs out."""
         try:
-            # Lightning leaves the hook's name as it was at an error.
+            # After an error Lightning would keep the hook's name.
             with as_hook(self._module, current_hook(self._module)):
                 self._pass(batch, args, kwargs)
         except Exception as error:
             current = self.current
             if current is None or not is_out_of_memory(error):
-                raise  # not even cut, or no matter of size
+                raise  # not cut yet, or not about memory
             if self._several_ranks and self.sizes.is_proven():
                 # They may be waiting inside this window's backward passes.
                 raise refusals.out_of_memory_between_ranks() from error
@@ -396,7 +396,7 @@ class SplitWindows:
         return None
 
     def _parameters(self) -> list[Tensor]:
-        """What holds the gradients of the window."""
+        """The tensors that hold the gradients of the window."""
         own = parameters_of(self._trainer.optimizers[0])
         wide = self._accumulator.gradients.wide
         return own if wide is None else [*own, *wide.stand_ins]
