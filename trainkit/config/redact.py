@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from trainkit.config.whole_file import write_whole
+
 REDACTED = "<redacted>"
 
 _SECRET_WORDS = frozenset(
@@ -80,9 +82,7 @@ def redact_file(path: Path) -> None:
     content = yaml.safe_load(path.read_text())
     # This entry repeats all words of the command line in one text.
     content.get("hydra", {}).get("job", {}).pop("override_dirname", None)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(yaml.safe_dump(redact(_with_words(content)), sort_keys=False))
-    unfinished.replace(path)
+    write_whole(path, yaml.safe_dump(redact(_with_words(content)), sort_keys=False))
 
 
 def _with_words(value: Any) -> Any:

@@ -13,18 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, kind_of
-from trainkit.core.terms import leading
+from trainkit.core.terms import leading, refuse_shape
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
 
 def refuse_loss(loss: Any, reduction: str) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = list(loss.shape) if isinstance(loss, Tensor) else loss
-        raise TrainkitError(
-            f"loss: must be a tensor with one element, received {shown!r}. Reduce it "
-            f"as the strategy expects: loss_reduction={reduction!r}."
-        )
+    refuse_shape("loss", loss, reduction)
     if not loss.requires_grad:
         raise TrainkitError(
             "loss: must depend on parameters that require a gradient, and does not. "
@@ -181,7 +176,7 @@ def refuse_static_graph(
         raise TrainkitError(
             f"static_graph=True: DDP cannot run a window of several micro-batches with "
             f"it, received {num_micro_batches}. Make the DDP module, or Lightning's "
-            f"DDPStrategy, with static_graph=False; or make each window one "
+            f"DDPStrategy, with static_graph=False, or make each window one "
             f"micro-batch."
         )
 

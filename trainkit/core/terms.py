@@ -138,13 +138,17 @@ def refuse_other_terms(terms: Mapping[str, Any], strategies: Strategies) -> None
             f'"kl": PerSample()}}.'
         )
     for name, term in terms.items():
-        if not isinstance(term, Tensor) or term.numel() != 1:
-            shown = list(term.shape) if isinstance(term, Tensor) else repr(term)
-            raise TrainkitError(
-                f"loss term {name!r}: must be a tensor with one element, received "
-                f"{shown}. Reduce it as its strategy expects: loss_reduction="
-                f"{strategies[name].loss_reduction!r}."
-            )
+        refuse_shape(f"loss term {name!r}", term, strategies[name].loss_reduction)
+
+
+def refuse_shape(name: str, loss: Any, reduction: str) -> None:
+    """Refuse a loss that is not a tensor with one element."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = list(loss.shape) if isinstance(loss, Tensor) else repr(loss)
+        raise TrainkitError(
+            f"{name}: must be a tensor with one element, received {shown}. Reduce it "
+            f"as the strategy expects: loss_reduction={reduction!r}."
+        )
 
 
 def untold_terms(strategies: Mapping[str, Any]) -> TrainkitError:

@@ -90,7 +90,7 @@ def train_static_graph(rank: int, world: int, accumulate: int) -> Tensor:
 def test_static_graph_with_several_micro_batches_is_refused() -> None:
     for error in run_ranks(train_static_graph, 2, 2):
         assert "static_graph=True: DDP cannot run a window of several" in str(error)
-        assert "accumulate_grad_batches is 2. Use DDPStrategy(static" in str(error)
+        assert "received 2. Make the DDP module, or Lightning" in str(error)
 
 
 def test_static_graph_with_one_micro_batch_trains() -> None:

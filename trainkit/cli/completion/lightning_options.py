@@ -16,6 +16,7 @@ from typing import Any
 from argcomplete.completers import ChoicesCompleter
 
 from trainkit.cli.arguments import Arguments
+from trainkit.config.whole_file import write_whole
 
 
 def parser_of(command: str) -> Arguments:
@@ -38,9 +39,7 @@ def _kept() -> Any:
     found = options()
     with contextlib.suppress(OSError):  # the home folder cannot be written to
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")  # another shell may be asking
-        unfinished.write_text(json.dumps(found), encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(found))  # another shell may be asking
     return found
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from trainkit.config.whole_file import write_whole
+
 
 class RunFolder:
     """Reads and writes the files of a run.
@@ -81,10 +83,8 @@ class RunFolder:
             return None
 
     def write(self, name: str, text: str) -> None:
-        """Write a file whole or not at all: a run may be killed at any moment."""
-        unfinished = self.path / f".{name}.{os.getpid()}"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(self.path / name)
+        """Write a file whole or not at all."""
+        write_whole(self.path / name, text)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         path = self.path / name

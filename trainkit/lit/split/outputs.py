@@ -12,7 +12,12 @@ from torch import Tensor
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.partition import Span
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
-from trainkit.core.terms import missing_terms, refuse_other_terms
+from trainkit.core.terms import (
+    leading,
+    missing_terms,
+    refuse_other_terms,
+    refuse_shape,
+)
 from trainkit.core.totals import vector
 from trainkit.core.window import are_numbers, weighted_sum
 from trainkit.errors import TrainkitError
@@ -113,12 +118,7 @@ def terms_of(loss: Any, strategies: Strategies) -> Mapping[str, Tensor]:
     if isinstance(loss, Mapping):
         refuse_other_terms(loss, strategies)
         return loss
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = list(loss.shape) if isinstance(loss, Tensor) else repr(loss)
-        raise TrainkitError(
-            f"training_step: the loss must be a tensor with one element, received "
-            f"{shown}. Reduce it to what the strategy says."
-        )
+    refuse_shape("training_step: loss", loss, leading(strategies).loss_reduction)
     if len(strategies) > 1:
         raise missing_terms(loss, strategies)
     return {next(iter(strategies)): loss}

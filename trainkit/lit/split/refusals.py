@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import fetches_batches
 
 
 def refuse_wrong_type(options: Any) -> None:
@@ -39,7 +39,7 @@ def refuse_before_training(
             f"micro_batching out and call self.accumulate() for each micro-batch, or "
             f"leave the optimization to Lightning."
         )
-    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+    if fetches_batches(pl_module):
         raise TrainkitError(
             f"{name}.training_step(dataloader_iter): it fetches its batches itself, so "
             f"none can be cut. Take (batch, batch_idx), or leave micro_batching out."

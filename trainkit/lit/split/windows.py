@@ -25,7 +25,7 @@ from trainkit.lit._compat import (
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.window_end import say_dropped, window_ends
 from trainkit.lit.rerun.gradients import KeptGradients, StashedGradients
-from trainkit.lit.rerun.snapshot import Snapshot
+from trainkit.lit.rerun.snapshot import Snapshot, kept
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
@@ -240,15 +240,13 @@ class SplitWindows:
             current.logs.begin(on_device, weights, is_muted=not counts)
             if self._metrics.are_any:
                 self._metrics.begin(current.share, is_muted=not counts)
-            before = None if counts else Snapshot(self._module, generators=False)
             is_first = micro_batch is current.micro_batches[0]
             is_looked_at = is_first and (several or size > 1)
-            with self._apart_unless_last(current):
+            undone = NOTHING if counts else kept(self._module, generators=False)
+            with undone, self._apart_unless_last(current):
                 with self._moved_state.watch() if is_looked_at else NOTHING:
                     output = self._training_step(on_device, *args, **kw)
                 self._take(current, output)
-            if before is not None:
-                before.restore()
             if shared is not None:
                 shared.refuse_changed()
 

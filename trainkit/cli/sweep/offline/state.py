@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.cli.sweep.trial import Trial
+from trainkit.config.whole_file import write_whole
 from trainkit.errors import TrainkitError
 
 _VERSION = 1
@@ -46,12 +46,7 @@ class SweepState:
             "config": self.config,
             "trials": [asdict(trial) for trial in self.trials],
         }
-        unfinished = self.path.with_suffix(".unfinished")
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self.path)
+        write_whole(self.path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> SweepState:
