@@ -48,7 +48,9 @@ def test_they_are_waited_for_and_the_environment_is_as_before(
 
 def test_one_that_fails_fails_the_run() -> None:
     trainer, _ = with_rank("raise SystemExit(3)")
-    with pytest.raises(TrainingFailed, match=r"another rank failed; exit statuses: \[3\]"):
+    with pytest.raises(
+        TrainingFailed, match=r"another rank failed; exit statuses: \[3\]"
+    ):
         with ranks_of_one_run(trainer):
             pass
 

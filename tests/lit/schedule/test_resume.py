@@ -63,7 +63,7 @@ def test_resumed_at_any_batch_equals_uninterrupted(
     ours = schedule(plan)
     module, _ = fitted(front, ours, Keeping(tmp_path), loader=Resumable())
     assert off(module, end) <= EXACT
-    mine = slice(list(FRONTS).index(front), None, len(FRONTS))
+    mine = slice(list[str](FRONTS).index(front), None, len(FRONTS))
     for path in list(files(tmp_path, 10 * EPOCHS))[mine]:
         held = torch.load(path, weights_only=True)["callbacks"]
         kinds = {type(value) for value in held["AccumulationSchedule"].values()}
