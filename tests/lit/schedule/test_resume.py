@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +192,8 @@ def edited_windows(old: dict[int, int], at: int, *, unit: str) -> list[list[rang
     return made
 
 
-@pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("unit", ["epoch", "step"])
-@pytest.mark.parametrize("at", range(0, 20, 3))
+@pytest.mark.parametrize(("at", "front"), [*zip(range(0, 20, 3), cycle(FRONTS))])
 def test_resumed_with_an_edited_plan_finishes_the_open_window(
     tmp_path: Path, unit: Any, at: int, front: str
 ) -> None:
