@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+from collections.abc import Iterator
 
 # Every Trainer looks for callbacks in what is installed: 6 ms, for thousands of them.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
@@ -12,17 +13,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests s
 
 import pytest  # noqa: E402
 
-from tests.startup import share  # noqa: E402
+from tests.startup import forget_forking, forking, share  # noqa: E402
+from tests.startup.compiled import compile_tests  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    is_worker = hasattr(config, "workerinput")
-    if not is_worker:
-        share()
-    if is_worker or config.getoption("dist", "no") == "no":  # it runs tests itself
+    if hasattr(config, "workerinput"):
+        forget_forking()
+    else:
+        share(at_once=_has_workers(config))
+    if not _has_workers(config):  # it runs tests itself
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Workers are forks of the server. While it imports, the tests are compiled."""
+    if not _has_workers(session.config):
+        return (yield)
+    compile_tests(session.config)
+    with forking():
+        return (yield)
+
+
+def _has_workers(config: pytest.Config) -> bool:
+    is_worker = hasattr(config, "workerinput")
+    return not is_worker and config.getoption("dist", "no") != "no"
 
 
 def pytest_collection_finish() -> None:

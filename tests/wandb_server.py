@@ -205,7 +205,9 @@ class WandbServer:
         if self._listener is None:
             self._listener = _Listener(self._port, self)
             self._port = self._listener.server_port
-            threading.Thread(target=self._listener.serve_forever, daemon=True).start()
+            # It looks so often whether it shall end; by default twice a second.
+            serve, often = self._listener.serve_forever, {"poll_interval": 0.02}
+            threading.Thread(target=serve, kwargs=often, daemon=True).start()
 
     def take(self, method: str, path: str, headers: Mapping[str, str], body: bytes):
         """Answer a request with a JSON object, or with None: never."""

@@ -59,15 +59,31 @@ def whole(micro_batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return padded(samples)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(micro_batches=cuts())
 def test_any_cut_equals_big_batch(
-    case: str, reduction: Any, dtype: torch.dtype, micro_batches: Any
+    case: str, reduction: Any, micro_batches: Any
 ) -> None:
     """pytorch-lightning#20350, transformers#34191: ragged micro-batches."""
+    check_cut(case, reduction, torch.float64, micro_batches)
+
+
+@pytest.mark.parametrize("dtype", [d for d in TOLERANCE if d != torch.float64], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(micro_batches=cuts())
+def test_cuts_of_narrow_dtypes_equal_big_batch(
+    case: str, reduction: Any, dtype: torch.dtype, micro_batches: Any
+) -> None:
+    check_cut(case, reduction, dtype, micro_batches)
+
+
+def check_cut(
+    case: str, reduction: Any, dtype: torch.dtype, micro_batches: Any
+) -> None:
     make, loss = CASES[case]
     net, reference = fresh_net(dtype), fresh_net(dtype)
     stats = run_window(net, micro_batches, make(loss_reduction=reduction), loss)

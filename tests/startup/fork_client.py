@@ -18,6 +18,7 @@ MODULES = (
     "submitit.core._submit",
 )
 RANKS = "from multiprocessing.forkserver import main"
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # of pytest-xdist, by execnet
 HANDED_ON = [
     getattr(signal, f"SIG{name}")
     for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT")
@@ -25,9 +26,9 @@ HANDED_ON = [
 
 
 def words() -> list[str] | None:
-    """This process's command line, if it runs one of `MODULES`, a script or `RANKS`."""
+    """This process's command line, if it runs what is named above, or a script."""
     found = [word for word in sys.orig_argv if word not in ("-u", "-B")]
-    if found[1:2] == ["-c"] and found[2].startswith(RANKS):
+    if found[1:2] == ["-c"] and found[2].startswith((RANKS, WORKER)):
         return found
     if found[1:2] == ["-m"]:
         return found if found[2] in MODULES else None

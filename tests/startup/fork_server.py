@@ -1,6 +1,7 @@
 """A process that has imported everything, and forks one for each that asks.
 
-It imports when the first one asks: tests that start no process cost nothing.
+It imports when the first one asks: tests that start no process cost nothing. With
+`now` as its second argument it imports at once.
 The asking process (`fork_client`) sends its command line, environment, folder and open
 files. It stays: it hands signals on, and ends as its fork ends. If it is killed, its
 fork is killed.
@@ -244,7 +245,8 @@ def import_all() -> None:
 if __name__ == "__main__":
     server = Server(sys.argv[1])
     print("ready", flush=True)
-    server.wait()
+    if "now" not in sys.argv[2:]:
+        server.wait()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_all()

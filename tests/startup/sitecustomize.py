@@ -34,6 +34,12 @@ importlib.metadata.distribution = _without_hidden
 importlib.util.find_spec = _no_spec_of_hidden
 
 
+def show_hidden() -> None:
+    """For tests themselves: what is installed is seen."""
+    importlib.metadata.distribution = _distribution
+    importlib.util.find_spec = _find_spec
+
+
 def ask_often() -> None:
     if sys.orig_argv[1:4] == ["-m", "wandb", "agent"]:
         from wandb.wandb_agent import Agent

@@ -81,9 +81,22 @@ def test_curve_of_every_scheduler_equals_factor_times_the_plain_one(
     assert deviation(curve, expected) <= EXACT
 
 
+RULES = [
+    *((name, cube_root) for name in MAKERS),  # a factor that no binary fraction is
+    *((name, rule) for name in ("StepLR", *ABSOLUTE[-2:]) for rule in FACTORS),
+]
+"""The rule gives one number: each goes with a relative scheduler and two others, and
+each scheduler with one rule."""
+
+
 @pytest.mark.parametrize("first", FIRST)
-@pytest.mark.parametrize("rule", NAMED)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        pytest.param(*pair, id=f"{pair[0]}-{getattr(pair[1], '__name__', pair[1])}")
+        for pair in dict.fromkeys(RULES)
+    ],
+)
 def test_curve_under_every_rule_equals_its_factor_times_the_plain_one(
     name: str, rule: Any, first: str
 ) -> None:
