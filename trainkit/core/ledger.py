@@ -102,9 +102,11 @@ class Ledger:
         self._accounts: dict[int, Account] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        copied = Ledger()
-        copied.load_state_dict(self.state_dict())
-        return vars(copied)
+        """The ledger as plain numbers; waits for the device."""
+        return {"accounts": self.state_dict()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.load_state_dict(state["accounts"])
 
     def add(self, index: int, stats: WindowStats, *, counts_samples: bool) -> None:
         """Enter the window that an optimizer has closed.

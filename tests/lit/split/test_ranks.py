@@ -226,7 +226,7 @@ def test_parameters_that_ddp_does_not_seek_are_refused_before_the_step() -> None
     assert not any("steps: \n" in text for text in texts)
     assert any(
         "after 0 steps: TrainkitError" in text
-        and "need find_unused_parameters=True" in text
+        and "set find_unused_parameters=True" in text
         for text in texts
     )
 
