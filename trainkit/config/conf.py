@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.resources import files
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:
         )
     if target % size:
         each = 0 if target % world_size else target // world_size
-        fitting = [n for n in range(1, each + 1) if each % n == 0]
+        lower = [n for n in range(1, math.isqrt(each) + 1) if each % n == 0]
+        fitting = sorted({*lower, *(each // n for n in lower)})
         raise TrainkitError(
             f"trainkit.accumulate: micro-batch x ranks must divide the effective "
             f"batch, received {micro_batch} x {world_size} for {target}. Micro-batches "
