@@ -250,3 +250,27 @@ def test_strategies_keep_their_order() -> None:
     named = named_strategies({"b": Uniform(), "a": PerToken()})
     assert list(named) == ["b", "a"]
     assert list(named_strategies(PerToken())) == [""]
+
+
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_terms_of_half_precision_are_announced(is_cast: bool) -> None:
+    """Shares of 1/3 and 2/3 of each term: bfloat16 rounds them, float32 does not."""
+    parameter = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    accumulator = Accumulator({"a": Uniform(), "b": Uniform()})
+    accumulator.expect(weights={"a": [1, 2], "b": [1, 2]})
+
+    def window() -> None:
+        for _ in range(2):
+            term = parameter.float() if is_cast else parameter * 1
+            accumulator.backward({"a": term, "b": term * 0})
+        accumulator.finish([parameter])
+
+    text = r"loss terms a, b: they are torch.bfloat16, which rounds .* 0\.0039 of it"
+    if is_cast:
+        window()
+    else:
+        with pytest.warns(UserWarning, match=text) as caught:
+            window()
+        assert len(caught) == 1
+    assert parameter.grad is not None
+    assert float(parameter.grad) == pytest.approx(1, abs=0.004)

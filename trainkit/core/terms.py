@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.division import Told
+from trainkit.core.gradients import HALF
 from trainkit.core.strategies import (
     AccumulationStrategy,
     LossReduction,
@@ -84,6 +86,8 @@ def join(
 ) -> Joined:
     """Join a micro-batch's terms; every rank must do so in its first backward pass."""
     refuse_other_terms(terms, strategies)
+    if told.num_begun == 1:  # once a window
+        announce_rounded_terms(terms)
     parts: list[Tensor] = []
     shares: list[Tensor] = []
     for name, term in terms.items():
@@ -101,6 +105,24 @@ def join(
     return Joined(
         torch.stack(parts).sum(), weights[first], torch.stack(shares).sum() * total
     )
+
+
+def announce_rounded_terms(terms: Mapping[str, Tensor]) -> None:
+    """Warn of terms whose dtype rounds their factor.
+
+    One term of such a dtype is divided when the window closes, by what was applied. The
+    gradients of several terms are one sum by then.
+    """
+    rounded = sorted(name for name, term in terms.items() if term.dtype in HALF)
+    if rounded:
+        dtype = terms[rounded[0]].dtype
+        error = torch.finfo(dtype).eps / 2
+        warnings.warn(
+            f"loss terms {', '.join(rounded)}: they are {dtype}, which rounds the "
+            f"factor of each by up to {error:.2g} of it. Compute the terms in float32, "
+            f"from logits.float() for example.",
+            stacklevel=2,
+        )
 
 
 def _multiply_by(factor: Weight) -> Any:

@@ -98,6 +98,7 @@ def test_float32_equals_uncut_loss() -> None:
     assert deviation(*made, START) <= 2e-5
 
 
+@pytest.mark.filterwarnings("ignore:loss terms .*rounds the factor")
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_half_precision_is_near_uncut_loss(precision: str) -> None:
     made = Terms(dtype=torch.float32), Whole(dtype=torch.float32)
