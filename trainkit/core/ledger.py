@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trainkit.core.window_stats import (
-    COLUMNS,
     NUM_COLUMNS,
     SAMPLES,
     WEIGHT,
@@ -208,9 +207,12 @@ class FirstWindows:
     def _totals(self) -> dict[str, float]:
         found = {"samples": 0.0, "weight": 0.0, "num_micro_batches": 0.0}
         if self._sums is not None:
-            sums = dict(zip(COLUMNS, self._sums.tolist(), strict=True))
-            found = {name: sums.get(name, 0.0) for name in found}
-            found["num_micro_batches"] = float(self._num_batches)
+            sums = self._sums.tolist()
+            found = {
+                "samples": sums[SAMPLES],
+                "weight": sums[WEIGHT],
+                "num_micro_batches": float(self._num_batches),
+            }
         return {n: value + self._resumed.get(n, 0.0) for n, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:

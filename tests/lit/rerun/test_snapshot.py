@@ -200,7 +200,7 @@ def test_gradients_put_aside_come_back_as_they_were() -> None:
 
 def test_what_is_left_out_stays_as_it_is() -> None:
     """As the layers that a recalibration writes to."""
-    model = Model()
+    model: Any = Model()
     with kept(model, leave_out=[model.norm], only_buffers=True):
         changed(model)
     assert model.norm.num_batches_tracked == 1

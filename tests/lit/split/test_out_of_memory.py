@@ -117,8 +117,8 @@ def test_a_window_that_was_run_again_without_forgetting_would_be_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control: gradients that are left in place are counted twice."""
-    windows = "trainkit.lit.split.windows"
-    monkeypatch.setattr(f"{windows}.KeptGradients.restore", lambda self: None)
+    retry = "trainkit.lit.split.retry"
+    monkeypatch.setattr(f"{retry}.KeptGradients.restore", lambda self: None)
     module = Short(Memory(calls=(2,)), cut=MicroBatching(start=60))
     fit(module)
     assert module.memory.num_failures == 1

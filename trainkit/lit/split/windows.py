@@ -9,13 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.gradients import parameters_of
-from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.lit._compat import (
-    as_hook,
     current_hook,
     replaced,
     skips_backward,
@@ -24,8 +21,8 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.window_end import say_dropped, window_ends
-from trainkit.lit.rerun.gradients import KeptGradients, StashedGradients
-from trainkit.lit.rerun.snapshot import Snapshot, kept
+from trainkit.lit.rerun.gradients import StashedGradients
+from trainkit.lit.rerun.snapshot import kept
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
@@ -35,8 +32,9 @@ from trainkit.lit.split.lent import Windows
 from trainkit.lit.split.micro_batches import MicroBatches, counts_of
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.rehearsal import rehearsed
+from trainkit.lit.split.retry import Retry
 from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
-from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
+from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 from trainkit.lit.split.transfer import moved
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.windows.moved_state import MovedState
@@ -94,6 +92,14 @@ class SplitWindows:
         self._strategy = trainer.strategy
         self._training_step = trainer.strategy.training_step
         self._backward = backward_of(trainer, pl_module, windows)
+        self._retry = Retry(
+            pl_module,
+            accumulator,
+            sizes,
+            parameters=self._parameters,
+            current=lambda: self.current,
+            forget=self._forget,
+        )
         self._transfer = transfer_of(trainer, pl_module, may_repeat=sizes.catches)
         is_plain = transfers_plainly(trainer, pl_module)
         self._arrivals = None if is_plain else Arrivals(accumulator)
@@ -133,9 +139,9 @@ class SplitWindows:
         """Put Lightning's methods back; only the attributes in `KEPT` stay."""
         self._patch.close()
         self.current = None
-        kept = {name: it for name, it in vars(self).items() if name in KEPT}
+        numbers = {name: it for name, it in vars(self).items() if name in KEPT}
         vars(self).clear()
-        vars(self).update(kept)
+        vars(self).update(numbers)
 
     def _leave_on_host(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.training:
@@ -169,7 +175,7 @@ class SplitWindows:
                 if is_forward_only or not self.sizes.catches:
                     self._pass(batch, args, kwargs)
                 else:
-                    self._pass_until_it_fits(batch, args, kwargs)
+                    self._retry.run(partial(self._pass, batch, args, kwargs))
             return self._end()
         finally:
             self.current = None
@@ -352,46 +358,11 @@ class SplitWindows:
             accumulator.announce(slots=self._windows.slots())
         return seed if isinstance(seed, Tensor) else None
 
-    # ---- a shortage of memory --------------------------------------------------------
-
-    def _pass_until_it_fits(self, batch: Any, args: Any, kwargs: Any) -> None:
-        ddp = self._accumulator.ranks.ddp
-        if ddp is not None and not self._accumulator.is_open:
-            send_forward_messages(ddp)
-        gradients = KeptGradients(self._parameters())
-        snapshot = Snapshot(self._module, device=self._module.device)
-        mark = self._accumulator.window.copy()
-        while self.sizes.failed_anywhere(self._attempt(batch, args, kwargs)):
-            self._accumulator.rewind(mark)
-            gradients.restore()
-            self._metrics.forget()
-            self._windows.forget_means()
-            snapshot.restore()
-        assert self.current is not None
-        if ddp is not None and self.current.closes:
-            owe_forward_messages(ddp)
-
-    def _attempt(self, batch: Any, args: Any, kwargs: Any) -> Failure | None:
-        """Run the loader batch once; returns the failure if memory runs out."""
-        try:
-            # After an error Lightning would keep the hook's name.
-            with as_hook(self._module, current_hook(self._module)):
-                self._pass(batch, args, kwargs)
-        except Exception as error:
-            current = self.current
-            if current is None or not is_out_of_memory(error):
-                raise  # not cut yet, or not about memory
-            if self._several_ranks and self.sizes.is_proven():
-                # They may be waiting inside this window's backward passes.
-                raise refusals.out_of_memory_between_ranks() from error
-            micro_batch = (current.at or current.micro_batches[0]).cut
-            failure = Failure(
-                micro_batch.padded, len(micro_batch.rows), type(error).__name__
-            )
-            release(error)
-            self.current = None
-            return failure
-        return None
+    def _forget(self) -> None:
+        """Drop what was collected in a pass in which memory ran out, on some rank."""
+        self.current = None
+        self._metrics.forget()
+        self._windows.forget_means()
 
     def _parameters(self) -> list[Tensor]:
         """The tensors that hold the gradients of the window."""
