@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
 import shlex
@@ -327,12 +328,52 @@ def test_a_model_of_ones_own_composes(
     assert "_target_: my_project.MyModule" in capsys.readouterr().out
 
 
-def test_every_group_it_names_is_there() -> None:
-    lines = r"^\| (`[^|]+) \| ([^|]+) \|$"
-    table = re.findall(lines, PAGES[CLI], flags=re.MULTILINE)
-    rows = [row for row in table if "`accumulation`" in row[0] or "`trainer`" in row[0]]
-    assert len(rows) == 2
-    for groups, options in rows:
-        for group in re.findall(r"`(\w+)`", groups):
-            files = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
-            assert set(re.findall(r"`(\w+)`", options)) == files
+def options_in(cell: str) -> set[str]:
+    """The names in a cell; `each with` adds endings to those before it."""
+    cell, _, more = re.sub(r"\]\([^)]*\)", "", cell).partition(", each with ")
+    endings, _, others = more.partition(";")
+    names = re.findall(r"`(\w+)`", cell)
+    each = [name + end for name in names for end in re.findall(r"`(\w+)`", endings)]
+    return {*names, *each, *re.findall(r"`(\w+)`", others)}
+
+
+def test_table_of_groups_names_every_group_and_option() -> None:
+    table = PAGES[CLI].partition("| group | options |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", table, flags=re.MULTILINE)
+    shown = {
+        group: options_in(options)
+        for groups, options in rows
+        for group in re.findall(r"`(\w+)`", groups)
+    }
+    files: dict[str, set[str]] = {}
+    for path in (ROOT / "conf").glob("*/*.yaml"):
+        files.setdefault(path.parent.name, set()).add(path.stem)
+    sweeps = files.pop("sweep")  # for `trainkit sweep`
+    assert shown == files
+    section = PAGES[CLI].partition("## Sweeps")[2]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sweeps
+
+
+def private_names_of_torch() -> set[str]:
+    """Those that stand in trainkit outside of every `_compat.py`."""
+    found = set()
+    for path in (ROOT / "trainkit").rglob("*.py"):
+        if path.name == "_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module, names = node.module or "", [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                module, names = ast.unparse(node.value), [node.attr]
+            else:
+                continue
+            if module.partition(".")[0] in ("torch", "lightning", "hydra", "wandb"):
+                found |= {name for name in names if re.match("_[^_]", name)}
+    return found
+
+
+def test_private_names_that_contributing_excepts_are_those_there_are() -> None:
+    page = PAGES["CONTRIBUTING.md"]
+    excepted = page.partition("private names of torch stand elsewhere")[2]
+    named = re.findall(r"`(_\w+)`", excepted.partition("\n\n")[0])
+    assert set(named) == private_names_of_torch()

@@ -51,10 +51,10 @@ class MicroBatching(_Chosen):
         trim: whether columns that are padding in a whole micro-batch are left out. All
             columns that would go must be padding in this very batch, or nothing of it
             is trimmed. A model that sees its padding would compute something else. A
-            model that pools over all columns is noticed: this is measured in the first
-            window with padding, and then nothing is trimmed. A model that numbers
-            columns by itself, while rows are padded on the left, needs
-            `position_ids`, or False here.
+            model that pools over all columns is noticed, and then nothing is trimmed.
+            This is measured in the first window with padding, and again 1, 2, 4, 8, ...
+            loader batches later. A model that numbers columns by itself, while rows are
+            padded on the left, needs `position_ids`, or False here.
         collate: the function that makes a batch from a list of samples, for a loader
             that yields lists (`collate_fn=list`).
         overhead: the cost of a micro-batch by itself, in padded tokens. Default: a
