@@ -45,6 +45,7 @@ def test_a_run_leaves_its_folder(
     names = {path.name for path in run.iterdir()}
     assert names >= {
         "checkpoints", "config.yaml", "metrics.csv", "overrides.yaml", "summary.json",
+        "train.log",
     }  # fmt: skip
     assert not any("profile" in name for name in names)
     config = yaml.safe_load((run / "config.yaml").read_text())

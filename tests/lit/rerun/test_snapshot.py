@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import lightning.pytorch as pl
@@ -206,6 +206,52 @@ def test_what_is_left_out_stays_as_it_is() -> None:
     assert model.norm.num_batches_tracked == 1
     assert model.number == 2
     assert model.moving.tolist() == [0, 0]
+
+
+class Ring(deque[int]):
+    """Made with other arguments than its base."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(maxlen=size)
+
+
+class Frozen(list[int]):
+    """It cannot be emptied by accident."""
+
+    def clear(self) -> None:
+        raise TypeError("frozen")
+
+
+class Ordered(OrderedDict[str, int]):
+    def __init__(self, size: int) -> None:
+        super().__init__(a=size)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("around_steps", [True, False])
+def test_containers_of_the_users_own_kinds_are_put_back(around_steps: bool) -> None:
+    model: Any = Model()
+    model.ring, model.frozen, model.ordered = Ring(2), Frozen([1]), Ordered(1)
+    model.counts = Counter("aab")
+    model.chain = ()
+    for _ in range(3000):
+        model.chain = (model.chain,)
+    model.long = tuple(range(100_000))
+    model.nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    if around_steps:
+        del model.chain  # it is kept in full there
+    with kept(model, around_steps=around_steps):
+        model.ring.extend([1, 2, 3])
+        model.frozen.append(2)
+        model.ordered["b"] = 2
+        model.ordered.move_to_end("a")
+        model.counts["a"] += 1
+        model.nested.mul_(2)
+    assert (list(model.ring), model.ring.maxlen) == ([], 2)
+    assert model.frozen == [1]
+    assert list(model.ordered.items()) == [("a", 1)]
+    assert model.counts == Counter("aab")
+    assert [each.tolist() for each in model.nested.unbind()] == [[1.0], [1.0, 1.0]]
 
 
 def test_a_module_in_a_list_is_kept_too() -> None:

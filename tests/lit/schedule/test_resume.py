@@ -277,6 +277,21 @@ def test_a_plan_by_tokens_resumes_a_plan_by_steps_exactly(tmp_path: Path) -> Non
     assert off(module, big_batch_over([control, *rest])) > NAIVE
 
 
+@pytest.mark.parametrize("at", [5, 7, 12])
+def test_an_older_checkpoint_of_a_plan_by_tokens_resumes(
+    tmp_path: Path, at: int
+) -> None:
+    """The schedule's own state held the count."""
+    path, plan = tmp_path / "old.ckpt", "by tokens"
+    fitted("mixin", schedule(plan), Saving(path, at), loader=Resumable())
+    checkpoint = torch.load(path, weights_only=True)
+    (account,) = checkpoint["trainkit"].pop("ledger").values()
+    checkpoint["callbacks"]["AccumulationSchedule"]["tokens"] = account["sums"][0]
+    torch.save(checkpoint, path)
+    again, _ = fitted("mixin", schedule(plan), loader=Resumable(), resume=path)
+    assert off(again, reference(plan)[0]) <= EXACT
+
+
 def test_tokens_that_nobody_counted_are_announced(tmp_path: Path) -> None:
     """A checkpoint of plain Lightning holds no count; the plan starts at 0."""
     path = tmp_path / "old.ckpt"

@@ -231,7 +231,8 @@ def test_none_for_some_micro_batches_is_refused() -> None:
 @pytest.mark.parametrize(
     ("output", "text"),
     [
-        ({"logits": 1}, "must hold the loss under 'loss', received the keys"),
+        ({"logits": 1}, r"must hold the loss under 'loss', received \{'logits': 'int'"),
+        ({"loss": None}, r"received \{'loss': 'NoneType'\}"),
         (torch.ones(3), r"must be a tensor with one element, received \[3\]"),
         (1.0, "must be a tensor with one element, received 1.0"),
         ({"loss": 2}, "must be a tensor with one element, received 2"),

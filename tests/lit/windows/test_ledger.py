@@ -117,6 +117,24 @@ def test_a_second_fit_of_one_trainer_continues_the_totals(front: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:accumulation. ")  # the loader starts again
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_an_older_checkpoint_has_sums_in_place_of_a_ledger(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [AccumulationCallback(PerToken()), WindowMonitor(1)]
+
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=12)
+    train(Record(), 4, *callbacks(), saves)
+    (saved,) = tmp_path.iterdir()
+    checkpoint = torch.load(saved, weights_only=False)
+    del checkpoint["trainkit"]["ledger"]
+    checkpoint["trainkit_seen"] = {0: list(map(float, totals()[11]))}
+    torch.save(checkpoint, saved)
+    record = Record()
+    train(record, EPOCHS, *callbacks(), resume=saved)
+    assert seen(record) == totals()[12:]
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. ")  # the loader starts again
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_samples_that_nobody_counted_are_not_shown(tmp_path: Path) -> None:
     """Without a monitor only the first eight windows count their samples."""
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,7 +21,7 @@ FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 of it but the buffers, which have a public list."""
 
 VALUES = (int, float, complex, bool, str, bytes, type(None))
-CONTAINERS = (list, tuple, dict, set, deque)
+CONTAINERS = (OrderedDict, dict, list, deque, set)
 
 MOST_ENTRIES = 1000
 """A longer list is a store, whose entries are not looked at."""
@@ -31,10 +31,10 @@ class Snapshot:
     """The state of modules and other objects, as it is when the snapshot is made.
 
     Of a module it keeps the buffers, and what the attributes hold: numbers, tensors,
-    containers, random generators, the states of metrics, and objects that hold plain
-    values alone, such as a meter of the user's own. The very objects are put back,
-    tensors by value. Tensors in a list are put back by reference, because such a list
-    grows with each batch. Other objects are left as they are.
+    lists, sets and dicts, random generators, the states of metrics, and objects that
+    hold plain values alone, such as a meter of the user's own. The very objects are put
+    back, tensors by value. Tensors in a list are put back by reference, because such a
+    list grows with each batch. Other objects are left as they are, tuples among them.
 
     Args:
         things: modules, or containers of them.
@@ -42,8 +42,9 @@ class Snapshot:
             generators among them, and likewise the attributes of their loaders,
             samplers and data sets.
         around_steps: whether optimizers may step before the state is put back. Then
-            parameters, gradients, and tensors in lists are kept by value too, and the
-            copies on the host, because a device's memory is what is measured meanwhile.
+            parameters, gradients, and tensors in lists and tuples are kept by value
+            too, and the copies on the host, because a device's memory is what is
+            measured meanwhile. Objects are left as they are.
         generators: whether to keep the random generators that the modules hold.
         device: keep the global random generators as well, this device's among them.
         leave_out: modules that stay as they are.
@@ -93,11 +94,12 @@ class Snapshot:
                 if not self._was_seen(module):
                     self._keep_module(module)
         elif isinstance(value, tuple):
-            self._keep_entries(value)
+            if self._around_steps:
+                self._keep_entries(value)
         elif isinstance(value, CONTAINERS):
             self._keep_container(value)
-        elif not self._keep_generator(value) and _holds_plain_values(value):
-            self._keep_container(vars(value))
+        else:
+            self._keep_object(value)
 
     def _was_seen(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -132,12 +134,15 @@ class Snapshot:
             self._put_back.append(put)
 
     def _keep_container(self, value: Any) -> None:
-        kept = value.copy()
-        put = value.extend if isinstance(value, list | deque) else value.update
+        # By the methods of Python's own types: a subclass may refuse, count, or take
+        # other arguments.
+        kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
+        kept = dict(value) if isinstance(value, dict) else list(value)
+        put = kind.extend if kind in (list, deque) else kind.update
 
         def put_back() -> None:
-            value.clear()
-            put(kept)
+            kind.clear(value)
+            put(value, kept)
 
         self._put_back.append(put_back)
         if isinstance(kept, dict):
@@ -171,6 +176,11 @@ class Snapshot:
             elif not self._was_seen(value):
                 self._keep_attributes(value, within=False)
 
+    def _keep_object(self, value: Any) -> None:
+        is_generator = self._keep_generator(value)
+        if not is_generator and not self._around_steps and _holds_plain_values(value):
+            self._keep_container(vars(value))
+
     def _keep_generator(self, value: Any) -> bool:
         """Whether the value is a random generator."""
         put_back = generator_keeper(value)
@@ -195,12 +205,14 @@ def _holds_plain_values(value: Any) -> bool:
         return False
     held = getattr(value, "__dict__", None)
     return type(held) is dict and all(
-        isinstance(each, (*VALUES, *CONTAINERS, Tensor)) for each in held.values()
+        isinstance(each, (*VALUES, *CONTAINERS, tuple, Tensor))
+        for each in held.values()
     )
 
 
 def _restore(tensor: Tensor, kept: Tensor, device: torch.device) -> None:
-    if tensor.dtype == kept.dtype and tensor.shape == kept.shape:
+    is_as_before = tensor.is_nested or tensor.shape == kept.shape
+    if tensor.dtype == kept.dtype and is_as_before:
         tensor.detach().copy_(kept)  # in place: others may be views of it
     else:  # cast by a precision plugin, or resized
         tensor.data = kept.to(device, copy=True)

@@ -104,10 +104,11 @@ def taken_apart(output: Any) -> tuple[Any, dict[str, Any]]:
     if not isinstance(output, Mapping):
         return output, {}
     if output.get("loss") is None:
+        held = {name: type(value).__name__ for name, value in output.items()}
         raise TrainkitError(
-            f"training_step: a dict must hold the loss under 'loss', received the "
-            f"keys {sorted(map(str, output))}. Return {{'loss': loss, ...}}; a loss of "
-            f"several terms is {{'loss': {{'ce': ce, 'kl': kl}}}}."
+            f"training_step: a dict must hold the loss under 'loss', received {held}. "
+            f"Return {{'loss': loss, ...}}; a loss of several terms is "
+            f"{{'loss': {{'ce': ce, 'kl': kl}}}}."
         )
     extras = {name: value for name, value in output.items() if name != "loss"}
     return output["loss"], with_tensors(extras, Tensor.detach)
@@ -118,7 +119,7 @@ def terms_of(loss: Any, strategies: Strategies) -> Mapping[str, Tensor]:
     if isinstance(loss, Mapping):
         refuse_other_terms(loss, strategies)
         return loss
-    refuse_shape("training_step: loss", loss, leading(strategies).loss_reduction)
+    refuse_shape("training_step's loss", loss, leading(strategies).loss_reduction)
     if len(strategies) > 1:
         raise missing_terms(loss, strategies)
     return {next(iter(strategies)): loss}

@@ -381,7 +381,7 @@ class WindowCallback(WindowOwner):
             num_expected = trainer.accumulate_grad_batches
             self._restored = open_window.without_state(checkpoint, num_expected)
         if trainer.state.fn == "fit":  # else a test of another checkpoint
-            self.ledger.load_state_dict((self._restored or {}).get("ledger", {}))
+            self.ledger.load_state_dict(open_window.ledger_of(checkpoint))
 
     def _num_torn(self) -> int:
         """The size of a window whose last micro-batch is under way, else 0.
