@@ -29,8 +29,8 @@ from trainkit.core.window_stats import DIVISOR, WEIGHT
 from trainkit.errors import TrainkitError
 
 HEADROOM = 256
-"""How many times its estimated weight a run's first window may have under a gradient
-scaler. Beyond that, half precision overflows and a step is lost."""
+"""Under a gradient scaler the first window may weigh up to 256 times the estimate.
+Beyond that, half precision overflows and a step is lost."""
 
 UNKNOWN = 1024.0
 """r if the first micro-batch weighs nothing, so that there is no estimate. In half
@@ -91,7 +91,7 @@ class Told:
 
         Args:
             weight: the micro-batch's.
-            reduction: what the loss is.
+            reduction: how the loss was reduced: mean, sum or total.
             divided_by: what the loop has divided the loss by.
         """
         factor = self.factor_of_term(self._first, weight, reduction)
@@ -207,7 +207,7 @@ class Streamed:
         Args:
             loss: where the backward pass starts.
             weight: the micro-batch's.
-            reduction: what the loss is.
+            reduction: how the loss was reduced: mean, sum or total.
             divided_by: what the loop has divided the loss by.
             expected: how many micro-batches the first window will have on this rank.
         """
@@ -228,7 +228,7 @@ class Streamed:
 
         Args:
             totals: the window's, over all ranks.
-            reduction: what the losses are.
+            reduction: how the losses were reduced: mean, sum or total.
             window: how many windows were closed before this one.
         """
         scale = self._scale(totals, reduction)

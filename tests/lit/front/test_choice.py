@@ -135,7 +135,7 @@ def test_uniform_is_never_called_exact(capsys: Any) -> None:
     fitted(Alike(), 4, 3)
     said = capsys.readouterr().out
     assert "exact" not in said
-    assert "every micro-batch counts alike" in said
+    assert "every micro-batch has weight 1" in said
     assert "micro-batches have 3 samples, the last of an epoch 1" in said
 
 

@@ -47,7 +47,7 @@ class Arrivals:
         self._is_first = True
 
     def begin(self) -> None:
-        """Begin a loader batch, perhaps once more."""
+        """Begin a loader batch, or repeat it after memory ran out."""
         self._of_window = []
         while self._waiting and self._waiting[0][2].arrived:
             self._read_next()

@@ -194,7 +194,7 @@ class SplitWindows:
         current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
         self._metrics.end_logs()
         if current.returned.is_nothing:
-            if current.tells:  # else other loader batches of the window follow
+            if current.is_whole_window:  # else others of the window follow
                 self._accumulator.drop()
             return None
         strategies = self._accumulator.strategies
@@ -288,7 +288,7 @@ class SplitWindows:
 
     def _begin(self, current: CurrentWindow, size: int) -> None:
         accumulator, cut = self._accumulator, current.micro_batches
-        if current.tells:
+        if current.is_whole_window:
             accumulator.expect(
                 weights={t: [each.weights[t] for each in cut] for t in cut[0].weights}
             )
