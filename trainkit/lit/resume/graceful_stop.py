@@ -59,7 +59,7 @@ class GracefulStop(BetweenSteps):
     @property
     def heard(self) -> int:
         """The first signal that came, even if the run then ended by itself; or 0."""
-        return self._request.heard
+        return self._request.signals.heard
 
     # ---- listening -------------------------------------------------------------------
 
@@ -70,13 +70,14 @@ class GracefulStop(BetweenSteps):
         put_in_order(trainer)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        if trainer.received_sigterm and not self._request.heard:
-            self._request.heard = signal.SIGTERM  # Lightning has heard it before us
-        self._request.listen()
+        signals = self._request.signals
+        if trainer.received_sigterm and not signals.heard:
+            signals.heard = signal.SIGTERM  # Lightning has heard it before us
+        signals.listen()
         self._request.look(trainer, wait=True)
         if self._request.agreed:
             self._stop(trainer)  # nothing has been trained: nothing to save
@@ -100,13 +101,13 @@ class GracefulStop(BetweenSteps):
     # ---- while evaluating ------------------------------------------------------------
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if args[0].state.fn != "fit":
