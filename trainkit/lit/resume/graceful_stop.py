@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.lit._compat import end_validation, is_ending
-from trainkit.lit.callback.base import Stopped
+from trainkit.lit.callback.base import Stopped, find_callback
 from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
 from trainkit.lit.resume.mid_epoch import why_data_differ
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_whole
@@ -142,7 +142,7 @@ class GracefulStop(BetweenSteps):
         path = self._path(trainer)
         if path is None or trainer.fast_dev_run:
             return
-        saver = _run_checkpoint(trainer)
+        saver = find_callback(trainer, RunCheckpoint)
         if saver is not None:
             saver.save(trainer)  # nothing, where it has just been saved
         else:
@@ -165,7 +165,7 @@ class GracefulStop(BetweenSteps):
         self.stopped_by = signal.Signals(number)
         if trainer.state.fn != "fit":
             return
-        path, saver = self._path(trainer), _run_checkpoint(trainer)
+        path, saver = self._path(trainer), find_callback(trainer, RunCheckpoint)
         # A file there may be from an earlier run, unless this run was resumed from it.
         is_ours = self._has_saved or saver is not None
         if path is not None and is_ours and path.exists():
@@ -174,7 +174,7 @@ class GracefulStop(BetweenSteps):
             self.checkpoint_path = str(trainer.ckpt_path)
 
     def _path(self, trainer: Any) -> Path | None:
-        saver = _run_checkpoint(trainer)
+        saver = find_callback(trainer, RunCheckpoint)
         if saver is not None:
             return saver.path
         if self.dirpath is not None:
@@ -183,8 +183,3 @@ class GracefulStop(BetweenSteps):
             if getattr(each, "dirpath", None) is not None:
                 return Path(each.dirpath, "last.ckpt").absolute()
         return None
-
-
-def _run_checkpoint(trainer: Any) -> RunCheckpoint | None:
-    found = (c for c in trainer.callbacks if isinstance(c, RunCheckpoint))
-    return next(found, None)
