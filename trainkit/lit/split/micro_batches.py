@@ -12,9 +12,9 @@ import torch
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import describe
 from trainkit.core.division import weights_by_term
-from trainkit.core.split.counts import announce_whole_counts
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.whole_counts import announce_whole_counts
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerToken,

@@ -31,13 +31,13 @@ from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
 from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
-from trainkit.lit.split.lent import Windows
 from trainkit.lit.split.micro_batches import MicroBatches, counts_of
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.rehearsal import rehearsed
 from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 from trainkit.lit.split.transfer import moved
+from trainkit.lit.split.window_callback_protocol import Windows
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
