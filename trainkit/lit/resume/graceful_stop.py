@@ -13,7 +13,7 @@ from trainkit.lit._compat import end_validation, is_ending
 from trainkit.lit.callback.base import Stopped, find_callback
 from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
 from trainkit.lit.resume.mid_epoch import why_data_differ
-from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_whole
+from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_atomically
 from trainkit.lit.resume.stop_request import StopRequest
 
 
@@ -146,7 +146,7 @@ class GracefulStop(BetweenSteps):
         if saver is not None:
             saver.save(trainer)  # nothing, where it has just been saved
         else:
-            save_whole(trainer, path)
+            save_atomically(trainer, path)
         self._has_saved = True
         if why := why_data_differ(trainer):
             self.caveat = f" (with other data than the rest of this epoch: {why})"
