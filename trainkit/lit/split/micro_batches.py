@@ -35,12 +35,12 @@ class WeighedMicroBatch:
     """A micro-batch and its weights, by term.
 
     Attributes:
-        counts: False for a micro-batch that only lets all ranks run equally many.
+        is_filler: whether it only lets all ranks run equally many micro-batches.
     """
 
     cut: MicroBatch
     weights: Mapping[str, Weight]
-    counts: bool = True
+    is_filler: bool = False
 
 
 class MicroBatches:
@@ -125,7 +125,7 @@ class MicroBatches:
             )
         nothing = dict.fromkeys(weights, 0)
         return micro_batches + [
-            replace(micro_batches[-1], weights=nothing, counts=False)
+            replace(micro_batches[-1], weights=nothing, is_filler=True)
             for _ in range(most - len(micro_batches))
         ]
 
@@ -156,7 +156,7 @@ class MicroBatches:
 
 def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:
     """The arguments of `Window.count`: tokens, padding among them, samples."""
-    counting = [each.cut for each in micro_batches if each.counts]
+    counting = [each.cut for each in micro_batches if not each.is_filler]
     has_lengths = any(m.padded != len(m.rows) for m in counting)
     return {
         "padding": sum(m.padded - m.real for m in counting),

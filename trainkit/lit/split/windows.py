@@ -190,7 +190,7 @@ class SplitWindows:
         assert (current := self.current) is not None
         self._is_complete = current.closes
         self._metrics.close()
-        counting = [each.cut for each in current.micro_batches if each.counts]
+        counting = [each.cut for each in current.micro_batches if not each.is_filler]
         current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
         self._metrics.end_logs()
         if current.returned.is_nothing:
@@ -234,7 +234,7 @@ class SplitWindows:
         each_moved = zip(current.micro_batches, self._moved(current), strict=True)
         for micro_batch, on_device in each_moved:
             current.micro_batch = current.at = micro_batch
-            weights, counts = micro_batch.weights, micro_batch.counts
+            weights, counts = micro_batch.weights, not micro_batch.is_filler
             if self._arrivals is not None and counts:
                 self._arrivals.look_at(weights, on_device)
             current.logs.begin(on_device, weights, is_muted=not counts)
@@ -302,7 +302,7 @@ class SplitWindows:
         accumulator.window.count(**counts_of(cut))
         for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback):
-                callback.on_cut(sum(each.counts for each in cut))
+                callback.on_cut(sum(not each.is_filler for each in cut))
 
     def _apart_unless_last(self, current: CurrentWindow) -> AbstractContextManager[Any]:
         """The ranks' gradients meet in the backward pass of the last micro-batch, if
@@ -323,7 +323,7 @@ class SplitWindows:
             return
         loss, extras = taken_apart(output)
         terms = terms_of(loss, self._accumulator.strategies)
-        if current.micro_batch.counts:
+        if not current.micro_batch.is_filler:
             current.returned.add(output, terms, extras)
         current.logs.know_terms(terms, self._accumulator.strategies)
         if current.is_forward_only:
@@ -333,7 +333,7 @@ class SplitWindows:
         else:
             (loss,) = terms.values()
         assert isinstance(loss, Tensor)
-        if not current.micro_batch.counts:
+        if current.micro_batch.is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
         # On a GPU the next step of a CUDA graph overwrites this step's loss.
         current.value = loss.detach().clone() if loss.is_cuda else loss.detach()
