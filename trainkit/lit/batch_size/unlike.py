@@ -46,7 +46,7 @@ class Unlike:
         self._numbers: list[float] = []
         self.is_said = False
 
-    def look(self, batch: Any) -> None:
+    def record(self, batch: Any) -> None:
         if self.is_said:
             return
         self._numbers.append(max((t.numel() for t in tensors(batch)), default=0))

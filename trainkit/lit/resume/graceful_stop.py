@@ -78,7 +78,7 @@ class GracefulStop(BetweenSteps):
         if trainer.received_sigterm and not signals.heard:
             signals.heard = signal.SIGTERM  # Lightning has heard it before us
         signals.listen()
-        self._request.look(trainer, wait=True)
+        self._request.exchange(trainer, wait=True)
         if self._request.agreed:
             self._stop(trainer)  # nothing has been trained: nothing to save
 
@@ -87,12 +87,12 @@ class GracefulStop(BetweenSteps):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._request.look(trainer)
+        self._request.exchange(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def between_steps(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size == 1:
-            self._request.look(trainer)  # it may have come in a validation
+            self._request.exchange(trainer)  # it may have come in a validation
         # A run that ends by itself needs no checkpoint to resume from.
         if self._request.agreed and not is_ending(trainer):
             self._save(trainer)
@@ -122,7 +122,7 @@ class GracefulStop(BetweenSteps):
     def _after_batch(self, trainer: Any) -> None:
         # Here ranks may have different numbers of batches: a rank that asked the others
         # after each batch would wait for those that have no more.
-        self._request.look_alone()
+        self._request.agree_alone()
         if self._request.agreed:
             self._stop(trainer)
 

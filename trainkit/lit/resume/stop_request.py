@@ -27,7 +27,7 @@ class StopRequest:
         self.agreed = 0
         self._reading: LateReading | None = None
 
-    def look(self, trainer: Any, *, wait: bool = False) -> None:
+    def exchange(self, trainer: Any, *, wait: bool = False) -> None:
         """Bring `agreed` up to date; every rank must call this.
 
         Several ranks know of a signal one call later, so that none waits for the
@@ -38,7 +38,7 @@ class StopRequest:
             wait: know it with this call.
         """
         if trainer.world_size == 1 or not dist.is_initialized():
-            self.look_alone()
+            self.agree_alone()
             return
         if self._reading is not None:
             self.agreed = int(self._reading.values())
@@ -48,6 +48,6 @@ class StopRequest:
         if wait:
             self.agreed = int(self._reading.values())
 
-    def look_alone(self) -> None:
+    def agree_alone(self) -> None:
         """Bring `agreed` up to date without the other ranks: the signal heard here."""
         self.agreed = self.signals.heard

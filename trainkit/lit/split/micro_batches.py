@@ -101,7 +101,7 @@ class MicroBatches:
             most = len(cut)
         self._say_too_long(limit)
         self._say_renumbered(batch)
-        self._sizes.look_at(cut)
+        self._sizes.exchange(cut)
         if self._is_first and not self._is_list:
             for strategy in self._strategies.values():
                 strategy.weight(batch)  # PerSample learns what its lists hold

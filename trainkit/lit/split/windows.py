@@ -236,7 +236,7 @@ class SplitWindows:
             current.micro_batch = current.at = micro_batch
             weights, counts = micro_batch.weights, not micro_batch.is_filler
             if self._arrivals is not None and counts:
-                self._arrivals.look_at(weights, on_device)
+                self._arrivals.check(weights, on_device)
             current.logs.begin(on_device, weights, is_muted=not counts)
             if self._metrics.are_any:
                 self._metrics.begin(current.share, is_muted=not counts)

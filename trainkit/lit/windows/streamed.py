@@ -66,7 +66,7 @@ class _Steps:
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=num_samples(batch))
         if counts_alike(windows.strategies):
-            self._unlike.look(batch)
+            self._unlike.record(batch)
             if windows.first_windows.is_complete:
                 self.say_unlike()
 
