@@ -291,7 +291,7 @@ class Accumulator:
             slots: how many single weights to send too; equal on all ranks.
         """
         row = self.window.row(self.device, slots=slots)
-        self.window.announced = self.ranks.share(row)
+        self.window.announced = self.ranks.gather_rows(row)
 
     def finish(
         self, optimizer_or_parameters: Any, *, slots: int = 0, is_apart: bool = False

@@ -71,7 +71,7 @@ class Told:
             self._totals, self._most = own, self.num_micro_batches
             return
         row = vector([*own.values(), self.num_micro_batches], device)
-        self._shared = ranks.share(row)
+        self._shared = ranks.gather_rows(row)
 
     def next_weights(self) -> dict[str, Weight]:
         """Return the weights of the next micro-batch, by term."""
@@ -101,9 +101,9 @@ class Told:
         self, term: str, weight: Weight, reduction: LossReduction
     ) -> Weight:
         """Return what to multiply the gradient of one term of a loss by."""
-        return self.share(term, weight, reduction) * self._multiplier
+        return self.fraction(term, weight, reduction) * self._multiplier
 
-    def share(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
+    def fraction(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
         """A micro-batch's share of the term's loss over the window."""
         if reduction == "total":
             return 1.0

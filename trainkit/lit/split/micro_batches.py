@@ -140,7 +140,7 @@ class MicroBatches:
         """The largest number of micro-batches on a rank; waits for all."""
         ranks = self._accumulator.ranks
         row = torch.tensor([float(number)], device=self._device)
-        return int(ranks.share(row).wait().amax())
+        return int(ranks.gather_rows(row).wait().amax())
 
     def _say_too_long(self, limit: Limit | None) -> None:
         longest = self._cutter.longest_over_budget
