@@ -208,7 +208,9 @@ class FirstWindows:
     def _totals(self) -> dict[str, float]:
         found = {"samples": 0.0, "weight": 0.0, "num_micro_batches": 0.0}
         if self._sums is not None:
-            sums = dict(zip(COLUMNS, self._sums.tolist(), strict=True))
+            sums: dict[str, float] = dict(
+                zip(COLUMNS, self._sums.tolist(), strict=True)
+            )
             found = {name: sums.get(name, 0.0) for name in found}
             found["num_micro_batches"] = float(self._num_batches)
         return {n: value + self._resumed.get(n, 0.0) for n, value in found.items()}
