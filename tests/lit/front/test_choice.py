@@ -151,7 +151,9 @@ def test_other_strategies_say_nothing_of_it(capsys: Any) -> None:
         accumulation = PerToken()
 
     fitted(Tokens())
-    assert "alike" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "alike" not in said
+    assert "weight 1" not in said
 
 
 # ---- another one in mid-training -----------------------------------------------------

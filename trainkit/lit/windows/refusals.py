@@ -44,7 +44,7 @@ def refuse_no_strategy(pl_module: Any) -> None:
             f"must say what a micro-batch weighs, received None. Set it to what the "
             f"loss of training_step is a mean over: PerSample() for a mean over "
             f"samples; PerToken() for a mean over labels that are not ignored; "
-            f"Uniform() only if all micro-batches hold equally much, which is not "
+            f"Uniform() only if all micro-batches have the same size, which is not "
             f"checked. On the command line: accumulation=per_sample for trainkit "
             f"train, --accumulation=PerSample for trainkit fit."
         )
