@@ -31,8 +31,8 @@ from .lit.logs.plain_comparison import PlainComparison as PlainComparison
 from .lit.logs.step_progress import StepProgress as StepProgress
 from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
 from .lit.probe.find import find_micro_batch as find_micro_batch
-from .lit.rates.learning_rates import LearningRates as LearningRates
 from .lit.rates.lr_scaling import LRScaling as LRScaling
+from .lit.rates.rate_monitor import LearningRates as LearningRates
 from .lit.resume.epoch_sums import EpochSums as EpochSums
 from .lit.resume.graceful_stop import GracefulStop as GracefulStop
 from .lit.resume.random_state import RandomState as RandomState

@@ -119,9 +119,9 @@ def _cannot_make(
     key = inner[1] if inner else key
     if "Found more than one stateful callback" in str(reason):
         return TrainkitError(
-            f"callbacks: two of one kind must differ in their arguments, by which a "
-            f"checkpoint tells their states apart. callbacks.best=null leaves out the "
-            f"ModelCheckpoint of callbacks=default. {reason}"
+            f"callbacks: two callbacks of one class need different arguments, because "
+            f"a checkpoint stores their states by them. callbacks.best=null leaves out "
+            f"the ModelCheckpoint of callbacks=default. {reason}"
         )
     target = OmegaConf.select(config, f"{key}.{TARGET}")
     return TrainkitError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.whole_file import write_whole
+from trainkit.config.atomic_file import write_atomically
 
 REDACTED = "<redacted>"
 
@@ -82,7 +82,8 @@ def redact_file(path: Path) -> None:
     content = yaml.safe_load(path.read_text())
     # This entry repeats all words of the command line in one text.
     content.get("hydra", {}).get("job", {}).pop("override_dirname", None)
-    write_whole(path, yaml.safe_dump(redact(_with_words(content)), sort_keys=False))
+    content = redact(_with_words(content))
+    write_atomically(path, yaml.safe_dump(content, sort_keys=False))
 
 
 def _with_words(value: Any) -> Any:

@@ -228,7 +228,7 @@ class Accumulator:
         """Check what must hold before every backward pass."""
         window = self.window
         refusals.refuse_backward(window, self.ranks, loss)
-        self.gradients.look(window.num_weighted, loss)
+        self.gradients.check(window.num_weighted, loss)
         if self._has_module:  # Lightning takes care of it itself
             window.is_apart = self.ranks.holds_back_gradients
 
@@ -291,7 +291,7 @@ class Accumulator:
             slots: how many single weights to send too; equal on all ranks.
         """
         row = self.window.row(self.device, slots=slots)
-        self.window.announced = self.ranks.share(row)
+        self.window.announced = self.ranks.gather_rows(row)
 
     def finish(
         self, optimizer_or_parameters: Any, *, slots: int = 0, is_apart: bool = False
@@ -312,7 +312,7 @@ class Accumulator:
         """
         self.gradients.parameters = parameters_of(optimizer_or_parameters)
         if not self.streamed.has_scaler:  # which unscales them, so writes into them
-            self.gradients.look(self.window.num_weighted)
+            self.gradients.check(self.window.num_weighted)
         refusals.refuse_late_start(self._num_running, num_running())
         refusals.refuse_division(
             self.window,
@@ -323,7 +323,7 @@ class Accumulator:
         )
         if self._reads_hooks:
             self._reads_hooks = False
-            refusals.look_at_hooks(self.ranks)
+            refusals.check_hooks(self.ranks)
         if self.window.announced is None:
             self.announce(slots=slots)
         assert self.window.announced is not None

@@ -29,8 +29,8 @@ from trainkit.core.window_stats import DIVISOR, WEIGHT
 from trainkit.errors import TrainkitError
 
 HEADROOM = 256
-"""How many times its estimated weight a run's first window may have under a gradient
-scaler. Beyond that, half precision overflows and a step is lost."""
+"""Under a gradient scaler the first window may weigh up to 256 times the estimate.
+Beyond that, half precision overflows and a step is lost."""
 
 UNKNOWN = 1024.0
 """r if the first micro-batch weighs nothing, so that there is no estimate. In half
@@ -71,7 +71,7 @@ class Told:
             self._totals, self._most = own, self.num_micro_batches
             return
         row = vector([*own.values(), self.num_micro_batches], device)
-        self._shared = ranks.share(row)
+        self._shared = ranks.gather_rows(row)
 
     def next_weights(self) -> dict[str, Weight]:
         """Return the weights of the next micro-batch, by term."""
@@ -91,7 +91,7 @@ class Told:
 
         Args:
             weight: the micro-batch's.
-            reduction: what the loss is.
+            reduction: how the loss was reduced: mean, sum or total.
             divided_by: what the loop has divided the loss by.
         """
         factor = self.factor_of_term(self._first, weight, reduction)
@@ -101,9 +101,9 @@ class Told:
         self, term: str, weight: Weight, reduction: LossReduction
     ) -> Weight:
         """Return what to multiply the gradient of one term of a loss by."""
-        return self.share(term, weight, reduction) * self._multiplier
+        return self.fraction(term, weight, reduction) * self._multiplier
 
-    def share(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
+    def fraction(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
         """A micro-batch's share of the term's loss over the window."""
         if reduction == "total":
             return 1.0
@@ -207,7 +207,7 @@ class Streamed:
         Args:
             loss: where the backward pass starts.
             weight: the micro-batch's.
-            reduction: what the loss is.
+            reduction: how the loss was reduced: mean, sum or total.
             divided_by: what the loop has divided the loss by.
             expected: how many micro-batches the first window will have on this rank.
         """
@@ -228,7 +228,7 @@ class Streamed:
 
         Args:
             totals: the window's, over all ranks.
-            reduction: what the losses are.
+            reduction: how the losses were reduced: mean, sum or total.
             window: how many windows were closed before this one.
         """
         scale = self._scale(totals, reduction)

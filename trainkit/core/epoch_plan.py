@@ -31,7 +31,8 @@ class EpochPlan:
         num_steps: optimizer steps.
         last_window_micro_batches: micro-batches of one rank in the last window.
         last_window_samples: samples in the last window, over all ranks.
-        is_short: whether the last window has fewer samples than the effective batch.
+        is_short: whether the last window has fewer samples than the effective batch
+            (then it steps by fewer samples).
     """
 
     num_samples: int

@@ -52,14 +52,14 @@ class GradientSum:
         self._training = training
         self.wide = WideGradients(training(), ranks=self._ranks)
 
-    def look(self, num_passes: int, loss: Tensor | None = None) -> None:
+    def check(self, num_passes: int, loss: Tensor | None = None) -> None:
         """Refuse gradients that were zeroed after the last backward pass.
 
         Args:
             num_passes: how many passes the window has had.
             loss: where the next one starts.
         """
-        self.zeroed.look(num_passes)
+        self.zeroed.check(num_passes)
         if not self.parameters and loss is not None:
             self.parameters = leaves_of(loss)
 

@@ -55,7 +55,7 @@ class Ranks:
         """Whether the present backward pass leaves gradients on DDP's ranks."""
         return self.backend_sums and self.ddp is not None and is_apart(self.ddp)
 
-    def share(self, row: Tensor) -> Shared:
+    def gather_rows(self, row: Tensor) -> Shared:
         """Start to send this rank's row to every rank; the host does not wait.
 
         It is one all-reduce of a table in which each rank fills its own row. So sums

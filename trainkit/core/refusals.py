@@ -215,7 +215,7 @@ def refuse_unreduced(averaged: AbstractSet[int], parameters: Sequence[Tensor]) -
         )
 
 
-def look_at_hooks(ranks: Ranks) -> None:
+def check_hooks(ranks: Ranks) -> None:
     """Refuse communication hooks that leave ranks apart, or a missing hook.
 
     torch's own hooks average, with two exceptions. Others are taken to average, with a

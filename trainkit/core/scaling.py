@@ -113,16 +113,16 @@ class ScalingRule:
     needs_adam: bool = False
 
 
-def _unchanged(k: float) -> float:
+def _factor_of_one(k: float) -> float:
     return 1.0
 
 
 RULES = {
     "linear": ScalingRule("linear", linear_factor),
     "sqrt": ScalingRule("sqrt", sqrt_factor),
-    "none": ScalingRule("none", _unchanged),
+    "none": ScalingRule("none", _factor_of_one),
     "half-life": ScalingRule(
-        "half-life", _unchanged, beta2=half_life_beta, needs_adam=True
+        "half-life", _factor_of_one, beta2=half_life_beta, needs_adam=True
     ),
     "adam-sde": ScalingRule(
         "adam-sde",

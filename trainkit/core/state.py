@@ -43,7 +43,7 @@ def save_window(
         row.new_zeros(()) if number is None else number.to(row)
         for number in (streamed.reference, streamed.opening)
     )
-    table = ranks.share(torch.cat([row, torch.stack([own, carried])])).wait()
+    table = ranks.gather_rows(torch.cat([row, torch.stack([own, carried])])).wait()
     totals = merged(table)
     common, shared_factor = table[:, -2:].amax(0)
     if not bool(totals[COUNT]):
@@ -74,9 +74,9 @@ def save_weights(weights: Tensor, ranks: Ranks) -> Tensor:
 
     Each of these ranks must call this.
     """
-    longest = ranks.share(weights.new_tensor([len(weights)])).wait().max()
+    longest = ranks.gather_rows(weights.new_tensor([len(weights)])).wait().max()
     unused = weights.new_full((int(longest) - len(weights),), torch.nan)
-    return ranks.share(torch.cat([weights, unused])).wait().cpu()
+    return ranks.gather_rows(torch.cat([weights, unused])).wait().cpu()
 
 
 def load_weights(table: Tensor | None, ranks: Ranks) -> list[Weight]:

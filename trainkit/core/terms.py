@@ -144,7 +144,7 @@ def _share_of(
     value = scalar(part, part.device)
     if reduction == "mean":
         value = torch.where(scalar(weight, value.device) == 0, 0, value)
-    share = told.share(name, weight, reduction)
+    share = told.fraction(name, weight, reduction)
     return value * scalar(share, value.device)
 
 

@@ -32,7 +32,7 @@ class ZeroedWatch:
         """Remember what a backward pass has left in these parameters."""
         self._held = HeldGradients(parameters, looks_before=self._looks_before)
 
-    def look(self, num_micro_batches: int) -> None:
+    def check(self, num_micro_batches: int) -> None:
         """Check whether the held gradients are still there.
 
         Args:

@@ -10,8 +10,8 @@ from .logs.plain_comparison import PlainComparison as PlainComparison
 from .logs.step_progress import StepProgress as StepProgress
 from .probe.find import FoundMicroBatch as FoundMicroBatch
 from .probe.find import find_micro_batch as find_micro_batch
-from .rates.learning_rates import LearningRates as LearningRates
 from .rates.lr_scaling import LRScaling as LRScaling
+from .rates.rate_monitor import LearningRates as LearningRates
 from .resume.epoch_sums import EpochSums as EpochSums
 from .resume.graceful_stop import GracefulStop as GracefulStop
 from .resume.random_state import RandomState as RandomState

@@ -100,7 +100,10 @@ def test_a_number_that_yaml_reads_as_a_string_is_refused_with_one_it_reads(
         ({**GOOD, "metric": {"goal": "minimize"}}, "metric: must have a name"),
         ({**GOOD, "metric": {"name": "x", "goal": "min"}}, "minimize or maximize"),
         ({**GOOD, "run_cap": 0}, "run_cap: must be a whole number from 1"),
-        ({**GOOD, "early_terminate": {"type": "median"}}, "knows one type, hyperband"),
+        (
+            {**GOOD, "early_terminate": {"type": "median"}},
+            "type must be 'hyperband', the only one",
+        ),
         (early(), "needs min_iter, or max_iter and s, .* received {'type'"),
         (early(max_iter=9), "needs min_iter, or max_iter and s"),
         (

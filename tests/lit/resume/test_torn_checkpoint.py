@@ -58,7 +58,8 @@ def test_saved_while_a_micro_batch_is_under_way_is_said_twice(
     """Torn: the resumed run repeats that micro-batch. Said when saved and resumed."""
     path = tmp_path / "torn.ckpt"
     lost = at % WINDOW
-    with pytest.warns(UserWarning, match=f"first {lost} micro-batches it does not"):
+    text = f"first {lost} micro-batches are not in it: a micro-batch is under way"
+    with pytest.warns(UserWarning, match=text):
         trainer(WINDOW, callbacks=[Saving(path, at, hook)]).fit(
             Mixed(optimizer="adamw"), Resumable()
         )

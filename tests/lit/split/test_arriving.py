@@ -104,7 +104,7 @@ class Foreign(Plain):
 def test_without_the_comparison_the_steps_would_be_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arriving.Arrivals, "look_at", lambda *args: None)
+    monkeypatch.setattr(arriving.Arrivals, "check", lambda *args: None)
     module, whole = Masking(), Masking(cut=None)
     for each in (module, whole):
         fit(each)

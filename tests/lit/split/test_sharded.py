@@ -59,7 +59,7 @@ class Sharded(Trained):
         self.log("rows", float(rows), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("counted", self.counted, on_step=True, on_epoch=False)
         current = windows_of(self.trainer).split.current  # type: ignore[attr-defined]
-        fills_up = float(not current.micro_batch.counts)
+        fills_up = float(current.micro_batch.is_filler)
         self.log_exact("filling", torch.tensor(fills_up), batch, weight=rows)
         self.cast(torch.ones(rows + 1, 1))
         return super().training_step(batch, batch_idx)

@@ -16,7 +16,7 @@ from typing import Any
 from argcomplete.completers import ChoicesCompleter
 
 from trainkit.cli.arguments import Arguments
-from trainkit.config.whole_file import write_whole
+from trainkit.config.atomic_file import write_atomically
 
 
 def parser_of(command: str) -> Arguments:
@@ -39,7 +39,7 @@ def _kept() -> Any:
     found = options()
     with contextlib.suppress(OSError):  # the home folder cannot be written to
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(found))  # another shell may be asking
+        write_atomically(path, json.dumps(found))  # another shell may be asking
     return found
 
 

@@ -19,6 +19,7 @@ from trainkit.cli.fit.cli import TrainkitCLI
 from trainkit.cli.words import find_modules_here
 from trainkit.config.redact import redact_file
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import without_checkpoint
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
@@ -124,14 +125,13 @@ def _status(end: SystemExit, trainers: list[Trainer]) -> int:
 
 
 def _say_how_to_resume(trainer: Any) -> None:
-    stops = [each for each in trainer.callbacks if isinstance(each, GracefulStop)]
-    stopped_by = stops[0].stopped_by if stops else None
-    if stopped_by is None or not trainer.is_global_zero:
+    stop = find_callback(trainer, GracefulStop)
+    if stop is None or stop.stopped_by is None or not trainer.is_global_zero:
         return
     how = ""
-    if stops[0].checkpoint_path is not None:
-        path = shlex.quote(stops[0].checkpoint_path)
-        how = f"; to resume: the same command with --ckpt_path={path}{stops[0].caveat}"
+    if stop.checkpoint_path is not None:
+        path = shlex.quote(stop.checkpoint_path)
+        how = f"; to resume: the same command with --ckpt_path={path}{stop.caveat}"
     elif trainer.state.fn == "fit":
         how = "; nothing was saved"
-    print(f"trainkit | stopped by {stopped_by.name}{how}", flush=True)
+    print(f"trainkit | stopped by {stop.stopped_by.name}{how}", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.whole_file import write_whole
+from trainkit.config.atomic_file import write_atomically
 
 
 class RunFolder:
@@ -84,7 +84,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        write_whole(self.path / name, text)
+        write_atomically(self.path / name, text)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         path = self.path / name

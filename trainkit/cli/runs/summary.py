@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
-from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
+from trainkit.lit.batch_size.effective import find_effective_batch
+from trainkit.lit.callback.base import windows_of
 from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.plain_comparison import PlainComparison
 from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows

@@ -32,8 +32,8 @@ def check_early_terminate(rule: Any, *, where: str) -> None:
     place = f"{where} early_terminate"
     if not isinstance(rule, Mapping) or rule.get("type") != "hyperband":
         raise TrainkitError(
-            f"{place}: W&B knows one type, hyperband, received {rule!r}. Write "
-            f"early_terminate: {{type: hyperband, min_iter: 3}}."
+            f"{place}: type must be 'hyperband', the only one W&B has; received "
+            f"{rule!r}. Write early_terminate: {{type: hyperband, min_iter: 3}}."
         )
     for key, value in rule.items():
         if key not in _KEYS:

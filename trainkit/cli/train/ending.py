@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainkit.lit.resume.stop_request import SIGNALS
+from trainkit.lit.resume.first_signal import SIGNALS, FirstSignal
 
 
 class Ending(Callback):
@@ -23,32 +22,19 @@ class Ending(Callback):
 
     Attributes:
         is_over: whether training has ended by itself.
-        heard: the first signal after training or after `listen`; 0 without one.
+        signals: the first signal after training, once they are listened to.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        self.heard = 0
+        self.signals = FirstSignal(
+            "training is over, writing the summary",
+            on_ctrl_c="Ctrl+C again quits at once",
+        )
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self.listen()
+        self.signals.listen()
         self.is_over = True
-
-    def listen(self) -> None:
-        """Install the signal handlers, which Python allows in the main thread only."""
-        if threading.current_thread() is threading.main_thread():
-            for each in SIGNALS:
-                signal.signal(each, self._hear)
-
-    def _hear(self, number: int, frame: Any) -> None:
-        if not self.heard:
-            self.heard = number
-            again = "; Ctrl+C again quits at once" if number == signal.SIGINT else ""
-            name = signal.Signals(number).name
-            text = f"\ntrainkit | {name}: training is over, writing the summary{again}"
-            os.write(2, f"{text}\n".encode())  # print may be what it has interrupted
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def run(config: DictConfig) -> float | None:
             _fit_and_report(training, config, beginning, windows, stop, ending)
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
-    heard = stop.heard or ending.heard
+    heard = stop.heard or ending.signals.heard
     if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise Interrupted(heard)  # the other runs do not start
     return _metric(training, config.metric)
@@ -105,7 +105,7 @@ def _fit_and_report(
             raise
         status = "interrupted"
     finally:
-        ending.listen()
+        ending.signals.listen()
         folder = beginning.folder
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)

@@ -8,7 +8,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import WandbLogger
 
 from trainkit.core.effective import EffectiveBatch, Unit
-from trainkit.lit.batch_size.effective import find_effective_batch, windows_of
+from trainkit.lit.batch_size.effective import find_effective_batch
+from trainkit.lit.callback.base import windows_of
 
 
 class WandbFacts(Callback):

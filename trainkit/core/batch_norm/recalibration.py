@@ -65,7 +65,7 @@ class Statistics:
     def over(self, ranks: Ranks) -> Statistics:
         """Statistics of all ranks together, equal on each rank to the last bit."""
         row = torch.cat([self.count.view(1), self.mean, self.deviation])
-        table = ranks.share(row).wait()
+        table = ranks.gather_rows(row).wait()
         channels = self.mean.numel()
         parts = [
             Statistics(row[0], row[1 : channels + 1], row[channels + 1 :])
@@ -215,7 +215,7 @@ def _agreed_order(layers: Layers, calls: list[list[str]], ranks: Ranks) -> list[
             follows[index[name], index[name]] = 1  # it is called at all
         for before, after in itertools.pairwise(called):
             follows[index[after], index[before]] = 1
-    table = ranks.share(follows.flatten().to(device)).wait()
+    table = ranks.gather_rows(follows.flatten().to(device)).wait()
     after_before = table.amax(0).view_as(follows).tolist()
     graph = {
         name: [other for other in layers if row[index[other]] and other != name]

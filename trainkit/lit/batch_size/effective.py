@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import BatchSampler
 
@@ -17,10 +17,8 @@ from trainkit.core.strategies import (
 from trainkit.core.window_size import WindowSize
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.unlike import counts_alike, row_before
-from trainkit.lit.callback.base import WindowOwner, has_callback
+from trainkit.lit.callback.base import WindowOwner, has_callback, windows_of
 from trainkit.lit.callback.table import Row
-
-Found = TypeVar("Found")
 
 
 def read_effective_batch(trainer: Any, *, unit: Unit = "samples") -> EffectiveBatch:
@@ -178,16 +176,6 @@ def _measured(trainer: Any, unit: Unit) -> tuple[float | None, int]:
     if not _weighs_tokens(windows.strategy):
         return None, 0
     return first.micro_batch("weight"), len(first)
-
-
-def find_callback(trainer: Any, kind: type[Found]) -> Found | None:
-    """The first of the Trainer's callbacks that is of a class, or None."""
-    return next((c for c in trainer.callbacks if isinstance(c, kind)), None)
-
-
-def windows_of(trainer: Any) -> WindowOwner | None:
-    """The callback that divides windows, or None."""
-    return find_callback(trainer, WindowOwner)
 
 
 def _weighs_tokens(strategy: AccumulationStrategy) -> bool:

@@ -27,14 +27,14 @@ def row_before(batch_size: int | None, last: int | None) -> Row:
         batch_size: the loader's batch size, if it has one.
         last: how many samples the last batch of an epoch has, if that is known.
     """
-    known = "how much micro-batches hold is not known yet"
+    known = "their size is not known yet"
     if batch_size is not None:
         known = f"micro-batches have {batch_size} samples"
         if last not in (None, batch_size):
             known += f", the last of an epoch {last}"
     return LABEL, (
-        f"every micro-batch counts alike, so the step is the big batch's only where "
-        f"all hold equally much: {known}"
+        f"every micro-batch has weight 1, so the step is the big batch's only if all "
+        f"have the same size: {known}"
     )
 
 
@@ -46,7 +46,7 @@ class Unlike:
         self._numbers: list[float] = []
         self.is_said = False
 
-    def look(self, batch: Any) -> None:
+    def record(self, batch: Any) -> None:
         if self.is_said:
             return
         self._numbers.append(max((t.numel() for t in tensors(batch)), default=0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -18,6 +18,8 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unwrapped
 from trainkit.lit.callback.left_behind import without_module
 from trainkit.lit.callback.table import Row, show
+
+Found = TypeVar("Found")
 
 
 class OrderedCallback(Callback):
@@ -110,6 +112,16 @@ class WindowOwner(OrderedCallback):
     def must_count_samples(self) -> bool:
         """Whether the samples of the next micro-batch must be counted."""
         return self.counts_samples or not self.first_windows.is_complete
+
+
+def find_callback(trainer: Any, kind: type[Found]) -> Found | None:
+    """The first of the Trainer's callbacks that is of a class, or None."""
+    return next((c for c in trainer.callbacks if isinstance(c, kind)), None)
+
+
+def windows_of(trainer: Any) -> WindowOwner | None:
+    """The callback that divides windows, or None."""
+    return find_callback(trainer, WindowOwner)
 
 
 def fetches_batches(pl_module: Any) -> bool:

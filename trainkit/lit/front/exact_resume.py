@@ -11,8 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import windows_of
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import find_callback, has_callback, windows_of
 from trainkit.lit.logs.metric_rows import MetricRows
 from trainkit.lit.resume.epoch_sums import EpochSums
 from trainkit.lit.resume.graceful_stop import GracefulStop
@@ -170,10 +169,10 @@ def without_checkpoint(
 
 def find_stop(trainer: Any) -> GracefulStop:
     """The `GracefulStop` of a run, alone or as part of an `ExactResume`."""
-    for each in trainer.callbacks:
-        if isinstance(each, ExactResume):
-            return each.stop
-    return next(each for each in trainer.callbacks if isinstance(each, GracefulStop))
+    whole = find_callback(trainer, ExactResume)
+    stop = find_callback(trainer, GracefulStop) if whole is None else whole.stop
+    assert stop is not None
+    return stop
 
 
 def _stands_in(callbacks: Sequence[Callback], own: Any) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from trainkit.lit.batch_size.effective import windows_of
+from trainkit.lit.callback.base import windows_of
 from trainkit.lit.split.callback import SplitCallback
 
 STEP = "lr_scheduler_step"

@@ -27,6 +27,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.batch_size.effective import find_effective_batch, read_effective_batch
+from trainkit.lit.callback.base import find_callback
 from trainkit.lit.callback.window_end import window_ends
 from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
 from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, listed
@@ -304,9 +305,7 @@ class AccumulationMixin(_Base):
         )
 
     def _find_windows(self) -> MixinCallback | None:
-        trainer: Any = self.trainer
-        found = (c for c in trainer.callbacks if isinstance(c, MixinCallback))
-        return next(found, None)
+        return find_callback(self.trainer, MixinCallback)
 
     def _windows(self) -> MixinCallback:
         found = self._find_windows()

@@ -21,6 +21,7 @@ from trainkit.core.whole_number import check_whole_number
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
+from trainkit.lit.callback.base import find_callback
 from trainkit.lit.callback.left_behind import without_module
 from trainkit.lit.windows.callback import WindowCallback
 
@@ -72,14 +73,14 @@ class WindowMonitor(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._waiting.clear()
-        found = [c for c in trainer.callbacks if isinstance(c, WindowCallback)]
-        if not found:
+        found = find_callback(trainer, WindowCallback)
+        if found is None:
             raise TrainkitError(
                 "WindowMonitor: it shows the windows of AccumulationCallback or "
                 "AccumulationMixin, and neither is there. Add "
                 "AccumulationCallback(PerToken()), say, to the Trainer's callbacks."
             )
-        self._windows = found[0]
+        self._windows = found
         self._windows.keep_weights(self._is_due)
         self._windows.counts_samples = True
 

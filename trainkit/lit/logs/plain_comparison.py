@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.core.gradients import parameters_of
 from trainkit.core.strategies import Uniform
 from trainkit.core.whole_number import check_whole_number
-from trainkit.lit.batch_size.effective import windows_of
+from trainkit.lit.callback.base import windows_of
 
 
 class PlainComparison(Callback):

@@ -12,7 +12,7 @@ from trainkit.core.effective import brief
 from trainkit.core.late_reading import LateReading
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import windows_of
+from trainkit.lit.callback.base import windows_of
 from trainkit.lit.schedule.total_steps import total_steps
 
 _SECONDS_BETWEEN_UPDATES = 0.2

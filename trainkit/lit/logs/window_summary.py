@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from trainkit.lit.batch_size.effective import longest_window, windows_of
+from trainkit.lit.batch_size.effective import longest_window
+from trainkit.lit.callback.base import windows_of
 
 
 class WindowSummary(Callback):

@@ -10,12 +10,11 @@ from trainkit.core.effective import Unit
 from trainkit.core.learning_rates import every_scheduler
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import (
-    find_callback,
     find_effective_batch,
     own_sizes,
     why_unknown,
 )
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import find_callback, has_callback
 from trainkit.lit.schedule.callback import AccumulationSchedule
 
 

@@ -29,9 +29,8 @@ from trainkit.lit.batch_size.effective import (
     longest_window,
     steps_taken,
     window_size,
-    windows_of,
 )
-from trainkit.lit.callback.base import OrderedCallback, averages_statistics
+from trainkit.lit.callback.base import OrderedCallback, averages_statistics, windows_of
 from trainkit.lit.callback.table import Row, show
 from trainkit.lit.rates import checks
 from trainkit.lit.rates.ema import ModelAverages

@@ -17,8 +17,7 @@ from trainkit.core.rate_plan import RatePlan
 from trainkit.core.scaling import warmed_up
 from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import find_callback
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.base import find_callback, has_callback
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.rates.scheduler_copies import copy_schedulers
 from trainkit.lit.rerun.generators import read_states, same_states, write_states

@@ -30,7 +30,7 @@ def muted(module: Any) -> Iterator[None]:
     overridden = {n: vars(module)[n] for n in names if n in vars(module)}
     metrics = _outermost_metrics(module)
     for name in names:
-        setattr(module, name, _say_nothing)
+        setattr(module, name, log_nothing)
     for path, metric in metrics.items():
         module.set_submodule(path, copy.deepcopy(metric, _detached(metric)))
     try:
@@ -60,5 +60,5 @@ def _outermost_metrics(module: Any) -> dict[str, Any]:
     return found
 
 
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Drop what a module logs."""

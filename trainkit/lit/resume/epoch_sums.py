@@ -84,8 +84,8 @@ class EpochSums(Callback):
         if self._before:
             warnings.warn(
                 f"EpochSums: {', '.join(sorted(self._before))} was logged before the "
-                f"run was resumed and not after that, so its value of this epoch is "
-                f"missing.",
+                f"run was resumed and not after that, so its mean for this epoch is "
+                f"not logged.",
                 stacklevel=2,
             )
         self._before = {}

@@ -10,10 +10,10 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.lit._compat import end_validation, is_ending
-from trainkit.lit.callback.base import Stopped
+from trainkit.lit.callback.base import Stopped, find_callback
 from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
 from trainkit.lit.resume.mid_epoch import why_data_differ
-from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_whole
+from trainkit.lit.resume.run_checkpoint import RunCheckpoint, save_atomically
 from trainkit.lit.resume.stop_request import StopRequest
 
 
@@ -59,7 +59,7 @@ class GracefulStop(BetweenSteps):
     @property
     def heard(self) -> int:
         """The first signal that came, even if the run then ended by itself; or 0."""
-        return self._request.heard
+        return self._request.signals.heard
 
     # ---- listening -------------------------------------------------------------------
 
@@ -70,14 +70,15 @@ class GracefulStop(BetweenSteps):
         put_in_order(trainer)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        if trainer.received_sigterm and not self._request.heard:
-            self._request.heard = signal.SIGTERM  # Lightning has heard it before us
-        self._request.listen()
-        self._request.look(trainer, wait=True)
+        signals = self._request.signals
+        if trainer.received_sigterm and not signals.heard:
+            signals.heard = signal.SIGTERM  # Lightning has heard it before us
+        signals.listen()
+        self._request.exchange(trainer, wait=True)
         if self._request.agreed:
             self._stop(trainer)  # nothing has been trained: nothing to save
 
@@ -86,12 +87,12 @@ class GracefulStop(BetweenSteps):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._request.look(trainer)
+        self._request.exchange(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def between_steps(self, trainer: Any, pl_module: Any) -> None:
         if trainer.world_size == 1:
-            self._request.look(trainer)  # it may have come in a validation
+            self._request.exchange(trainer)  # it may have come in a validation
         # A run that ends by itself needs no checkpoint to resume from.
         if self._request.agreed and not is_ending(trainer):
             self._save(trainer)
@@ -100,13 +101,13 @@ class GracefulStop(BetweenSteps):
     # ---- while evaluating ------------------------------------------------------------
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        self._request.listen()
+        self._request.signals.listen()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if args[0].state.fn != "fit":
@@ -121,7 +122,7 @@ class GracefulStop(BetweenSteps):
     def _after_batch(self, trainer: Any) -> None:
         # Here ranks may have different numbers of batches: a rank that asked the others
         # after each batch would wait for those that have no more.
-        self._request.look_alone()
+        self._request.agree_alone()
         if self._request.agreed:
             self._stop(trainer)
 
@@ -141,11 +142,11 @@ class GracefulStop(BetweenSteps):
         path = self._path(trainer)
         if path is None or trainer.fast_dev_run:
             return
-        saver = _run_checkpoint(trainer)
+        saver = find_callback(trainer, RunCheckpoint)
         if saver is not None:
             saver.save(trainer)  # nothing, where it has just been saved
         else:
-            save_whole(trainer, path)
+            save_atomically(trainer, path)
         self._has_saved = True
         if why := why_data_differ(trainer):
             self.caveat = f" (with other data than the rest of this epoch: {why})"
@@ -164,7 +165,7 @@ class GracefulStop(BetweenSteps):
         self.stopped_by = signal.Signals(number)
         if trainer.state.fn != "fit":
             return
-        path, saver = self._path(trainer), _run_checkpoint(trainer)
+        path, saver = self._path(trainer), find_callback(trainer, RunCheckpoint)
         # A file there may be from an earlier run, unless this run was resumed from it.
         is_ours = self._has_saved or saver is not None
         if path is not None and is_ours and path.exists():
@@ -173,7 +174,7 @@ class GracefulStop(BetweenSteps):
             self.checkpoint_path = str(trainer.ckpt_path)
 
     def _path(self, trainer: Any) -> Path | None:
-        saver = _run_checkpoint(trainer)
+        saver = find_callback(trainer, RunCheckpoint)
         if saver is not None:
             return saver.path
         if self.dirpath is not None:
@@ -182,8 +183,3 @@ class GracefulStop(BetweenSteps):
             if getattr(each, "dirpath", None) is not None:
                 return Path(each.dirpath, "last.ckpt").absolute()
         return None
-
-
-def _run_checkpoint(trainer: Any) -> RunCheckpoint | None:
-    found = (c for c in trainer.callbacks if isinstance(c, RunCheckpoint))
-    return next(found, None)

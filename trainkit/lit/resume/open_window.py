@@ -51,9 +51,9 @@ def save(
     why = _why_not(accumulators, pl_module, num_torn=num_torn, alone=alone)
     if why is not None:
         warnings.warn(
-            f"checkpoint: taken inside a window, of whose first {lost} micro-batches "
-            f"it does not hold the gradients, since {why}. A run resumed from it steps "
-            f"with the rest of that window alone.",
+            f"checkpoint: taken inside a window. The gradients of its first {lost} "
+            f"micro-batches are not in it: {why}. A resumed run steps with the rest "
+            f"only.",
             stacklevel=2,
         )
         state["lost"] = lost

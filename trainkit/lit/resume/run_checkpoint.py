@@ -110,14 +110,14 @@ class RunCheckpoint(BetweenSteps, ModelCheckpoint):
         if trainer.fast_dev_run or batch == self._saved_batch:
             return
         self.last_model_path = str(self.path)  # Lightning saves it with the rest
-        save_whole(trainer, self.path)
+        save_atomically(trainer, self.path)
         self._saved_step, self._saved_batch = trainer.global_step, batch
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))
 
 
-def save_whole(trainer: Any, path: Path) -> None:
+def save_atomically(trainer: Any, path: Path) -> None:
     """Write a checkpoint that exists completely or not at all.
 
     Lightning writes it in the system's temporary folder and moves it. If that is
@@ -132,7 +132,7 @@ def save_whole(trainer: Any, path: Path) -> None:
                 f"and {part} is not there. Leave out AsyncCheckpointIO and the like."
             )
         _put_in_place(part, path)
-    trainer.strategy.barrier("trainkit.save_whole")
+    trainer.strategy.barrier("trainkit.save_atomically")
 
 
 def _put_in_place(part: Path, path: Path) -> None:

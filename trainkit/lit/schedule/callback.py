@@ -175,7 +175,7 @@ class AccumulationSchedule(OrderedCallback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.stages.unit == "tokens":
-            self._tokens.look(checks.require_windows(trainer).ledger.of())
+            self._tokens.record(checks.require_windows(trainer).ledger.of())
 
     def _open(self, trainer: Any, *, first_batch: int) -> None:
         size = self.stages.at(self._position(trainer))
@@ -255,7 +255,7 @@ class TokenCount:
             self._before = self._waiting.pop(0).values()
         return self._before
 
-    def look(self, account: Account | None) -> None:
+    def record(self, account: Account | None) -> None:
         """Begin to read the count, if another window has closed."""
         if account is not None and account.num_windows != self._num_windows:
             self._num_windows = account.num_windows
@@ -268,7 +268,7 @@ class TokenCount:
             account: of the first optimizer.
             before: the count up to the window before its last one; default: its total.
         """
-        self.look(account)
+        self.record(account)
         if before is None and account is not None:
             before = account.weight.item()
         self._before = before or 0.0

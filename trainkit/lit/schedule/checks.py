@@ -18,8 +18,8 @@ from trainkit.core.ranks import find_ranks
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import check_measurable, windows_of
-from trainkit.lit.callback.base import has_callback
+from trainkit.lit.batch_size.effective import check_measurable
+from trainkit.lit.callback.base import has_callback, windows_of
 from trainkit.lit.windows import refusals
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainkit.lit.callback.base import find_callback
 from trainkit.lit.schedule.callback import AccumulationSchedule
 
 
@@ -16,7 +17,7 @@ def total_steps(trainer: Any) -> float:
     Raises:
         TrainkitError: a schedule in tokens cannot tell before tokens are known.
     """
-    for callback in trainer.callbacks:
-        if isinstance(callback, AccumulationSchedule):
-            return callback.total_steps(trainer)
+    schedule = find_callback(trainer, AccumulationSchedule)
+    if schedule is not None:
+        return schedule.total_steps(trainer)
     return trainer.estimated_stepping_batches

@@ -47,13 +47,13 @@ class Arrivals:
         self._is_first = True
 
     def begin(self) -> None:
-        """Begin a loader batch, perhaps once more."""
+        """Begin a loader batch, or repeat it after memory ran out."""
         self._of_window = []
         while self._waiting and self._waiting[0][2].arrived:
             self._read_next()
 
-    def look_at(self, weights: Mapping[str, Weight], on_device: Any) -> None:
-        """Weigh a micro-batch that has arrived.
+    def check(self, weights: Mapping[str, Weight], on_device: Any) -> None:
+        """Compare the weight of a micro-batch that has arrived.
 
         Args:
             weights: its weights on the host, by term.

@@ -57,7 +57,7 @@ class SplitCallback(WindowCallback):
         """Whether the present micro-batch only lets all ranks run equally many."""
         current = None if self.split is None else self.split.current
         micro_batch = None if current is None else current.micro_batch
-        return micro_batch is not None and not micro_batch.counts
+        return micro_batch is not None and micro_batch.is_filler
 
     # ---- before and after training ---------------------------------------------------
 

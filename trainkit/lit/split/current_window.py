@@ -20,8 +20,8 @@ class CurrentWindow:
 
     Attributes:
         micro_batches: its micro-batches.
-        tells: whether the window is this loader batch alone, so that its total is known
-            beforehand.
+        is_whole_window: whether the window is this loader batch alone, so that its
+            total is known beforehand.
         closes: whether the window closes with it.
         logs: its logs so far.
         returned: the outputs of its micro-batches so far.
@@ -33,7 +33,7 @@ class CurrentWindow:
     """
 
     micro_batches: list[WeighedMicroBatch]
-    tells: bool
+    is_whole_window: bool
     closes: bool
     logs: HeldLogs
     returned: Returned = field(default_factory=Returned)

@@ -44,7 +44,7 @@ def _note(loader_batch: Any, current: CurrentWindow) -> str:
     number = 1 + next(
         i for i, p in enumerate(current.micro_batches) if p is micro_batch
     )
-    num_rows = sum(len(p.cut.rows) for p in current.micro_batches if p.counts)
+    num_rows = sum(len(p.cut.rows) for p in current.micro_batches if not p.is_filler)
     note = (
         f"trainkit | micro_batching: this was micro-batch {number} of "
         f"{len(current.micro_batches)}, the rows {_listed(micro_batch.cut.rows)} of a "

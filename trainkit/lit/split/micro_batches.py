@@ -12,9 +12,9 @@ import torch
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import describe
 from trainkit.core.division import weights_by_term
-from trainkit.core.split.counts import announce_whole_counts
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.whole_counts import announce_whole_counts
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerToken,
@@ -35,12 +35,12 @@ class WeighedMicroBatch:
     """A micro-batch and its weights, by term.
 
     Attributes:
-        counts: False for a micro-batch that only lets all ranks run equally many.
+        is_filler: whether it only lets all ranks run equally many micro-batches.
     """
 
     cut: MicroBatch
     weights: Mapping[str, Weight]
-    counts: bool = True
+    is_filler: bool = False
 
 
 class MicroBatches:
@@ -101,7 +101,7 @@ class MicroBatches:
             most = len(cut)
         self._say_too_long(limit)
         self._say_renumbered(batch)
-        self._sizes.look_at(cut)
+        self._sizes.exchange(cut)
         if self._is_first and not self._is_list:
             for strategy in self._strategies.values():
                 strategy.weight(batch)  # PerSample learns what its lists hold
@@ -125,7 +125,7 @@ class MicroBatches:
             )
         nothing = dict.fromkeys(weights, 0)
         return micro_batches + [
-            replace(micro_batches[-1], weights=nothing, counts=False)
+            replace(micro_batches[-1], weights=nothing, is_filler=True)
             for _ in range(most - len(micro_batches))
         ]
 
@@ -140,7 +140,7 @@ class MicroBatches:
         """The largest number of micro-batches on a rank; waits for all."""
         ranks = self._accumulator.ranks
         row = torch.tensor([float(number)], device=self._device)
-        return int(ranks.share(row).wait().amax())
+        return int(ranks.gather_rows(row).wait().amax())
 
     def _say_too_long(self, limit: Limit | None) -> None:
         longest = self._cutter.longest_over_budget
@@ -156,7 +156,7 @@ class MicroBatches:
 
 def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:
     """The arguments of `Window.count`: tokens, padding among them, samples."""
-    counting = [each.cut for each in micro_batches if each.counts]
+    counting = [each.cut for each in micro_batches if not each.is_filler]
     has_lengths = any(m.padded != len(m.rows) for m in counting)
     return {
         "padding": sum(m.padded - m.real for m in counting),

@@ -69,7 +69,7 @@ class Returned:
         self, strategies: Strategies, micro_batches: Sequence[WeighedMicroBatch]
     ) -> Any:
         """The output that `training_step` would have returned for the whole batch."""
-        counting = [each for each in micro_batches if each.counts]
+        counting = [each for each in micro_batches if not each.is_filler]
         first = next(iter(strategies))
         weights = {t: [each.weights[t] for each in counting] for t in strategies}
         terms = [

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import replaced, uncompiled
+from trainkit.lit.rerun.quietly import log_nothing
 from trainkit.lit.split.outputs import taken_apart, terms_of
 
 
@@ -23,12 +24,9 @@ def rehearsed(
         *args: further arguments of `training_step`.
         **kwargs: further keyword arguments of `training_step`.
     """
-    with replaced(pl_module, log=uncompiled(pl_module, _log_nothing)):
+    with replaced(pl_module, log=uncompiled(pl_module, log_nothing)):
         output = pl_module.training_step(batch, *args, **kwargs)
     if output is None:
         return []
     loss, _ = taken_apart(output)
     return list(terms_of(loss, strategies).values())
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None: ...

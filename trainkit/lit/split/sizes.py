@@ -43,7 +43,7 @@ class FixedSizes:
     def begin(self, rows: Rows) -> Limit | None:
         return None
 
-    def look_at(self, micro_batches: Sequence[MicroBatch]) -> None:
+    def exchange(self, micro_batches: Sequence[MicroBatch]) -> None:
         pass
 
     def is_proven(self) -> bool:
@@ -104,8 +104,8 @@ class AutoSizes:
         size = self.shown = self.search.limit
         return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
 
-    def look_at(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Ask the other ranks whether all have run sizes like theirs before."""
+    def exchange(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Ask all ranks whether each has already run micro-batches this large."""
         self._points = frontier([(m.padded, _longest(m)) for m in micro_batches])
         self._real = sum(m.real for m in micro_batches)
         has_proven = self.search.has_proven(self._points)

@@ -28,7 +28,6 @@ from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
 from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
-from trainkit.lit.split.lent import Windows
 from trainkit.lit.split.micro_batches import MicroBatches, counts_of
 from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.rehearsal import rehearsed
@@ -36,6 +35,7 @@ from trainkit.lit.split.retry import Retry
 from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 from trainkit.lit.split.transfer import moved
+from trainkit.lit.split.window_callback_protocol import Windows
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
@@ -196,11 +196,11 @@ class SplitWindows:
         assert (current := self.current) is not None
         self._is_complete = current.closes
         self._metrics.close()
-        counting = [each.cut for each in current.micro_batches if each.counts]
+        counting = [each.cut for each in current.micro_batches if not each.is_filler]
         current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
         self._metrics.end_logs()
         if current.returned.is_nothing:
-            if current.tells:  # else other loader batches of the window follow
+            if current.is_whole_window:  # else others of the window follow
                 self._accumulator.drop()
             return None
         strategies = self._accumulator.strategies
@@ -240,9 +240,9 @@ class SplitWindows:
         each_moved = zip(current.micro_batches, self._moved(current), strict=True)
         for micro_batch, on_device in each_moved:
             current.micro_batch = current.at = micro_batch
-            weights, counts = micro_batch.weights, micro_batch.counts
+            weights, counts = micro_batch.weights, not micro_batch.is_filler
             if self._arrivals is not None and counts:
-                self._arrivals.look_at(weights, on_device)
+                self._arrivals.check(weights, on_device)
             current.logs.begin(on_device, weights, is_muted=not counts)
             if self._metrics.are_any:
                 self._metrics.begin(current.share, is_muted=not counts)
@@ -294,7 +294,7 @@ class SplitWindows:
 
     def _begin(self, current: CurrentWindow, size: int) -> None:
         accumulator, cut = self._accumulator, current.micro_batches
-        if current.tells:
+        if current.is_whole_window:
             accumulator.expect(
                 weights={t: [each.weights[t] for each in cut] for t in cut[0].weights}
             )
@@ -308,7 +308,7 @@ class SplitWindows:
         accumulator.window.count(**counts_of(cut))
         for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback):
-                callback.on_cut(sum(each.counts for each in cut))
+                callback.on_cut(sum(not each.is_filler for each in cut))
 
     def _apart_unless_last(self, current: CurrentWindow) -> AbstractContextManager[Any]:
         """The ranks' gradients meet in the backward pass of the last micro-batch, if
@@ -329,7 +329,7 @@ class SplitWindows:
             return
         loss, extras = taken_apart(output)
         terms = terms_of(loss, self._accumulator.strategies)
-        if current.micro_batch.counts:
+        if not current.micro_batch.is_filler:
             current.returned.add(output, terms, extras)
         current.logs.know_terms(terms, self._accumulator.strategies)
         if current.is_forward_only:
@@ -339,7 +339,7 @@ class SplitWindows:
         else:
             (loss,) = terms.values()
         assert isinstance(loss, Tensor)
-        if not current.micro_batch.counts:
+        if current.micro_batch.is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
         # On a GPU the next step of a CUDA graph overwrites this step's loss.
         current.value = loss.detach().clone() if loss.is_cuda else loss.detach()

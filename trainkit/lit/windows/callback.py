@@ -306,7 +306,7 @@ class WindowCallback(WindowOwner):
         if self.asked_sizes:
             self.own_sizes, self.asked_sizes = frozenset(self.asked_sizes), set()
         for watch in self._step_watches:
-            watch.look()
+            watch.count_step()
 
     def _slots(self, accumulator: Accumulator, num_expected: int) -> int:
         wanted = any(wants(accumulator.num_windows) for wants in self._wants_weights)

@@ -44,7 +44,7 @@ def refuse_no_strategy(pl_module: Any) -> None:
             f"must say what a micro-batch weighs, received None. Set it to what the "
             f"loss of training_step is a mean over: PerSample() for a mean over "
             f"samples; PerToken() for a mean over labels that are not ignored; "
-            f"Uniform() only if all micro-batches hold equally much, which is not "
+            f"Uniform() only if all micro-batches have the same size, which is not "
             f"checked. On the command line: accumulation=per_sample for trainkit "
             f"train, --accumulation=PerSample for trainkit fit."
         )
@@ -198,7 +198,7 @@ def refuse_unequal_loaders(trainer: Any, ranks: Ranks) -> None:
     length = trainer.num_training_batches
     known = -1.0 if length == float("inf") else float(length)
     row = torch.tensor([known], device=trainer.strategy.root_device)
-    lengths = [int(row[0]) for row in ranks.share(row).wait().tolist()]
+    lengths = [int(row[0]) for row in ranks.gather_rows(row).wait().tolist()]
     if len(set(lengths)) > 1:
         raise TrainkitError(
             f"train_dataloader: all ranks must have the same number of batches, and "

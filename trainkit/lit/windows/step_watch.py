@@ -61,7 +61,7 @@ class StepWatch:
         if self._reads_factor:
             self._factor_before = self._factor()
 
-    def look(self) -> None:
+    def count_step(self) -> None:
         """Count the step as taken or skipped, when the batch is over."""
         if not self._expects:
             return

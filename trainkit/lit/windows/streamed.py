@@ -13,8 +13,6 @@ from trainkit.lit.callback.table import show
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
 
-NOTHING = nullcontext()
-
 
 @contextmanager
 def streamed_steps(
@@ -51,10 +49,10 @@ class _Steps:
     def _watched(self) -> AbstractContextManager[Any]:
         """A context that detects state moved by the first of several micro-batches."""
         if self._trainer.accumulate_grad_batches == 1:
-            return NOTHING
+            return nullcontext()
         for accumulator in self._windows.accumulators.values():
             if accumulator.is_open:
-                return NOTHING
+                return nullcontext()
         return self._moved.watch()
 
     def _weigh(self, batch: Any) -> None:
@@ -66,7 +64,7 @@ class _Steps:
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=num_samples(batch))
         if counts_alike(windows.strategies):
-            self._unlike.look(batch)
+            self._unlike.record(batch)
             if windows.first_windows.is_complete:
                 self.say_unlike()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.sweep.trial import Trial
-from trainkit.config.whole_file import write_whole
+from trainkit.config.atomic_file import write_atomically
 from trainkit.errors import TrainkitError
 
 _VERSION = 1
@@ -46,7 +46,7 @@ class SweepState:
             "config": self.config,
             "trials": [asdict(trial) for trial in self.trials],
         }
-        write_whole(self.path, json.dumps(content, indent=1) + "\n")
+        write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> SweepState:

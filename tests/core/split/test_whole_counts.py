@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from trainkit import PerSample
-from trainkit.core.split.counts import announce_whole_counts
 from trainkit.core.split.cutting import Cutter
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.whole_counts import announce_whole_counts
 from trainkit.errors import TrainkitError
 
 X = torch.arange(12.0).view(6, 2)

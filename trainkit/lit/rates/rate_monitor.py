@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from trainkit.lit.batch_size.effective import windows_of
+from trainkit.lit.callback.base import windows_of
 
 
 class LearningRates(LearningRateMonitor):

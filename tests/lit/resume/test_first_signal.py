@@ -1,0 +1,48 @@
+"""A signal is heard by the process that listens, and ends those that it has forked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, signal
+from trainkit.lit.resume.first_signal import FirstSignal
+signals = FirstSignal("the rest follows", on_ctrl_c="Ctrl+C again quits")
+signals.listen()
+ready, wrote = os.pipe()
+child = os.fork()
+if not child:
+    os.write(wrote, b"!")
+    while True:
+        signal.pause()
+        os.write(wrote, b"!")
+os.read(ready, 1)
+os.kill(child, signal.SIGINT)
+os.read(ready, 1)
+os.kill(child, signal.SIGTERM)
+status = os.waitpid(child, 0)[1]
+print(os.WTERMSIG(status) == signal.SIGTERM, signals.heard)
+signal.raise_signal(signal.SIGINT)
+print(signals.heard == signal.SIGINT)
+signal.raise_signal(signal.SIGTERM)
+print(signals.heard == signal.SIGINT)
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_worker_outlives_ctrl_c_only_and_its_parent_notes_the_first() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["True", "0", "True", "True", "interrupted"]
+    assert done.stderr == (
+        "\ntrainkit | SIGINT: the rest follows; Ctrl+C again quits\n"
+    )
