@@ -18,7 +18,7 @@ from trainkit.core.window_stats import (
 )
 
 NUM_MEASURED = 8
-"""From how many windows a batch size is measured that the loader does not announce."""
+"""Windows used to measure the batch size when the loader does not announce it."""
 
 
 @dataclass(frozen=True, eq=False)
