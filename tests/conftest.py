@@ -64,5 +64,5 @@ def _keep() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests that wait for a process leave one idle."""
-    return (os.cpu_count() or 1) + 1
+    """As many as there are cores; by itself, pytest-xdist counts physical ones."""
+    return os.cpu_count() or 1

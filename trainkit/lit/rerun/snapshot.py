@@ -21,7 +21,7 @@ FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 of it but the buffers, which have a public list."""
 
 VALUES = (int, float, complex, bool, str, bytes, type(None))
-CONTAINERS = (OrderedDict, dict, list, deque, set)
+CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
 
 MOST_ENTRIES = 1000
 """A longer list is a store, whose entries are not looked at."""
@@ -136,9 +136,9 @@ class Snapshot:
     def _keep_container(self, value: Any) -> None:
         # By the methods of Python's own types: a subclass may refuse, count, or take
         # other arguments.
-        kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
-        kept = dict(value) if isinstance(value, dict) else list(value)
-        put = kind.extend if kind in (list, deque) else kind.update
+        kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
+        kept = dict(value) if issubclass(kind, dict) else list(value)
+        put = kind.extend if issubclass(kind, list | deque) else kind.update
 
         def put_back() -> None:
             kind.clear(value)
