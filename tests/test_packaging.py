@@ -147,7 +147,7 @@ def test_the_wheel_holds_every_file(built: Built) -> None:
     for place, installed in PLACES.items():
         for path in (built.source / place).rglob("*"):
             name = f"{installed}/{path.relative_to(built.source / place)}"
-            kinds = (".py", ".yaml", ".typed", ".js", ".css")
+            kinds = (".py", ".pyi", ".yaml", ".typed", ".js", ".css")
             is_held = path.suffix in kinds or path.name == "LICENSE"
             if is_held and plugin not in name:
                 expected.add(name)
