@@ -1,20 +1,18 @@
 """One thread: the models are tiny, and several processes share the machine."""
 
-import functools
 import gc
-import importlib.metadata
 import os
 from collections.abc import Iterator
 
-# Every Trainer looks for callbacks in what is installed: 6 ms, for thousands of them.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for processes that tests start
 
-import pytest  # noqa: E402
+import pytest
 
-from tests.startup import forget_forking, forking, share  # noqa: E402
-from tests.startup.compiled import compile_tests  # noqa: E402
+from tests.startup import forget_forking, forking, share
+from tests.startup.compiled import compile_tests
+from tests.startup.quicker import make_hydra_quicker, make_quicker
+
+make_quicker()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +42,7 @@ def _has_workers(config: pytest.Config) -> bool:
 
 
 def pytest_collection_finish() -> None:
+    make_hydra_quicker()
     _keep()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -213,17 +214,42 @@ def test_accumulation_for_a_fixed_effective_batch() -> None:
             accumulate(*wrong)
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
+# Options that do not depend on each other are built together: the first of each of
+# these groups, the second, ... An experiment goes with its model and its data.
+TOGETHER = (
+    *("accumulation", "batchnorm", "lr_scaling", "schedule", "scheduler"),
+    *("micro_batching", "logger", "callbacks", "paths"),
+)
+OF_EXPERIMENTS = ("experiment", "model", "data")
+CHOICES = [
+    *zip_longest(*([o for o in OPTIONS if o[0] == group] for group in TOGETHER)),
+    *(
+        [(group, name) for group in OF_EXPERIMENTS if (group, name) in OPTIONS]
+        for name in sorted({name for group, name in OPTIONS if group in OF_EXPERIMENTS})
+    ),
+    *([o] for o in OPTIONS if o[0] not in TOGETHER + OF_EXPERIMENTS),
+]
+
+
+def test_every_option_is_chosen() -> None:
+    assert {option for chosen in CHOICES for option in chosen if option} == set(OPTIONS)
+
+
+@pytest.mark.parametrize("chosen", CHOICES, ids=str)
 def test_every_option_becomes_objects(
-    group: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: Sequence[tuple[str, str] | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    overrides = [f"{group}={option}", *OPEN.get((group, option), [])]
-    if group == "trainer":
+    options = [option for option in chosen if option]
+    overrides = [f"{group}={name}" for group, name in options]
+    overrides += {each: None for option in options for each in OPEN.get(option, [])}
+    if options[0][0] == "trainer":
         overrides += ["trainer.accelerator=cpu", "trainer.devices=1"]
-    config = composed(*overrides, run_dir=str(tmp_path))
-    if (group, option) == ("trainer", "fsdp"):
+    config = composed(*dict.fromkeys(overrides), run_dir=str(tmp_path))
+    if options == [("trainer", "fsdp")]:
         with pytest.raises(TrainkitError, match="trainer: .* requires a GPU"):
             build(config)
         return
@@ -235,8 +261,9 @@ def test_every_option_becomes_objects(
         "lr_scaling": "LRScaling",
         "schedule": "AccumulationSchedule",
     }
-    if group in expected:
-        assert (expected[group] in made) is (option != "none")
+    for group, name in options:
+        if group in expected:
+            assert (expected[group] in made) is (name != "none")
 
 
 def test_a_strategy_reaches_a_module_of_either_kind(tmp_path: Path) -> None:

@@ -222,9 +222,9 @@ def fit(*args: str, **options: Any) -> int:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ("num_batches", "number", "status"),
+    [(2, signal.SIGINT, 130), (5, signal.SIGTERM, 143), (11, signal.SIGINT, 130)],
 )
-@pytest.mark.parametrize("num_batches", [2, 5, 11])
 def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
     num_batches: int, number: int, status: int, monkeypatch: Any, capsys: Any
 ) -> None:
