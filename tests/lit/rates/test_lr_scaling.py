@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -87,14 +86,9 @@ def test_curve_of_every_scheduler_equals_factor_times_the_plain_one(
     assert deviation(curve, expected) <= EXACT
 
 
-RULES: list[tuple[str, Any]] = [
+RULES = [
     *((name, cube_root) for name in MAKERS),  # a factor that no binary fraction is
-    *(
-        (n, r)
-        for n in ("StepLR", *ABSOLUTE[-2:])
-        for r in FACTORS
-        if r is not cube_root
-    ),
+    *((name, rule) for name in ("StepLR", *ABSOLUTE[-2:]) for rule in FACTORS),
 ]
 """The rule gives one number: each goes with a relative scheduler and two others, and
 each scheduler with one rule. One group or two take turns."""
@@ -102,10 +96,7 @@ each scheduler with one rule. One group or two take turns."""
 
 @pytest.mark.parametrize(
     ("name", "rule", "first"),
-    [
-        (*pair, first)
-        for pair, first in zip(RULES, itertools.cycle(FIRST), strict=False)
-    ],
+    [(*rule, [*FIRST][index % 2]) for index, rule in enumerate(dict.fromkeys(RULES))],
 )
 def test_curve_under_every_rule_equals_its_factor_times_the_plain_one(
     name: str, rule: Any, first: str
