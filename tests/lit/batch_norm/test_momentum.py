@@ -58,8 +58,15 @@ def zeroed(net: Any = ConvNet) -> Still:
     return module
 
 
-@pytest.mark.parametrize("momentum", [0.01, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("accumulate", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("accumulate", "momentum"),
+    [
+        *zip([1, 2, 3, 5, 7], [0.1, 0.5, 0.01, 1.0, 0.9], strict=True),
+        (3, 0.9),
+        (3, 1.0),
+        (1, 0.9),
+    ],
+)
 def test_decay_after_k_steps_equals_the_big_batchs(
     accumulate: int, momentum: float
 ) -> None:

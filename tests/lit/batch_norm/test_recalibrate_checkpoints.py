@@ -36,10 +36,18 @@ CHECKPOINTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("only", [False, True])
 @pytest.mark.parametrize(
-    ("how", "validates"),
-    [(h, v) for h in CHECKPOINTS for v in (True, False) if v or h != "monitored"],
+    ("how", "validates", "only"),
+    [
+        ("every epoch", True, False),
+        ("every epoch", False, True),
+        ("every second step", True, True),
+        ("every second step", False, False),
+        ("last", True, False),
+        ("end of the epoch", True, True),
+        ("end of the epoch", False, False),
+        ("monitored", True, False),
+    ],
 )
 def test_statistics_in_a_checkpoint_equal_all_rows_under_its_weights(
     tmp_path: Path, how: str, validates: bool, only: bool

@@ -329,12 +329,22 @@ def ask_on_ranks(rank: int, world: int, kind: str) -> list[Any]:
     return [asks.found[-1], tokens.found[-1], fit.num_training_batches]
 
 
+def ask_both(rank: int, world: int) -> dict[str, Any]:
+    kinds = ("ddp", "tensor parallel")
+    return {kind: ask_on_ranks(rank, world, kind) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def on_both() -> list[Any]:
+    return raise_rank_errors(run_ranks(ask_both, 2))
+
+
 @pytest.mark.parametrize(("kind", "replicas"), [("ddp", 2), ("tensor parallel", 1)])
 def test_replicas_equal_the_ranks_with_data_of_their_own(
-    kind: str, replicas: int
+    on_both: Any, kind: str, replicas: int
 ) -> None:
     """World size is not the number of replicas."""
-    first, second = raise_rank_errors(run_ranks(ask_on_ranks, 2, kind))
+    first, second = (each[kind] for each in on_both)
     assert first == second
     samples, tokens, num_batches = first
     assert num_batches == 9 // replicas + (replicas == 2)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.cli.training import SMALL
 from tests.helpers import RankError, raise_rank_errors, run_ranks, weights
 from tests.lit.probe.finding import Data, Limited, Net, exact, found, quick
+from tests.lit.windows.several import run_cases
 from tests.startup import forked
 from trainkit.lit.probe.attempt import Attempts
 
@@ -63,10 +64,18 @@ def finds_then_by_hand(rank: int, world: int, where: str) -> Any:
     return first, fitted(where, by_hand=(4, 4))
 
 
+@pytest.fixture(scope="module")
+def ends() -> dict[Any, list[Any]]:
+    """What the ranks end with, where all of them fail or none."""
+    places = {w: (finds_then_by_hand, w) for w in ("forward", "backward")}
+    refused = {each: (each,) for each in (static, synchronised, sharded)}
+    return run_cases(WORLD, {**places, **refused})
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_one_rank_that_runs_out_decides_for_all(where: str) -> None:
+def test_one_rank_that_runs_out_decides_for_all(ends: Any, where: str) -> None:
     """In the backward pass its gradients would meet the other's in one bucket."""
-    results = raise_rank_errors(run_ranks(finds_then_by_hand, WORLD, where))
+    results = raise_rank_errors(ends[where])
     for (size, accumulate, after, steps), by_hand in results:
         assert (size, accumulate) == (4, 4), "4 x 4 x 2 ranks are the target"
         assert torch.equal(after, by_hand[2])
@@ -121,8 +130,10 @@ def static(rank: int, world: int) -> Any:
         (sharded, "ModelParallelStrategy may communicate within a pass"),
     ],
 )
-def test_a_pass_that_communicates_is_refused(function: Any, words: str) -> None:
-    for result in run_ranks(function, WORLD):
+def test_a_pass_that_communicates_is_refused(
+    ends: Any, function: Any, words: str
+) -> None:
+    for result in ends[function]:
         assert words in str(result)
 
 

@@ -51,8 +51,10 @@ def step(optimizer: Any) -> Any:
     return lr_scheduler.StepLR(optimizer, 100)
 
 
-@pytest.mark.parametrize("scheduler", [None, step, one_cycle])
-@pytest.mark.parametrize("is_the_same", [True, False])
+@pytest.mark.parametrize(
+    ("scheduler", "is_the_same"),
+    [(None, True), (step, False), (one_cycle, True), (one_cycle, False)],
+)
 def test_kept_optimizer_is_scaled_once_in_each_fit(
     scheduler: Any, is_the_same: bool
 ) -> None:

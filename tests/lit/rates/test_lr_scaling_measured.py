@@ -299,8 +299,7 @@ def run_tokens(batch: int, *more: Any, **how: Any) -> Any:
     return fit(Scheduled(None), *callbacks, **how), scaling
 
 
-@pytest.mark.parametrize("after", [4, 16, 20])
-@pytest.mark.parametrize("batch", [3, 6])
+@pytest.mark.parametrize(("after", "batch"), [(4, 3), (4, 6), (16, 3), (20, 6)])
 def test_measured_tokens_are_carried_over_to_the_same_loader_only(
     tmp_path: Path, after: int, batch: int
 ) -> None:
@@ -377,14 +376,23 @@ def train_rank(rank: int, world: int, kind: str) -> Any:
     return module.curve
 
 
-def test_two_ranks_give_twice_the_factor() -> None:
-    curves = raise_rank_errors(run_ranks(train_rank, 2, "samples"))
+def train_both(rank: int, world: int) -> dict[str, Any]:
+    return {kind: train_rank(rank, world, kind) for kind in ("samples", "tokens")}
+
+
+@pytest.fixture(scope="module")
+def both() -> list[Any]:
+    return raise_rank_errors(run_ranks(train_both, 2))
+
+
+def test_two_ranks_give_twice_the_factor(both: Any) -> None:
+    curves = [each["samples"] for each in both]
     assert curves[0] == curves[1]
     assert deviation(curves[0], times(plain("OneCycleLR-cos", 5), [8.0] * 5)) <= EXACT
 
 
-def test_ranks_with_unequal_tokens_measure_the_same() -> None:
-    curves = raise_rank_errors(run_ranks(train_rank, 2, "tokens"))
+def test_ranks_with_unequal_tokens_measure_the_same(both: Any) -> None:
+    curves = [each["tokens"] for each in both]
     assert curves[0] == curves[1]
     ks = [sum(COUNTS[: 4 * n]) / (4 * n) * 4 / 10 for n in range(1, 6)]
     assert deviation(curves[0], times(plain("OneCycleLR-cos", 5), ks)) <= EXACT

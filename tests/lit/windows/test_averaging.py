@@ -96,21 +96,29 @@ def test_plain_lightning_moves_weights_in_batchnorm_epoch() -> None:
     assert not torch.equal(watcher.seen[0], watcher.seen[-1])
 
 
-@pytest.mark.parametrize("validate", [False, True])
-@pytest.mark.parametrize("front", ["mixin", "callback"])
+AVERAGING = {
+    "swa": lambda: StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1),
+    "ema": lambda: EMAWeightAveraging(decay=0.5),
+    "mean": lambda: WeightAveraging(),
+}
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("name", "front", "validate"),
     [
-        lambda: StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1),
-        lambda: EMAWeightAveraging(decay=0.5),
-        lambda: WeightAveraging(),
+        ("swa", "mixin", True),
+        ("swa", "callback", False),
+        ("ema", "mixin", False),
+        ("ema", "callback", True),
+        ("mean", "mixin", True),
+        ("mean", "callback", True),
     ],
-    ids=["swa", "ema", "mean"],
 )
 def test_averaged_weights_equal_those_of_big_batches(
-    make: Any, front: str, validate: bool
+    name: str, front: str, validate: bool
 ) -> None:
     """Also where validation swaps the weights inside a window."""
+    make: Any = AVERAGING[name]
     exact = MixedValidated() if front == "mixin" else Validated()
     reference = Validated()
     ours = [] if front == "mixin" else [AccumulationCallback(PerToken())]

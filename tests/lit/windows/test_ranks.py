@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,12 +22,12 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     rank_loader,
-    run_ranks,
     train_on_windows,
     trainer,
     weights,
     windows_over_ranks,
 )
+from tests.lit.windows.several import Case, run_cases
 from trainkit import AccumulationCallback, AccumulationMixin, PerToken
 from trainkit.core import division as references
 from trainkit.errors import TrainkitError
@@ -40,7 +41,7 @@ class MixinModule(AccumulationMixin, TokenModule):
     accumulation = PerToken()
 
 
-def train(rank: int, world: int, front: str, options: dict[str, Any]) -> Tensor:
+def train(rank: int, world: int, front: str, **options: Any) -> Tensor:
     """Two epochs on this rank's share, float64."""
     chosen = {"strategy": "ddp", "data": DATA, "loss": "mean", "optimizer": "sgd"}
     chosen |= options
@@ -69,48 +70,18 @@ def train(rank: int, world: int, front: str, options: dict[str, Any]) -> Tensor:
 
 
 def deviations(
-    world: int,
-    front: str,
+    ends: list[Any],
     *,
     data: list[tuple[Tensor, Tensor]] = DATA,
     optimizer: str = "sgd",
     clip: float | None = None,
-    **options: Any,
 ) -> list[float]:
     """How far each rank's weights are from those of the big batch on one process."""
     start = TokenModule(dtype=torch.float64)
-    windows = windows_over_ranks(data, BATCH, WINDOW, world)
+    windows = windows_over_ranks(data, BATCH, WINDOW, len(ends))
     reference = TokenModule(dtype=torch.float64, optimizer=optimizer)
     train_on_windows(reference, windows, clip=clip)
-    options |= {"data": data, "optimizer": optimizer, "gradient_clip_val": clip}
-    ends = raise_rank_errors(run_ranks(train, world, front, options))
-    return [deviation(end, reference, start) for end in ends]
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
-@pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_two_ranks_equal_one_process(
-    front: str, optimizer: str, clip: float | None
-) -> None:
-    """transformers#34242, torchtune#2172: the mean of rank means is not the mean."""
-    off = deviations(2, front, optimizer=optimizer, clip=clip)
-    assert max(off) <= EXACT
-
-
-@pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_three_ranks_equal_one_process(front: str) -> None:
-    assert max(deviations(3, front)) <= EXACT
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_plain_lightning_does_not_equal_one_process(world: int) -> None:
-    assert min(deviations(world, "plain")) > NAIVE
-
-
-def test_sum_of_losses_on_two_ranks_equals_one_process() -> None:
-    """transformers#37110: a loss of one's own, averaged once more by DDP."""
-    assert max(deviations(2, "callback", loss="sum")) <= EXACT
+    return [deviation(end, reference, start) for end in raise_rank_errors(ends)]
 
 
 def silenced(number: int, keep: int) -> list[tuple[Tensor, Tensor]]:
@@ -121,11 +92,90 @@ def silenced(number: int, keep: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize(("world", "keep"), [(2, 0), (2, 1), (3, 2)])
-def test_rank_that_weighs_nothing_equals_one_process(world: int, keep: int) -> None:
-    """torchtitan divides by its local count; miles#2796 clamps it on each rank."""
-    off = deviations(world, "callback", data=silenced(world, keep))
+GRID = [
+    ("mixin", "sgd", None),
+    ("callback", "sgd", 0.05),
+    ("mixin", "momentum", 0.05),
+    ("callback", "momentum", None),
+    ("mixin", "adamw", None),
+    ("callback", "adamw", 0.05),
+]
+"""Each pair of a front, an optimizer and a clip."""
+
+
+def case(front: str, **options: Any) -> Case:
+    return partial(train, **options), front
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[Any, list[Any]]:
+    """What two ranks end with in each case."""
+    cases = {
+        (front, optimizer, clip): case(
+            front, optimizer=optimizer, gradient_clip_val=clip
+        )
+        for front, optimizer, clip in GRID
+    }
+    more: dict[Any, Case] = {
+        "plain": case("plain"),
+        "sum": case("callback", loss="sum"),
+        0: case("callback", data=silenced(2, 0)),
+        1: case("callback", data=silenced(2, 1)),
+        "two heads": (train_two_heads,),
+        "compressed": (train_compressed,),
+        "without a reference": (train_compressed, 1.0),
+        "collectives": (count_collectives,),
+        "late": (train_nan, "late"),
+        "now": (train_nan, "now"),
+    }
+    return run_cases(2, {**cases, **more})
+
+
+@pytest.fixture(scope="module")
+def three() -> dict[Any, list[Any]]:
+    """What three ranks end with in each case."""
+    return run_cases(
+        3,
+        {
+            "mixin": case("mixin"),
+            "callback": case("callback"),
+            "plain": case("plain"),
+            2: case("callback", data=silenced(3, 2)),
+        },
+    )
+
+
+@pytest.mark.parametrize(("front", "optimizer", "clip"), GRID)
+def test_two_ranks_equal_one_process(
+    two: Any, front: str, optimizer: str, clip: float | None
+) -> None:
+    """transformers#34242, torchtune#2172: the mean of rank means is not the mean."""
+    off = deviations(two[front, optimizer, clip], optimizer=optimizer, clip=clip)
     assert max(off) <= EXACT
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback"])
+def test_three_ranks_equal_one_process(three: Any, front: str) -> None:
+    assert max(deviations(three[front])) <= EXACT
+
+
+def test_plain_lightning_does_not_equal_one_process(two: Any, three: Any) -> None:
+    for ends in (two, three):
+        assert min(deviations(ends["plain"])) > NAIVE
+
+
+def test_sum_of_losses_on_two_ranks_equals_one_process(two: Any) -> None:
+    """transformers#37110: a loss of one's own, averaged once more by DDP."""
+    assert max(deviations(two["sum"])) <= EXACT
+
+
+@pytest.mark.parametrize(("world", "keep"), [(2, 0), (2, 1), (3, 2)])
+def test_rank_that_weighs_nothing_equals_one_process(
+    two: Any, three: Any, world: int, keep: int
+) -> None:
+    """torchtitan divides by its local count; miles#2796 clamps it on each rank."""
+    ends = {2: two, 3: three}[world][keep]
+    assert max(deviations(ends, data=silenced(world, keep))) <= EXACT
 
 
 # ---- parameters that not every micro-batch uses --------------------------------------
@@ -161,7 +211,7 @@ def train_two_heads(rank: int, world: int) -> Tensor:
     return weights(module)
 
 
-def test_parameters_unused_in_some_micro_batches_equal_one_process() -> None:
+def test_parameters_unused_in_some_micro_batches_equal_one_process(two: Any) -> None:
     """The first head is used in a window's first micro-batch alone, whose gradient
     the ranks do not exchange before the last one, which does not use it."""
     start, reference = (TwoHeads(dtype=torch.float64) for _ in range(2))
@@ -183,7 +233,7 @@ def test_parameters_unused_in_some_micro_batches_equal_one_process() -> None:
                 if parameter.grad is not None:
                     parameter.grad /= total
             optimizer.step()
-    ends = raise_rank_errors(run_ranks(train_two_heads, 2))
+    ends = raise_rank_errors(two["two heads"])
     assert max(deviation(end, reference, start) for end in ends) <= EXACT
 
 
@@ -205,34 +255,37 @@ class HeavyToken(PerToken):
 
 
 def train_compressed(rank: int, world: int, reference: float | None = None) -> Tensor:
-    if reference is not None:
-        references.power_of_two = lambda number, before: torch.tensor(reference)
     module = TokenModule()
-    trainer(
+    fit = trainer(
         WINDOW,
         strategy="ddp",
         devices=world,
         use_distributed_sampler=False,
         callbacks=[AccumulationCallback(HeavyToken()), Compress()],
-    ).fit(module, rank_loader(DATA, BATCH, rank, world))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if reference is not None:
+            fixed = torch.tensor(reference)
+            patch.setattr(references, "power_of_two", lambda number, before: fixed)
+        fit.fit(module, rank_loader(DATA, BATCH, rank, world))
     return weights(module)
 
 
-def test_half_precision_communication_equals_one_process() -> None:
+def test_half_precision_communication_equals_one_process(two: Any) -> None:
     """Up to the rounding of half precision, weights of 800,000 notwithstanding."""
     start = TokenModule()
     reference = train_on_windows(
         TokenModule(), windows_over_ranks(DATA, BATCH, WINDOW, 2)
     )
-    ends = raise_rank_errors(run_ranks(train_compressed, 2))
+    ends = raise_rank_errors(two["compressed"])
     off = max(deviation(end, reference, start) for end in ends)
     assert 1e-8 < off <= 2e-3
     assert torch.equal(ends[0], ends[1])
 
 
-def test_half_precision_communication_without_a_reference_overflows() -> None:
+def test_half_precision_communication_without_a_reference_overflows(two: Any) -> None:
     """Why micro-batches are weighted by w / r while the window is open."""
-    for error in run_ranks(train_compressed, 2, 1.0):
+    for error in two["without a reference"]:
         assert "one was NaN or infinite" in str(error)
 
 
@@ -245,7 +298,7 @@ class CountCollectives(pl.Callback):
     def __init__(self) -> None:
         self.in_batches: list[int] = []
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def count(self, patch: pytest.MonkeyPatch) -> None:
         def counted(*args: Any, **kwargs: Any) -> Any:
             caller = inspect.stack()[1].filename
             if "trainkit" in caller and self.in_batches:
@@ -253,7 +306,7 @@ class CountCollectives(pl.Callback):
             return original(*args, **kwargs)
 
         original = dist.all_reduce
-        dist.all_reduce = counted
+        patch.setattr(dist, "all_reduce", counted)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         self.in_batches.append(0)
@@ -261,13 +314,15 @@ class CountCollectives(pl.Callback):
 
 def count_collectives(rank: int, world: int) -> list[int]:
     counter = CountCollectives()
-    train(rank, world, "callback", {"callbacks": [counter], "max_epochs": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        counter.count(patch)
+        train(rank, world, "callback", callbacks=[counter], max_epochs=1)
     return counter.in_batches
 
 
-def test_collectives_equal_one_for_each_window() -> None:
+def test_collectives_equal_one_for_each_window(two: Any) -> None:
     """torchtune#1917: reduce once per window. The first also agrees on r."""
-    for counted in raise_rank_errors(run_ranks(count_collectives, 2)):
+    for counted in raise_rank_errors(two["collectives"]):
         assert counted == [1, 1, 0, 1, 1]
 
 
@@ -295,8 +350,10 @@ def train_nan(rank: int, world: int, checks: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("checks", "taken"), [("late", 1), ("now", 0)])
-def test_nan_on_one_rank_is_named_on_all_ranks(checks: str, taken: int) -> None:
+def test_nan_on_one_rank_is_named_on_all_ranks(
+    two: Any, checks: str, taken: int
+) -> None:
     """One window late for nothing, or before the step for one wait."""
-    for steps, text in raise_rank_errors(run_ranks(train_nan, 2, checks)):
+    for steps, text in raise_rank_errors(two[checks]):
         assert steps == taken
         assert text.startswith("optimizer step 0 (counted from 0), rank 1: the loss")

@@ -28,6 +28,7 @@ from tests.helpers import (
     weights,
 )
 from tests.lit.front.test_manual import ManualModule
+from tests.lit.windows.several import run_cases
 from trainkit import AccumulationCallback, PerToken
 from trainkit.errors import TrainkitError
 from trainkit.lit.windows import refusals
@@ -76,6 +77,22 @@ def test_ranks_without_torch_distributed_are_refused() -> None:
         refusals.refuse_unknown_backend(unknown)
 
 
+@pytest.fixture(scope="module")
+def two() -> dict[Any, list[Any]]:
+    """What two ranks end with, where both are refused or none."""
+    return run_cases(
+        2,
+        {
+            "static graph, 2": (train_static_graph, 2),
+            "static graph, 1": (train_static_graph, 1),
+            "static graph, manual": (train_static_manual,),
+            "equal streams": (train_stream, [5, 5], {}),
+            "cut streams": (train_stream, [4, 6], {"limit_train_batches": 4}),
+            "lists": (train_lists, [3, 5]),
+        },
+    )
+
+
 def train_static_graph(rank: int, world: int, accumulate: int) -> Tensor:
     module = TokenModule()
     trainer(
@@ -87,14 +104,14 @@ def train_static_graph(rank: int, world: int, accumulate: int) -> Tensor:
     return weights(module)
 
 
-def test_static_graph_with_several_micro_batches_is_refused() -> None:
-    for error in run_ranks(train_static_graph, 2, 2):
+def test_static_graph_with_several_micro_batches_is_refused(two: Any) -> None:
+    for error in two["static graph, 2"]:
         assert "static_graph=True: DDP cannot run a window of several" in str(error)
         assert "received 2. Make the DDP module, or Lightning" in str(error)
 
 
-def test_static_graph_with_one_micro_batch_trains() -> None:
-    ends = raise_rank_errors(run_ranks(train_static_graph, 2, 1))
+def test_static_graph_with_one_micro_batch_trains(two: Any) -> None:
+    ends = raise_rank_errors(two["static graph, 1"])
     assert torch.equal(*ends)
 
 
@@ -105,8 +122,8 @@ def train_static_manual(rank: int, world: int) -> None:
     fit.fit(module, loader(DATA, BATCH))
 
 
-def test_static_graph_in_manual_optimization_is_refused() -> None:
-    for error in run_ranks(train_static_manual, 2):
+def test_static_graph_in_manual_optimization_is_refused(two: Any) -> None:
+    for error in two["static graph, manual"]:
         assert "static_graph=True: DDP cannot run a window of several" in str(error)
 
 
@@ -246,8 +263,8 @@ def train_stream(
     options: dict[str, Any],
     kind: type[Stream] = Stream,
 ) -> int:
-    if len(set(numbers)) > 1:  # nobody will come
-        refusals.PATIENCE = timedelta(seconds=1)
+    if not options and len(set(numbers)) > 1:  # nobody will come
+        refusals.PATIENCE = timedelta(seconds=0.4)
     stream = torch.utils.data.DataLoader(kind(numbers[rank]), batch_size=None)
     fit = trainer(
         2,
@@ -281,14 +298,13 @@ def test_stream_that_ends_early_on_one_rank_is_refused(
     assert isinstance(ends[1 - short], RankError)
 
 
-def test_streams_of_equal_length_train() -> None:
-    assert run_ranks(train_stream, 2, [5, 5], {}) == [6, 6]
+def test_streams_of_equal_length_train(two: Any) -> None:
+    assert two["equal streams"] == [6, 6]
 
 
-def test_streams_cut_to_the_same_length_train() -> None:
+def test_streams_cut_to_the_same_length_train(two: Any) -> None:
     """What the refusal advises."""
-    ends = run_ranks(train_stream, 2, [4, 6], {"limit_train_batches": 4})
-    assert ends == [4, 4]
+    assert two["cut streams"] == [4, 4]
 
 
 def train_lists(rank: int, world: int, numbers: list[int]) -> None:
@@ -302,11 +318,12 @@ def train_lists(rank: int, world: int, numbers: list[int]) -> None:
     fit.fit(TokenModule(), loader(DATA[: 4 * numbers[rank]], BATCH))
 
 
-@pytest.mark.parametrize("numbers", [[3, 5], [5, 3, 5]])
-def test_loaders_of_different_length_are_refused(numbers: list[int]) -> None:
-    for error in run_ranks(train_lists, len(numbers), numbers):
-        text = f"must have the same number of batches, and they have {numbers}"
-        assert text in str(error)
+def test_loaders_of_different_length_are_refused(two: Any) -> None:
+    text = "must have the same number of batches, and they have "
+    for error in two["lists"]:
+        assert f"{text}{[3, 5]}" in str(error)
+    for error in run_ranks(train_lists, 3, [5, 3, 5]):
+        assert f"{text}{[5, 3, 5]}" in str(error)
 
 
 class NoneOnRankOne(TokenModule):

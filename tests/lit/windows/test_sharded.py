@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from tests.helpers import (
 from tests.lit.resume.test_rank_checkpoints import INSIDE, FromBatch, Save
 from tests.lit.resume.test_rank_checkpoints import WINDOW as LONG_WINDOW
 from tests.lit.resume.test_rank_checkpoints import off_big_batch as off_long_windows
+from tests.lit.windows.several import Case, run_cases
 from trainkit import AccumulationCallback, PerToken, WindowMonitor
 
 EXACT = TOLERANCE[torch.float64]
@@ -69,12 +69,15 @@ def mesh_strategy(replicas: int, split: int) -> ModelParallelStrategy:
 
 
 def train(
-    rank: int, world: int, front: str, split: int, options: dict[str, Any]
+    rank: int,
+    world: int,
+    front: str,
+    split: int,
+    optimizer: str = "sgd",
+    clip: float | None = None,
 ) -> Tensor:
     replicas = world // split
-    module = ShardedModule(
-        dtype=torch.float64, optimizer=options.pop("optimizer", "sgd")
-    )
+    module = ShardedModule(dtype=torch.float64, optimizer=optimizer)
     callbacks = [AccumulationCallback(PerToken())] if front == "callback" else []
     trainer(
         WINDOW,
@@ -82,41 +85,59 @@ def train(
         devices=world,
         use_distributed_sampler=False,
         callbacks=callbacks,
-        **options,
+        gradient_clip_val=clip,
     ).fit(module, rank_loader(DATA, BATCH, rank // split, replicas))
     return whole(module)
 
 
-def deviations(front: str, replicas: int, split: int, **options: Any) -> list[float]:
+OPTIONS = [(optimizer, clip) for optimizer in ("sgd", "adamw") for clip in (None, 0.05)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """What two ranks end with in each case, and where they have saved."""
+    path = str(tmp_path_factory.mktemp("sharded") / "inside.ckpt")
+    save = {"path": path, "after": INSIDE}
+    cases: dict[Any, Case] = {how: (train, "callback", 1, *how) for how in OPTIONS}
+    cases |= {
+        "plain": (train, "plain", 1),
+        "tensor parallel": (train, "callback", 2),
+        "half auto": (train_half_sharded, "auto"),
+        "half mean": (train_half_sharded, "mean"),
+        "saved": (train_and_save, None, save, 0),
+        "resumed": (train_and_save, path, None, INSIDE),
+    }
+    return run_cases(2, cases) | {"path": path}
+
+
+def deviations(
+    ends: list[Any], replicas: int, optimizer: str = "sgd", clip: float | None = None
+) -> list[float]:
     start, reference = (
-        TokenModule(dtype=torch.float64, optimizer=options.get("optimizer", "sgd"))
-        for _ in range(2)
+        TokenModule(dtype=torch.float64, optimizer=optimizer) for _ in range(2)
     )
     windows = windows_over_ranks(DATA, BATCH, WINDOW, replicas)
-    train_on_windows(reference, windows, clip=options.get("gradient_clip_val"))
-    ends = run_ranks(train, replicas * split, front, split, options)
+    train_on_windows(reference, windows, clip=clip)
     return [deviation(end, reference, start) for end in raise_rank_errors(ends)]
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_fsdp2_equals_one_process(optimizer: str, clip: float | None) -> None:
-    off = deviations("callback", 2, 1, optimizer=optimizer, gradient_clip_val=clip)
-    assert max(off) <= EXACT
+@pytest.mark.parametrize(("optimizer", "clip"), OPTIONS)
+def test_fsdp2_equals_one_process(two: Any, optimizer: str, clip: float | None) -> None:
+    assert max(deviations(two[optimizer, clip], 2, optimizer, clip)) <= EXACT
 
 
-def test_plain_fsdp2_does_not_equal_one_process() -> None:
-    assert min(deviations("plain", 2, 1)) > NAIVE
+def test_plain_fsdp2_does_not_equal_one_process(two: Any) -> None:
+    assert min(deviations(two["plain"], 2)) > NAIVE
 
 
-def test_tensor_parallel_ranks_equal_one_process() -> None:
+def test_tensor_parallel_ranks_equal_one_process(two: Any) -> None:
     """verl#6609: two ranks share one window's data, and count it once."""
-    assert max(deviations("callback", 1, 2)) <= EXACT
+    assert max(deviations(two["tensor parallel"], 1)) <= EXACT
 
 
 def test_replicas_of_tensor_parallel_ranks_equal_one_process() -> None:
     """World size means data-parallel replicas: four ranks, two of them."""
-    assert max(deviations("callback", 2, 2)) <= EXACT
+    assert max(deviations(run_ranks(train, 4, "callback", 2), 2)) <= EXACT
 
 
 class HalfSharded(ShardedModule):
@@ -139,10 +160,10 @@ def train_half_sharded(rank: int, world: int, aggregation: Any) -> Tensor:
     return whole(module)
 
 
-def test_parameters_that_no_backend_averages_are_refused() -> None:
-    for error in run_ranks(train_half_sharded, 2, "auto"):
+def test_parameters_that_no_backend_averages_are_refused(two: Any) -> None:
+    for error in two["half auto"]:
         assert "aggregation='auto': net.head.weight is not sharded" in str(error)
-    ends = raise_rank_errors(run_ranks(train_half_sharded, 2, "mean"))
+    ends = raise_rank_errors(two["half mean"])
     assert not torch.equal(*ends)  # why
 
 
@@ -169,15 +190,17 @@ def train_and_save(
     return whole(module)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_resume_inside_a_window_of_fsdp2_equals_the_big_batch(
-    tmp_path: Path, world: int
+def test_resume_inside_a_window_of_fsdp2_equals_the_big_batch(two: Any) -> None:
+    assert off_long_windows(two["saved"]) <= EXACT
+    assert off_long_windows(two["resumed"]) <= EXACT
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint. it was taken inside a window")
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended")
+def test_resume_inside_a_window_of_fsdp2_on_one_rank_equals_the_big_batch(
+    two: Any,
 ) -> None:
-    path = str(tmp_path / "inside.ckpt")
-    saved = run_ranks(train_and_save, 2, None, {"path": path, "after": INSIDE}, 0)
-    assert off_long_windows(saved) <= EXACT
-    resumed = run_ranks(train_and_save, world, path, None, INSIDE)
-    assert off_long_windows(resumed) <= EXACT
+    assert off_long_windows([train_and_save(0, 1, two["path"], None, INSIDE)]) <= EXACT
 
 
 # ---- FSDP1 ---------------------------------------------------------------------------
