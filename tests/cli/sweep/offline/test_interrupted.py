@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cli.sweep.helpers import (
@@ -51,7 +50,8 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def number_of_sweep(folder: Path) -> int:
     """The process that has started the running trial."""
-    return psutil.Process(number_of_trial(folder)).ppid()
+    words = ["ps", "-o", "ppid=", "-p", str(number_of_trial(folder))]
+    return int(subprocess.run(words, capture_output=True, check=True).stdout)
 
 
 def number_of_trial(folder: Path) -> int:
@@ -114,40 +114,37 @@ def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
     assert {each.num_rows_received for each in received} == {4}
 
 
-def test_an_interrupted_sweep_lets_trials_save_and_says_how_to_go_on(
+def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     held: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    os.kill(number_of_sweep(tmp_path), signal.SIGTERM)
-    output, news = held.communicate(timeout=240)
+    sweep = number_of_sweep(tmp_path)
+    done = go_on(tmp_path)
+    assert done.returncode == 2
+    assert f"is in use by process {sweep}," in done.stderr
 
+    os.kill(sweep, signal.SIGTERM)
+    output, news = held.communicate(timeout=240)
     assert held.returncode == 143
-    assert states(tmp_path) == ["finished", "waiting"]
+    assert states(tmp_path) == ["finished", "waiting"]  # the trial could save
     assert "stopping 1 running trials" in news
     (folder,) = (tmp_path / "sweeps").glob("*")
     again = f"to resume: trainkit sweep toy.yaml --offline --resume {folder.name}"
     assert again in news
     assert "finished" in output  # the table of what there is
 
-    (tmp_path / "go").touch()
-    done = go_on(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert states(tmp_path) == ["finished"] * 3
-
-
-def test_a_second_process_and_another_file_are_refused(
-    held: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    done = go_on(tmp_path)
-    assert done.returncode == 2
-    assert f"is in use by process {number_of_sweep(tmp_path)}," in done.stderr
-
-    held.terminate()
-    held.communicate(timeout=240)
+    file = tmp_path / "toy.yaml"
+    before = file.read_text()
     toy(tmp_path, {"lr": {"values": [1, 2]}})
     done = go_on(tmp_path)
     assert done.returncode == 2
     assert "toy.yaml has changed since" in done.stderr
     assert "started: parameters." in done.stderr
+
+    file.write_text(before)
+    (tmp_path / "go").touch()
+    done = go_on(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert states(tmp_path) == ["finished"] * 3
 
 
 def test_a_kill_while_the_state_is_written_leaves_the_one_before(

@@ -16,6 +16,12 @@ from trainkit.cli.sweep.trial import Trial
 pytest.importorskip("sweeps")
 
 
+LOGS_NOTHING: dict[str, Any] = {
+    "command": ["${interpreter}", "-c", "pass"],
+    "metric": None,
+}
+
+
 def trials_of(sweep: OfflineSweep) -> list[Trial]:
     """As they stand on the disk, not as they are in memory."""
     return SweepState.load(sweep._state.folder).trials
@@ -48,9 +54,7 @@ def test_a_grid_runs_every_trial_once(no_account: Path) -> None:
 
 
 def test_count_is_how_many_are_started_now(no_account: Path) -> None:
-    path = toy(
-        no_account, {"lr": LR}, command=["${interpreter}", "-c", "pass"], metric=None
-    )
+    path = toy(no_account, {"lr": LR}, **LOGS_NOTHING)
 
     assert offline(path, count=1).run() == 0
     sweep = offline(path, count=1)
@@ -58,10 +62,12 @@ def test_count_is_how_many_are_started_now(no_account: Path) -> None:
     assert [trial.state for trial in trials_of(sweep)] == ["finished", "finished"]
 
 
-@pytest.mark.parametrize("method", ["random", "bayes"])
-def test_a_search_ends_at_its_cap(no_account: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "trial"), [("random", LOGS_NOTHING), ("bayes", {})])
+def test_a_search_ends_at_its_cap(
+    no_account: Path, method: str, trial: dict[str, Any]
+) -> None:
     lr = {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}
-    path = toy(no_account, {"lr": lr, "rows": 1}, method=method, run_cap=3)
+    path = toy(no_account, {"lr": lr, "rows": 1}, method=method, run_cap=3, **trial)
 
     sweep = offline(path, agents=2)
     sweep.run()
