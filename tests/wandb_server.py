@@ -165,7 +165,8 @@ class WandbServer:
             "WANDB_DIR": str(home),
             # How long a trial that is asked to stop may take: it says when it has.
             "WANDB_AGENT_KILL_DELAY": "240",
-            "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
+            "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",  # the least: whole seconds
+            "WANDB_ERROR_REPORTING": "false",  # statistics about the client itself
             "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.2",
             **more,
         }

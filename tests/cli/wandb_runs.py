@@ -24,8 +24,11 @@ STEPS = 3
 
 
 def connect(server: WandbServer, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """Log the client of this process in to the stand-in server."""
+    """Log the client of this process in to the stand-in server.
+
+    It sends rows when its run ends, since between two times it waits for a second."""
     env = server.env(home)
+    del env["WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL"]
     for name in env:
         if name.startswith("WANDB_") and name not in ("WANDB_DIR", "WANDB_PROJECT"):
             monkeypatch.setenv(name, env[name])

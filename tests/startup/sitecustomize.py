@@ -4,7 +4,7 @@
 - transformers and scipy seem not to be installed, as with many users. torchmetrics
   imports them wherever they are, for two seconds of each start. Who asks for them by
   name is given them.
-- `wandb agent` asks its server twice a second, not each five seconds.
+- `wandb agent` asks its server ten times a second, not each five seconds.
 """
 
 import importlib.metadata
@@ -44,7 +44,7 @@ def ask_often() -> None:
     if sys.orig_argv[1:4] == ["-m", "wandb", "agent"]:
         from wandb.wandb_agent import Agent
 
-        Agent.POLL_INTERVAL = 0.5  # type: ignore[assignment]
+        Agent.POLL_INTERVAL = 0.1  # type: ignore[assignment]
 
 
 if server := os.environ.get("TESTS_FORK_SERVER"):

@@ -23,63 +23,68 @@ from trainkit.core.scaling import RULES
 from trainkit.errors import TrainkitError
 
 
-def complete(line: str, **environment: str) -> list[str]:
-    """What the last word of a line may become; asked in another process, since the
-    answer ends it."""
+def complete_all(*lines: str) -> dict[str, list[str]]:
+    """What the last word of each line may become."""
     done = subprocess.run(
-        [sys.executable, "-m", "trainkit", "completion", "--query", line],
-        env={**os.environ, **forked(), **environment},
+        [sys.executable, str(Path(__file__).with_name("answers.py")), *lines],
+        env={**os.environ, **forked()},
         stdout=subprocess.PIPE,
         text=True,
         timeout=240,
+        check=True,
     )
-    return done.stdout.split()
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("line", "candidates"),
-    [
-        ("trainkit ", list(COMMANDS)),
-        ("trainkit p", ["predict", "plan"]),
-        ("trainkit --", ["--help", "--version"]),
-        ("trainkit nothing ", []),
-        ("trainkit completion ", ["bash", "zsh", "fish"]),
-        ("trainkit completion f", ["fish"]),
-        ("trainkit plan --ma", ["--max-micro-batch"]),
-        ("trainkit plan --json --dr", ["--drop-last"]),
-        ("trainkit plan --rule ", list(RULES)),
-        ("trainkit plan --rule=s", ["--rule=sqrt"]),
-        ("trainkit plan --json=", []),
-        ("trainkit plan --lr 0.1 --tar", ["--target"]),
-        ("trainkit train --cf", ["--cfg"]),
-        ("trainkit train --cfg ", ["job", "hydra", "all"]),
-        ("trainkit train seed=1 --cfg ", ["job", "hydra", "all"]),
-        (
-            "trainkit train accumulation=",
-            [f"accumulation={name}" for name in STRATEGIES],
-        ),
-        ("trainkit train accumulation=per_t", ["accumulation=per_token"]),
-        (
-            "trainkit train -m accumulation=per_token,u",
-            ["accumulation=per_token,uniform"],
-        ),
-        ("trainkit train seed=1 -m accumulation=n", ["accumulation=none"]),
-        ("trainkit train ~schedu", ["~schedule", "~scheduler"]),
-        ("trainkit train trainer=debug trainer.devi", ["trainer.devices="]),
-        ("trainkit train accumulation=nothing data.batch_s", []),
-        ("trainkit train 'unbalanced", []),
-        ("trainkit plan --probe accumulation=per_t", ["accumulation=per_token"]),
-        ("trainkit plan --probe --ma", ["--max-micro-batch"]),
-        ("trainkit plan --probe --rule s", ["sqrt"]),
-        ("trainkit plan --probe seed=1 --rule s", ["sqrt"]),
-        ("trainkit plan --probe seed=1 --lr 1 accumulation=n", ["accumulation=none"]),
-        ("trainkit plan accumulation=per_t", []),
-        ("trainkit sweep --off", ["--offline"]),
-        ("trainkit report --no", ["--no-pictures"]),
-    ],
-)
-def test_candidates_of_a_line(line: str, candidates: list[str]) -> None:
-    assert complete(line) == candidates
+def complete(line: str) -> list[str]:
+    return complete_all(line)[line]
+
+
+CANDIDATES = {
+    "trainkit ": list(COMMANDS),
+    "trainkit p": ["predict", "plan"],
+    "trainkit --": ["--help", "--version"],
+    "trainkit nothing ": [],
+    "trainkit completion ": ["bash", "zsh", "fish"],
+    "trainkit completion f": ["fish"],
+    "trainkit plan --ma": ["--max-micro-batch"],
+    "trainkit plan --json --dr": ["--drop-last"],
+    "trainkit plan --rule ": list(RULES),
+    "trainkit plan --rule=s": ["--rule=sqrt"],
+    "trainkit plan --json=": [],
+    "trainkit plan --lr 0.1 --tar": ["--target"],
+    "trainkit train --cf": ["--cfg"],
+    "trainkit train --cfg ": ["job", "hydra", "all"],
+    "trainkit train seed=1 --cfg ": ["job", "hydra", "all"],
+    "trainkit train accumulation=": [f"accumulation={name}" for name in STRATEGIES],
+    "trainkit train accumulation=per_t": ["accumulation=per_token"],
+    "trainkit train -m accumulation=per_token,u": ["accumulation=per_token,uniform"],
+    "trainkit train seed=1 -m accumulation=n": ["accumulation=none"],
+    "trainkit train ~schedu": ["~schedule", "~scheduler"],
+    "trainkit train trainer=debug trainer.devi": ["trainer.devices="],
+    "trainkit train accumulation=nothing data.batch_s": [],
+    "trainkit train 'unbalanced": [],
+    "trainkit plan --probe accumulation=per_t": ["accumulation=per_token"],
+    "trainkit plan --probe --ma": ["--max-micro-batch"],
+    "trainkit plan --probe --rule s": ["sqrt"],
+    "trainkit plan --probe seed=1 --rule s": ["sqrt"],
+    "trainkit plan --probe seed=1 --lr 1 accumulation=n": ["accumulation=none"],
+    "trainkit plan accumulation=per_t": [],
+    "trainkit sweep --off": ["--offline"],
+    "trainkit report --no": ["--no-pictures"],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        return complete_all(*CANDIDATES)
+
+
+@pytest.mark.parametrize("line", CANDIDATES)
+def test_candidates_of_a_line(line: str, answers: dict[str, list[str]]) -> None:
+    assert answers[line] == CANDIDATES[line]
 
 
 def test_train_offers_every_group_of_the_configuration() -> None:
@@ -97,9 +102,9 @@ def test_values_of_a_path_are_files(tmp_path: Path) -> None:
 def test_groups_and_options_of_the_users_own_folder(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: mine.Net\n")
-    for place in ("--config-dir=", "--config-dir ", "-cd "):
-        line = f"trainkit train {place}{tmp_path}/conf model=min"
-        assert complete(line) == ["model=mine"]
+    places = ("--config-dir=", "--config-dir ", "-cd ")
+    lines = [f"trainkit train {place}{tmp_path}/conf model=min" for place in places]
+    assert complete_all(*lines) == dict.fromkeys(lines, ["model=mine"])
 
 
 def test_a_section_offers_what_is_in_it() -> None:
@@ -238,13 +243,16 @@ def test_tab_in_train_loads_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_options_of_fit_are_kept_for_the_next_tab() -> None:
-    *_, loaded = fresh("trainkit fit --trainer.max_e")
-    assert loaded.startswith("--trainer.max_epochs")
-    assert "torch" in loaded
+def test_options_of_fit_are_kept_for_the_next_tab(tmp_path: Path) -> None:
+    assert not list(tmp_path.rglob("options-*.json"))
+    assert "--trainer.max_epochs" in complete("trainkit fit --trainer.max_e")
+    assert len(list(tmp_path.rglob("options-*.json"))) == 1
     *_, loaded = fresh("trainkit fit --accumulation=PerT")
     assert loaded == "--accumulation=PerToken[]"
-    assert complete("trainkit test --trainer.acceleratorr") == []
-    assert complete("trainkit test --accumulation Unif") == ["Uniform"]
     own = "trainkit validate --accumulation=mine.Rows --wide_gradients "
-    assert complete(own) == ["true", "false"]
+    wanted = {
+        "trainkit test --trainer.acceleratorr": [],
+        "trainkit test --accumulation Unif": ["Uniform"],
+        own: ["true", "false"],
+    }
+    assert complete_all(*wanted) == wanted

@@ -7,6 +7,8 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -113,22 +115,41 @@ async function probe(figure, plot) {
   found.colours.push(style.backgroundColor);
   const figures = [...document.querySelectorAll("figure")];
   for (const [n, figure] of figures.entries()) await probe(figure, plots[n]);
+  found.isNarrow = innerWidth < 600;
   found.wide = document.documentElement.scrollWidth > innerWidth;
-  document.body.dataset.found = JSON.stringify(found);
+  window.name = JSON.stringify([...JSON.parse(window.name || "[]"), found]);
+  location.href = "NEXT";
 })();
 </script></body>
 """
+LAST = "<!doctype html><script>document.documentElement.dataset.found=name</script>"
 
 
-def browse(page: str, folder: Path, *options: str) -> tuple[str, list[str]]:
-    """What the page has become, and what its scripts said on the console."""
+@dataclass
+class Visit:
+    """What a page was like, and what its scripts said on the console."""
+
+    found: Any
+    said: list[str]
+
+
+def visited(
+    pages: Mapping[str, str], folder: Path, *options: str
+) -> tuple[dict[str, Visit], list[str]]:
+    """The pages one after the other in one browser, and what else it said.
+
+    A window's name stays while pages come and go: it holds what was found.
+    """
     assert CHROMIUM is not None
-    path = folder / "probed.html"
-    path.write_text(page, encoding="utf-8")
+    names = [*pages, "last"]
+    (folder / "last.html").write_text(LAST, encoding="utf-8")
+    for page, name, after in zip(pages.values(), pages, names[1:], strict=True):
+        whole = page.replace("</body>", PROBE).replace("NEXT", f"{after}.html")
+        (folder / f"{name}.html").write_text(whole, encoding="utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
     command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1200,900"]
     command += ["--enable-logging=stderr", "--dump-dom", *options]
-    command += ["--virtual-time-budget=60000", path.as_uri()]
+    command += ["--virtual-time-budget=600000", (folder / f"{names[0]}.html").as_uri()]
     done = subprocess.run(
         command,
         env={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
@@ -137,24 +158,39 @@ def browse(page: str, folder: Path, *options: str) -> tuple[str, list[str]]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
-
-
-def probed(page: str, folder: Path, *options: str) -> tuple[dict[str, Any], list[str]]:
-    dom, said = browse(page.replace("</body>", PROBE), folder, *options)
-    found = re.search(r'data-found="([^"]*)"', dom)
-    assert found is not None, said
-    return json.loads(unescape(found[1])), said
+    said = re.findall(r"CONSOLE.*", done.stderr)
+    dom = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert dom is not None, said
+    found = zip(pages, json.loads(unescape(dom[1])), strict=True)
+    by_page = {name: Visit(each, []) for name, each in found}
+    others = []
+    for line in said:
+        of = re.search(r"source: file://.*/(.*)\.html ", line)
+        (by_page[of[1]].said if of and of[1] in by_page else others).append(line)
+    return by_page, others
 
 
 def brightness(colour: str) -> int:
     return sum(map(int, re.findall(r"\d+", colour)[:3]))
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of 3,000 long steps, with a gap, far apart values and an odd name."""
-    rows = [
+BROKEN = """<!doctype html><script>nothing()</script>
+<script>window.name = JSON.stringify([...JSON.parse(window.name), null]);
+location.href = "NEXT"</script>"""
+LOSSES = [1.0, 3.0, math.nan, 2.0, math.nan, 2.0, 2.0]
+NAME = "</script><img src=x onerror=console.log(1)>&{0}"
+AXES = [
+    ([1e250, -1e250], ["-1e+250", "-5e+249", "0", "5e+249", "1e+250"]),
+    ([0.5, 20.0], ["0.5", "1", "2", "5", "10", "20"]),
+    ([1e-4, 10.0], ["0.0001", "0.001", "0.01", "0.1", "1", "10"]),
+    ([1.0, 1 + 1e-9], ["0.9", "0.95", "1", "1.05", "1.1"]),  # one number, as written
+    ([2e6, 1e6], [f"1,{n}00,000" for n in "02468"] + ["2,000,000"]),
+]
+
+
+def long_run() -> list[dict[str, Any]]:
+    """3,000 long steps, with a gap, far apart values and an odd name."""
+    return [
         {
             "step": 1000 * n,
             **WINDOW,
@@ -164,23 +200,61 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         }
         for n in range(3000)
     ]
-    return page_of(run_folder(tmp_path_factory.mktemp("page"), rows))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark", "narrow"])
+def losses(values: Sequence[float], *, step: int = 1) -> list[dict[str, Any]]:
+    return [{"step": step * n, "val/loss": value} for n, value in enumerate(values)]
+
+
+RUNS: dict[str, list[dict[str, Any]]] = {
+    "long": long_run(),
+    "points": [*losses(LOSSES, step=10), {"step": 25, "valid/loss": 2.5}],
+    "single": [{"step": 7, "val/loss": 2.0}],
+    "name": [{"step": 0, NAME: 1}],
+    **{f"axis{n}": losses(values) for n, (values, _) in enumerate(AXES)},
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {
+        name: page_of(run_folder(folder / name, rows)) for name, rows in RUNS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def light(
+    pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Visit]:
+    """All pages in a wide window, in light."""
+    every = {**pages, "broken": BROKEN}
+    visits, others = visited(every, tmp_path_factory.mktemp("light"))
+    assert others == []
+    return visits
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark and narrow"])
 def test_every_chart_has_data_and_nothing_complains(
-    scheme: str, page: str, tmp_path: Path
+    scheme: str, pages: dict[str, str], light: dict[str, Visit], tmp_path: Path
 ) -> None:
-    options = {"dark": ["--force-dark-mode"], "narrow": ["--window-size=500,900"]}
-    found, said = probed(page, tmp_path, *options.get(scheme, []))
-    assert said == []
+    long = light["long"]
+    if scheme != "light":
+        only = {"long": pages["long"]}
+        options = ["--force-dark-mode", "--window-size=500,900"]
+        visits, others = visited(only, tmp_path, *options)
+        assert others == []
+        long = visits["long"]
+    found = long.found
+    assert long.said == []
     is_bright = [brightness(colour) > 600 for colour in found["colours"]]
-    assert is_bright == ([False, True] if scheme == "dark" else [True, False])
+    assert is_bright == ([True, False] if scheme == "light" else [False, True])
+    assert found["isNarrow"] == (scheme != "light")
     assert found["outside"] == []  # no label is cut off
     assert found["overlaps"] == []
     assert not found["wide"]
     shown = [chart["title"] for chart in found["charts"]]
-    assert shown == [unescape(title) for title in titles(page)]
+    assert shown == [unescape(title) for title in titles(pages["long"])]
     for chart in found["charts"]:
         assert min(chart["lines"]) > 200, chart
         assert len(chart["texts"]) > 5, chart  # numbers along both axes
@@ -197,18 +271,12 @@ def test_every_chart_has_data_and_nothing_complains(
         assert chart["whole"], chart
 
 
-def test_points_are_where_the_axes_say(tmp_path: Path) -> None:
+def test_points_are_where_the_axes_say(light: dict[str, Visit]) -> None:
     """And where there is a gap no line is."""
-    losses = [1.0, 3.0, math.nan, 2.0, math.nan, 2.0, 2.0]
-    rows: list[dict[str, Any]] = [
-        {"step": 10 * n, "val/loss": loss} for n, loss in enumerate(losses)
-    ]
-    rows += [{"step": 25, "valid/loss": 2.5}]
-    found, said = probed(page_of(run_folder(tmp_path, rows)), tmp_path)
-    assert said == []
-    (chart,) = found["charts"]
+    assert light["points"].said == []
+    (chart,) = light["points"].found["charts"]
     ticks = {text["text"]: text for text in chart["texts"]}
-    for n, loss in enumerate(losses):
+    for n, loss in enumerate(LOSSES):
         if not math.isnan(loss):
             x, y = chart["points"][0][n]
             assert x == pytest.approx(ticks[str(10 * n)]["x"], abs=1)
@@ -218,49 +286,26 @@ def test_points_are_where_the_axes_say(tmp_path: Path) -> None:
     assert chart["lines"][0] > 100
 
 
-def test_a_single_point_is_drawn(tmp_path: Path) -> None:
-    page = page_of(run_folder(tmp_path, [{"step": 7, "val/loss": 2.0}]))
-    found, said = probed(page, tmp_path)
-    assert said == []
-    (chart,) = found["charts"]
+def test_a_single_point_is_drawn(light: dict[str, Visit]) -> None:
+    assert light["single"].said == []
+    (chart,) = light["single"].found["charts"]
     assert chart["lines"][0] > 5
     assert chart["idle"] == ["val/loss2 at step 7"]
     assert [text["text"] for text in chart["texts"]].count("7") == 1
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([1e250, -1e250], ["-1e+250", "-5e+249", "0", "5e+249", "1e+250"]),
-        ([0.5, 20.0], ["0.5", "1", "2", "5", "10", "20"]),
-        ([1e-4, 10.0], ["0.0001", "0.001", "0.01", "0.1", "1", "10"]),
-        (
-            [1.0, 1 + 1e-9],
-            ["0.9", "0.95", "1", "1.05", "1.1"],
-        ),  # one number, as written
-        ([2e6, 1e6], [f"1,{n}00,000" for n in "02468"] + ["2,000,000"]),
-    ],
-)
-def test_numbers_along_the_axis_are_round(
-    values: list[float], said: list[str], tmp_path: Path
-) -> None:
-    rows = [{"step": n, "val/loss": value} for n, value in enumerate(values)]
-    found, _ = probed(page_of(run_folder(tmp_path, rows)), tmp_path)
-    texts = found["charts"][0]["texts"]
+@pytest.mark.parametrize("number", range(len(AXES)))
+def test_numbers_along_the_axis_are_round(number: int, light: dict[str, Visit]) -> None:
+    texts = light[f"axis{number}"].found["charts"][0]["texts"]
     left = min(text["x"] for text in texts)
-    assert [text["text"] for text in texts if text["x"] == left] == said
+    assert [text["text"] for text in texts if text["x"] == left] == AXES[number][1]
 
 
-def test_a_name_is_no_markup_in_the_legend(tmp_path: Path) -> None:
-    name = "</script><img src=x onerror=console.log(1)>&{0}"
-    found, said = probed(
-        page_of(run_folder(tmp_path, [{"step": 0, name: 1}])), tmp_path
-    )
-    assert said == []
-    assert found["charts"][0]["idle"] == [f"{name}1 at step 0"]
+def test_a_name_is_no_markup_in_the_legend(light: dict[str, Visit]) -> None:
+    assert light["name"].said == []
+    assert light["name"].found["charts"][0]["idle"] == [f"{NAME}1 at step 0"]
 
 
-def test_an_error_of_a_script_would_be_seen(tmp_path: Path) -> None:
+def test_an_error_of_a_script_would_be_seen(light: dict[str, Visit]) -> None:
     """The control."""
-    _, said = browse("<!doctype html><script>nothing()</script>", tmp_path)
-    assert "nothing is not defined" in said[0]
+    assert "nothing is not defined" in light["broken"].said[0]

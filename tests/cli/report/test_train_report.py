@@ -113,7 +113,7 @@ def test_a_report_that_cannot_be_drawn_fails_no_training(
     monkeypatch.setattr(sys, "argv", ["trainkit"])
     folder = tmp_path / "run"
     (folder / "report.html").mkdir(parents=True)  # in its place
-    assert train(f"paths.run_dir={folder}") == 0
+    assert train(f"paths.run_dir={folder}", "trainer.max_steps=1") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "report: " in line]
     assert len(said) == 1
     assert "trainkit | report: could not be drawn: IsADirectoryError" in said[0]
@@ -124,7 +124,7 @@ def test_without_rows_there_is_no_report_and_no_word(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["trainkit"])
-    assert train("logger=none") == 0
+    assert train("logger=none", "trainer.max_steps=1") == 0
     assert not list(tmp_path.rglob("report.html"))
     assert not list(tmp_path.rglob("learning_rate_plan.json"))
     assert "report" not in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
-def sweep(goal: str = "minimize") -> SweepFile:
+def sweep(goal: str = "minimize", *, of: Collection[str] = PARAMETERS) -> SweepFile:
     metric = {"name": "val/loss", "goal": goal}
-    config = {"method": "random", "metric": metric, "parameters": PARAMETERS}
+    parameters = {name: PARAMETERS[name] for name in of}
+    config = {"method": "random", "metric": metric, "parameters": parameters}
     return SweepFile(path=Path("toy.yaml"), config=config)
 
 
@@ -83,24 +85,18 @@ def test_each_swept_parameter_has_a_panel_and_its_own_scale(
     }
 
 
-@pytest.mark.parametrize(("goal", "last"), [("minimize", 0.25), ("maximize", 1.0)])
-def test_best_so_far_follows_the_goal(
-    tmp_path: Path, drawn: list[Figure], goal: str, last: float
+@pytest.mark.parametrize(
+    ("goal", "last", "edge"), [("minimize", 0.25, 1.0), ("maximize", 1.0, 0.0)]
+)
+def test_best_so_far_follows_the_goal_and_crashed_trials_are_at_the_edge_of_the_worst(
+    tmp_path: Path, drawn: list[Figure], goal: str, last: float, edge: float
 ) -> None:
-    picture.draw(sweep(goal), [trial(n) for n in range(4)], tmp_path / "s.png")
-
-    (line,) = (x for x in drawn[0].axes[0].lines if x.get_label() == "best so far")
-    assert list(line.get_ydata())[-1] == last  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("goal", "edge"), [("minimize", 1.0), ("maximize", 0.0)])
-def test_crashed_trials_are_at_the_edge_of_the_worst(
-    tmp_path: Path, drawn: list[Figure], goal: str, edge: float
-) -> None:
-    trials = [trial(0), trial(1), trial(2, state="crashed", metric=[])]
+    trials = [trial(n) for n in range(4)] + [trial(4, state="crashed", metric=[])]
 
     picture.draw(sweep(goal), trials, tmp_path / "s.png")
 
+    (line,) = (x for x in drawn[0].axes[0].lines if x.get_label() == "best so far")
+    assert list(line.get_ydata())[-1] == last  # type: ignore[arg-type]
     for panel in drawn[0].axes:
         (line,) = (x for x in panel.lines if x.get_label() == "crashed, or no number")
         assert list(line.get_ydata()) == [edge]  # type: ignore[arg-type]
@@ -117,7 +113,7 @@ def boxes(axis: Axis, figure: Figure) -> list[Bbox]:
 
 
 @pytest.mark.parametrize(
-    "span", [1.3, 2, 5, 9, 30, 90, 400, 1e5, 1e7, 1e20], ids=lambda span: f"x{span:g}"
+    "span", [1.3, 2, 9, 90, 400, 1e7, 1e20], ids=lambda span: f"x{span:g}"
 )
 def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
     tmp_path: Path, drawn: list[Figure], span: float
@@ -127,7 +123,7 @@ def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
         each.arguments["lr"] = 0.013 * span ** (n / 3)
         each.metric = [0.013 * span ** (n / 3)]
 
-    picture.draw(sweep(), trials, tmp_path / "s.png")
+    picture.draw(sweep(of=["lr"]), trials, tmp_path / "s.png")
 
     panel = next(p for p in drawn[0].axes if p.get_xlabel() == "lr")
     assert panel.get_xscale() == "log"

@@ -17,11 +17,11 @@ TRAINING = """
 import pathlib, sys, time
 from trainkit import WandbRunLogger
 
-logger = WandbRunLogger(save_dir="run", finish_timeout=2.0)
+logger = WandbRunLogger(save_dir="run", finish_timeout=0.5)
 for step in range(20):
     logger.log_metrics({"x": float(step)}, step=step)
     while step == 9 and not pathlib.Path("go").exists():
-        time.sleep(0.05)
+        time.sleep(0.02)
 logger.finalize("success")
 sys.exit(int(sys.argv[1]))
 """
@@ -68,8 +68,11 @@ def test_a_server_that_is_not_there_at_the_start_makes_the_run_offline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     connect(wandb_server, monkeypatch, private_wandb)
+    # Twice before that the client asks who it is, for five seconds each.
+    seconds = "wandb.sdk.lib.identity._RESOLVE_TIMEOUT_SECONDS"
+    monkeypatch.setattr(seconds, 0.2, raising=False)
     wandb_server.hang()
-    logger = WandbRunLogger(save_dir=private_wandb, init_timeout=5.0)
+    logger = WandbRunLogger(save_dir=private_wandb, init_timeout=1.0)
     logger.log_metrics({"x": 1.0}, step=0)
     logger.finalize("success")
     offline = [f for f in folders(private_wandb) if f.name.startswith("offline-")]

@@ -70,6 +70,7 @@ def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
         SLURM_JOB_ID="1",
         SLURM_MY_TOKEN=SECRET,
         WANDB_MODE=mode,
+        WANDB_ERROR_REPORTING="true",  # what is sent by default
     )
     command = [sys.executable, "train.py", kind, f"password={ARGUMENT}"]
     subprocess.run(command, env=env, cwd=folder, check=True, timeout=240)

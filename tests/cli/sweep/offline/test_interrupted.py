@@ -20,7 +20,6 @@ from tests.cli.sweep.helpers import (
     toy,
     wait_until,
 )
-from tests.startup import forked
 from tests.wandb_server import WandbServer
 from trainkit.cli.sweep.offline.state import SweepState
 
@@ -32,26 +31,31 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A sweep in a process: its first trial has ended, its second waits."""
     parameters = {"lr": LR, "rows": 4, "started": str(tmp_path / "started")}
     hold = {"hold": str(tmp_path / "go"), "hold_at": 0.01}
-    toy(tmp_path, {**parameters, **hold}, command=forks())
+    toy(tmp_path, {**parameters, **hold})
     process = subprocess.Popen(
         command("toy.yaml", "--offline"),
         cwd=tmp_path,
-        env={**private_env(tmp_path), "TESTS_FORK_SERVER": ""},  # it says its number
+        env=private_env(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     wait_until(lambda: len(started(tmp_path)) == 2 or process.poll() is not None)
+    wait_until(lambda: states(tmp_path) == ["finished", "running"])
     yield process
     process.kill()
     process.communicate()
     (tmp_path / "go").touch()  # whatever still waits ends
 
 
-def forks() -> list[str]:
-    """The command of trials that are forks, of a sweep that is none."""
-    given = [f"{name}={value}" for name, value in forked().items()]
-    return ["${env}", *given, "${interpreter}", "${program}", "${args_no_hyphens}"]
+def number_of_sweep(folder: Path) -> int:
+    """The process that has started the running trial."""
+    words = ["ps", "-o", "ppid=", "-p", str(number_of_trial(folder))]
+    return int(subprocess.run(words, capture_output=True, check=True).stdout)
+
+
+def number_of_trial(folder: Path) -> int:
+    return read_state(folder / "sweeps")["trials"][1]["pid"]
 
 
 def started(folder: Path) -> list[str]:
@@ -84,11 +88,10 @@ def uploaded(folder: Path, server: WandbServer) -> dict[str, list[float]]:
 def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
     held: subprocess.Popen[str], tmp_path: Path, wandb_server: WandbServer
 ) -> None:
-    held.kill()
-    held.wait()
+    os.kill(number_of_sweep(tmp_path), signal.SIGKILL)
+    assert held.wait(240) == -signal.SIGKILL
     assert states(tmp_path) == ["finished", "running"]
-    orphan = read_state(tmp_path / "sweeps")["trials"][1]["pid"]
-    os.kill(orphan, 0)  # the trial itself is still running
+    os.kill(number_of_trial(tmp_path), 0)  # the trial itself is still running
     (tmp_path / "go").touch()
 
     done = go_on(tmp_path)
@@ -111,41 +114,37 @@ def test_a_killed_sweep_goes_on_with_the_trial_it_was_in(
     assert {each.num_rows_received for each in received} == {4}
 
 
-def test_an_interrupted_sweep_lets_trials_save_and_says_how_to_go_on(
+def test_a_sweep_is_nobody_elses_and_an_interrupted_one_says_how_to_go_on(
     held: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    wait_until(lambda: states(tmp_path) == ["finished", "running"])
-    held.send_signal(signal.SIGTERM)
-    output, news = held.communicate(timeout=240)
+    sweep = number_of_sweep(tmp_path)
+    done = go_on(tmp_path)
+    assert done.returncode == 2
+    assert f"is in use by process {sweep}," in done.stderr
 
+    os.kill(sweep, signal.SIGTERM)
+    output, news = held.communicate(timeout=240)
     assert held.returncode == 143
-    assert states(tmp_path) == ["finished", "waiting"]
+    assert states(tmp_path) == ["finished", "waiting"]  # the trial could save
     assert "stopping 1 running trials" in news
     (folder,) = (tmp_path / "sweeps").glob("*")
     again = f"to resume: trainkit sweep toy.yaml --offline --resume {folder.name}"
     assert again in news
     assert "finished" in output  # the table of what there is
 
-    (tmp_path / "go").touch()
-    done = go_on(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert states(tmp_path) == ["finished"] * 3
-
-
-def test_a_second_process_and_another_file_are_refused(
-    held: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    done = go_on(tmp_path)
-    assert done.returncode == 2
-    assert f"is in use by process {held.pid}" in done.stderr
-
-    held.terminate()
-    held.communicate(timeout=240)
-    toy(tmp_path, {"lr": {"values": [1, 2]}}, command=forks())
+    file = tmp_path / "toy.yaml"
+    before = file.read_text()
+    toy(tmp_path, {"lr": {"values": [1, 2]}})
     done = go_on(tmp_path)
     assert done.returncode == 2
     assert "toy.yaml has changed since" in done.stderr
     assert "started: parameters." in done.stderr
+
+    file.write_text(before)
+    (tmp_path / "go").touch()
+    done = go_on(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert states(tmp_path) == ["finished"] * 3
 
 
 def test_a_kill_while_the_state_is_written_leaves_the_one_before(

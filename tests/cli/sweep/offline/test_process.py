@@ -59,7 +59,7 @@ def test_a_trial_that_has_ended_is_no_orphan(tmp_path: Path) -> None:
 def test_an_orphan_is_asked_and_then_killed(
     words: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KILL_DELAY, "1" if words else "30")
+    monkeypatch.setenv(KILL_DELAY, "0.3" if words else "30")
     with holder(tmp_path, *words) as process:
         assert end_orphan(trial(process.pid), tmp_path)
         assert process.wait(240) == status
@@ -68,7 +68,7 @@ def test_an_orphan_is_asked_and_then_killed(
 def test_one_that_cannot_be_ended_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KILL_DELAY, "0.2")
+    monkeypatch.setenv(KILL_DELAY, "0.1")
     with holder(tmp_path):
         with subprocess.Popen([sys.executable, "-c", ""]) as ended:
             ended.wait(240)

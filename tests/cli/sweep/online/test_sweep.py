@@ -28,7 +28,7 @@ from trainkit.cli.sweep.sweep_file import SweepFile
 sweep = SweepFile.read("toy.yaml")
 server = Server(sweep)
 online = OnlineSweep(
-    sweep, server, server.create(), folder=Path.cwd(), lost_after=1, look_every=0.2
+    sweep, server, server.create(), folder=Path.cwd(), lost_after=0.3, look_every=0.1
 )
 online.run(agents=1, count=None)
 print(json.dumps([asdict(trial) for trial in online.trials()]))
@@ -150,7 +150,7 @@ def test_a_server_that_dies_in_mid_run_loses_no_row(
     wandb_server: WandbServer, tmp_path: Path
 ) -> None:
     toy(tmp_path, {"lr": TWO, "rows": 4, "hold": str(tmp_path / "go")})
-    env = env_of(wandb_server, tmp_path, WANDB_FINISH_TIMEOUT="3")
+    env = env_of(wandb_server, tmp_path, WANDB_FINISH_TIMEOUT="1")
     program = tmp_path / "impatient.py"
     program.write_text(IMPATIENT)
     process = subprocess.Popen(
