@@ -22,7 +22,6 @@ SEEKS = {"find_unused_parameters": True}
 
 EQUAL = {
     "tokens": Case(cut=TOKENS),
-    "rows": Case(),
     "samples": Case(loss="samples"),
     "sums": Case(loss="sums"),
     "terms": Case(loss="terms"),
@@ -120,7 +119,7 @@ def at_random(seed: int) -> Case:
     )
 
 
-SEEDS = (0, 1, 2, 3)
+SEEDS = (2, 4, 5, 6)
 RANDOM = {f"random {seed}": at_random(seed) for seed in SEEDS}
 CASES = EQUAL | RAN_OUT | RANDOM | OTHERS
 
