@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.core.common import (
     relative,
     sample_loss,
 )
+from tests.core.conftest import OnRanks
 from tests.helpers import (
     NAIVE,
     OPTIMIZERS,
@@ -29,9 +31,6 @@ from tests.helpers import (
     deviation,
     gradients,
     ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
-    start_gloo,
     token_loss,
     weights,
 )
@@ -99,7 +98,6 @@ def backward_all(
 
 
 def train_ddp(rank: int, world_size: int, case: str, options: dict[str, Any]) -> Any:
-    start_gloo()
     make, loss = CASES[case]
     net = fresh_net()
     wrapped = DDP(net)
@@ -147,11 +145,11 @@ GRID = [
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("case", "options"), GRID, ids=str)
 def test_ddp_equals_one_process(
-    case: str, options: dict[str, Any], world_size: int
+    case: str, options: dict[str, Any], world_size: int, on_ranks: OnRanks
 ) -> None:
     """transformers#34242, torchtune#2172, torchtitan#1842: ranks of unequal tokens and
     unequal numbers of micro-batches; open-mmlab and torchtitan: a rank with none."""
-    results = raise_rank_errors(run_ranks(train_ddp, world_size, case, options))
+    results = on_ranks(train_ddp, world_size, case, options)
     expected, losses = train_alone(case, world_size, options)
     for found, found_losses in results:
         off = deviation(found, expected, fresh_net())
@@ -159,9 +157,9 @@ def test_ddp_equals_one_process(
         torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=0)
 
 
-def test_ddp_with_samples_equals_one_process() -> None:
+def test_ddp_with_samples_equals_one_process(on_ranks: OnRanks) -> None:
     windows = WINDOWS[:2]  # a sample without a token has no mean
-    results = raise_rank_errors(run_ranks(sample_gradients, 2, windows))
+    results = on_ranks(sample_gradients, 2, windows)
     for window, *found in zip(dealt(windows, 2), *results, strict=True):
         net = fresh_net()
         sample_loss(net, together(window), "mean").backward()
@@ -170,7 +168,6 @@ def test_ddp_with_samples_equals_one_process() -> None:
 
 
 def sample_gradients(rank: int, world_size: int, windows: Any) -> list[torch.Tensor]:
-    start_gloo()
     net = fresh_net()
     wrapped = DDP(net)
     accumulator = Accumulator(PerSample(), module=wrapped)
@@ -184,7 +181,6 @@ def sample_gradients(rank: int, world_size: int, windows: Any) -> list[torch.Ten
 
 
 def average_ddp(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo()
     wrapped = DDP(fresh_net())
     accumulator = Accumulator(Uniform(), module=wrapped)
     backward_all(wrapped, accumulator, dealt(WINDOWS, world_size)[0][rank], token_loss)
@@ -192,9 +188,9 @@ def average_ddp(rank: int, world_size: int) -> torch.Tensor:
     return gradients(wrapped)
 
 
-def test_ddp_by_averages_differs_from_one_process() -> None:
+def test_ddp_by_averages_differs_from_one_process(on_ranks: OnRanks) -> None:
     """The control: torchtune#2980, "no scaling when N = 1", needs equal tokens."""
-    (found, _) = raise_rank_errors(run_ranks(average_ddp, 2))
+    (found, _) = on_ranks(average_ddp, 2)
     net = fresh_net()
     token_loss(net, together(dealt(WINDOWS, 2)[0])).backward()
     assert relative(found, gradients(net)) > NAIVE
@@ -204,7 +200,6 @@ def test_ddp_by_averages_differs_from_one_process() -> None:
 
 
 def compressed(rank: int, world_size: int, large: bool) -> torch.Tensor:
-    start_gloo()
     net = fresh_net(torch.float32)
     wrapped = DDP(net)
     wrapped.register_comm_hook(None, fp16_compress_hook)
@@ -221,9 +216,11 @@ def compressed(rank: int, world_size: int, large: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_compressing_hook_equals_one_process_up_to_its_rounding(large: bool) -> None:
+def test_compressing_hook_equals_one_process_up_to_its_rounding(
+    large: bool, on_ranks: OnRanks
+) -> None:
     """With r = 1, 50,000 tokens would be inf in half precision."""
-    for found in raise_rank_errors(run_ranks(compressed, 2, large)):
+    for found in on_ranks(compressed, 2, large):
         net = fresh_net(torch.float32)
         token_loss(net, together(dealt(WINDOWS[:2], 2)[1])).backward()
         assert relative(found, gradients(net)) <= 5e-3
@@ -242,7 +239,6 @@ class TwoHeads(nn.Module):
 
 
 def unused_at_the_end(rank: int, world_size: int) -> Any:
-    start_gloo()
     net = TwoHeads()
     wrapped = DDP(net, find_unused_parameters=True)
     accumulator = Accumulator(GivenWeight(), module=wrapped)
@@ -253,17 +249,18 @@ def unused_at_the_end(rank: int, world_size: int) -> Any:
     return net.a.grad, net.b.grad, net.never.grad
 
 
-def test_parameter_unused_in_the_last_micro_batch_equals_one_process() -> None:
+def test_parameter_unused_in_the_last_micro_batch_equals_one_process(
+    on_ranks: OnRanks,
+) -> None:
     """pytorch#196996."""
     total = 3 + 3 + 1 + 2
-    for a, b, never in raise_rank_errors(run_ranks(unused_at_the_end, 2)):
+    for a, b, never in on_ranks(unused_at_the_end, 2):
         assert float(a) == pytest.approx((3 + 3 + 2 * 1 + 2 * 2) / total, rel=1e-14)
         assert float(b) == pytest.approx(3 * 10 / total, rel=1e-14)
         assert never is None
 
 
 def static_graph(rank: int, world_size: int) -> str:
-    start_gloo()
     wrapped = DDP(fresh_net(), static_graph=True)
     accumulator = Accumulator(PerToken(), module=wrapped)
     cut = [padded(SAMPLES[:2]), padded(SAMPLES[2:4])]
@@ -274,8 +271,8 @@ def static_graph(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_static_graph_with_several_micro_batches_is_refused() -> None:
-    for text in raise_rank_errors(run_ranks(static_graph, 2)):
+def test_static_graph_with_several_micro_batches_is_refused(on_ranks: OnRanks) -> None:
+    for text in on_ranks(static_graph, 2):
         assert text.startswith("static_graph=True: DDP cannot")
 
 
@@ -283,7 +280,6 @@ def test_static_graph_with_several_micro_batches_is_refused() -> None:
 
 
 def count_collectives(rank: int, world_size: int, say_last: bool) -> list[int]:
-    start_gloo()
     wrapped = DDP(fresh_net())
     accumulator = Accumulator(PerToken(), module=wrapped)
     counts = []
@@ -295,24 +291,25 @@ def count_collectives(rank: int, world_size: int, say_last: bool) -> list[int]:
             _calls.append(1)
             return plain(*args, **options)
 
-        dist.all_reduce = counted
         wrapped.zero_grad()
         cut = window[rank]
-        backward_all(wrapped, accumulator, cut, token_loss, say_last=say_last)
-        accumulator.finish(wrapped.parameters())
+        with mock.patch.object(dist, "all_reduce", counted):
+            backward_all(wrapped, accumulator, cut, token_loss, say_last=say_last)
+            accumulator.finish(wrapped.parameters())
         counts.append(len(calls))
     return counts
 
 
 @pytest.mark.parametrize("say_last", [False, True])
-def test_each_window_after_the_first_makes_one_collective(say_last: bool) -> None:
+def test_each_window_after_the_first_makes_one_collective(
+    say_last: bool, on_ranks: OnRanks
+) -> None:
     """The first one agrees on the shared scale as well."""
-    for counts in raise_rank_errors(run_ranks(count_collectives, 2, say_last)):
+    for counts in on_ranks(count_collectives, 2, say_last):
         assert counts == [2, 1, 1, 1]
 
 
 def in_two_wrappers(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo()
     torch.manual_seed(0)
     parts = [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
     net = nn.Sequential(DDP(parts[0]), nn.Tanh(), DDP(parts[1]))
@@ -323,11 +320,11 @@ def in_two_wrappers(rank: int, world_size: int) -> torch.Tensor:
     return gradients(net)
 
 
-def test_two_wrappers_equal_one_process() -> None:
+def test_two_wrappers_equal_one_process(on_ranks: OnRanks) -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
     net = nn.Sequential(parts[0], nn.Tanh(), parts[1])
     x = torch.arange(10, dtype=torch.float64).view(5, 2)
     net(x).square().mean().backward()
-    for found in raise_rank_errors(run_ranks(in_two_wrappers, 2)):
+    for found in on_ranks(in_two_wrappers, 2):
         assert relative(found, gradients(net)) <= 1e-12

@@ -12,11 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.core.common import GivenWeight, fresh_net, padded
+from tests.core.conftest import OnRanks
 from tests.helpers import (
     ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
-    start_gloo,
     token_loss,
 )
 from trainkit import Accumulator, PerToken, TrainkitError
@@ -25,7 +23,6 @@ SAMPLES = ragged_sequences(2)
 
 
 def refused_by_ddp(rank: int, world_size: int, case: str) -> str:
-    start_gloo()
     net = fresh_net()
     outside = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
     net.embed.requires_grad_(case != "frozen")
@@ -69,14 +66,15 @@ def refused_by_ddp(rank: int, world_size: int, case: str) -> str:
         ("join", "DistributedDataParallel.join(): it answers for ranks"),
     ],
 )
-def test_what_ddp_does_not_average_is_refused(case: str, text: str) -> None:
-    for found in raise_rank_errors(run_ranks(refused_by_ddp, 2, case)):
+def test_what_ddp_does_not_average_is_refused(
+    case: str, text: str, on_ranks: OnRanks
+) -> None:
+    for found in on_ranks(refused_by_ddp, 2, case):
         assert text in found
 
 
 def split_no_sync(rank: int, world_size: int, which: str) -> list[float]:
     """The forward and the backward pass on different sides of `no_sync()`."""
-    start_gloo()
     p = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.ones_(p.weight)
     ddp = DDP(p)
@@ -97,6 +95,8 @@ def split_no_sync(rank: int, world_size: int, which: str) -> list[float]:
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
-def test_forward_pass_decides_whether_ranks_are_apart(which: str) -> None:
-    for found in raise_rank_errors(run_ranks(split_no_sync, 2, which)):
+def test_forward_pass_decides_whether_ranks_are_apart(
+    which: str, on_ranks: OnRanks
+) -> None:
+    for found in on_ranks(split_no_sync, 2, which):
         assert found == ([] if which == "forward" else [pytest.approx(5 / 3)])

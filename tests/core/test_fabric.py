@@ -9,13 +9,12 @@ import torch
 from lightning.fabric import Fabric
 
 from tests.core.common import fresh_net, padded
+from tests.core.conftest import OnRanks
 from tests.core.test_ddp import WINDOWS, dealt, together
 from tests.helpers import (
     OPTIMIZERS,
     deviation,
     ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
     token_loss,
     weights,
 )
@@ -67,10 +66,12 @@ def train_alone(windows: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_fabric_on_two_ranks_equals_one_process(reduction: str, blocks: bool) -> None:
-    results = run_ranks(train_fabric, 2, reduction, blocks)
+def test_fabric_on_two_ranks_equals_one_process(
+    reduction: str, blocks: bool, on_ranks: OnRanks
+) -> None:
+    results = on_ranks(train_fabric, 2, reduction, blocks)
     expected = train_alone(dealt(windows(blocks), 2))
-    for found in raise_rank_errors(results):
+    for found in results:
         assert deviation(found, expected, fresh_net()) <= 1e-10
 
 

@@ -11,14 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.core.common import fresh_net, relative
+from tests.core.conftest import OnRanks
 from tests.core.test_ddp import WINDOWS, dealt, together
 from tests.helpers import (
     OPTIMIZERS,
     deviation,
     gradients,
-    raise_rank_errors,
-    run_ranks,
-    start_gloo,
     token_loss,
     weights,
 )
@@ -40,7 +38,6 @@ def whole(tensor: Any) -> torch.Tensor:
 def train_sharded(
     rank: int, world_size: int, syncs_each: bool, reduction: Any
 ) -> tuple[torch.Tensor, list[float]]:
-    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     strategy = PerToken(loss_reduction=reduction)
@@ -63,9 +60,11 @@ def train_sharded(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("syncs_each", [True, False])
-def test_fsdp2_equals_one_process(syncs_each: bool, reduction: str) -> None:
+def test_fsdp2_equals_one_process(
+    syncs_each: bool, reduction: str, on_ranks: OnRanks
+) -> None:
     """Lightning's FSDP reduces after each micro-batch; a plain loop may wait."""
-    results = run_ranks(train_sharded, 2, syncs_each, reduction)
+    results = on_ranks(train_sharded, 2, syncs_each, reduction)
     net = fresh_net()
     steps = OPTIMIZERS["adamw"](net.parameters())
     expected = []
@@ -76,13 +75,12 @@ def test_fsdp2_equals_one_process(syncs_each: bool, reduction: str) -> None:
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         steps.step()
         expected.append(loss.item())
-    for found, losses in raise_rank_errors(results):
+    for found, losses in results:
         assert deviation(found, weights(net), weights(fresh_net())) <= 1e-10
         assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def narrow(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo()
     net: Any = fresh_net(torch.float32)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -95,15 +93,14 @@ def narrow(rank: int, world_size: int) -> torch.Tensor:
     return torch.cat([whole(p.grad).double().flatten() for p in net.parameters()])
 
 
-def test_fsdp2_in_bfloat16_equals_one_process_up_to_rounding() -> None:
+def test_fsdp2_in_bfloat16_equals_one_process_up_to_rounding(on_ranks: OnRanks) -> None:
     net = fresh_net(torch.float32)
     token_loss(net, together(dealt(EVEN, 2)[0])).backward()
-    for found in raise_rank_errors(run_ranks(narrow, 2)):
+    for found in on_ranks(narrow, 2):
         assert relative(found, gradients(net)) <= 2e-2
 
 
 def adding(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     net.set_gradient_divide_factor(1.0)
@@ -114,16 +111,15 @@ def adding(rank: int, world_size: int) -> torch.Tensor:
     return torch.cat([whole(p.grad).flatten() for p in net.parameters()])
 
 
-def test_fsdp2_that_was_told_to_add_up_equals_one_process() -> None:
+def test_fsdp2_that_was_told_to_add_up_equals_one_process(on_ranks: OnRanks) -> None:
     """torchtitan turns FSDP's own division off; torch does not show that it is."""
     net = fresh_net()
     token_loss(net, together(dealt(EVEN, 2)[0])).backward()
-    for found in raise_rank_errors(run_ranks(adding, 2)):
+    for found in on_ranks(adding, 2):
         assert relative(found, gradients(net)) <= 1e-10
 
 
 def divided(rank: int, world_size: int, factor: float | None) -> Any:
-    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     if factor is not None:
@@ -141,23 +137,22 @@ def divided(rank: int, world_size: int, factor: float | None) -> Any:
 
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0])
 def test_fsdp2_that_divides_by_a_factor_of_its_own_equals_one_process(
-    factor: float | None,
+    factor: float | None, on_ranks: OnRanks
 ) -> None:
     """`auto` sees what `set_gradient_divide_factor` has done (1.0 in torchtitan)."""
     net = fresh_net()
     token_loss(net, together(dealt(EVEN, 2)[0])).backward()
-    for seen, found in raise_rank_errors(run_ranks(divided, 2, factor)):
+    for seen, found in on_ranks(divided, 2, factor):
         assert seen == {factor}
         assert relative(found, gradients(net)) <= 1e-12
 
 
-def test_fsdp2_that_divides_by_neither_is_refused() -> None:
-    for text in raise_rank_errors(run_ranks(divided, 2, 3.0)):
+def test_fsdp2_that_divides_by_neither_is_refused(on_ranks: OnRanks) -> None:
+    for text in on_ranks(divided, 2, 3.0):
         assert "makes FSDP divide by ['3.0'] over 2 ranks" in text
 
 
 def saved_too_early(rank: int, world_size: int) -> str:
-    start_gloo()
     net: Any = fresh_net()
     fully_shard(net)
     accumulator = Accumulator(PerToken(), module=net)
@@ -169,8 +164,10 @@ def saved_too_early(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_gradients_that_fsdp2_holds_back_are_not_lost_in_a_checkpoint() -> None:
-    for text in raise_rank_errors(run_ranks(saved_too_early, 2)):
+def test_gradients_that_fsdp2_holds_back_are_not_lost_in_a_checkpoint(
+    on_ranks: OnRanks,
+) -> None:
+    for text in on_ranks(saved_too_early, 2):
         assert "no parameter of `module` has a gradient" in text
         assert "set_requires_gradient_sync(True)" in text
 

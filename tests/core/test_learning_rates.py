@@ -42,9 +42,14 @@ def times(curve: Sequence[Sequence[float]], factors: Sequence[float]) -> Any:
     return [[factor * rate for rate in row] for row, factor in pairs]
 
 
-@pytest.mark.parametrize("first", GROUPS, ids=["one", "two"])
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("at", [0, 1, 7, 13])
+@pytest.mark.parametrize(
+    ("name", "at", "first"),
+    [  # one group and two take turns
+        (name, at, GROUPS[(row + column) % 2])
+        for row, name in enumerate(MAKERS)
+        for column, at in enumerate([0, 1, 7, 13])
+    ],
+)
 def test_scaled_curve_equals_factor_times_the_plain_one(
     name: str, first: Any, at: int
 ) -> None:
@@ -57,8 +62,14 @@ def test_scaled_curve_equals_factor_times_the_plain_one(
     assert deviation(found, expected) <= EXACT
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("at", range(0, 20, 3))
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        (name, at)
+        for row, name in enumerate(MAKERS)
+        for at in (0, *([3, 9, 15], [6, 12, 18])[row % 2])
+    ],
+)
 def test_resumed_scaled_curve_equals_the_uninterrupted_one(name: str, at: int) -> None:
     """A new process makes everything anew at the plain rates and loads the state."""
     first = Curve(name)

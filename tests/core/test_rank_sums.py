@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.core.common import GivenWeight, fresh_net, padded, relative, run_window
+from tests.core.conftest import OnRanks
 from tests.helpers import (
     NAIVE,
     gradients,
     ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
-    start_gloo,
     token_loss,
 )
 from trainkit import Accumulator, PerToken, TrainkitError
@@ -46,7 +44,6 @@ def batches(cut: list[list[int]]) -> list[Any]:
 
 
 def any_assignment(rank: int, world_size: int, reduction: Any) -> list[Any]:
-    start_gloo()
     net = fresh_net()
     strategy = PerToken(loss_reduction=reduction)
     accumulator = Accumulator(strategy, module=net, aggregation="none", checks="now")
@@ -61,9 +58,9 @@ def any_assignment(rank: int, world_size: int, reduction: Any) -> list[Any]:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_assignment_to_ranks_equals_big_batch(
-    world_size: int, reduction: Any
+    world_size: int, reduction: Any, on_ranks: OnRanks
 ) -> None:
-    results = raise_rank_errors(run_ranks(any_assignment, world_size, reduction))
+    results = on_ranks(any_assignment, world_size, reduction)
     for index, window in enumerate(assignments(world_size)):
         net = fresh_net()
         everything = [i for cut in window for indices in cut for i in indices]
@@ -76,7 +73,6 @@ def test_any_assignment_to_ranks_equals_big_batch(
 
 
 def averages(rank: int, world_size: int) -> torch.Tensor:
-    start_gloo()
     net = fresh_net()
     run_window(net, batches(assignments(world_size)[0][rank]), no_ranks())
     gradient = gradients(net)
@@ -91,9 +87,9 @@ def no_ranks() -> Accumulator:
     return accumulator
 
 
-def test_mean_of_rank_means_differs_from_big_batch() -> None:
+def test_mean_of_rank_means_differs_from_big_batch(on_ranks: OnRanks) -> None:
     """The control: transformers#34242, verl#6609, a denominator for each rank."""
-    (found, _) = raise_rank_errors(run_ranks(averages, 2))
+    (found, _) = on_ranks(averages, 2)
     net = fresh_net()
     cut = assignments(2)[0]
     token_loss(net, batches([[i for c in cut for x in c for i in x]])[0]).backward()
@@ -123,7 +119,6 @@ class Parts(nn.Module):
 
 
 def unevenly_used(rank: int, world_size: int) -> dict[str, Any]:
-    start_gloo()
     torch.manual_seed(0)
     parts = Parts()
     accumulator = Accumulator(GivenWeight(), aggregation="none")
@@ -133,12 +128,12 @@ def unevenly_used(rank: int, world_size: int) -> dict[str, Any]:
     return {n: p.grad for n, p in parts.named_parameters()}
 
 
-def test_parameters_used_on_some_ranks_equal_big_batch() -> None:
+def test_parameters_used_on_some_ranks_equal_big_batch(on_ranks: OnRanks) -> None:
     torch.manual_seed(0)
     whole = Parts()
     losses = [3 * whole.loss(0, 1.0), whole.loss(0, 2.0), 4 * whole.loss(1, 5.0)]
     (sum(losses) / 8).backward()  # type: ignore[union-attr]
-    for found in raise_rank_errors(run_ranks(unevenly_used, 2)):
+    for found in on_ranks(unevenly_used, 2):
         assert found.keys() == dict(whole.named_parameters()).keys()
         for name, parameter in whole.named_parameters():
             if parameter.grad is None:
@@ -150,7 +145,6 @@ def test_parameters_used_on_some_ranks_equal_big_batch() -> None:
 
 
 def empty_and_finished_twice(rank: int, world_size: int) -> str:
-    start_gloo()
     p = nn.Parameter(torch.ones(()))
     accumulator = Accumulator(GivenWeight(), aggregation="none", checks="now")
     accumulator.backward(p * 2, 3)
@@ -162,13 +156,12 @@ def empty_and_finished_twice(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_window_that_is_empty_on_every_rank_is_refused() -> None:
-    for text in raise_rank_errors(run_ranks(empty_and_finished_twice, 2)):
+def test_window_that_is_empty_on_every_rank_is_refused(on_ranks: OnRanks) -> None:
+    for text in on_ranks(empty_and_finished_twice, 2):
         assert "optimizer step 1 (counted from 0): the window was empty" in text
 
 
 def flagged(rank: int, world_size: int, kind: str, checks: Any) -> str:
-    start_gloo()
     p = nn.Parameter(torch.ones(()))
     accumulator = Accumulator(GivenWeight(), aggregation="none", checks=checks)
 
@@ -189,8 +182,8 @@ def flagged(rank: int, world_size: int, kind: str, checks: Any) -> str:
 @pytest.mark.parametrize("kind", ["weight", "loss"])
 @pytest.mark.parametrize(("checks", "seen"), [("late", 3), ("now", 2)])
 def test_flag_stops_every_rank_and_names_the_one(
-    kind: str, checks: Any, seen: int
+    kind: str, checks: Any, seen: int, on_ranks: OnRanks
 ) -> None:
-    for text in raise_rank_errors(run_ranks(flagged, 3, kind, checks)):
+    for text in on_ranks(flagged, 3, kind, checks):
         assert text.startswith(f"after {seen} windows: optimizer step 1 ")
         assert "ranks 1, 2: " in text

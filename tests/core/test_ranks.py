@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.core.common import GivenWeight, fresh_net
+from tests.core.conftest import OnRanks
 from tests.helpers import raise_rank_errors, run_ranks, start_gloo
 from trainkit import Accumulator, TrainkitError, Uniform
 from trainkit.core.ranks import Ranks, find_ranks
@@ -31,7 +32,6 @@ def test_unknown_aggregation_is_refused(wrong: Any) -> None:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    start_gloo()
     texts = []
     given: list[dict[str, Any]] = [
         {},
@@ -46,9 +46,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
     return texts
 
 
-def test_several_ranks_with_nothing_to_read_are_refused() -> None:
+def test_several_ranks_with_nothing_to_read_are_refused(on_ranks: OnRanks) -> None:
     """transformers#37110: to average what is averaged already, or not at all."""
-    for texts in raise_rank_errors(run_ranks(refusals, 2)):
+    for texts in on_ranks(refusals, 2):
         for text in texts:
             assert text.startswith("aggregation: 2 ranks are running")
             assert "'mean' (the backend averages), 'sum'" in text
@@ -64,7 +64,6 @@ class Holder:
 
 
 def shown(rank: int, world_size: int) -> dict[str, Any]:
-    start_gloo()
     ddp = DDP(fresh_net())
     sharded = fresh_net()
     fully_shard(sharded)
@@ -92,7 +91,6 @@ def shown(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def summed_by_nobody(rank: int, world_size: int) -> list[str]:
-    start_gloo()
     said = []
     for hook in (None, all_reduce_sum):
         net = DDP(fresh_net())
@@ -114,16 +112,16 @@ def all_reduce_sum(state, bucket):  # torch reads annotations, and not as text
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def test_a_sum_that_ddp_does_not_make_is_refused() -> None:
+def test_a_sum_that_ddp_does_not_make_is_refused(on_ranks: OnRanks) -> None:
     """The control: with a hook that adds up it is not."""
-    for refused, accepted in raise_rank_errors(run_ranks(summed_by_nobody, 2)):
+    for refused, accepted in on_ranks(summed_by_nobody, 2):
         assert "aggregation='sum'" in refused
         assert "averages" in refused
         assert accepted == ""
 
 
-def test_aggregation_equals_what_the_module_shows() -> None:
-    for rank, found in enumerate(raise_rank_errors(run_ranks(shown, 2))):
+def test_aggregation_equals_what_the_module_shows(on_ranks: OnRanks) -> None:
+    for rank, found in enumerate(on_ranks(shown, 2)):
         assert found.pop("alone") == ("none", 1, 0, 1, False)
         assert found.pop("said") == ("sum", 2, rank, 1, True)
         assert set(found.values()) == {("mean", 2, rank, 2, True)}
@@ -131,7 +129,6 @@ def test_aggregation_equals_what_the_module_shows() -> None:
 
 def said(rank: int, world_size: int, aggregation: Any) -> Any:
     """A backend of one's own: gradients are summed or averaged by hand."""
-    start_gloo()
     p = nn.Parameter(torch.ones((), dtype=torch.float64))
     accumulator = Accumulator(GivenWeight(), aggregation=aggregation)
     found = []
@@ -149,15 +146,14 @@ def said(rank: int, world_size: int, aggregation: Any) -> Any:
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "sum", "none"])
-def test_each_aggregation_equals_the_law(aggregation: str) -> None:
+def test_each_aggregation_equals_the_law(aggregation: str, on_ranks: OnRanks) -> None:
     first = (3 * 1 + 9 * 2) / 12
     second = (1 * 4 + 2 * 2 + 3 * 8 + 6 * 4) / 12
-    for found in raise_rank_errors(run_ranks(said, 2, aggregation)):
+    for found in on_ranks(said, 2, aggregation):
         assert found == [pytest.approx((x, x), rel=1e-14) for x in (first, second)]
 
 
 def averaged_twice(rank: int, world_size: int) -> float:
-    start_gloo()
     p = nn.Parameter(torch.ones((), dtype=torch.float64))
     accumulator = Accumulator(GivenWeight(), aggregation="sum")
     accumulator.backward(p * 1.0, 3)
@@ -168,13 +164,12 @@ def averaged_twice(rank: int, world_size: int) -> float:
     return float(p.grad)
 
 
-def test_wrong_aggregation_differs_from_the_law() -> None:
+def test_wrong_aggregation_differs_from_the_law(on_ranks: OnRanks) -> None:
     """The control: half the gradient, on two ranks."""
-    assert raise_rank_errors(run_ranks(averaged_twice, 2)) == [0.5, 0.5]
+    assert on_ranks(averaged_twice, 2) == [0.5, 0.5]
 
 
 def subsets(rank: int, world_size: int) -> tuple[float, float]:
-    start_gloo()
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
     p = nn.Parameter(torch.ones((), dtype=torch.float64))
     mine = groups[min(rank, 1)]
@@ -185,15 +180,14 @@ def subsets(rank: int, world_size: int) -> tuple[float, float]:
     return float(stats.weight), float(p.grad)  # type: ignore[arg-type]
 
 
-def test_window_of_a_process_group_equals_that_of_its_ranks() -> None:
+def test_window_of_a_process_group_equals_that_of_its_ranks(on_ranks: OnRanks) -> None:
     """Ranks that hold no replica of their own do not count."""
     alone = (1.0, 1.0)
     pair = (3.0 + 6.0, pytest.approx((1 + 4 + 1 + 4 + 9) / 9))
-    assert raise_rank_errors(run_ranks(subsets, 3)) == [alone, pair, pair]
+    assert on_ranks(subsets, 3) == [alone, pair, pair]
 
 
 def rank_without_a_micro_batch(rank: int, world_size: int) -> str:
-    start_gloo()
     ddp = DDP(fresh_net())
     accumulator = Accumulator(Uniform(), module=ddp)
     if rank == 0:
@@ -203,9 +197,11 @@ def rank_without_a_micro_batch(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_rank_without_a_micro_batch_is_refused_where_others_wait_for_it() -> None:
+def test_rank_without_a_micro_batch_is_refused_where_others_wait_for_it(
+    on_ranks: OnRanks,
+) -> None:
     """pytorch-lightning#5243: it would hang, or mix up two messages."""
-    text, _ = raise_rank_errors(run_ranks(rank_without_a_micro_batch, 2))
+    text, _ = on_ranks(rank_without_a_micro_batch, 2)
     assert "window is empty" in text
     assert "each of them needs a micro-batch" in text
 
@@ -228,7 +224,6 @@ def test_accumulator_made_before_the_ranks_started_is_refused() -> None:
 
 def on_a_grid(rank: int, world_size: int) -> str:
     """Sharded over one dimension, whole over the other: tensor parallelism, perhaps."""
-    start_gloo()
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
     net = nn.Module()
     whole = torch.ones(4, 2)
@@ -238,7 +233,7 @@ def on_a_grid(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_grid_whose_replicas_cannot_be_read_is_refused() -> None:
-    for text in raise_rank_errors(run_ranks(on_a_grid, 2)):
+def test_grid_whose_replicas_cannot_be_read_is_refused(on_ranks: OnRanks) -> None:
+    for text in on_ranks(on_a_grid, 2):
         assert "a mesh of 2 dimensions ('dp', 'tp')" in text
         assert "Pass aggregation='mean' and process_group=" in text

@@ -123,7 +123,7 @@ def test_sgd_under_another_rule_differs(small_sgd: Moments, rule: Any) -> None:
 
 
 ADAM_NOISE = 10.0
-ADAM = {"steps": 4800, "noise": ADAM_NOISE}
+ADAM = {"steps": 2400, "noise": ADAM_NOISE}
 ADAM_LR, BETA1, BETA2, EPS = 0.001, 0.98, 0.995, 3.0
 
 

@@ -13,13 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.core.common import GivenWeight, fresh_net, padded, relative, run_window
+from tests.core.conftest import OnRanks
 from tests.helpers import (
     NAIVE,
     gradients,
     ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
-    start_gloo,
     token_loss,
 )
 from trainkit import Accumulator, PerToken, TrainkitError
@@ -153,7 +151,6 @@ def wrapped(kind: str) -> tuple[Any, Accumulator]:
 
 
 def save_and_go_on(rank: int, world_size: int, kind: str, over_ranks: bool) -> Any:
-    start_gloo()
     net, accumulator = wrapped(kind)
     block = kind == "ddp"
     if block:
@@ -178,7 +175,6 @@ def save_and_go_on(rank: int, world_size: int, kind: str, over_ranks: bool) -> A
 
 
 def load_and_go_on(rank: int, world_size: int, kind: str, state: Any) -> Any:
-    start_gloo()
     net, accumulator = wrapped(kind)
     accumulator.load_state_dict(state)
     cut = [SECOND[:1], SECOND[1:2], SECOND[2:]][rank]
@@ -189,17 +185,19 @@ def load_and_go_on(rank: int, world_size: int, kind: str, state: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["none", "ddp", "sharded"])
-def test_window_resumed_by_each_rank_equals_big_batch(kind: str) -> None:
-    for _, found in raise_rank_errors(run_ranks(save_and_go_on, 2, kind, False)):
+def test_window_resumed_by_each_rank_equals_big_batch(
+    kind: str, on_ranks: OnRanks
+) -> None:
+    for _, found in on_ranks(save_and_go_on, 2, kind, False):
         assert relative(found, big_gradient()) <= 1e-10
 
 
 @pytest.mark.parametrize("loading", ["none", "ddp", "sharded"])
 @pytest.mark.parametrize("saving", ["none", "ddp", "sharded"])
 def test_window_of_two_ranks_resumed_by_any_number_equals_big_batch(
-    saving: str, loading: str
+    saving: str, loading: str, on_ranks: OnRanks
 ) -> None:
-    results = raise_rank_errors(run_ranks(save_and_go_on, 2, saving, True))
+    results = on_ranks(save_and_go_on, 2, saving, True)
     for state, found in results:
         assert relative(found, big_gradient()) <= 1e-10
         alone = fresh_net()
@@ -209,12 +207,11 @@ def test_window_of_two_ranks_resumed_by_any_number_equals_big_batch(
         accumulator.finish(alone.parameters())
         assert relative(gradients(alone), big_gradient()) <= 1e-10
     state = results[0][0]
-    for found in raise_rank_errors(run_ranks(load_and_go_on, 3, loading, state)):
+    for found in on_ranks(load_and_go_on, 3, loading, state):
         assert relative(found, big_gradient()) <= 1e-10
 
 
 def one_rank_has_nothing(rank: int, world_size: int) -> Any:
-    start_gloo()
     net, accumulator = wrapped("none")
     if rank == 1:
         run_open(accumulator, net, FIRST)
@@ -227,13 +224,14 @@ def one_rank_has_nothing(rank: int, world_size: int) -> Any:
     return gradient_of(again)
 
 
-def test_state_over_ranks_waits_for_no_rank_without_a_micro_batch() -> None:
-    for found in raise_rank_errors(run_ranks(one_rank_has_nothing, 2)):
+def test_state_over_ranks_waits_for_no_rank_without_a_micro_batch(
+    on_ranks: OnRanks,
+) -> None:
+    for found in on_ranks(one_rank_has_nothing, 2):
         assert relative(found, big_gradient()) <= 1e-10
 
 
 def of_another_rank(rank: int, world_size: int) -> str:
-    start_gloo()
     net, accumulator = wrapped("none")
     run_open(accumulator, net, FIRST)
     state = accumulator.state_dict()
@@ -243,8 +241,8 @@ def of_another_rank(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_state_of_another_rank_is_refused() -> None:
-    texts = raise_rank_errors(run_ranks(of_another_rank, 2))
+def test_state_of_another_rank_is_refused(on_ranks: OnRanks) -> None:
+    texts = on_ranks(of_another_rank, 2)
     assert "window of rank 1, and this is rank 0" in texts[0]
     assert "one with over_ranks=True" in texts[1]
 
@@ -272,7 +270,6 @@ class Branching(nn.Module):
 
 
 def branch(rank: int, world_size: int, resumes: bool) -> list[float]:
-    start_gloo()
     net = Branching()
     ddp = DDP(net, find_unused_parameters=True)
     accumulator = Accumulator(GivenWeight(), module=ddp)
@@ -290,16 +287,15 @@ def branch(rank: int, world_size: int, resumes: bool) -> list[float]:
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_weight_that_the_rest_of_a_window_does_not_use_equals_big_batch(
-    resumes: bool,
+    resumes: bool, on_ranks: OnRanks
 ) -> None:
     """DDP brings together only what the last backward passes have used."""
     expected = [(2 * 1 + 2 * 2 + 4 * 1 + 4 * 2) / 7, (2 * 1 + 2 * 2) / 7]
-    for found in raise_rank_errors(run_ranks(branch, 2, resumes)):
+    for found in on_ranks(branch, 2, resumes):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
 def sparse(rank: int, world_size: int, resumes: bool) -> list[list[float]]:
-    start_gloo()
     table = nn.Embedding(4, 1, sparse=True, dtype=torch.float64)
     nn.init.ones_(table.weight)
     ddp = DDP(table)
@@ -319,7 +315,9 @@ def sparse(rank: int, world_size: int, resumes: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_sparse_window_over_ranks_equals_big_batch(resumes: bool) -> None:
+def test_sparse_window_over_ranks_equals_big_batch(
+    resumes: bool, on_ranks: OnRanks
+) -> None:
     expected = [[2 / 7], [(2 + 2 * 2) / 7], [2 / 7], [1 / 7]]
-    for found in raise_rank_errors(run_ranks(sparse, 2, resumes)):
+    for found in on_ranks(sparse, 2, resumes):
         assert torch.tensor(found).allclose(torch.tensor(expected))

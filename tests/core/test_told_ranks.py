@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.core.common import fresh_net
+from tests.core.conftest import OnRanks
 from tests.core.test_ddp import WINDOWS as ALL_WINDOWS
 from tests.core.test_ddp import dealt, together
 from tests.helpers import (
     deviation,
     gradients,
-    raise_rank_errors,
-    run_ranks,
-    start_gloo,
     weights,
 )
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError
@@ -46,7 +44,6 @@ def terms_of(net: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def train_told(rank: int, world: int, aggregation: str) -> Any:
-    start_gloo()
     net = fresh_net()
     model: Any = net if aggregation == "none" else DDP(net)
     if aggregation == "none":
@@ -68,8 +65,10 @@ def train_told(rank: int, world: int, aggregation: str) -> Any:
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "none"])
-def test_terms_over_ranks_equal_one_process(aggregation: str) -> None:
-    results = run_ranks(train_told, 2, aggregation)
+def test_terms_over_ranks_equal_one_process(
+    aggregation: str, on_ranks: OnRanks
+) -> None:
+    results = on_ranks(train_told, 2, aggregation)
     net, start = fresh_net(), weights(fresh_net())
     steps = torch.optim.SGD(net.parameters(), lr=0.3)
     expected = []
@@ -80,7 +79,7 @@ def test_terms_over_ranks_equal_one_process(aggregation: str) -> None:
         total.backward()
         steps.step()
         expected.append(total.item())
-    for found, losses in raise_rank_errors(results):
+    for found, losses in results:
         assert deviation(found, weights(net), start) <= EXACT
         assert losses == pytest.approx(expected, rel=1e-10)
 
@@ -106,7 +105,6 @@ class Buffered(torch.nn.Module):
 
 
 def unfinished(rank: int, world: int) -> tuple[str, bool, bool]:
-    start_gloo()
     net = Buffered()
     ddp = DDP(net)
     accumulator = Accumulator(PerSample(), module=ddp)
@@ -121,17 +119,18 @@ def unfinished(rank: int, world: int) -> tuple[str, bool, bool]:
     return str(error.value), before, has_reduced(ddp)
 
 
-def test_a_reduction_that_ddp_has_not_finished_is_refused_before_the_step() -> None:
+def test_a_reduction_that_ddp_has_not_finished_is_refused_before_the_step(
+    on_ranks: OnRanks,
+) -> None:
     """A parameter that only an earlier, unsynchronised pass has used: torch would say
     so in the next forward pass, when each rank has stepped with its own gradient."""
-    for text, before, after in raise_rank_errors(run_ranks(unfinished, 2)):
+    for text, before, after in on_ranks(unfinished, 2):
         assert "DDPStrategy(find_unused_parameters=True)" in text
         assert before
         assert not after
 
 
 def messages(rank: int, world: int) -> list[Any]:
-    start_gloo()
     net = Buffered()
     ddp = DDP(net)
     x = torch.ones(3, 2, dtype=torch.float64)
@@ -152,9 +151,11 @@ def messages(rank: int, world: int) -> list[Any]:
     return seen
 
 
-def test_messages_of_a_forward_pass_are_sent_before_it_and_not_in_it() -> None:
+def test_messages_of_a_forward_pass_are_sent_before_it_and_not_in_it(
+    on_ranks: OnRanks,
+) -> None:
     """Of the first rank's buffers, and once of the order of the buckets."""
-    first, second = raise_rank_errors(run_ranks(messages, 2))
+    first, second = on_ranks(messages, 2)
     assert first[0] == second[0] == first[4] == second[4] == 5.0
     assert (first[1], second[1]) == (7.0, 8.0)
     assert first[2] == second[2] == 7.0

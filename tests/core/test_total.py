@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.core.common import relative, run_window
+from tests.core.conftest import OnRanks
 from tests.helpers import (
     TOLERANCE,
     TokenNet,
     gradients,
     pad,
     ragged_sequences,
-    run_ranks,
-    start_gloo,
     token_loss,
 )
 from trainkit import Accumulator, PerSample, PerToken
@@ -116,7 +115,6 @@ def test_total_that_weighs_nothing_keeps_its_gradient() -> None:
 
 
 def on_a_rank(rank: int, world_size: int, aggregation: str) -> Tensor:
-    start_gloo()
     net = TokenNet(dtype=torch.float64)
     module: Any = net
     if aggregation == "mean":
@@ -136,7 +134,9 @@ def on_a_rank(rank: int, world_size: int, aggregation: str) -> Tensor:
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "none"])
-def test_total_over_two_ranks_equals_the_sum(aggregation: str) -> None:
+def test_total_over_two_ranks_equals_the_sum(
+    aggregation: str, on_ranks: OnRanks
+) -> None:
     expected, _ = plain_sum()
-    for found in run_ranks(on_a_rank, 2, aggregation):
+    for found in on_ranks(on_a_rank, 2, aggregation):
         assert relative(found, expected) <= EXACT

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.core.common import padded, relative
+from tests.core.conftest import OnRanks
 from tests.helpers import (
     TokenNet,
     gradients,
     ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
-    start_gloo,
     token_loss,
 )
 from trainkit import PerToken, TrainkitError
@@ -208,8 +208,7 @@ STEPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize(("name", "clip"), [*zip(STEPS, cycle([0.01, None]))])
 def test_optimizers_and_clipping_step_with_what_is_handed_over(
     name: str, clip: float | None
 ) -> None:
@@ -268,7 +267,6 @@ def adding_hook(state, bucket):  # DDP cannot read annotations that are strings
 
 
 def wide_over_ddp(rank: int, world_size: int, case: dict[str, Any]) -> Any:
-    start_gloo()
     net = Parts()
     if case.get("all used"):
         net.alone.requires_grad_(False)
@@ -319,15 +317,20 @@ DDP_CASES: dict[str, dict[str, bool]] = {
 
 
 @pytest.mark.parametrize("case", DDP_CASES.values(), ids=DDP_CASES.keys())
-def test_ddp_of_unequal_windows_equals_the_exact_sum(case: dict[str, Any]) -> None:
-    for shown in raise_rank_errors(run_ranks(wide_over_ddp, 2, case)):
+def test_ddp_of_unequal_windows_equals_the_exact_sum(
+    case: dict[str, Any], on_ranks: OnRanks
+) -> None:
+    for shown in on_ranks(wide_over_ddp, 2, case):
         expected = {**EXPECTED, **({"alone": None} if case.get("all used") else {})}
         assert shown == [expected, expected]
 
 
 def wide_without_backend(rank: int, world_size: int) -> Any:
-    start_gloo()
-    of_gradients.BUCKET = 8  # several messages
+    with mock.patch.object(of_gradients, "BUCKET", 8):  # several messages
+        return saved_in_the_middle(rank)
+
+
+def saved_in_the_middle(rank: int) -> Any:
     net = Parts()
     wide = WideGradients(net.parameters(), ranks=find_ranks(net, "none"))
     for parts in ON_RANKS[rank]:
@@ -345,15 +348,14 @@ def closed(wide: WideGradients, net: nn.Module) -> dict[str, float | None]:
     return values(net)
 
 
-def test_ranks_without_a_backend_equal_the_exact_sum_and_so_does_their_checkpoint() -> (
-    None
-):
-    for results in raise_rank_errors(run_ranks(wide_without_backend, 2)):
+def test_ranks_without_a_backend_equal_the_exact_sum_and_so_does_their_checkpoint(
+    on_ranks: OnRanks,
+) -> None:
+    for results in on_ranks(wide_without_backend, 2):
         assert results == (EXPECTED, EXPECTED)
 
 
 def wide_over_fsdp(rank: int, world_size: int) -> Any:
-    start_gloo()
     net: Any = half_net()
     fully_shard(net)
     ranks = find_ranks(net)
@@ -382,9 +384,11 @@ def whole_gradients(net: nn.Module) -> Tensor:
     return torch.cat([g.double().flatten() for g in whole])
 
 
-def test_fsdp2_equals_the_sum_of_what_it_left_up_to_one_rounding() -> None:
+def test_fsdp2_equals_the_sum_of_what_it_left_up_to_one_rounding(
+    on_ranks: OnRanks,
+) -> None:
     """Shards are added up where they are, and handed over as shards."""
-    for found, expected in raise_rank_errors(run_ranks(wide_over_fsdp, 2)):
+    for found, expected in on_ranks(wide_over_fsdp, 2):
         assert relative(found, expected) <= ONCE[torch.bfloat16]
 
 

@@ -19,7 +19,7 @@ from tests.core.batch_norm.nets import (
     ragged,
     statistics,
 )
-from tests.helpers import raise_rank_errors, run_ranks, start_gloo
+from tests.core.conftest import OnRanks
 from trainkit.core.batch_norm.freeze import freeze
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.core.batch_norm.recalibration import Statistics, recalibrate
@@ -322,7 +322,6 @@ def shares(x: Tensor, rank: int, world: int, how: str) -> list[Tensor]:
 
 
 def on_rank(rank: int, world: int, how: str, exact: bool) -> dict[str, Tensor]:
-    start_gloo()
     net, x = ResNet(), images()
     layers = every_layer(net)
     ranks = find_ranks(aggregation="mean")
@@ -334,24 +333,26 @@ def on_rank(rank: int, world: int, how: str, exact: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world", "how"), [(2, "rows dealt out"), (3, "rows dealt out")]
 )
-def test_ranks_equal_all_rows_as_one_batch(world: int, how: str) -> None:
+def test_ranks_equal_all_rows_as_one_batch(
+    world: int, how: str, on_ranks: OnRanks
+) -> None:
     """23 rows divide by neither."""
     wanted = of_big_batch(ResNet(), images())
-    found = raise_rank_errors(run_ranks(on_rank, world, how, True))
+    found = on_ranks(on_rank, world, how, True)
     assert all(furthest(each, wanted) <= EXACT for each in found)
     for each in found[1:]:
         assert furthest(each, found[0]) == 0
 
 
-def test_rank_without_rows_gets_the_statistics_of_all() -> None:
+def test_rank_without_rows_gets_the_statistics_of_all(on_ranks: OnRanks) -> None:
     wanted = of_big_batch(ResNet(), images())
-    found = raise_rank_errors(run_ranks(on_rank, 2, "one rank has none", True))
+    found = on_ranks(on_rank, 2, "one rank has none", True)
     assert all(furthest(each, wanted) <= EXACT for each in found)
 
 
-def test_one_pass_on_ranks_equals_in_the_first_layer_only() -> None:
+def test_one_pass_on_ranks_equals_in_the_first_layer_only(on_ranks: OnRanks) -> None:
     wanted = of_big_batch(ResNet(), images())
-    for each in raise_rank_errors(run_ranks(on_rank, 2, "rows dealt out", False)):
+    for each in on_ranks(on_rank, 2, "rows dealt out", False):
         off = distance(each, wanted)
         assert off["stem_bn.running_var"] <= EXACT
         assert off["head_bn.running_var"] > NAIVE / 10

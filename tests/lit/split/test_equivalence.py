@@ -30,8 +30,6 @@ from trainkit import AccumulationCallback, PerSample, PerToken
 from trainkit.core.split.micro_batching import MicroBatching
 
 STRATEGIES = ["PerSample", "PerToken"]
-OPTIMIZERS = ["sgd", "momentum", "adamw"]
-CLIPS = ["norm", "value", None]
 MANY = (6, 3, 9, 1, 8, 4, 9)
 """Loader batches, of which several make a window; the last window is short."""
 
@@ -89,11 +87,21 @@ class Counting(Recorder):
         self.most = max(self.most, int(window.num_micro_batches))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("cut", ["size", "tokens"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "cut", "optimizer", "clip", "reduction"),
+    [  # every pair of values
+        ("PerSample", "size", "sgd", "norm", "sum"),
+        ("PerSample", "size", "momentum", "value", "sum"),
+        ("PerSample", "size", "adamw", None, "mean"),
+        ("PerSample", "tokens", "sgd", "value", "mean"),
+        ("PerSample", "tokens", "momentum", None, "sum"),
+        ("PerToken", "size", "adamw", "norm", "sum"),
+        ("PerToken", "size", "sgd", "value", "sum"),
+        ("PerToken", "tokens", "sgd", None, "sum"),
+        ("PerToken", "tokens", "momentum", "norm", "mean"),
+        ("PerToken", "tokens", "adamw", "value", "mean"),
+    ],
+)
 def test_every_cut_equals_big_batch(
     strategy: str, cut: str, optimizer: str, clip: Clip, reduction: Reduction
 ) -> None:
@@ -116,9 +124,17 @@ def test_other_cuts_equal_big_batch(strategy: str, cut: str) -> None:
     assert run.losses == pytest.approx(expected.losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("cut", ["size", "tokens", "auto"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "cut", "reduction"),
+    [  # every pair of values
+        ("PerSample", "size", "sum"),
+        ("PerSample", "tokens", "mean"),
+        ("PerSample", "auto", "sum"),
+        ("PerToken", "size", "mean"),
+        ("PerToken", "tokens", "sum"),
+        ("PerToken", "auto", "mean"),
+    ],
+)
 def test_sgd_in_float32_equals_big_batch(
     strategy: str, cut: str, reduction: Reduction
 ) -> None:
@@ -128,10 +144,17 @@ def test_sgd_in_float32_equals_big_batch(
     assert run.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("cut", ["size", "tokens", "auto"])
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "window", "cut", "reduction"),
+    [  # every pair of values
+        ("PerSample", 2, "size", "mean"),
+        ("PerSample", 2, "auto", "sum"),
+        ("PerSample", 3, "tokens", "sum"),
+        ("PerToken", 2, "tokens", "mean"),
+        ("PerToken", 3, "size", "sum"),
+        ("PerToken", 3, "auto", "mean"),
+    ],
+)
 def test_several_loader_batches_in_a_window_equal_big_batch(
     strategy: str, window: int, cut: str, reduction: Reduction
 ) -> None:
@@ -151,7 +174,7 @@ def test_several_loader_batches_in_a_window_equal_big_batch(
     assert run.losses == pytest.approx(expected.losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 17, 100])
+@pytest.mark.parametrize("size", [1, 3, 16, 17, 100])
 def test_any_size_takes_one_step_for_each_loader_batch(size: int) -> None:
     module = Split(cut=MicroBatching(size=size), optimizer="adamw")
     fitted = fit(module)
@@ -188,8 +211,10 @@ class MeanOfMeans(Plain):
         return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("PerSample", "sgd"), ("PerToken", "momentum"), ("PerToken", "adamw")],
+)
 def test_mean_of_micro_batch_means_differs(strategy: str, optimizer: str) -> None:
     """Negative control."""
     naive = MeanOfMeans(LOSSES[strategy], optimizer=optimizer)

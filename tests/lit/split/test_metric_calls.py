@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,15 +53,22 @@ class Asked(Split):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         keep = batch["labels"] != -100
-        data = self.net(batch["ids"]).detach()[keep], batch["labels"][keep]
-        for number, step in enumerate(self.order):
-            if step == "c":
-                self.show(f"metric{number}", self.metric.compute())
-            elif step == "r":
-                self.metric.reset()
-            else:
-                self.metric.update(*data) if step == "u" else self.metric(*data)
+        self.ask(self.net(batch["ids"]).detach()[keep], batch["labels"][keep])
         return loss
+
+    def ask(self, *data: Tensor) -> None:
+        self.ask_in_order(self.metric, self.order, *data)
+
+    def ask_in_order(
+        self, metric: Any, order: str, *data: Tensor, prefix: str = ""
+    ) -> None:
+        for number, step in enumerate(order):
+            if step == "c":
+                self.show(f"{prefix}metric{number}", metric.compute())
+            elif step == "r":
+                metric.reset()
+            else:
+                metric.update(*data) if step == "u" else metric(*data)
 
     def show(self, name: str, value: Any) -> None:
         how: dict[str, Any] = {"on_step": True, "on_epoch": True}
@@ -69,7 +78,20 @@ class Asked(Split):
             self.log_dict({f"{name}/{k}": v for k, v in value.items()}, **how)
 
 
+class AskedInEveryOrder(Asked):
+    """Has a metric for each of several orders: one training shows them all."""
+
+    def __init__(self, make: Any, orders: Sequence[str], **options: Any) -> None:
+        super().__init__(None, "", **options)
+        self.metrics = nn.ModuleDict({order: make() for order in orders})
+
+    def ask(self, *data: Tensor) -> None:
+        for order, metric in self.metrics.items():
+            self.ask_in_order(metric, order, *data, prefix=f"{order}/")
+
+
 ORDERS = ("uc", "fc", "ucr", "ruc", "ucc", "rfcr", "u", "c")
+OF_DICTS = ("uc", "ucr", "ruc", "fc", "fcr")
 DICTS: dict[str, Any] = {
     "collection": collection,
     "collection without groups": lambda: collection(compute_groups=False),
@@ -77,37 +99,67 @@ DICTS: dict[str, Any] = {
     "stateful compute": lambda: MinMaxMetric(accuracy()),
 }
 BEFORE = "ignore:The ``compute`` method of metric"
+FEW = (9, 6, 3)
+"""Samples in each loader batch: three micro-batches, two, and one."""
 
 
-def assert_alike(make: Any, order: str, cut: str = "size", **options: Any) -> None:
-    ours = logged(Asked(make(), order, cut=CUTS[cut]), **options)
-    whole = logged(Asked(make(), order, cut=None), **options)
-    assert_same_logs(ours, whole)
+@cache
+def logged_in_every_order(
+    kind: str, orders: tuple[str, ...], cut: str | None, window: int = 1
+) -> Any:
+    make = (MAKERS | DICTS)[kind]
+    module = AskedInEveryOrder(make, orders, cut=CUTS[cut] if cut else None)
+    return logged(module, window=window, sizes=FEW)
+
+
+def of_order(order: str, logs: Any) -> Any:
+    """What is logged of one metric."""
+    rows, metrics = (
+        [{k: v for k, v in row.items() if _is_of(order, k)} for row in part]
+        for part in (logs[0], [logs[1]])
+    )
+    assert "c" not in order or any(k.startswith(f"{order}/") for k in metrics[0])
+    return rows, metrics[0]
+
+
+def _is_of(order: str, name: str) -> bool:
+    return name.startswith(f"{order}/") or "/" not in name
 
 
 @pytest.mark.filterwarnings(BEFORE)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "f1"])
 def test_computed_value_equals_that_of_the_whole_batch(kind: str, order: str) -> None:
-    if kind == "list states" and order == "c":
-        pytest.skip("it computes nothing from nothing, with the cut or without")
-    assert_alike(MAKERS[kind], order)
+    orders = ORDERS
+    if kind == "list states":
+        orders = ORDERS[:-1]
+        if order == "c":
+            pytest.skip("it computes nothing from nothing, with the cut or without")
+    ours, whole = (logged_in_every_order(kind, orders, cut) for cut in ("size", None))
+    assert_same_logs(of_order(order, ours), of_order(order, whole))
 
 
 @pytest.mark.filterwarnings(BEFORE)
-@pytest.mark.parametrize("order", ["uc", "ucr", "ruc", "fc", "fcr"])
+@pytest.mark.parametrize("order", OF_DICTS)
 @pytest.mark.parametrize("kind", DICTS)
 def test_computed_dict_equals_that_of_the_whole_batch(kind: str, order: str) -> None:
-    if kind == "stateful compute" and "f" in order:
-        pytest.skip("what it keeps it takes from each call's value")
-    assert_alike(DICTS[kind], order)
+    orders = OF_DICTS
+    if kind == "stateful compute":
+        orders = OF_DICTS[:3]
+        if "f" in order:
+            pytest.skip("what it keeps it takes from each call's value")
+    ours, whole = (logged_in_every_order(kind, orders, cut) for cut in ("size", None))
+    assert_same_logs(of_order(order, ours), of_order(order, whole))
 
 
-@pytest.mark.parametrize("order", ["uc", "ucr"])
+@pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("cut", ["tokens", "rows", "auto"])
-def test_however_it_is_cut(cut: str, order: str) -> None:
-    assert_alike(MAKERS["macro"], order, cut)
-    assert_alike(MAKERS["macro"], order, cut, window=2, sizes=(8, 9, 7))
+def test_however_it_is_cut(cut: str, window: int) -> None:
+    ours, whole = (
+        logged_in_every_order("macro", ("uc", "ucr"), how, window)
+        for how in (cut, None)
+    )
+    assert_same_logs(ours, whole)
 
 
 def test_value_of_the_micro_batches_is_another() -> None:
@@ -150,12 +202,14 @@ def test_mean_of_losses_dict_of_metrics_and_named_arguments() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
-@pytest.mark.parametrize("order", ["ucr", "fc"])
-def test_compiled_module_logs_what_the_whole_batch_gives(order: str) -> None:
+def test_compiled_module_logs_what_the_whole_batch_gives() -> None:
     """Calls of metric objects are not traced: their state would be guarded."""
-    ours, whole = (Asked(accuracy(), order, cut=cut) for cut in (CUTS["size"], None))
+    ours, whole = (
+        AskedInEveryOrder(accuracy, ("ucr", "fc"), cut=cut)
+        for cut in (CUTS["size"], None)
+    )
     compiled: Any = torch.compile(ours, backend="eager", dynamic=True)
-    assert_same_logs(logged(compiled), logged(whole))
+    assert_same_logs(*(logged(each, sizes=FEW) for each in (compiled, whole)))
 
 
 class Tracked(Asked):
@@ -171,15 +225,15 @@ def test_metrics_made_in_mid_training_are_known(order: str) -> None:
         Tracked(MetricTracker(MAKERS["macro"]()), order, cut=cut)
         for cut in (CUTS["size"], None)
     ]
-    assert_same_logs(*map(logged, modules))
+    assert_same_logs(*(logged(module, sizes=FEW) for module in modules))
 
 
 @pytest.mark.parametrize("order", ["ucu", "cuc", "ucruc"])
 def test_what_no_single_state_can_give_is_announced_once(order: str) -> None:
     with pytest.warns(UserWarning, match="metric metric: training_step adds") as told:
-        logged(Asked(MAKERS["macro"](), "u" + order, cut=CUTS["size"]))
+        logged(Asked(MAKERS["macro"](), "u" + order, cut=CUTS["size"]), sizes=FEW)
     assert len([each for each in told if "adds to it" in str(each.message)]) == 1
-    logged(Asked(MAKERS["macro"](), "u" + order, cut=None))
+    logged(Asked(MAKERS["macro"](), "u" + order, cut=None), sizes=FEW)
 
 
 class Copying(Asked):
@@ -227,12 +281,14 @@ class Short(Asked):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("order", ["uc", "ucr", "ruc"])
-@pytest.mark.parametrize("kind", ["macro", "list states"])
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [("macro", "uc"), ("list states", "ucr"), ("macro", "ruc"), ("list states", "ruc")],
+)
 def test_states_are_right_where_memory_runs_out(kind: str, order: str) -> None:
     auto = MicroBatching("auto")
     modules = [Short(MAKERS[kind](), order, cut=cut) for cut in (auto, None)]
-    assert_same_logs(*map(logged, modules))
+    assert_same_logs(*(logged(module, sizes=FEW) for module in modules))
 
 
 # ---- several ranks -------------------------------------------------------------------

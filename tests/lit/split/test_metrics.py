@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import (
@@ -52,52 +53,54 @@ class FullState(torchmetrics.Metric):
 
 
 class Measured(Split):
-    """Has one of these metrics, and uses it in one of these ways."""
+    """Has a metric for each of these ways, and uses it so."""
 
-    def __init__(self, metric: Any, how: str, **options: Any) -> None:
+    def __init__(self, make: Any, *ways: str, **options: Any) -> None:
         super().__init__(**options)
-        self.metric = metric
-        self.how = how
+        self.metric = nn.ModuleDict({"in_" + way: make() for way in ways})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         logits = self.net(batch["ids"]).detach().flatten(0, 1)
         labels = batch["labels"].flatten()
         keep = labels != -100
-        use = getattr(self, "use_" + self.how)
-        use(logits[keep], labels[keep])
+        for way, metric in self.metric.items():
+            use = getattr(self, "use_" + way.removeprefix("in_"))
+            use(metric, way, logits[keep], labels[keep])
         return loss
 
-    def use_called(self, *data: Tensor) -> None:
-        self.metric(*data)
-        self.log("metric", self.metric, on_step=True, on_epoch=True)
+    def use_called(self, metric: Any, name: str, *data: Tensor) -> None:
+        metric(*data)
+        self.log(name, metric, on_step=True, on_epoch=True)
 
-    def use_updated(self, *data: Tensor) -> None:
-        self.metric.update(*data)
-        self.log("metric", self.metric, on_step=False, on_epoch=True)
+    def use_updated(self, metric: Any, name: str, *data: Tensor) -> None:
+        metric.update(*data)
+        self.log(name, metric, on_step=False, on_epoch=True)
 
-    def use_returned(self, *data: Tensor) -> None:
-        self.log("metric", self.metric(*data), on_step=True, on_epoch=False)
+    def use_returned(self, metric: Any, name: str, *data: Tensor) -> None:
+        self.log(name, metric(*data), on_step=True, on_epoch=False)
 
-    def use_twice(self, *data: Tensor) -> None:
+    def use_twice(self, metric: Any, name: str, *data: Tensor) -> None:
         is_even = data[1] % 2 == 0
-        self.metric(*(each[is_even] for each in data))
-        self.metric(*(each[~is_even] for each in data))
-        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        metric(*(each[is_even] for each in data))
+        metric(*(each[~is_even] for each in data))
+        self.log(name, metric, on_step=True, on_epoch=True)
 
-    def use_collection(self, *data: Tensor) -> None:
-        self.metric(*data)
-        self.log_dict(self.metric, on_step=True, on_epoch=True)
+    def use_collection(self, metric: Any, name: str, *data: Tensor) -> None:
+        metric(*data)
+        self.log_dict(metric, on_step=True, on_epoch=True)
 
-    def use_first(self, logits: Tensor, labels: Tensor) -> None:
-        self.log("value", self.metric(logits[:, 0], labels), on_epoch=False)
-        self.log("metric", self.metric, on_step=True, on_epoch=True)
+    def use_first(self, metric: Any, name: str, logits: Tensor, labels: Tensor) -> None:
+        self.log("value", metric(logits[:, 0], labels), on_epoch=False)
+        self.log(name, metric, on_step=True, on_epoch=True)
 
-    def use_first_alone(self, logits: Tensor, labels: Tensor) -> None:
-        self.metric.update(logits[:, 0])
+    def use_first_alone(
+        self, metric: Any, name: str, logits: Tensor, labels: Tensor
+    ) -> None:
+        metric.update(logits[:, 0])
 
-    def use_returned_dict(self, *data: Tensor) -> None:
-        self.log_dict(self.metric(*data), on_step=True, on_epoch=False)
+    def use_returned_dict(self, metric: Any, name: str, *data: Tensor) -> None:
+        self.log_dict(metric(*data), on_step=True, on_epoch=False)
 
 
 MAKERS: dict[str, Any] = {
@@ -116,20 +119,31 @@ pytestmark = QUIET
 
 
 def assert_alike(make: Any, how: str, cut: str = "size", **options: Any) -> Any:
-    ours = logged(Measured(make(), how, cut=CUTS[cut]), **options)
-    whole = logged(Measured(make(), how, cut=None), **options)
+    ours = logged(Measured(make, how, cut=CUTS[cut]), **options)
+    whole = logged(Measured(make, how, cut=None), **options)
     assert_same_logs(ours, whole)
     return whole
 
 
-@pytest.mark.parametrize("how", ["called", "updated", "returned"])
+WAYS = ("called", "updated", "returned")
+
+
+@cache
+def logged_in_every_way(kind: str, cut: str | None) -> Any:
+    """One training of three metrics of a kind, each used in one of the ways."""
+    return logged(Measured(MAKERS[kind], *WAYS, cut=CUTS[cut] if cut else None))
+
+
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_metric_equals_that_of_the_whole_batch(kind: str, how: str) -> None:
     """Every step's value, every epoch's, and that they begin anew in each epoch."""
-    rows, metrics = assert_alike(MAKERS[kind], how)
-    values = {v for row in rows for k, v in row.items() if k.startswith("metric")}
+    ours, whole = (logged_in_every_way(kind, cut) for cut in ("size", None))
+    assert_same_logs(ours, whole)
+    rows, metrics = whole
+    values = {v for row in rows for k, v in row.items() if k.startswith("in_" + how)}
     assert len(values) > (1 if how == "updated" else 3)
-    assert any(key.startswith("metric") for key in metrics)
+    assert any(key.startswith("in_" + how) for key in metrics)
 
 
 def test_wrapped_metric_equals_that_of_the_whole_batch() -> None:
@@ -182,48 +196,63 @@ def test_metric_that_is_called_twice_shows_its_last_call() -> None:
 
 def test_value_of_the_last_micro_batch_differs() -> None:
     """Negative control: what the metric object itself keeps for the step."""
-    module = Measured(accuracy(), "called")
+    module = Measured(accuracy, "called")
     seen: list[float] = []
-    module.metric.register_forward_hook(lambda m, args, out: seen.append(float(out)))
+    module.metric["in_called"].register_forward_hook(
+        lambda m, args, out: seen.append(float(out))
+    )
     rows, _ = logged(module)
-    steps = [row["metric_step"] for row in rows if "metric_step" in row]
+    steps = [row["in_called_step"] for row in rows if "in_called_step" in row]
     assert len(seen) > len(steps)
     assert all(min(abs(s - v) for v in seen) > 1e-9 for s in steps[:1])
 
 
 class Averaged(Split):
-    """Feeds the loss to a `MeanMetric`, as the Lightning-Hydra template does."""
+    """Feeds the loss to a `MeanMetric`, as the Lightning-Hydra template does, in each
+    of some ways."""
 
-    def __init__(self, how: str, **options: Any) -> None:
+    def __init__(self, *ways: str, **options: Any) -> None:
         super().__init__(**options)
-        self.mean = MeanMetric()
+        self.means = nn.ModuleDict({"mean_" + way: MeanMetric() for way in ways})
         self.rows = SumMetric()
-        self.how = how
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if self.how == "called":
-            self.mean(loss)
-        elif self.how == "updated":
-            self.mean.update(loss)
-        elif self.how == "number":
-            self.mean(loss.item())
-        elif self.how == "weighted":
-            self.mean(loss, weight=(batch["labels"] != -100).sum())
-        else:
-            self.mean((batch["labels"] != -100).sum(1).float())
         self.rows(len(batch["ids"]))
-        on_step = self.how != "updated"
-        self.log("mean", self.mean, on_step=on_step, on_epoch=True)
         self.log("rows", self.rows, on_step=True, on_epoch=True)
+        counts = (batch["labels"] != -100).sum(1)
+        for name, mean in self.means.items():
+            self.feed(mean, name.removeprefix("mean_"), loss, counts)
+            on_step = name != "mean_updated"
+            self.log(name, mean, on_step=on_step, on_epoch=True)
         return loss
+
+    def feed(self, mean: Any, how: str, loss: Tensor, counts: Tensor) -> None:
+        if how == "called":
+            mean(loss)
+        elif how == "updated":
+            mean.update(loss)
+        elif how == "number":
+            mean(loss.item())
+        elif how == "weighted":
+            mean(loss, weight=counts.sum())
+        else:
+            mean(counts.float())
+
+
+FEEDS = ("called", "updated", "number", "weighted", "rows")
+
+
+@cache
+def averaged(cut: str | None) -> Any:
+    return logged(Averaged(*FEEDS, cut=CUTS[cut] if cut else None))
 
 
 @pytest.mark.parametrize("cut", ["size", "rows"])
-@pytest.mark.parametrize("how", ["called", "updated", "number", "weighted", "rows"])
+@pytest.mark.parametrize("how", FEEDS)
 def test_mean_metric_counts_a_loader_batch_once(how: str, cut: str) -> None:
-    ours = logged(Averaged(how, cut=CUTS[cut]))
-    assert_same_logs(ours, logged(Averaged(how, cut=None)))
+    assert any(name.startswith("mean_" + how) for name in averaged(None)[1])
+    assert_same_logs(averaged(cut), averaged(None))
 
 
 def test_mean_metric_counts_samples_under_per_sample() -> None:
@@ -236,10 +265,11 @@ def test_mean_metric_counts_samples_under_per_sample() -> None:
 
 def test_metric_objects_are_left_as_they_were() -> None:
     module = Averaged("called")
-    update = vars(module.mean)["update"]
+    mean = module.means["mean_called"]
+    update = vars(mean)["update"]
     logged(module)
-    assert vars(module.mean)["update"] is update
-    assert not module.mean._forward_hooks
+    assert vars(mean)["update"] is update
+    assert not mean._forward_hooks
 
 
 @pytest.mark.parametrize("how", ["called", "updated"])
@@ -249,7 +279,7 @@ def test_metric_with_several_loader_batches_in_a_window(how: str) -> None:
 
 
 def test_metric_that_counts_its_updates_is_announced() -> None:
-    with pytest.warns(
-        UserWarning, match=r"metric metric: RunningMean looks back.* 2 up"
-    ):
-        logged(Measured(RunningMean(window=2), "first_alone", cut=CUTS["size"]))
+    module = Measured(partial(RunningMean, window=2), "first_alone", cut=CUTS["size"])
+    text = r"metric metric.in_first_alone: RunningMean looks back.* 2 up"
+    with pytest.warns(UserWarning, match=text):
+        logged(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -31,8 +32,7 @@ def trained(where: str, way: str, cut: str | None, **how: Any) -> tuple[Moving, 
     return module, [each for each in said if "training_step has changed" in each]
 
 
-@pytest.mark.parametrize("cut", ["size", "auto"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "cut"), [*zip(WAYS, cycle(["size", "auto"]))])
 def test_moved_in_training_step_is_said_once_and_is_another_training(
     way: str, cut: str
 ) -> None:
@@ -45,8 +45,9 @@ def test_moved_in_training_step_is_said_once_and_is_another_training(
     assert deviation(ours.net, whole.net, weights(Cut("", "", cut=None).net)) > NAIVE
 
 
-@pytest.mark.parametrize("where", [ONCE, "on_train_batch_end"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "where"), [*zip(WAYS, cycle([ONCE, "on_train_batch_end"]))]
+)
 def test_moved_once_a_step_equals_whole_batches_and_nothing_is_said(
     way: str, where: str
 ) -> None:

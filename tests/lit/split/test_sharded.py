@@ -25,12 +25,10 @@ from trainkit.lit.split.refusals import communicates_in_forward
 
 EXACT = 1e-9
 CASES = {
-    "rows": Case(),
     "tokens": Case(cut=MicroBatching(tokens=40)),
     "single rows": Case(cut=MicroBatching(size=1)),
-    "sums": Case(loss="sums"),
     "terms": Case(loss="terms"),
-    "windows of two": Case(window=2, cut=MicroBatching(size=1)),
+    "windows of two": Case(window=2),
     "sums, windows of two": Case(window=2, loss="sums", cut=MicroBatching(size=1)),
     "auto": Case(cut=MicroBatching("auto")),
 }

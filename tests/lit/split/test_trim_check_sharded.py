@@ -51,6 +51,13 @@ class Later(Pooled):
 class SeeingLater(Later, Sharded): ...
 
 
+KINDS = (Sharded, Seeing, SeeingLater)
+
+
+def train_all(rank: int, world: int) -> list[Seen]:
+    return [train(rank, world, kind) for kind in KINDS]
+
+
 def train(rank: int, world: int, kind: type[Sharded]) -> Seen:
     module = kind(CUTS[0])
     with warnings.catch_warnings(record=True) as said:
@@ -65,9 +72,16 @@ def train(rank: int, world: int, kind: type[Sharded]) -> Seen:
     return whole(module), [str(each.message) for each in said]
 
 
-@pytest.mark.parametrize("kind", [Sharded, Seeing, SeeingLater])
-def test_one_rank_has_padding_and_both_measure_alike(kind: Any) -> None:
-    results = raise_rank_errors(run_ranks(train, 2, kind))
+@pytest.fixture(scope="module")
+def two_ranks() -> list[list[Seen]]:
+    return raise_rank_errors(run_ranks(train_all, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_has_padding_and_both_measure_alike(
+    kind: Any, two_ranks: list[list[Seen]]
+) -> None:
+    results = [rank[KINDS.index(kind)] for rank in two_ranks]
     plain = {Sharded: Pooled, Seeing: MeanOfAll, SeeingLater: Later}[kind]
     one, start = plain(), weights(plain())
     fit(one, [{k: torch.cat([b[k], FULL[k]]) for k in FULL} for b in RAGGED])
