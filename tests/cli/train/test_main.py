@@ -282,24 +282,24 @@ def test_an_experiment_on_the_default_model_runs(name: str, tmp_path: Path) -> N
     assert summary_of(the_run(tmp_path))["steps"] == 2
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["plan", "--help"], ["train", "--cfg", "job"]]
-)
-def test_what_only_answers_does_not_import_torch(words: list[str]) -> None:
-    program = f"""
+def test_what_only_answers_does_not_import_torch() -> None:
+    program = """
 import sys
 from trainkit.cli.main import main
-sys.argv = ["trainkit"]
-try:
-    main({words!r})
-finally:
-    print("loaded:", *sys.modules)
+for words in (["--help"], ["plan", "--help"], ["train", "--cfg", "job"]):
+    sys.argv = ["trainkit"]
+    try:
+        print("status:", main(words))
+    except SystemExit as end:
+        print("status:", end.code)
+print("loaded:", *sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
     )
+    assert done.stdout.count("status: 0\n") == 3, done.stderr
     loaded = done.stdout.rpartition("loaded:")[2].split()
-    assert "trainkit.cli.main" in loaded
+    assert "hydra.main" in loaded
     assert not {"torch", "lightning", "wandb"} & set(loaded)
 
 

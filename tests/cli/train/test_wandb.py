@@ -15,6 +15,7 @@ from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from tests.cli.wandb_runs import axes, connect, folders, records, sync, window_losses
 from tests.startup import forked
 from tests.wandb_server import Run, WandbServer
+from trainkit.cli.train.resume import as_trial
 from trainkit.config import allow_targets
 
 allow_targets("tests")
@@ -98,32 +99,27 @@ def test_a_resumed_training_goes_on_with_its_run_on_the_server(
     assert online.unknown == []
 
 
-def test_a_training_that_fails_is_a_failed_run(online: WandbServer) -> None:
-    words = ["logger=wandb", "model._target_=tests.cli.train.test_wandb.Breaks"]
-    assert train(*words) == 1
-    run = only_run(online)
-    assert run.state == "failed"
-    assert len(window_losses(run.history)) == 1
-
-
-def test_a_trial_that_an_agent_gets_again_goes_on_from_its_checkpoint(
+def test_a_trial_that_failed_goes_on_from_its_checkpoint_if_an_agent_gets_it_again(
     online: WandbServer, private_wandb: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_SWEEP_ID", "sw0")
     monkeypatch.setenv("WANDB_RUN_ID", "trial7")
     words = ["logger=wandb", "model._target_=tests.cli.train.test_wandb.Breaks"]
     assert train(*words) == 1
+    run = only_run(online)
+    assert run.state == "failed"
+    assert len(window_losses(run.history)) == 1
+
     monkeypatch.setattr(Breaks, "at", -1)
     assert train(*words) == 0
-
     run = only_run(online)
     assert run.name == "trial7"
     rows = [row for row in run.history if "window/loss" in row]
     assert [row["trainer/global_step"] for row in rows] == [0, 1]
     assert summary_of(the_run(private_wandb))["steps"] == 2
+    assert as_trial(words) != words
     monkeypatch.setenv("WANDB_RUN_ID", "trial8")  # the control: another trial
-    assert train(*words) == 0
-    assert len(run_dirs(private_wandb)) == 2
+    assert as_trial(words) == words
 
 
 @pytest.mark.slow
