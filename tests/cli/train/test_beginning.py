@@ -32,14 +32,14 @@ def go_on(*overrides: str, at: Path | None = None) -> int:
     return train(f"ckpt_path={where}", *overrides, small=[])
 
 
-def test_what_is_refused_leaves_the_run_as_it_was(
+def test_what_trains_no_step_leaves_the_run_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train() == 0
     run = the_run(tmp_path)
     before = texts(run)
 
-    def is_left_alone(status: int, text: str) -> bool:
+    def is_refused(status: int, text: str) -> bool:
         shown = capsys.readouterr().err
         assert text in shown
         assert len(shown.splitlines()) <= 2
@@ -47,42 +47,34 @@ def test_what_is_refused_leaves_the_run_as_it_was(
 
     longer = "trainer.max_steps=3"
     status = go_on(longer, "model.d_model=16", at=run)
-    assert is_left_alone(status, "size mismatch for token.weight")
+    assert is_refused(status, "size mismatch for token.weight")
     status = go_on(longer, "optimizer=sgd", at=run)
-    assert is_left_alone(
+    assert is_refused(
         status,
         "optimizer: must be of the type that the checkpoint was written with, "
         "received SGD",
     )
     with only_one(run, what="a run"):  # it is under way
-        assert is_left_alone(go_on(longer, at=run), "paths.run_dir: ")
+        assert is_refused(go_on(longer, at=run), "paths.run_dir: ")
 
     (tmp_path / "no.ckpt").write_text("this is no checkpoint")
     status = train("ckpt_path=no.ckpt")
-    assert is_left_alone(status, "no.ckpt does not fit this configuration, or is not")
+    assert is_refused(status, "no.ckpt does not fit this configuration, or is not")
     assert len(run_dirs(tmp_path)) == 2
 
-    # That one came to nothing, so it is not the last; and no change is inherited.
-    assert go_on(longer) == 0
-    assert summary_of(run)["steps"] == 3
-    assert texts(run) != before  # the control
-
-
-def test_a_finished_run_says_so_and_stays_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train() == 0
-    run = the_run(tmp_path)
-    before = texts(run)
-    for words in ([], ["trainer.max_steps=1"]):
+    capsys.readouterr()
+    for words in ([], ["trainer.max_steps=1"]):  # it has finished, and says so
         assert go_on(*words, at=run) == 0
         shown = capsys.readouterr().out
         assert "the run had finished after 2 optimizer steps" in shown
         assert "trainer.max_steps=4" in shown
         assert texts(run) == before
-    assert go_on("trainer.max_steps=3", "trainer.accumulate_grad_batches=2") == 0
+
+    # One that came to nothing is not the last; and no change is inherited.
+    assert go_on(longer, "trainer.accumulate_grad_batches=2") == 0
     assert "2 x accumulation 2" in capsys.readouterr().out
     assert summary_of(run)["steps"] == 3
+    assert texts(run) != before  # the control
 
 
 def test_files_of_ones_own_need_not_be_named_again(tmp_path: Path) -> None:
