@@ -64,7 +64,7 @@ def test_its_overrides_train(
     small = [word for word in SMALL if not word.startswith("data.batch_size")]
     assert train(*found["overrides"]["train"], small=small) == 0
     summary = json.loads((the_run(tmp_path) / "summary.json").read_text())
-    assert summary["steps"] == 4
+    assert summary["steps"] == 2
 
 
 def test_lines_show_sizes_and_plan(

@@ -36,7 +36,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(sys, "argv", ["trainkit"])
         scaling = ["lr_scaling=sqrt", "lr_scaling.reference_batch=2"]
         schedule = ["schedule=stages", "schedule.sizes={0:1,2:4}", "schedule.unit=step"]
-        assert train(*scaling, *schedule, "pictures=true") == 0
+        words = ["trainer.max_steps=4", "pictures=true"]
+        assert train(*scaling, *schedule, *words) == 0
     return the_run(where)
 
 
@@ -100,7 +101,7 @@ def test_a_training_that_fails_leaves_what_it_has_come_to(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["trainkit"])
     stops = f"+callbacks.stops._target_={__name__}.Stops"
-    assert train(stops) == 1
+    assert train(stops, "trainer.max_steps=4") == 1
     run = the_run(tmp_path)
     assert "failed after 2 optimizer steps" in (run / "report.html").read_text()
     assert not (run / "pictures").exists()  # which were not asked for

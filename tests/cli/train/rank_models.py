@@ -15,23 +15,23 @@ class Signalled(CodeLM):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         ranks = os.environ.get("TEST_RANKS", "").split(",")
-        if batch_idx == 5 and str(self.global_rank) in ranks:
+        if batch_idx == 3 and str(self.global_rank) in ranks:
             os.kill(os.getpid(), signal.Signals[os.environ["TEST_SIGNAL"]])
 
 
 class SecondRankFails(CodeLM):
-    """Its second rank fails when two steps have been taken."""
+    """Its second rank fails when a step has been taken."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_rank == 1 and self.trainer.global_step == 2:
+        if self.global_rank == 1 and self.trainer.global_step == 1:
             raise RuntimeError("the second rank is broken")
 
 
 class KilledOnce(CodeLM):
-    """Its second rank is killed in the third window, if none has been before."""
+    """Its second rank is killed in the second window, if none has been before."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         was = Path("killed")
-        if self.global_rank == 1 and batch_idx == 5 and not was.exists():
+        if self.global_rank == 1 and batch_idx == 3 and not was.exists():
             was.touch()
             os.kill(os.getpid(), signal.SIGKILL)

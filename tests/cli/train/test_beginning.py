@@ -26,67 +26,55 @@ def texts(run: Path) -> dict[str, str]:
     return {name: (run / name).read_text() for name in TEXTS}
 
 
-def go_on(*overrides: str) -> int:
-    return train("ckpt_path=last", *overrides, small=[])
+def go_on(*overrides: str, at: Path | None = None) -> int:
+    """From the newest run, or the one in a given folder, which is found sooner."""
+    where = at / "checkpoints" / "last.ckpt" if at else "last"
+    return train(f"ckpt_path={where}", *overrides, small=[])
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ("model.d_model=16", "size mismatch for token.weight"),
-        (
-            "optimizer=sgd",
-            "optimizer: must be of the type that the checkpoint was written with, "
-            "received SGD",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_and_leaves_the_run_as_it_was(
-    change: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train() == 0
-    run = the_run(tmp_path)
-    before = texts(run)
-    assert go_on("trainer.max_steps=5", change) == 2
-    shown = capsys.readouterr().err
-    assert text in shown
-    assert len(shown.splitlines()) <= 2
-    assert texts(run) == before
-    assert go_on("trainer.max_steps=5") == 0  # which does not inherit the change
-    assert summary_of(run)["steps"] == 5
-    assert texts(run) != before  # the control
-
-
-def test_a_finished_run_says_so_and_stays_as_it_was(
+def test_what_trains_no_step_leaves_the_run_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train() == 0
     run = the_run(tmp_path)
     before = texts(run)
-    for words in ([], [], ["trainer.max_steps=3"]):
-        assert go_on(*words) == 0
-        shown = capsys.readouterr().out
-        assert "the run had finished after 4 optimizer steps" in shown
-        assert "trainer.max_steps=8" in shown
-        assert texts(run) == before
-    assert go_on("trainer.max_steps=6", "trainer.accumulate_grad_batches=2") == 0
-    assert "2 x accumulation 2" in capsys.readouterr().out
-    assert summary_of(run)["steps"] == 6
 
+    def is_refused(status: int, text: str) -> bool:
+        shown = capsys.readouterr().err
+        assert text in shown
+        assert len(shown.splitlines()) <= 2
+        return status == 2 and texts(run) == before
 
-def test_a_run_that_came_to_nothing_is_not_the_last(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train() == 0
-    run = the_run(tmp_path)
-    (tmp_path / "no.ckpt").write_text("this is no checkpoint")
-    assert train("ckpt_path=no.ckpt") == 2
-    assert (
-        "no.ckpt does not fit this configuration, or is not" in capsys.readouterr().err
+    longer = "trainer.max_steps=3"
+    status = go_on(longer, "model.d_model=16", at=run)
+    assert is_refused(status, "size mismatch for token.weight")
+    status = go_on(longer, "optimizer=sgd", at=run)
+    assert is_refused(
+        status,
+        "optimizer: must be of the type that the checkpoint was written with, "
+        "received SGD",
     )
+    with only_one(run, what="a run"):  # it is under way
+        assert is_refused(go_on(longer, at=run), "paths.run_dir: ")
+
+    (tmp_path / "no.ckpt").write_text("this is no checkpoint")
+    status = train("ckpt_path=no.ckpt")
+    assert is_refused(status, "no.ckpt does not fit this configuration, or is not")
     assert len(run_dirs(tmp_path)) == 2
-    assert go_on("trainer.max_steps=5") == 0
-    assert summary_of(run)["steps"] == 5
+
+    capsys.readouterr()
+    for words in ([], ["trainer.max_steps=1"]):  # it has finished, and says so
+        assert go_on(*words, at=run) == 0
+        shown = capsys.readouterr().out
+        assert "the run had finished after 2 optimizer steps" in shown
+        assert "trainer.max_steps=4" in shown
+        assert texts(run) == before
+
+    # One that came to nothing is not the last; and no change is inherited.
+    assert go_on(longer, "trainer.accumulate_grad_batches=2") == 0
+    assert "2 x accumulation 2" in capsys.readouterr().out
+    assert summary_of(run)["steps"] == 3
+    assert texts(run) != before  # the control
 
 
 def test_files_of_ones_own_need_not_be_named_again(tmp_path: Path) -> None:
@@ -99,10 +87,10 @@ def test_files_of_ones_own_need_not_be_named_again(tmp_path: Path) -> None:
     own = ["model=mine", "optimizer=none", "scheduler=none"]
     assert train("--config-dir=my conf", *own, *words, small=[]) == 0
     run = the_run(tmp_path)
-    assert go_on("trainer.max_steps=5") == 0
-    assert summary_of(run)["steps"] == 5
-    assert go_on("--config-dir=my conf", "trainer.max_steps=6") == 0
-    assert summary_of(run)["steps"] == 6
+    assert go_on("trainer.max_steps=3", at=run) == 0
+    assert summary_of(run)["steps"] == 3
+    assert go_on("--config-dir=my conf", "trainer.max_steps=4") == 0
+    assert summary_of(run)["steps"] == 4
 
 
 def test_a_configuration_of_ones_own_goes_on_under_its_name(tmp_path: Path) -> None:
@@ -114,20 +102,6 @@ def test_a_configuration_of_ones_own_goes_on_under_its_name(tmp_path: Path) -> N
     run = the_run(tmp_path)
     assert run.parent.name == "my"
     named = ["--config-dir=conf", "--config-name=mine"]
-    assert go_on(*named, "trainer.max_steps=5") == 0
-    checkpoint = run / "checkpoints" / "last.ckpt"
-    assert train(f"ckpt_path={checkpoint}", "trainer.max_steps=6", small=[]) == 0
-    assert summary_of(run)["steps"] == 6
-
-
-def test_a_run_under_way_is_nobody_elses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train() == 0
-    run = the_run(tmp_path)
-    before = texts(run)
-    with only_one(run, what="a run"):
-        assert go_on("trainer.max_steps=6") == 2
-        assert "paths.run_dir: " in capsys.readouterr().err
-        assert texts(run) == before
-    assert go_on("trainer.max_steps=6") == 0
+    assert go_on(*named, "trainer.max_steps=3") == 0
+    assert go_on("trainer.max_steps=4", at=run) == 0
+    assert summary_of(run)["steps"] == 4

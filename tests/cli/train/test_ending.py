@@ -27,8 +27,8 @@ from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 
 allow_targets("tests")
 
-LAST = 15
-"""The last batch of the four steps; a validation follows it."""
+LAST = 7
+"""The last batch of the two steps; a validation follows it."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +70,14 @@ class LateLogger(MetricsCSVLogger):
 LATE = "logger.csv._target_=tests.cli.train.test_ending.LateLogger"
 
 
-@pytest.mark.parametrize("signum", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
-    "hook",
-    ["on_train_batch_end", "on_validation_end", "on_train_end", "on_fit_end"],
+    ("hook", "signum"),
+    [
+        ("on_train_batch_end", "SIGTERM"),
+        ("on_validation_end", "SIGINT"),
+        ("on_train_end", "SIGTERM"),
+        ("on_fit_end", "SIGINT"),
+    ],
 )
 def test_a_stop_after_the_last_step_finds_a_finished_run(
     hook: str, signum: str, died: list[int], tmp_path: Path
@@ -81,7 +85,7 @@ def test_a_stop_after_the_last_step_finds_a_finished_run(
     assert train(killer(hook, LAST, signum)) == 0
     assert died == []
     found = summary_of(the_run(tmp_path))
-    assert (found["status"], found["steps"]) == ("finished", 4)
+    assert (found["status"], found["steps"]) == ("finished", 2)
     assert (the_run(tmp_path) / "checkpoints" / "last.ckpt").exists()
 
 
@@ -91,10 +95,10 @@ def test_a_stop_before_the_last_step_finds_an_interrupted_run(
 ) -> None:
     """The control."""
     with pytest.raises(SystemExit) as end:
-        train(killer(hook, 7))
+        train(killer(hook, 3))
     assert end.value.code == 143
     found = summary_of(the_run(tmp_path))
-    assert (found["status"], found["steps"]) == ("interrupted", 2)
+    assert (found["status"], found["steps"]) == ("interrupted", 1)
 
 
 def test_an_epoch_of_one_batch_is_the_last_one_as_well(
@@ -138,7 +142,7 @@ def test_a_second_stop_does_not_hide_how_an_interrupted_run_ended(
     died: list[int], tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        train(LATE, killer("on_train_batch_end", 7))
+        train(LATE, killer("on_train_batch_end", 3))
     assert end.value.code == 143
     assert died == []
     assert summary_of(the_run(tmp_path))["status"] == "interrupted"

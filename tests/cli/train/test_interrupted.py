@@ -24,11 +24,12 @@ pytestmark = pytest.mark.slow
 
 RUN = [
     *[word for word in SMALL if "max_steps" not in word],
-    "trainer.max_epochs=2",  # of 7 windows, across saves; the schedule must count them
+    "trainer.max_epochs=2",  # of 5 windows, across saves; the schedule must count them
     "trainer.max_steps=-1",
     "trainer.accumulate_grad_batches=3",
-    "trainer.val_check_interval=7",
-    "data.num_train=40",
+    "trainer.val_check_interval=4",
+    "callbacks.checkpoint.every_n_train_steps=2",
+    "data.num_train=26",
     "model.dropout=0.2",
 ]
 
@@ -67,8 +68,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CASES = [
     ("on_train_batch_start", 10, "SIGINT", 130),
-    ("on_validation_batch_start", 14, "SIGTERM", 143),
-    ("on_before_backward", 22, "SIGKILL", -9),
+    ("on_validation_batch_start", 8, "SIGTERM", 143),
+    ("on_before_backward", 15, "SIGKILL", -9),
     ("on_save_checkpoint", 11, "SIGKILL", -9),
 ]
 
@@ -84,10 +85,11 @@ def test_it_ends_as_if_nothing_had_happened(
     killed = run_apart(tmp_path, *RUN, killer)
     assert killed.returncode == status, killed.stderr
     run = the_run(tmp_path)
+    resumed = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
     if status > 0:
         assert summary_of(run)["status"] == "interrupted"
-        assert f"to resume: trainkit train ckpt_path={run}" in killed.stdout
-    assert run_here(tmp_path, "ckpt_path=last", "callbacks.killer=null") == 0
+        assert f"to resume: trainkit train {resumed}\n" in killed.stdout
+    assert run_here(tmp_path, resumed, "callbacks.killer=null") == 0
     assert the_run(tmp_path) == run
     assert same_weights(weights_of(run), weights_of(whole))
     assert rows_of(run) == rows_of(whole)

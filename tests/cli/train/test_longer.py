@@ -9,12 +9,14 @@ import pytest
 
 from tests.cli.training import SMALL, same_weights, the_run, train, weights_of
 
-# 7 optimizer steps an epoch; a rate that does not depend on how long training is.
+# 3 optimizer steps an epoch, the last of one batch; a rate that does not depend on how
+# long training is.
 RUN = [
     *[word for word in SMALL if "max_steps" not in word],
-    "data.num_train=42",
+    "data.num_train=14",
     "trainer.accumulate_grad_batches=3",
     "trainer.val_check_interval=7",
+    "callbacks.checkpoint.every_n_train_steps=3",  # never at a stop within an epoch
     "scheduler=none",
 ]
 
@@ -31,25 +33,24 @@ def run_in(where: Path, *words: str) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("whole")
-    return run_in(where, *RUN, "trainer.max_steps=21")
+    return run_in(where, *RUN, "trainer.max_steps=9")
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
+    ("limit", "stops"),
     [
-        ("max_steps=5", "max_steps=21"),  # within an epoch
-        ("max_steps=7", "max_steps=21"),  # at the end of one
-        ("max_steps=14", "max_steps=21"),
-        ("max_epochs=1", "max_epochs=3"),
-        ("max_epochs=2", "max_epochs=3"),
+        ("max_steps", [3, 5, 9]),  # at the end of an epoch, and within one
+        ("max_epochs", [1, 2, 3]),
     ],
 )
 def test_it_ends_as_one_long_run(
-    first: str, then: str, whole: Path, tmp_path: Path
+    limit: str, stops: list[int], whole: Path, tmp_path: Path
 ) -> None:
-    endless = ["trainer.max_steps=-1"] if "epochs" in first else []
-    run_in(tmp_path, *RUN, *endless, f"trainer.{first}")
-    run = run_in(tmp_path, "ckpt_path=last", f"trainer.{then}")
+    endless = ["trainer.max_steps=-1"] if limit == "max_epochs" else []
+    first, *others = [f"trainer.{limit}={stop}" for stop in stops]
+    run = run_in(tmp_path, *RUN, *endless, first)
+    for each in others:
+        run_in(tmp_path, f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}", each)
     assert same_weights(weights_of(run), weights_of(whole))
     rows = (run / "metrics.csv").read_text().splitlines()
     assert rows == (whole / "metrics.csv").read_text().splitlines()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from recipes.code_lm import CodeLM
-from tests.cli.training import run_dirs, summary_of, the_run, train
+from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
+from trainkit.cli.composition import Composition
+from trainkit.cli.errors import guarded
+from trainkit.cli.train.resume import expand
 from trainkit.cli.words import quoted
 from trainkit.config import allow_targets
+from trainkit.config.build import build
 
 allow_targets("tests")
 
@@ -50,50 +57,108 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["trainkit"])
 
 
+def is_one_message(text: str, shown: str) -> bool:
+    is_alone = "Traceback" not in shown and shown.count("trainkit: ") == 1
+    return is_alone and text in shown
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
+        # What Hydra says of words,
         (["trainer=4"], "A group takes the name of one of its options"),
         (["accumulation=null"], "A group takes the name of one of its options"),
         (["=1"], "overrides: Config group override must be a string"),
         (["accumulation=x"], "\tper_token\n"),
+        (["trainer.max_epoch=1"], "Did you mean max_epochs?"),
+        (["trainer.max_steps=many"], "could not be converted to Integer"),
+        (["--config-dir=nowhere"], "nowhere' not found"),
+        # trainkit of a configuration, and of a run that cannot begin;
+        (["ckpt_path=nowhere.ckpt"], "does not exist"),
+        (["optimizer=none"], "Choose scheduler=none"),
+        (["lr_scaling=linear"], "lr_scaling.reference_batch: must be given"),
+        (["paths.root_dir=/dev/null"], "the folder of the run cannot be created"),
+        # or the training, before its first step.
         (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
         (["scheduler=one_cycle", "scheduler.pct_start=5"], "scheduler: Expected float"),
-        (["seed=-1"], "seed: must be from 0 to 4294967295, received -1"),
-        (["trainer.val_check_interval=0"], "val_check_interval: must be above 0, rec"),
-        (["trainer.accumulate_grad_batches=0"], "must be at least 1, received 0"),
-        (["trainer.check_val_every_n_epoch=0"], "every_n_epoch: must be at least 1"),
-        (["trainer.log_every_n_steps=0"], "callbacks.monitor=null leaves the monitor"),
-        (["mode=foo"], "mode: must be min or max, received 'foo'"),
+        (["accumulation.labels=targets"], "targets"),  # does not fit the batch
         (
-            ["trainer.strategy=x"],
-            "trainer: lightning.pytorch.Trainer could not be made",
+            ["trainer.max_steps=-1", "trainer.max_epochs=-1"],
+            "scheduler.total_steps: `auto` needs an end",
         ),
-        (["~optimizer._partial_"], "optimizer: AdamW needs params, which exists"),
-        (["trainer._target_=trainkit.Uniform"], "trainer._target_: must be a subclass"),
-        (["data.num_workers='2'"], "data.num_workers: must be int, received '2'"),
-        (["+callbacks.mine=1"], "callbacks.mine: must have a _target_ or be null"),
-        (["+logger.mine={a: 1}"], "logger.mine: must have a _target_ or be null"),
-        (["+micro_batching.size=3"], "size: needs an option of micro_batching"),
-        (
-            ["+lr_scaling.rule=sqrt"],
-            "an option of lr_scaling, and none is chosen, received 'sqr",
-        ),
-        (["paths.root_dir=/dev/null"], "the folder of the run cannot be created"),
-        (["--config-dir=nowhere"], "nowhere' not found"),
     ],
 )
 def test_a_mistake_is_one_message_and_2(
-    overrides: list[str],
-    text: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    overrides: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(*overrides) == 2
-    shown = capsys.readouterr().err
-    assert text in shown
-    assert "Traceback" not in shown
-    assert shown.count("trainkit: ") == 1
+    assert is_one_message(text, capsys.readouterr().err)
+
+
+@pytest.fixture(scope="module")
+def composed() -> DictConfig:
+    """What the command line of `SMALL` composes, once for all values below."""
+    return Composition([*SMALL, "paths.run_dir=run"]).config
+
+
+REMOVED: Any = object()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("optimizer._partial_", REMOVED, "optimizer: AdamW needs params, which exists"),
+        ("seed", -1, "seed: must be from 0 to 4294967295, received -1"),
+        ("trainer.val_check_interval", 0, "val_check_interval: must be above 0, rec"),
+        ("trainer.accumulate_grad_batches", 0, "must be at least 1, received 0"),
+        ("trainer.check_val_every_n_epoch", 0, "every_n_epoch: must be at least 1"),
+        ("trainer.log_every_n_steps", 0, "callbacks.monitor=null leaves the monitor"),
+        ("mode", "foo", "mode: must be min or max, received 'foo'"),
+        (
+            "trainer.strategy",
+            "x",
+            "trainer: lightning.pytorch.Trainer could not be made",
+        ),
+        (
+            "trainer._target_",
+            "trainkit.Uniform",
+            "trainer._target_: must be a subcl",
+        ),
+        ("model._target_", "os.getcwd", "TRAINKIT_ALLOW=os"),
+        ("data.num_workers", "2", "data.num_workers: must be int, received '2'"),
+        ("accumulation.ignore_index", "x", "accumulation.ignore_index: must be int"),
+        ("callbacks.mine", 1, "callbacks.mine: must have a _target_ or be null"),
+        ("logger.mine", {"a": 1}, "logger.mine: must have a _target_ or be null"),
+        ("micro_batching.size", 3, "size: needs an option of micro_batching"),
+        (
+            "lr_scaling.rule",
+            "sqrt",
+            "an option of lr_scaling, and none is chosen, received 'sqr",
+        ),
+    ],
+)
+def test_a_value_that_does_not_fit_is_one_message_and_2(
+    key: str,
+    value: Any,
+    text: str,
+    composed: DictConfig,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Composing takes much longer than refusing."""
+    config = copy.deepcopy(composed)
+    OmegaConf.set_struct(config, False)
+    if value is REMOVED:
+        group, _, name = key.partition(".")
+        del config[group][name]
+    else:
+        OmegaConf.update(config, key, value)
+
+    def built() -> int:
+        build(config)
+        return 0
+
+    assert guarded(built) == 2
+    assert is_one_message(text, capsys.readouterr().err)
 
 
 def test_what_an_experiment_says_of_an_optimizer_that_is_taken_out(
@@ -138,22 +203,36 @@ def test_a_file_that_is_no_yaml_is_named(
 
 
 def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
-    assert train("logger=none") == 0
+    """Also without a progress bar. `callbacks=none` leaves out all of them."""
+    bare = ["logger=none", "trainer.enable_progress_bar=false"]
+    assert train(*bare) == 0
     assert not (the_run(tmp_path) / "metrics.csv").exists()
-    small = ["trainer=debug", "data.num_train=16", "trainer.enable_progress_bar=false"]
-    assert train("logger=none", "callbacks=none", "metric=null", small=small) == 0
+    small = ["trainer=debug", "data.num_train=16", "data.num_val=8", "model.d_model=8"]
+    small += ["trainer.max_steps=1", "pictures=false"]
+    assert train(*bare, "callbacks=none", "metric=null", small=small) == 0
+
+
+def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:
+    """There are no checkpoints, and no windows to monitor."""
+    model = "model._target_=tests.cli.train.test_mistakes.Foreign"
+    off = ["trainer.enable_checkpointing=false", "accumulation=none"]
+    assert train(model, *off) == 0
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["trainer.val_check_interval={minutes: 5}"],
-        ["trainer.val_check_interval='00:00:05:00'"],
-        ["trainer.log_every_n_steps=0", "callbacks.monitor=null"],
+        [
+            "trainer.val_check_interval='00:00:05:00'",
+            "trainer.log_every_n_steps=0",
+            "callbacks.monitor=null",
+        ],
     ],
 )
 def test_what_lightning_allows_is_no_mistake(overrides: list[str]) -> None:
-    assert train(*overrides) == 0
+    assert train(*overrides, "trainer.max_steps=1") == 0
 
 
 def test_two_checkpoints_of_one_metric_say_the_way_out(
@@ -162,7 +241,8 @@ def test_two_checkpoints_of_one_metric_say_the_way_out(
     mine = "+callbacks.mine={_target_: lightning.pytorch.callbacks.ModelCheckpoint"
     assert train(mine + ", monitor: val/loss}") == 2
     assert "callbacks.best=null leaves out" in capsys.readouterr().err
-    assert train(mine + ", monitor: val/loss}", "callbacks.best=null") == 0
+    alone = ["callbacks.best=null", "trainer.max_steps=1"]
+    assert train(mine + ", monitor: val/loss}", *alone) == 0
 
 
 def test_clipping_of_the_trainer_does_not_go_with_manual_optimization(
@@ -181,17 +261,6 @@ def test_a_group_that_is_taken_out_is_asked_for(
         "trainkit: Missing mandatory value: model\n"
         "Say which: model=...; trainkit train --help lists the options.\n"
     )
-
-
-def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:
-    off = ["trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"]
-    assert train(*off) == 0
-    assert not list(tmp_path.rglob("*.ckpt"))
-    model = [
-        "model._target_=tests.cli.train.test_mistakes.Foreign",
-        "accumulation=none",
-    ]
-    assert train(*model) == 0  # there are no windows to monitor
 
 
 def test_an_error_in_the_users_own_code_says_how_to_see_it(
@@ -213,7 +282,7 @@ def test_places_with_odd_names(tmp_path: Path) -> None:
     (run,) = run_dirs(where / "outputs" / "a" / "b")
     assert train("ckpt_path=last", root, "name=a/b", small=[]) == 0
     saved = run / "checkpoints" / "last.ckpt"
-    for word in (f"ckpt_path={saved}", f"ckpt_path={quoted(saved)}"):
-        assert train(word, small=[]) == 0
+    assert train(f"ckpt_path={saved}", "trainer.max_steps=3", small=[]) == 0
     assert run_dirs(tmp_path) == [run]
-    assert summary_of(run)["steps"] == 4
+    assert summary_of(run)["steps"] == 3
+    assert expand([f"ckpt_path={quoted(saved)}"]) == expand([f"ckpt_path={saved}"])

@@ -25,6 +25,7 @@ TWO_RANKS = [
     "trainer.devices=2",
     "trainer.accumulate_grad_batches=2",
 ]
+STEPS = "trainer.max_steps=4"
 SGD = ["optimizer=sgd", "optimizer.lr=0.1"]
 """AdamW divides by the gradient's own size, and would show rounding enlarged."""
 
@@ -65,22 +66,35 @@ def steps_logged(run_dir: Path) -> list[str]:
         return [row["step"] for row in csv.DictReader(file) if row["window/loss"]]
 
 
-def test_two_ranks_train_as_one_also_one_job_after_the_other(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run of each strategy."""
+    where = tmp_path_factory.mktemp("one_rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(where)
+        patch.setattr(sys, "argv", ["trainkit"])
+        for name in ("per_token", "uniform"):
+            words = [STEPS, f"accumulation={name}", f"name={name}"]
+            assert train(*SGD, *ONE_RANK, *words) == 0
+    return {run.parent.name: run for run in run_dirs(where)}
+
+
+def test_two_ranks_train_as_one_also_one_job_after_the_other(
+    on_one_rank: dict[str, Path], tmp_path: Path
+) -> None:
     """Two loader batches of one rank are one of each of two: `ResumableLoader` deals
     rows out so that a window of 4 x 2 rows holds the same ones on any number of ranks.
     """
-    job = ["seed=0,1", "hydra.sweep.dir=two", *SGD]
+    job = ["seed=0,1", "hydra.sweep.dir=two", *SGD, STEPS]
     done = run(SCRIPT, "-m", *job, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trainkit | training: finished after 4") == 2
-    assert train(*SGD, *ONE_RANK, "name=one") == 0
-    assert train(*SGD, *ONE_RANK, "name=mean", "accumulation=uniform") == 0
     first, second = run_dirs(tmp_path / "two")
-    one = the_run(tmp_path / "outputs" / "one")
+    one = on_one_rank["per_token"]
     assert furthest(first, one) < 1e-6
     assert furthest(second, one) > 1e-3  # the controls: another seed, another weight
-    assert furthest(first, the_run(tmp_path / "outputs" / "mean")) > 1e-4
+    assert furthest(first, on_one_rank["uniform"]) > 1e-4
     for found in (first, second):
         assert steps_logged(found) == ["0", "1", "2", "3"]
         summary = summary_of(found)
@@ -94,12 +108,12 @@ SIGNALLED = "model._target_=tests.cli.train.rank_models.Signalled"
 
 def stop_by_signal(name: str, ranks: str, status: int, where: Path) -> Path:
     asks = {"TEST_SIGNAL": name, "TEST_RANKS": ranks}
-    stopped = run(MODULE, SIGNALLED, *SGD, "trainer.max_steps=6", cwd=where, **asks)
+    stopped = run(MODULE, SIGNALLED, *SGD, STEPS, cwd=where, **asks)
 
     assert stopped.returncode == status, stopped.stderr
     found = the_run(where)
     assert summary_of(found)["status"] == "interrupted"
-    assert 2 <= summary_of(found)["steps"] < 6
+    assert 1 <= summary_of(found)["steps"] < 4
     assert f"stopped by {name}; to resume: trainkit train ckpt_path=" in stopped.stdout
     assert stopped.stdout.count("trainkit | stopped by") == 1
     return found
@@ -111,17 +125,16 @@ def test_ctrl_c_reaches_both_ranks_and_stops_them_once(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
-    tmp_path: Path,
+    on_one_rank: dict[str, Path], tmp_path: Path
 ) -> None:
     two = stop_by_signal("SIGTERM", "0", 143, tmp_path)
-    words = ["ckpt_path=last", SIGNALLED, "trainer.max_steps=6"]
+    words = ["ckpt_path=last", SIGNALLED, STEPS]
     done = run(MODULE, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert the_run(tmp_path) == two
-    assert train(*SGD, *ONE_RANK, "trainer.max_steps=6", "name=one") == 0
-    one = the_run(tmp_path / "outputs" / "one")
+    one = on_one_rank["per_token"]
     assert furthest(two, one) < 1e-6
-    assert steps_logged(two) == steps_logged(one) == list("012345")
+    assert steps_logged(two) == steps_logged(one) == list("0123")
 
 
 def test_a_rank_that_fails_fails_the_training(tmp_path: Path) -> None:
@@ -137,7 +150,7 @@ def test_a_launchers_worker_starts_ranks_too(tmp_path: Path) -> None:
     """There the command line is the worker's own."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     job = ["seed=0", "hydra.sweep.dir=two", "hydra/launcher=joblib"]
-    done = run(SCRIPT, "-m", *job, "hydra.launcher.n_jobs=1", cwd=tmp_path)
+    done = run(SCRIPT, "-m", *job, "hydra.launcher.n_jobs=2", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     summary = summary_of(the_run(tmp_path / "two"))
@@ -153,4 +166,4 @@ def test_ranks_of_torchrun_share_one_folder(tmp_path: Path) -> None:
     (folder,) = {path.parent for path in tmp_path.rglob("*.log")}
     assert folder == the_run(tmp_path)
     assert summary_of(folder)["effective_batch"]["replicas"] == 2
-    assert done.stdout.count("trainkit | training: finished after 4") == 1
+    assert done.stdout.count("trainkit | training: finished after 2") == 1
