@@ -9,9 +9,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from tests.helpers import TokenModule, loader, quiet_lightning, ragged_sequences
+from tests.helpers import (
+    TokenModule,
+    loader,
+    pad,
+    quiet_lightning,
+    ragged_sequences,
+)
 from tests.helpers import trainer as quiet_trainer
-from tests.lit.resume.interrupting import KillAt, Killed
+from tests.lit.resume.interrupting import KillAt, Killed, differing, state_of, train
+from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_rows import MetricRows
 from trainkit.lit.resume.between_steps import put_in_order
@@ -92,7 +99,8 @@ def test_it_waits_for_a_validation(tmp_path: Path) -> None:
 def test_epoch_of_one_batch_is_saved_at_its_end(tmp_path: Path) -> None:
     saver = Steps(tmp_path, every_n_train_steps=1)
     fit(saver, limit_train_batches=1, max_epochs=3)
-    assert [step for step, _ in saver.written] == [1, 2, 3]
+    steps = [step for step, _ in saver.written]
+    assert steps == [1, 2, 3, 3]  # what the last epoch's end has changed, too
 
 
 def test_finished_run_can_be_made_longer(tmp_path: Path) -> None:
@@ -179,3 +187,24 @@ def test_sharded_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
         _put_in_place(part, last)
         assert (last / "shard").read_text() == content
         assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(("num_rows", "stops"), [(38, [3, 4, 5, 9]), (4, [1, 2, 4])])
+def test_a_limit_that_is_raised_again_ends_as_one_long_run(
+    num_rows: int, stops: list[int], tmp_path: Path
+) -> None:
+    """A run that resumes at the last batch of an epoch may end with that epoch."""
+    rows = ragged_sequences(num_rows)
+    how: dict[str, Any] = {"max_epochs": -1, "limit_val_batches": 0}
+    if num_rows == 4:
+        how |= {"accumulate_grad_batches": 1, "val_check_interval": 1}
+
+    def run(folder: Path, stop: int, *, resume: bool = False) -> Any:
+        loader = ResumableLoader(rows, 4, collate_fn=pad)
+        with quiet_lightning():
+            return train(folder, resume=resume, loader=loader, max_steps=stop, **how)
+
+    whole = state_of(*run(tmp_path / "whole", stops[-1]))
+    for stop in stops:
+        found = run(tmp_path / "resumed", stop, resume=True)
+    assert differing(whole, state_of(*found)) == []

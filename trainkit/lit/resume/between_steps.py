@@ -42,6 +42,8 @@ class BetweenSteps(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         restore_loaders(trainer)
         leave_ended_epoch(trainer)
+        # An epoch that is resumed had such a moment: the one it is resumed from.
+        self._has_been = trainer.fit_loop.batch_idx >= 0
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_ending
-from trainkit.lit.resume.between_steps import BetweenSteps, put_in_order
+from trainkit.lit.resume.between_steps import BetweenSteps, ends_epoch, put_in_order
 
 
 class RunCheckpoint(BetweenSteps, ModelCheckpoint):
@@ -95,6 +95,11 @@ class RunCheckpoint(BetweenSteps, ModelCheckpoint):
             # If the limit is raised later, the run resumes from here. It cannot from
             # the epoch's end, which comes next and skips the rest of the epoch.
             self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if ends_epoch(trainer):  # a checkpoint from here lacks the epoch's end
+            self._saved_batch = -1
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.save(trainer)
