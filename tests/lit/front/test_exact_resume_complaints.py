@@ -95,7 +95,7 @@ def test_another_that_writes_the_same_file_is_refused(
 def complaints(**options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(**{"max_epochs": 1, **options})
+        train(**{"max_epochs": 1, "limit_train_batches": 4, **options})
     said = [str(each.message) for each in caught]
     return [text for text in said if text.startswith("ExactResume: ")]
 

@@ -250,9 +250,19 @@ SCHEDULER_FIRST = "ignore:Detected call of `lr_scheduler.step..` before:UserWarn
 
 
 @pytest.mark.filterwarnings(SCHEDULER_FIRST)
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("hold", [False, True])
-@pytest.mark.parametrize("make", [Scheduled, WithSuper, WithoutSuper, on_the_instance])
+@pytest.mark.parametrize(
+    ("make", "hold", "late"),
+    [
+        (Scheduled, False, False),
+        (Scheduled, True, True),
+        (WithSuper, True, False),
+        (WithSuper, False, True),
+        (WithoutSuper, True, True),
+        (WithoutSuper, False, False),
+        (on_the_instance, True, False),
+        (on_the_instance, False, True),
+    ],
+)
 def test_a_step_of_the_users_own_is_held(make: Any, hold: bool, late: bool) -> None:
     module = make()
     if late:

@@ -28,8 +28,8 @@ from trainkit.lit.resume.graceful_stop import GracefulStop
 from trainkit.lit.resume.random_state import RandomState
 from trainkit.lit.resume.run_checkpoint import RunCheckpoint
 
-TRAIN = ragged_sequences(38)
-"""Ten batches an epoch: windows of 3, 3, 3 and 1."""
+TRAIN = ragged_sequences(26)
+"""Seven batches an epoch: windows of 3, 3 and 1."""
 VALIDATION = ragged_sequences(8, seed=1)
 NUM_EPOCHS = 2
 FIVE = ("RandomState", "EpochSums", "MetricRows", "RunCheckpoint", "GracefulStop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def run(folder: Path, mode: Any, *, kill: Any = None, **how: Any) -> tuple[Any, 
     )
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Trains once in each way, without workers."""
+
+    @functools.cache
+    def trained(mode: str, window: int) -> tuple[Any, Any]:
+        folder = tmp_path_factory.mktemp("whole")
+        return run(folder, mode, accumulate_grad_batches=window)
+
+    return trained
+
+
 def stop(trainer: Any) -> None:
     signal.raise_signal(signal.SIGTERM)
 
@@ -112,39 +125,45 @@ def assert_same_as_whole(
 @pytest.mark.parametrize("dies", ["killed", "stopped"])
 @pytest.mark.parametrize("mode", MODES)
 def test_resumed_run_equals_an_unbroken_one(
-    tmp_path: Path, mode: str, dies: str
+    unbroken: Any, tmp_path: Path, mode: str, dies: str
 ) -> None:
-    """To the bit, from every batch of two epochs; in mid-window where it is stopped."""
+    """To the bit, from every place of an epoch; in mid-window where it is stopped."""
     how = {"accumulate_grad_batches": {"killed": 1, "stopped": 3}[dies]}
-    whole = run(tmp_path / "whole", mode, **how)
+    whole = unbroken(mode, how["accumulate_grad_batches"])
     assert len(whole[0].seen) == 2 * NUM_BATCHES[mode]
-    for batch in range(2 * NUM_BATCHES[mode]):
+    for batch in range(2 * NUM_BATCHES[mode])[dies == "stopped" :: 3]:
         kill = KillAt("on_train_batch_end", batch)
         if dies == "stopped":
             kill = KillAt("on_after_backward", batch, stop)
         assert_same_as_whole(tmp_path / str(batch), mode, kill, whole, **how)
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "persistent", "batch"),
+    [
+        ("max_size", False, 1),
+        ("max_size", True, 3),
+        ("max_size_cycle", False, 3),
+        ("max_size_cycle", True, 5),
+        ("min_size", True, 1),
+    ],
+)
 def test_resumed_run_with_workers_equals_one_without(
-    tmp_path: Path, mode: str, persistent: bool
+    unbroken: Any, tmp_path: Path, mode: str, persistent: bool, batch: int
 ) -> None:
-    """Workers that persist and others take the places by turns."""
-    whole = run(tmp_path / "whole", mode, accumulate_grad_batches=1)
+    whole = unbroken(mode, 1)
     how = {
         "accumulate_grad_batches": 1,
         "num_workers": 1,
         "persistent_workers": persistent,
     }
-    for batch in (1, 3, NUM_BATCHES[mode])[persistent::2]:
-        kill = KillAt("on_train_batch_end", batch)
-        assert_same_as_whole(tmp_path / str(batch), mode, kill, whole, **how)
+    kill = KillAt("on_train_batch_end", batch)
+    assert_same_as_whole(tmp_path, mode, kill, whole, **how)
 
 
-def test_shorter_loader_has_ended_in_mid_epoch(tmp_path: Path) -> None:
+def test_shorter_loader_has_ended_in_mid_epoch(unbroken: Any) -> None:
     """The control: what the tests above are about does happen."""
-    module, _ = run(tmp_path, "max_size", accumulate_grad_batches=1)
+    module, _ = unbroken("max_size", 1)
     ended = [each["short"] is None for each in module.seen]
     assert ended == ([False] * 2 + [True] * 3) * 2
     assert all(each["long"] is not None for each in module.seen)

@@ -312,12 +312,27 @@ def _evaluate_unevenly(rank: int, world_size: int, how: str, asked: bool) -> Any
     return len(begun), None
 
 
-@pytest.mark.parametrize("how", ["validate", "test", "predict"])
-def test_ranks_may_evaluate_different_numbers_of_batches(how: str) -> None:
-    found = run_ranks(_evaluate_unevenly, 2, how, False)
-    assert raise_rank_errors(found) == [(2, None), (6, None)]
+EVALUATIONS = ("validate", "test", "predict")
 
 
-def test_each_rank_ends_an_evaluation_by_its_own_signal() -> None:
-    found = run_ranks(_evaluate_unevenly, 2, "predict", True)
-    assert raise_rank_errors(found) == [(2, 143), (2, 143)]
+def _evaluate_all(rank: int, world_size: int) -> Any:
+    found = {
+        how: _evaluate_unevenly(rank, world_size, how, False) for how in EVALUATIONS
+    }
+    return {**found, "asked": _evaluate_unevenly(rank, world_size, "predict", True)}
+
+
+@pytest.fixture(scope="module")
+def evaluated() -> Any:
+    return raise_rank_errors(run_ranks(_evaluate_all, 2))
+
+
+@pytest.mark.parametrize("how", EVALUATIONS)
+def test_ranks_may_evaluate_different_numbers_of_batches(
+    evaluated: Any, how: str
+) -> None:
+    assert [each[how] for each in evaluated] == [(2, None), (6, None)]
+
+
+def test_each_rank_ends_an_evaluation_by_its_own_signal(evaluated: Any) -> None:
+    assert [each["asked"] for each in evaluated] == [(2, 143), (2, 143)]

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 import warnings
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.lit.resume.interrupting import (
     Counting,
     KillAt,
     Killed,
+    ask,
     close,
     differing,
     interrupted,
@@ -40,23 +42,36 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*held the rows of another:UserWarning"),
 ]
 
-HOOKS = [
+BATCHES = range(14)
+"""Two epochs of seven: windows of 3, 3, 1, and a validation after every fourth."""
+IN_BATCHES = [
     "on_train_batch_start",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
     "on_before_zero_grad",
     "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
     "on_save_checkpoint",
-    "on_train_end",
 ]
-BATCHES = range(20)
-"""Two epochs of ten: windows of 3, 3, 3, 1, and a validation after every fourth."""
+ELSEWHERE = {
+    "on_validation_start": (3, 10),
+    "on_validation_batch_end": (3, 10),
+    "on_validation_end": (3, 10),
+    "on_train_epoch_start": (-1, 6),
+    "on_train_epoch_end": (6, 13),
+    "on_train_end": (13, 13),
+}
+
+
+def moments(apart: int) -> list[tuple[str, int, bool]]:
+    """Every hook at some batches, which differ from hook to hook; one way or another,
+    by turns."""
+    places = {h: BATCHES[n % apart :: apart] for n, h in enumerate(IN_BATCHES)}
+    return [
+        (hook, batch, (n + i) % 2 == 1)
+        for n, (hook, batches) in enumerate({**places, **ELSEWHERE}.items())
+        for i, batch in enumerate(batches)
+    ]
 
 
 @pytest.fixture
@@ -66,82 +81,80 @@ def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(whole_folder: Path) -> Any:
     """The state and the rows of the run that nobody interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
     with quiet_lightning():
-        return state_of(*train(folder)), rows(folder)
+        return state_of(*train(whole_folder)), rows(whole_folder)
 
 
-@pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "batch", "is_last"), moments(5))
 def test_killed_run_goes_on_exactly(
-    whole: Any, tmp_path: Path, hook: str, is_last: bool
+    whole: Any, tmp_path: Path, hook: str, batch: int, is_last: bool
 ) -> None:
-    """Killed in a hook, before all other callbacks or after them.
-
-    Every seventh batch is another place of its window; the hooks share out the first.
-    """
+    """Killed in a hook, before all other callbacks or after them."""
     state, all_rows = whole
-    for batch in BATCHES[(HOOKS.index(hook) + 3 * is_last) % 7 :: 7]:
-        folder = tmp_path / str(batch)
-        every = 1 + batch % 3
-        found = interrupted(folder, KillAt(hook, batch), last=is_last, every=every)
-        assert differing(state, state_of(*found)) == [], batch
-        assert differing(all_rows, rows(folder)) == [], batch
+    kill = KillAt(hook, batch)
+    found = interrupted(tmp_path, kill, last=is_last, every=1 + batch % 3)
+    assert kill.has_died
+    assert differing(state, state_of(*found)) == []
+    assert differing(all_rows, rows(tmp_path)) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "batch", "is_term"), moments(8))
 def test_stopped_run_goes_on_exactly(
-    whole: Any, tmp_path: Path, hook: str, number: signal.Signals
+    whole: Any, tmp_path: Path, hook: str, batch: int, is_term: bool
 ) -> None:
     state, all_rows = whole
-    for batch in BATCHES[4 * (number == signal.SIGTERM) :: 8]:
-        folder = tmp_path / str(batch)
-        ask = KillAt(hook, batch, lambda _: signal.raise_signal(number))
-        found = interrupted(folder, ask, every=100)
-        assert differing(state, state_of(*found)) == [], batch
-        assert close(all_rows, rows(folder)) == [], batch
+    kill = ask(hook, batch, signal.SIGTERM if is_term else signal.SIGINT)
+    found = interrupted(tmp_path, kill, every=100)
+    assert differing(state, state_of(*found)) == []
+    assert close(all_rows, rows(tmp_path)) == []
+
+
+OTHER_WAYS: list[dict[str, Any]] = [
+    {"scheduler": "plateau"},
+    {"scheduler": "epoch"},
+    {"max_steps": 5, "max_epochs": -1},
+    {"check_val_every_n_epoch": None},
+    {"val_check_interval": 1.0},
+    {"limit_val_batches": 0},
+    {"accumulate_grad_batches": 1},
+    {"accumulate_grad_batches": 7},
+    {"log_every_n_steps": 3, "val_check_interval": 2},
+    {"gradient_clip_val": 0.1},
+    {"num_workers": 2},
+    {"kind": Counting},
+    {
+        "kind": Counting,
+        "accumulate_grad_batches": 1,
+        "without": ["AccumulationCallback", "WindowMonitor"],
+    },
+]
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        {"scheduler": "plateau"},
-        {"scheduler": "epoch"},
-        {"max_steps": 7, "max_epochs": -1},
-        {"max_epochs": 3, "check_val_every_n_epoch": None, "val_check_interval": 7},
-        {"val_check_interval": 1.0},
-        {"limit_val_batches": 0},
-        {"accumulate_grad_batches": 1},
-        {"accumulate_grad_batches": 10},
-        {"log_every_n_steps": 3},
-        {"gradient_clip_val": 0.1},
-        {"num_workers": 2},
-        {"kind": Counting},
-        {
-            "kind": Counting,
-            "accumulate_grad_batches": 1,
-            "without": ["AccumulationCallback", "WindowMonitor"],
-        },
-    ],
-    ids=lambda how: "-".join(map(str, how.values())),
+    ("how", "batches"),
+    [*zip(OTHER_WAYS, cycle([(2, 9), (4, 12), (6, 8), (1, 5)]))],
+    ids=["-".join(map(str, how.values())) for how in OTHER_WAYS],
 )
-def test_trained_in_other_ways(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_trained_in_other_ways(
+    tmp_path: Path, how: dict[str, Any], batches: tuple[int, int]
+) -> None:
+    """Killed, then asked to stop."""
     state = state_of(*train(tmp_path / "whole", **how))
-    all_rows = rows(tmp_path / "whole")
-    first, second, third = BATCHES[2 if "num_workers" in how else 1 :: 8]
-    hook = "on_train_batch_start"
-    for kill in (
-        KillAt(hook, first),
-        KillAt(hook, second, lambda _: signal.raise_signal(signal.SIGTERM)),
-        KillAt(hook, third),
-    ):
-        folder = tmp_path / str(kill.batch)
-        found = interrupted(folder, kill, **how)
-        assert differing(state, state_of(*found)) == [], kill.batch
-        assert close(all_rows, rows(folder)) == [], kill.batch
+    hook, folder = "on_train_batch_start", tmp_path / "run"
+    with pytest.raises(Killed):
+        train(folder, kill=KillAt(hook, batches[0]), **how)
+    with pytest.raises(SystemExit):
+        train(folder, resume=True, kill=ask(hook, batches[1]), **how)
+    found = train(folder, resume=True, **how)
+    assert differing(state, state_of(*found)) == []
+    assert close(rows(tmp_path / "whole"), rows(folder)) == []
 
 
 def test_interrupted_again_and_again(whole: Any, tmp_path: Path) -> None:
@@ -160,7 +173,7 @@ def test_interrupted_again_and_again(whole: Any, tmp_path: Path) -> None:
 # ---- what a checkpoint and a row are written in --------------------------------------
 
 
-@pytest.mark.parametrize("nth", range(1, 6))
+@pytest.mark.parametrize("nth", [1, 2, 5])
 def test_killed_while_a_checkpoint_is_written(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
@@ -191,7 +204,7 @@ def test_killed_while_a_checkpoint_is_written(
 
 def test_row_that_was_cut_off_is_written_again(whole: Any, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        train(tmp_path, kill=KillAt("on_train_batch_start", 13))
+        train(tmp_path, kill=KillAt("on_train_batch_start", 10))
     file = tmp_path / "metrics.csv"
     file.write_text(file.read_text() + "5,1,0.7")
     found = train(tmp_path, resume=True)
@@ -270,7 +283,7 @@ def test_stateful_loader_of_torchdata_goes_on(tmp_path: Path) -> None:
         return stateful.StatefulDataLoader(TRAIN, 4, collate_fn=pad)
 
     state = state_of(*train(tmp_path / "whole", loader=loader()))
-    for batch in (2, 6, 13):
+    for batch in (2, 8):
         folder = tmp_path / str(batch)
         kill = KillAt("on_train_batch_start", batch + 1)
         with pytest.raises(Killed):
@@ -308,9 +321,8 @@ def _run(folder: Path, begun: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_process_that_is_interrupted_at_random(
-    tmp_path: Path, number: signal.Signals
+    whole: Any, whole_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    train(tmp_path / "whole")
     folder, draw = tmp_path / "run", random.Random(int(number))
     context = get_context("fork")  # without the import of Lightning each time
     statuses = []
@@ -333,8 +345,8 @@ def test_process_that_is_interrupted_at_random(
     assert set(statuses[:-1]) == {stopped}
     ends = [
         torch.load(each / "checkpoints" / "last.ckpt", weights_only=True)
-        for each in (tmp_path / "whole", folder)
+        for each in (whole_folder, folder)
     ]
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
         assert differing(ends[0][name], ends[1][name]) == []
-    assert close(rows(tmp_path / "whole"), rows(folder)) == []
+    assert close(whole[1], rows(folder)) == []

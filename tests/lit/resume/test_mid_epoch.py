@@ -71,10 +71,9 @@ class StopSoon(pl.Callback):
 # ---- schedulers, windows, hooks ------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [5, 12])
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_scheduler_by_metric_moves_without_a_run_checkpoint(
-    how: str, batch: int, tmp_path: Path
+    how: str, tmp_path: Path
 ) -> None:
     """A run that is stopped saves where Lightning's own checkpoints are; one that is
     killed has these alone. Lightning leaves the scheduler out of a resumed epoch."""
@@ -91,12 +90,13 @@ def test_scheduler_by_metric_moves_without_a_run_checkpoint(
         return ModelCheckpoint(folder / "checkpoints", save_top_k=0, **every)
 
     whole = train(tmp_path, others=[keeps(tmp_path)], **options)
-    kill = KillAt("on_train_batch_start", batch + 1)
-    kill = kill if is_killed else stop_at("on_train_batch_end", batch)
-    folder = tmp_path / "run"
-    found = interrupted(folder, kill, others=[keeps(folder)], **options)
-    assert differing(state_of(*whole)["lr"], state_of(*found)["lr"]) == []
-    assert differing(state_of(*whole), state_of(*found)) == []
+    for batch in (5, 12):
+        kill = KillAt("on_train_batch_start", batch + 1)
+        kill = kill if is_killed else stop_at("on_train_batch_end", batch)
+        folder = tmp_path / str(batch)
+        found = interrupted(folder, kill, others=[keeps(folder)], **options)
+        assert differing(state_of(*whole)["lr"], state_of(*found)["lr"]) == [], batch
+        assert differing(state_of(*whole), state_of(*found)) == [], batch
 
 
 def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_windows_of_lightnings_scheduler_keep_their_size(tmp_path: Path) -> None
     folder = tmp_path / "run"
     kill, again = stop_at("on_train_batch_end", 5), {0: 4, 2: 2}
     interrupted(folder, kill, others=[GradientAccumulationScheduler(again)], **how)
-    assert sizes(tmp_path / "whole") == ["4.0", "4.0", "2.0"] * 2
+    assert sizes(tmp_path / "whole") == ["4.0", "3.0"] * 2
     assert sizes(folder) == sizes(tmp_path / "whole")
 
 
@@ -293,9 +293,9 @@ def test_a_run_that_ends_by_itself_is_not_stopped(tmp_path: Path) -> None:
         return EarlyStopping("val/loss", patience=1, min_delta=10.0)
 
     _, whole = train(tmp_path / "whole", others=[stops()], max_epochs=4)
-    kill = stop_at("on_validation_start", 7)
+    kill = stop_at("on_validation_start", 10)
     _, found = train(tmp_path / "run", kill=kill, others=[stops()], max_epochs=4)
-    assert found.global_step == whole.global_step < 16
+    assert found.global_step == whole.global_step < 12
     assert kill.has_died
 
 

@@ -90,52 +90,6 @@ def train(
     return weights(module)
 
 
-def off_big_batch(ends: list[Any]) -> float:
-    start = TokenModule(dtype=torch.float64)
-    reference = TokenModule(dtype=torch.float64, optimizer="adamw")
-    train_on_windows(reference, windows_over_ranks(DATA, 2, WINDOW, 2), epochs=1)
-    return max(deviation(e, reference, start) for e in raise_rank_errors(ends))
-
-
-def strip(path: Path) -> None:
-    """What a checkpoint of plain Lightning holds of an open window: nothing."""
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["trainkit"]
-    torch.save(checkpoint, path)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_resume_inside_a_window_of_two_ranks_equals_the_big_batch(
-    tmp_path: Path, world: int
-) -> None:
-    """transformers#22143: the pending gradients were gone."""
-    path = str(tmp_path / "inside.ckpt")
-    saved = run_ranks(train, 2, None, {"path": path, "after": INSIDE})
-    assert off_big_batch(saved) <= EXACT
-    resumed = run_ranks(train, world, path, None, INSIDE)
-    assert off_big_batch(resumed) <= EXACT
-
-
-def test_resume_without_the_window_does_not_equal_the_big_batch(tmp_path: Path) -> None:
-    path = tmp_path / "inside.ckpt"
-    run_ranks(train, 2, None, {"path": str(path), "after": INSIDE})
-    strip(path)
-    assert off_big_batch(run_ranks(train, 2, str(path), None, INSIDE)) > NAIVE
-
-
-@pytest.mark.parametrize("moment", [{"before": INSIDE}, {"after": INSIDE + 1}])
-def test_resume_from_a_resumed_window_equals_the_big_batch(
-    tmp_path: Path, moment: dict[str, int]
-) -> None:
-    """Saved a second time inside the same window, at once or one micro-batch later."""
-    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
-    run_ranks(train, 2, None, {"path": first, "after": INSIDE})
-    again = run_ranks(train, 2, first, {"path": second, **moment}, INSIDE)
-    assert off_big_batch(again) <= EXACT
-    skip = INSIDE if "before" in moment else INSIDE + 1
-    assert off_big_batch(run_ranks(train, 2, second, None, skip)) <= EXACT
-
-
 def train_manual(
     rank: int, world: int, resume: str | None, save: Any, skip: int, apart: bool
 ) -> Tensor:
@@ -153,14 +107,102 @@ def train_manual(
     return weights(module)
 
 
+def strip(path: Path, target: Path) -> None:
+    """What a checkpoint of plain Lightning holds of an open window: nothing."""
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["trainkit"]
+    torch.save(checkpoint, target)
+
+
+AGAIN: dict[str, dict[str, int]] = {
+    "at once": {"before": INSIDE},
+    "later": {"after": INSIDE + 1},
+}
+
+
+def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    """Every training of this file that needs both ranks."""
+    path = Path(folder)
+    inside = str(path / "inside.ckpt")
+    ends = {
+        "saved": train(rank, world, None, {"path": inside, "after": INSIDE}),
+        "resumed": train(rank, world, inside, None, INSIDE),
+    }
+    if rank == 0:
+        strip(path / "inside.ckpt", path / "stripped.ckpt")
+    torch.distributed.barrier()
+    ends["stripped"] = train(rank, world, str(path / "stripped.ckpt"), None, INSIDE)
+    for name, moment in AGAIN.items():
+        second = str(path / f"{name}.ckpt")
+        save = {"path": second, **moment}
+        skip = INSIDE if "before" in moment else INSIDE + 1
+        ends[f"saved {name}"] = train(rank, world, inside, save, INSIDE)
+        ends[f"resumed {name}"] = train(rank, world, second, None, skip)
+    for apart in (False, True):
+        manual = str(path / f"manual {apart}.ckpt")
+        save = {"path": manual, "after": INSIDE}
+        ends[f"saved {apart}"] = train_manual(rank, world, None, save, 0, apart)
+        ends[f"resumed {apart}"] = train_manual(
+            rank, world, manual, None, INSIDE, apart
+        )
+    return ends
+
+
+def on_one(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    """Resumed from the checkpoints of two ranks."""
+    path = Path(folder)
+    ends = {"resumed": train(rank, world, str(path / "inside.ckpt"), None, INSIDE)}
+    for apart in (False, True):
+        manual = str(path / f"manual {apart}.ckpt")
+        ends[f"resumed {apart}"] = train_manual(
+            rank, world, manual, None, INSIDE, apart
+        )
+    return ends
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """What each rank ended with, by the number of ranks that resumed."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    two = raise_rank_errors(run_ranks(on_two_ranks, 2, folder))
+    return {1: raise_rank_errors(run_ranks(on_one, 1, folder)), 2: two}
+
+
+def off_big_batch(ends: list[Any], name: str) -> float:
+    start = TokenModule(dtype=torch.float64)
+    reference = TokenModule(dtype=torch.float64, optimizer="adamw")
+    train_on_windows(reference, windows_over_ranks(DATA, 2, WINDOW, 2), epochs=1)
+    return max(deviation(each[name], reference, start) for each in ends)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_inside_a_window_of_two_ranks_equals_the_big_batch(
+    ends: Any, world: int
+) -> None:
+    """transformers#22143: the pending gradients were gone."""
+    assert len(ends[world]) == world
+    assert off_big_batch(ends[2], "saved") <= EXACT
+    assert off_big_batch(ends[world], "resumed") <= EXACT
+
+
+def test_resume_without_the_window_does_not_equal_the_big_batch(ends: Any) -> None:
+    assert off_big_batch(ends[2], "stripped") > NAIVE
+
+
+@pytest.mark.parametrize("moment", AGAIN)
+def test_resume_from_a_resumed_window_equals_the_big_batch(
+    ends: Any, moment: str
+) -> None:
+    """Saved a second time inside the same window, at once or one micro-batch later."""
+    assert off_big_batch(ends[2], f"saved {moment}") <= EXACT
+    assert off_big_batch(ends[2], f"resumed {moment}") <= EXACT
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_inside_a_manual_window_equals_the_big_batch(
-    tmp_path: Path, world: int, apart: bool
+    ends: Any, world: int, apart: bool
 ) -> None:
     """Whether the ranks' gradients were together already or not."""
-    path = str(tmp_path / "inside.ckpt")
-    save = {"path": path, "after": INSIDE}
-    assert off_big_batch(run_ranks(train_manual, 2, None, save, 0, apart)) <= EXACT
-    resumed = run_ranks(train_manual, world, path, None, INSIDE, apart)
-    assert off_big_batch(resumed) <= EXACT
+    assert off_big_batch(ends[2], f"saved {apart}") <= EXACT
+    assert off_big_batch(ends[world], f"resumed {apart}") <= EXACT

@@ -29,7 +29,7 @@ class Failing(Mixed):
 
 @pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called:UserWarning")
 @pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set, but:UserWarning')
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("at", [0, 1, 3, 6, 9])
 def test_resumed_from_on_exception_checkpoint_equals_uninterrupted(
     tmp_path: Path, at: int
 ) -> None:

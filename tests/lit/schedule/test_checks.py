@@ -241,6 +241,13 @@ WRONG: dict[str, tuple[Make, str]] = {
 }
 
 
+class EndsSoon(pl.Callback):
+    """Ends training with its first window: schedulers are looked at before it."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.should_stop = trainer.global_step > 0
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_scheduler_made_for_the_estimate_is_named(name: str) -> None:
     make, match = WRONG[name]
@@ -250,7 +257,7 @@ def test_scheduler_made_for_the_estimate_is_named(name: str) -> None:
             fitted("mixin", AccumulationSchedule(PLAN), module=module)
         return
     with pytest.warns(UserWarning, match=match) as said:
-        fitted("mixin", AccumulationSchedule(PLAN), module=module)
+        fitted("mixin", AccumulationSchedule(PLAN), EndsSoon(), module=module)
     named = [w for w in said if "schedule.total_steps" in str(w.message)]
     assert len(named) == 1
     assert "training takes 13 optimizer steps" in str(named[0].message)
@@ -275,7 +282,7 @@ def test_scheduler_made_for_the_estimate_is_named_under_tokens(name: str) -> Non
     ours = AccumulationSchedule({0: 4, 5000: 2}, unit="tokens")
     module = Scheduled(make, true=False)
     with pytest.warns(UserWarning, match=match.split(".*")[0]) as said:
-        fitted("mixin", ours, module=module)
+        fitted("mixin", ours, EndsSoon(), module=module)
     named = [str(w.message) for w in said if "tokens_per_micro_batch" in str(w.message)]
     assert len(named) == 1
     assert "AccumulationSchedule changes that with the tokens it counts" in named[0]
@@ -313,6 +320,7 @@ def test_period_that_is_the_estimate_is_not_named(name: str, unit: Any) -> None:
     fitted(
         "mixin",
         AccumulationSchedule(plan, unit=unit),
+        EndsSoon(),
         module=Logs(PERIODS[name], true=False),
     )
 

@@ -70,21 +70,31 @@ def train(rank: int, world: int, front: str, unit: Any) -> Any:
     return weights(module), watch.stepped, fit.global_step
 
 
-@pytest.mark.parametrize(
-    ("unit", "front"),
-    [
-        ("epoch", "mixin"),
-        ("step", "callback"),
-        ("step", "manual"),
-        ("tokens", "mixin"),
-        ("tokens", "manual"),
-    ],
-)
-def test_schedule_on_two_ranks_equals_one_process(unit: str, front: str) -> None:
+CASES = [
+    ("epoch", "mixin"),
+    ("step", "callback"),
+    ("step", "manual"),
+    ("tokens", "mixin"),
+    ("tokens", "manual"),
+]
+
+
+def train_all(rank: int, world: int) -> Any:
+    return {(unit, front): train(rank, world, front, unit) for unit, front in CASES}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    return raise_rank_errors(run_ranks(train_all, 2))
+
+
+@pytest.mark.parametrize(("unit", "front"), CASES)
+def test_schedule_on_two_ranks_equals_one_process(
+    trained: Any, unit: str, front: str
+) -> None:
     """Their tokens differ, and they count those of both: all switch at one window."""
     windows = windows_of_plan(PLANS[unit], unit, COUNTS)
-    results = raise_rank_errors(run_ranks(train, 2, front, unit))
-    (first, steps, number), (second, others, _) = results
+    (first, steps, number), (second, others, _) = (r[unit, front] for r in trained)
     assert number == sum(map(len, windows))
     if front != "manual" or steps:
         ends = [5 * e + w.stop - 1 for e, ws in enumerate(windows) for w in ws]

@@ -33,6 +33,7 @@ from trainkit import AccumulationSchedule
 pytestmark = pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.. the epoch")
 EXACT = 1e-10
 RESUMED = ["up and down in mid-epoch", "every step another", "by tokens"]
+TWO = 2  # epochs
 
 
 class Keeping(Saving):
@@ -60,22 +61,28 @@ def test_resumed_at_any_batch_equals_uninterrupted(
 ) -> None:
     """pytorch-lightning#5334, #8493: inside windows, at their edges, at the end of an
     epoch, with AdamW. The fronts take the batches of a plan by turns."""
-    end, num_steps = reference(plan)
-    ours = schedule(plan)
-    module, _ = fitted(front, ours, Keeping(tmp_path), loader=Resumable())
+    end, num_steps = reference(plan, epochs=TWO)
+    how: dict[str, Any] = {"loader": Resumable(), "max_epochs": TWO}
+    module, _ = fitted(front, schedule(plan), Keeping(tmp_path), **how)
     assert off(module, end) <= EXACT
     mine = slice(list[str](FRONTS).index(front), None, len(FRONTS))
-    for path in list(files(tmp_path, 10 * EPOCHS))[mine]:
+    for path in list(files(tmp_path, 10 * TWO))[mine]:
         held = torch.load(path, weights_only=True)["callbacks"]
         kinds = {type(value) for value in held["AccumulationSchedule"].values()}
         assert kinds <= {int, float, str}
-        again, fit = fitted(front, schedule(plan), loader=Resumable(), resume=path)
+        again, fit = fitted(front, schedule(plan), resume=path, **how)
         assert off(again, end) <= EXACT, path.name
         assert fit.global_step == num_steps
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("plan", ["fewer by epoch", "more by epoch"])
+@pytest.mark.parametrize(
+    ("plan", "front"),
+    [
+        ("fewer by epoch", "mixin"),
+        ("more by epoch", "callback"),
+        ("fewer by epoch", "manual"),
+    ],
+)
 def test_resumed_between_epochs_equals_uninterrupted(
     tmp_path: Path, plan: str, front: str
 ) -> None:
@@ -89,32 +96,43 @@ def test_resumed_between_epochs_equals_uninterrupted(
         assert fit.global_step == num_steps
 
 
-def resumed_without_its_state(folder: Path, at: int) -> float:
+EVERY_STEP = "every step another"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run, one after each batch."""
+    folder = tmp_path_factory.mktemp("kept")
+    keeping = Keeping(folder)
+    fitted("mixin", schedule(EVERY_STEP), keeping, loader=Resumable(), max_epochs=TWO)
+    return folder
+
+
+def resumed_without_its_state(kept: Path, folder: Path, at: int) -> float:
     """How far off a run ends that lacks the schedule's state."""
-    plan = "every step another"
     path = folder / "at.ckpt"
-    fitted("mixin", schedule(plan), Saving(path, at), loader=Resumable())
-    checkpoint = torch.load(path, weights_only=True)
+    checkpoint = torch.load(kept / f"{at:02}.ckpt", weights_only=True)
     del checkpoint["callbacks"]["AccumulationSchedule"]
     torch.save(checkpoint, path)
-    again, _ = fitted("mixin", schedule(plan), loader=Resumable(), resume=path)
-    return off(again, reference(plan)[0])
+    how: dict[str, Any] = {"loader": Resumable(), "resume": path, "max_epochs": TWO}
+    again, _ = fitted("mixin", schedule(EVERY_STEP), **how)
+    return off(again, reference(EVERY_STEP, epochs=TWO)[0])
 
 
 @pytest.mark.parametrize("at", [2, 5, 6, 12])
 @pytest.mark.filterwarnings("ignore:accumulation. an open window")
 def test_resumed_inside_a_window_without_the_state_of_the_schedule_deviates(
-    tmp_path: Path, at: int
+    kept: Path, tmp_path: Path, at: int
 ) -> None:
     """Negative control: where the open window began is not in the batch's number."""
-    assert resumed_without_its_state(tmp_path, at) > NAIVE
+    assert resumed_without_its_state(kept, tmp_path, at) > NAIVE
 
 
 @pytest.mark.parametrize("at", [0, 3, 8, 9, 14])
 def test_resumed_at_an_edge_without_the_state_equals_uninterrupted(
-    tmp_path: Path, at: int
+    kept: Path, tmp_path: Path, at: int
 ) -> None:
-    assert resumed_without_its_state(tmp_path, at) <= EXACT
+    assert resumed_without_its_state(kept, tmp_path, at) <= EXACT
 
 
 class Validated(Manual):
@@ -134,15 +152,21 @@ class Validated(Manual):
         plain_token_loss(self.net, batch)
 
 
-@pytest.mark.parametrize("automatic", [True, False])
-@pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("plan", ["up and down in mid-epoch", "by tokens"])
+@pytest.mark.parametrize(
+    ("plan", "interval", "automatic"),
+    [
+        ("up and down in mid-epoch", 1, True),
+        ("up and down in mid-epoch", 3, False),
+        ("by tokens", 3, True),
+        ("by tokens", 1, False),
+    ],
+)
 def test_resumed_from_validation_equals_uninterrupted(
     tmp_path: Path, plan: str, interval: int, automatic: bool
 ) -> None:
     """A validation inside a window leaves its gradients alone, also in manual
-    optimization. The two ways to optimize take the validations by turns."""
-    end, _ = reference(plan)
+    optimization."""
+    end, _ = reference(plan, epochs=TWO)
 
     def run(*callbacks: Any, resume: Any = None) -> float:
         module = Validated(automatic=automatic)
@@ -156,11 +180,12 @@ def test_resumed_from_validation_equals_uninterrupted(
             resume=resume,
             val_check_interval=interval,
             num_sanity_val_steps=0,
+            max_epochs=TWO,
         )
         return off(module, end)
 
     assert run(Keeping(tmp_path, "on_validation_end")) <= EXACT
-    for path in sorted(tmp_path.glob("*.ckpt"))[automatic::2]:
+    for path in sorted(tmp_path.glob("*.ckpt"))[automatic :: 4 - interval]:
         assert run(resume=path) <= EXACT, path.name
 
 
@@ -192,8 +217,10 @@ def edited_windows(old: dict[int, int], at: int, *, unit: str) -> list[list[rang
     return made
 
 
-@pytest.mark.parametrize("unit", ["epoch", "step"])
-@pytest.mark.parametrize(("at", "front"), [*zip(range(0, 20, 3), cycle(FRONTS))])
+@pytest.mark.parametrize(
+    ("at", "front", "unit"),
+    [*zip(range(0, 20, 3), cycle(FRONTS), cycle(["step", "epoch"]))],
+)
 def test_resumed_with_an_edited_plan_finishes_the_open_window(
     tmp_path: Path, unit: Any, at: int, front: str
 ) -> None:
@@ -233,8 +260,9 @@ def test_schedule_added_to_a_checkpoint_begins_at_its_step(tmp_path: Path) -> No
     assert off(module, big_batch_over(windows)) <= EXACT
 
 
-@pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize(
+    ("size", "front"), [(3, "mixin"), (5, "callback"), (3, "manual"), (5, "manual")]
+)
 def test_schedule_added_in_mid_epoch_begins_with_a_whole_window(
     tmp_path: Path, size: int, front: str
 ) -> None:
@@ -254,7 +282,7 @@ def test_schedule_added_in_mid_epoch_begins_with_a_whole_window(
 def test_plans_that_are_resumed_change_in_mid_epoch() -> None:
     """Else this page proves less than it says."""
     for plan in RESUMED:
-        windows = windows_of_plan(*PLANS[plan], token_counts())
+        windows = windows_of_plan(*PLANS[plan], token_counts(), epochs=TWO)
         assert any(len({len(w) for w in ws[:-1]}) > 1 for ws in windows)
 
 
