@@ -118,6 +118,7 @@ def test_stopped_run_goes_on_exactly(
 
 OTHER_WAYS: list[dict[str, Any]] = [
     {"scheduler": "plateau"},
+    {"scheduler": "plateau by step"},
     {"scheduler": "epoch"},
     {"max_steps": 5, "max_epochs": -1},
     {"check_val_every_n_epoch": None},
