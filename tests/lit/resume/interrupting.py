@@ -70,14 +70,14 @@ class Dropping(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        if self.scheduler == "plateau":
+        if self.scheduler.startswith("plateau"):
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
                 optimizer, factor=0.5, patience=0, threshold=10.0
             )
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"},
-            }
+            how = {"scheduler": plateau, "monitor": "val/loss"}
+            if self.scheduler == "plateau by step":
+                how = {**how, "monitor": "train/loss", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": how}
         steps = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
         return [optimizer], [{"scheduler": steps, "interval": self.scheduler}]
 
@@ -165,7 +165,7 @@ def train(
         loader: in place of the shuffled one.
         logger: in place of ours.
         every: how many optimizer steps lie between checkpoints.
-        scheduler: the interval of a schedule, or "plateau".
+        scheduler: the interval of a schedule, "plateau" or "plateau by step".
         num_workers: of the shuffled loader.
         logs_late: whether the module logs in `on_train_batch_end`.
         others: more callbacks.

@@ -48,9 +48,9 @@ IN_BATCHES = [
     "on_train_batch_start",
     "on_before_backward",
     "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
     "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
     "on_save_checkpoint",
 ]
 ELSEWHERE = {
@@ -118,6 +118,7 @@ def test_stopped_run_goes_on_exactly(
 
 OTHER_WAYS: list[dict[str, Any]] = [
     {"scheduler": "plateau"},
+    {"scheduler": "plateau by step"},
     {"scheduler": "epoch"},
     {"max_steps": 5, "max_epochs": -1},
     {"check_val_every_n_epoch": None},
@@ -139,7 +140,7 @@ OTHER_WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("how", "batches"),
-    [*zip(OTHER_WAYS, cycle([(2, 9), (4, 12), (6, 8), (1, 5)]))],
+    [*zip(OTHER_WAYS, cycle([(8, 12), (2, 9), (7, 11), (1, 5), (4, 6)]))],
     ids=["-".join(map(str, how.values())) for how in OTHER_WAYS],
 )
 def test_trained_in_other_ways(
