@@ -169,10 +169,15 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
 
 
 def off_big_batch(ends: list[Any], name: str) -> float:
+    return off_long_windows([each[name] for each in ends])
+
+
+def off_long_windows(found: list[Tensor]) -> float:
+    """How far the worst of these weights is from those of the big batch."""
     start = TokenModule(dtype=torch.float64)
     reference = TokenModule(dtype=torch.float64, optimizer="adamw")
     train_on_windows(reference, windows_over_ranks(DATA, 2, WINDOW, 2), epochs=1)
-    return max(deviation(each[name], reference, start) for each in ends)
+    return max(deviation(each, reference, start) for each in found)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -26,9 +26,13 @@ from tests.helpers import (
     trainer,
     windows_over_ranks,
 )
-from tests.lit.resume.test_rank_checkpoints import INSIDE, FromBatch, Save
+from tests.lit.resume.test_rank_checkpoints import (
+    INSIDE,
+    FromBatch,
+    Save,
+    off_long_windows,
+)
 from tests.lit.resume.test_rank_checkpoints import WINDOW as LONG_WINDOW
-from tests.lit.resume.test_rank_checkpoints import off_big_batch as off_long_windows
 from tests.lit.windows.several import Case, run_cases
 from trainkit import AccumulationCallback, PerToken, WindowMonitor
 
