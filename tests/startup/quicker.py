@@ -1,5 +1,6 @@
 """What others do again for each Trainer and each composition, done once or left out."""
 
+import copy
 import functools
 import importlib.metadata
 import sys
@@ -13,7 +14,8 @@ def make_quicker() -> None:
 
 
 def make_hydra_quicker() -> None:
-    """Read YAML in C, and compose a job once: together two thirds of its time.
+    """Read YAML in C, parse each text once, copy less, and compose a job once: together
+    five sixths of its time.
 
     Before each job Hydra composes its configuration to read `hydra.mode`. No test sets
     it; one that did would fail, since Hydra compares the mode with what it runs.
@@ -22,8 +24,45 @@ def make_hydra_quicker() -> None:
         return
     import yaml
     from hydra._internal.hydra import Hydra
+    from hydra.core.config_store import ConfigStore
 
     def no_mode(self: Any, config_name: Any, overrides: Any) -> None: ...
 
     Hydra.get_mode = no_mode
     yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc]
+    _parse_once()
+    _make_maps_if_needed()
+    # Each composition would copy all that is registered, and then what it takes of it.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+
+
+def _parse_once() -> None:
+    """Overrides and interpolations: the parsers are written in Python."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import _utils, base, grammar_parser
+
+    once = functools.cache(grammar_parser.parse)  # a tree, which is only read
+    base.parse = _utils.parse = once  # type: ignore[attr-defined]
+    parse_rule, parsed = OverridesParser.parse_rule, {}
+
+    def parse_rule_once(self: Any, s: str, rule_name: str) -> Any:
+        if (s, rule_name) not in parsed:
+            parsed[s, rule_name] = parse_rule(self, s, rule_name)
+        return copy.deepcopy(parsed[s, rule_name])  # Hydra completes it
+
+    OverridesParser.parse_rule = parse_rule_once  # type: ignore[method-assign]
+
+
+def _make_maps_if_needed() -> None:
+    """Each list of defaults gets a map of choices, even if none of them refers to it:
+    a fifth of a composition."""
+    from hydra._internal import defaults_list
+
+    real = defaults_list._create_interpolation_map
+
+    def only_if_needed(overrides: Any, defaults: Any, self_added: bool) -> Any:
+        if any(default.is_interpolation() for default in defaults):
+            return real(overrides, defaults, self_added)
+        return None
+
+    defaults_list._create_interpolation_map = only_if_needed

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 _UNIONS = (Union, types.UnionType)
+_PLAIN = (bool, int, float, str)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -32,6 +33,8 @@ def fits(value: Any, hint: Any) -> bool:
         return any(
             type(value) is type(each) and value == each for each in get_args(hint)
         )
+    if type(value) in _PLAIN and type(value) in (hint, *_parts(hint)):
+        return True  # to make a parser takes long
     try:
         read = _read(value, hint)
     except ArgumentError:
@@ -61,6 +64,10 @@ def remedy_for_text(value: Any, hint: Any) -> str:
         "The text is not converted. Write it without quotes, or put ${oc.decode:...} "
         "around its source."
     )
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in _UNIONS else ()
 
 
 def _takes_none(hint: Any) -> bool:
@@ -107,7 +114,7 @@ def _fits_in_parts(value: Any, hint: Any) -> bool:
     """Whether a value fits a part of its type, as "1" fits `int | str`, although the
     parser prefers the number."""
     kinds = get_args(hint)
-    if get_origin(hint) in _UNIONS:
+    if _parts(hint):
         return any(fits(value, each) for each in kinds)
     if isinstance(value, list) and kinds[1:] == (...,):
         return all(fits(each, kinds[0]) for each in value)

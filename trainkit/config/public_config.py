@@ -59,13 +59,13 @@ def _reads_environment(value: Any) -> bool:
 def _plain(node: Any) -> Any:
     if not OmegaConf.is_config(node):
         return node
+    written: Any = OmegaConf.to_container(node, resolve=False)
     if OmegaConf.is_dict(node):
-        return {key: _value(node, key) for key in node}
-    return [_value(node, index) for index in range(len(node))]
+        return {key: _value(node, key, written[key]) for key in node}
+    return [_value(node, index, each) for index, each in enumerate(written)]
 
 
-def _value(node: Any, key: Any) -> Any:
-    written = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index, call-overload]
+def _value(node: Any, key: Any, written: Any) -> Any:
     if OmegaConf.is_missing(node, key):
         return written
     try:
