@@ -27,6 +27,8 @@ import warnings
 from types import ModuleType
 from typing import Any, NoReturn
 
+from quicker import make_hydra_quicker
+
 IMPORTED = (
     "numpy",
     "requests",
@@ -238,6 +240,7 @@ def import_all() -> None:
     for found in pkgutil.walk_packages(package.__path__, "trainkit."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
+    make_hydra_quicker()
     gc.collect()
     gc.freeze()
 

@@ -26,6 +26,9 @@ def make_hydra_quicker() -> None:
     from hydra._internal.hydra import Hydra
     from hydra.core.config_store import ConfigStore
 
+    if Hydra.get_mode.__name__ == "no_mode":  # a fork of one that is
+        return
+
     def no_mode(self: Any, config_name: Any, overrides: Any) -> None: ...
 
     Hydra.get_mode = no_mode
