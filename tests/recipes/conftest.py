@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from tests.recipes.debugging import QUICK
 from trainkit.cli.main import main
 
 
@@ -34,7 +35,7 @@ def run_train(
     def run(*overrides: str, name: str = "run") -> Path:
         GlobalHydra.instance().clear()
         folder = tmp_path / name
-        assert main(["train", *overrides, f"paths.run_dir={folder}"]) == 0
+        assert main(["train", *QUICK, *overrides, f"paths.run_dir={folder}"]) == 0
         return folder
 
     yield run
