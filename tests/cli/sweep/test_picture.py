@@ -112,9 +112,7 @@ def boxes(axis: Axis, figure: Figure) -> list[Bbox]:
     return sorted(found, key=lambda box: (box.x0, box.y0))
 
 
-@pytest.mark.parametrize(
-    "span", [1.3, 2, 9, 90, 400, 1e7, 1e20], ids=lambda span: f"x{span:g}"
-)
+@pytest.mark.parametrize("span", [1.3, 9, 90, 400, 1e20], ids=lambda span: f"x{span:g}")
 def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
     tmp_path: Path, drawn: list[Figure], span: float
 ) -> None:
