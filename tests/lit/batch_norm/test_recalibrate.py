@@ -19,6 +19,7 @@ from tests.helpers import (
     trainer,
 )
 from tests.lit.batch_norm.fits import (
+    FEW,
     At,
     ConvModule,
     Validated,
@@ -39,8 +40,6 @@ pytestmark = [
 ]
 
 EXACT = 1e-10
-FEW = 15
-"""Rows: four micro-batches, in a window of three and one of one."""
 
 
 # ---- when ----------------------------------------------------------------------------

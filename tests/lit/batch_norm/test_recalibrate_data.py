@@ -24,6 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.core.batch_norm.nets import furthest, of_big_batch, statistics
 from tests.lit.batch_norm.fits import (
+    FEW,
     At,
     ConvModule,
     Validated,
@@ -31,6 +32,7 @@ from tests.lit.batch_norm.fits import (
     dataset,
     fit,
     reference,
+    two_layers,
 )
 from trainkit import BatchNormGuard, ResumableLoader
 
@@ -40,15 +42,6 @@ pytestmark = [
 ]
 
 EXACT = 1e-10
-FEW = 15
-"""Rows: four micro-batches, the last of three rows, in a window of three and one of
-one."""
-
-
-def two_layers() -> nn.Module:
-    first = [nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Tanh()]
-    second = [nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Tanh()]
-    return nn.Sequential(nn.Flatten(), *first, *second, nn.Linear(4, 3)).double()
 
 
 class Notes(ConvModule):
@@ -162,14 +155,8 @@ def test_training_sees_the_same_rows_in_the_same_order(kind: str) -> None:
         torch.manual_seed(4)
         of_loader = "worker" in kind and "stream" not in kind
         how: Any = {"val_check_interval": 4 if of_loader else 2}
-        module = ValidatedNotes(two_layers)
-        fit(
-            policy,
-            module=module,
-            data=LOADERS[kind](),
-            val=batches(batch_size=27),
-            **how,
-        )
+        how |= {"data": LOADERS[kind](), "val": batches(batch_size=27)}
+        module = fit(policy, module=ValidatedNotes(two_layers), **how)
         ends.append(module)
     mine, plain = ends
     wanted = reference(mine, dataset(FEW).tensors[0])
