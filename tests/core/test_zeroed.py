@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -64,10 +65,20 @@ ZEROINGS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{"module": "net"}, {}], ids=["module", "bare"])
-@pytest.mark.parametrize("windows", [1, 2])
-@pytest.mark.parametrize("after", [1, 2, 3])
-@pytest.mark.parametrize("zeroing", ZEROINGS)
+NET = {"module": "net"}
+TURNS = cycle([(1, NET), (2, {}), (2, NET), (1, {})])
+
+
+@pytest.mark.parametrize(
+    ("zeroing", "after", "windows", "options"),
+    [  # each zeroing at each place sees both values of the others
+        (zeroing, after, *next(TURNS))
+        for zeroing in ZEROINGS
+        for after in (1, 2, 3)
+        for _ in range(2)
+    ],
+    ids=str,
+)
 def test_zeroing_inside_a_window_is_refused(
     zeroing: str, after: int, windows: int, options: Any
 ) -> None:

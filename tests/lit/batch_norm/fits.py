@@ -19,6 +19,10 @@ from trainkit import AccumulationCallback, BatchNormGuard, PerSample
 ROWS, BATCH, WINDOW = 27, 4, 3
 """Seven micro-batches, the last of three rows: two windows of three and one of one."""
 
+FEW = 15
+"""Rows: four micro-batches, the last of three rows, in a window of three and one of
+one."""
+
 
 def dataset(rows: int = ROWS) -> TensorDataset:
     generator = torch.Generator().manual_seed(2)
@@ -52,6 +56,12 @@ class ConvNet(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         x = F.relu(self.bn2(self.conv2(x)))
         return self.head(torch.tanh(self.bn3(self.flat(x.flatten(1)))))
+
+
+def two_layers() -> nn.Module:
+    first = [nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Tanh()]
+    second = [nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Tanh()]
+    return nn.Sequential(nn.Flatten(), *first, *second, nn.Linear(4, 3)).double()
 
 
 class ConvModule(pl.LightningModule):

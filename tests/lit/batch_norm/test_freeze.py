@@ -58,7 +58,7 @@ def test_statistics_stay_whoever_calls_train(hook: str, thaw: Any) -> None:
     module = pretrained(Validated)
     before = statistics(module.net)
     call = At(hook, lambda t, m: thaw(m))
-    fit("freeze", call, module=module, val=batches())
+    fit("freeze", call, module=module, val=batches(batch_size=27))
     assert furthest(statistics(module.net), before) == 0
     assert module.net.bn1.num_batches_tracked == 1
 

@@ -112,19 +112,27 @@ def test_decay_over_a_schedule_equals_the_big_batchs(
     assert module.left() == pytest.approx([0.9 ** taken[0]] * 3, abs=1e-12)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each batch of one run's second epoch."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def save(trainer: Any, module: Any) -> None:
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
+        if batch > 6:
+            trainer.save_checkpoint(folder / f"{batch}.ckpt")
+
+    fit("momentum", At("on_train_batch_end", save), module=zeroed())
+    return folder
+
+
 @pytest.mark.parametrize("stop", range(1, 8))
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
 def test_decay_of_a_resumed_run_equals_that_of_an_unbroken_one(
-    tmp_path: Path, stop: int
+    saved: Path, stop: int
 ) -> None:
     """Resumed at every batch of the second epoch, in mid-window too."""
-    path = tmp_path / "one.ckpt"
-
-    def save(trainer: Any, module: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == 6 + stop:
-            trainer.save_checkpoint(path)
-
-    fit("momentum", At("on_train_batch_end", save), module=zeroed())
+    path = saved / f"{6 + stop}.ckpt"
     module = zeroed()
     fit("momentum", module=module, data=FromWhereItWas(stop), ckpt_path=path)
     assert module.left() == pytest.approx([0.9**6] * 3, abs=1e-12)

@@ -55,7 +55,7 @@ def test_statistics_in_a_checkpoint_equal_all_rows_under_its_weights(
     options = CHECKPOINTS[how]
     saving = ModelCheckpoint(tmp_path, save_weights_only=only, **options)
     module = Validated() if validates else ConvModule()
-    val = batches() if validates else None
+    val = batches(batch_size=27) if validates else None
     fit("recalibrate", saving, module=module, val=val, enable_checkpointing=True)
     paths = list(tmp_path.glob("*.ckpt"))
     assert paths

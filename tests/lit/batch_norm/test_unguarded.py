@@ -121,9 +121,9 @@ def test_layer_is_named_where_the_step_is_not_the_big_batchs(
 ) -> None:
     make, others, harms = STATES[state]
     start = weights(One(make()))
-    cut = fit(*others, module=One(make()))
+    cut = fit(*others, module=One(make()), max_epochs=1)
     said = rows(capsys)
-    big = fit(*others, module=One(make()), accumulate=1, batch_size=12)
+    big = fit(*others, module=One(make()), accumulate=1, batch_size=12, max_epochs=1)
     assert rows(capsys) == []
     off = deviation(cut, big, start)
     assert (off > NAIVE) if harms else (off < TOLERANCE[torch.float64])
@@ -191,7 +191,7 @@ def test_windows_of_several_micro_batches_are_spoken_of(
     others = [how.pop("of")] if "of" in how else []
     if "module" in how:
         how["module"] = how["module"]()
-    fit(*others, **how)
+    fit(*others, **how, max_epochs=2 if others else 1)
     assert bool(rows(capsys)) == several
 
 

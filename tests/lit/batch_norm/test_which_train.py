@@ -62,7 +62,7 @@ HOOKS = ["on_train_start", "on_train_epoch_start", "on_fit_start"]
 def test_frozen_backbone_keeps_its_statistics(policy: str, hook: str) -> None:
     module = FrozenBackbone(hook)
     before = statistics(module.net)
-    fit(policy, module=module, val=batches())
+    fit(policy, module=module, val=batches(batch_size=27))
     after = statistics(module.net)
     for key, value in before.items():
         kept = key.startswith(BACKBONE)

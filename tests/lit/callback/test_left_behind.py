@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -234,13 +235,18 @@ def test_skipped_steps_are_counted_after_a_fit() -> None:
 @pytest.mark.parametrize("front", [f for f in FRONTS if "callback" in f])
 def test_a_callback_that_was_sent_after_a_fit_trains_as_itself(front: str) -> None:
     _, fitted, _ = fit(front)
+    itself = windows_of(fitted)
+    for callback in (copy.deepcopy(WAYS["pickled"](itself)), itself):
+        module = Plain()
+        trainer(1, callbacks=[callback]).fit(module, loader_batches())
+        assert deviation(module, uncut(), START) <= 1e-12
+
+
+@cache
+def uncut() -> Split:
     fresh = Split(cut=None)
     trainer(1).fit(fresh, loader_batches())
-    for send in WAYS.values():
-        module = Plain()
-        callback = send(windows_of(fitted))
-        trainer(1, callbacks=[callback]).fit(module, loader_batches())
-        assert deviation(module, fresh, START) <= 1e-12
+    return fresh
 
 
 def test_a_checkpoint_saved_after_a_fit_is_as_one_saved_in_it(tmp_path: Any) -> None:

@@ -106,14 +106,23 @@ class Ending(InHook):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("begins", [1, 4, 5])  # the first, a last, and a first again
-@pytest.mark.parametrize("cut", [FIXED, MicroBatching("auto")], ids=str)
+AUTO = MicroBatching("auto")
+OF_TRANSFER = "a hook of the transfer"
+
+
 @pytest.mark.parametrize(
-    ("hook", "name"),
-    [
-        ("transfer_batch_to_device", "a hook of the transfer"),
-        ("on_after_batch_transfer", "a hook of the transfer"),
-        ("training_step", "training_step"),
+    ("hook", "name", "cut", "begins"),
+    [  # every pair; the first micro-batch, a last, and a first again
+        ("transfer_batch_to_device", OF_TRANSFER, FIXED, 1),
+        ("transfer_batch_to_device", OF_TRANSFER, AUTO, 4),
+        ("transfer_batch_to_device", OF_TRANSFER, FIXED, 5),
+        ("on_after_batch_transfer", OF_TRANSFER, AUTO, 1),
+        ("on_after_batch_transfer", OF_TRANSFER, FIXED, 4),
+        ("on_after_batch_transfer", OF_TRANSFER, AUTO, 5),
+        ("training_step", "training_step", AUTO, 1),
+        ("training_step", "training_step", FIXED, 1),
+        ("training_step", "training_step", FIXED, 4),
+        ("training_step", "training_step", AUTO, 5),
     ],
 )
 def test_stop_iteration_is_an_error(

@@ -108,20 +108,17 @@ def assert_alike(runs: list[Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"detect_anomaly": True},
-        {"max_steps": 4, "gradient_clip_val": 0.1},
-        {"max_steps": 8, "val_check_interval": 2},
+        {"max_steps": 4, "gradient_clip_val": 0.1, "detect_anomaly": True},
+        {"max_steps": 8, "val_check_interval": 2, "inference_mode": False},
         {"val_check_interval": 0.5, "profiler": "simple"},
         {"val_check_interval": 4, "check_val_every_n_epoch": None},
         {"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1},
         {"limit_train_batches": 3, "num_sanity_val_steps": 2},
         {"limit_train_batches": 0.5, **BY_VALUE},
-        {"fast_dev_run": True},
         {"fast_dev_run": 3},
         {"overfit_batches": 2},
         {"window": 2, "max_steps": 3},
         {"window": 4, "limit_train_batches": 5},
-        {"inference_mode": False, "val_check_interval": 3},
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import cache
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -49,6 +50,11 @@ def seen(module: Split, **options: Any) -> Seeing:
     return callback
 
 
+@cache
+def seen_uncut(made: type[Split]) -> Seeing:
+    return seen(made(cut=None))
+
+
 class Returning(Split):
     """Returns all sorts of things beside the loss."""
 
@@ -67,7 +73,7 @@ class Returning(Split):
 
 @pytest.mark.parametrize("cut", ["size", "tokens", "rows", "auto"])
 def test_outputs_equal_those_of_the_whole_batch(cut: str) -> None:
-    ours, whole = seen(Returning(cut=CUTS[cut])), seen(Returning(cut=None))
+    ours, whole = seen(Returning(cut=CUTS[cut])), seen_uncut(Returning)
     for mine, theirs in zip(ours.outputs, whole.outputs, strict=True):
         assert mine.keys() == theirs.keys()
         torch.testing.assert_close(mine["loss"], theirs["loss"])
@@ -154,7 +160,7 @@ class FromTheLeft(PerTokenOutputs):
 def test_outputs_of_each_token_equal_those_of_the_whole_batch(
     cut: str, kind: Any
 ) -> None:
-    ours, whole = seen(kind(cut=CUTS[cut])), seen(kind(cut=None))
+    ours, whole = seen(kind(cut=CUTS[cut])), seen_uncut(kind)
     for mine, theirs in zip(ours.outputs, whole.outputs, strict=True):
         torch.testing.assert_close(mine["logits"], theirs["logits"])
         assert torch.equal(mine["best"], theirs["best"])

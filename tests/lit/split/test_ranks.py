@@ -22,9 +22,7 @@ SEEKS = {"find_unused_parameters": True}
 
 EQUAL = {
     "tokens": Case(cut=TOKENS),
-    "samples": Case(loss="samples"),
     "sums": Case(loss="sums"),
-    "terms": Case(loss="terms"),
     "terms, tokens, adamw": Case(loss="terms", cut=TOKENS, optimizer="adamw"),
     "metrics": Case(metrics=True),
     "nearly nothing on rank 0": Case(silent=0),
@@ -39,9 +37,10 @@ EQUAL = {
         branches=True, ddp=SEEKS, only_short=(1, 3), optimizer="adamw"
     ),
     "auto": Case(cut=AUTO, epochs=3),
-    "auto, terms": Case(cut=AUTO, loss="terms"),
     "auto, windows of two": Case(cut=AUTO, window=2, epochs=4),
-    "auto, bucket views": Case(cut=AUTO, ddp={"gradient_as_bucket_view": True}),
+    "auto, terms, bucket views": Case(
+        cut=AUTO, loss="terms", ddp={"gradient_as_bucket_view": True}
+    ),
     "auto, branches": Case(
         cut=AUTO,
         branches=True,
@@ -234,7 +233,7 @@ def test_parameters_that_ddp_does_not_seek_are_refused_before_the_step() -> None
 
 
 def test_three_ranks_equal_one_process() -> None:
-    names = ["terms", "windows of two", "auto, branches"]
+    names = ["terms, tokens, adamw", "windows of two", "auto, branches"]
     cases = {name: EQUAL[name] for name in names}
     for results in raise_rank_errors(run_ranks(train_all, 3, cases)):
         for name, result in results.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -329,15 +330,19 @@ def test_memory_that_runs_out_while_it_is_measured_costs_no_exactness(
 ) -> None:
     """The window is not trimmed then, and it is measured in the next one."""
     cut = MicroBatching("auto", start=start)
-    module, whole = Short(cut, calls=calls), Pooled()
+    module, seeing = Short(cut, calls=calls), ShortAndSeeing(cut, calls=calls)
     fit(module)
-    fit(whole)
-    assert deviation(module, whole, Pooled()) < 1e-12
-    seeing, whole = ShortAndSeeing(cut, calls=calls), MeanOfAll()
+    assert deviation(module, uncut(Pooled), Pooled()) < 1e-12
     with pytest.warns(UserWarning, match=SEES):
         fit(seeing)
+    assert deviation(seeing, uncut(MeanOfAll), Pooled()) < 1e-12
+
+
+@cache
+def uncut(made: type[Pooled]) -> Pooled:
+    whole = made()
     fit(whole)
-    assert deviation(seeing, whole, Pooled()) < 1e-12
+    return whole
 
 
 def test_memory_that_always_runs_out_there_is_said() -> None:
