@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,7 +73,7 @@ def scaled_curve(
 @pytest.mark.parametrize(
     ("name", "interval"),
     [
-        *((name, "epoch") for name in MAKERS),
+        *((name, "epoch") for name in dict.fromkeys([*ABSOLUTE, *list(MAKERS)[::3]])),
         # Under another rule, all of them below.
         *((name, "step") for name in ("StepLR", *ABSOLUTE[-2:])),
     ],
@@ -88,9 +89,10 @@ def test_curve_of_every_scheduler_equals_factor_times_the_plain_one(
 
 RULES = [
     *((name, cube_root) for name in MAKERS),  # a factor that no binary fraction is
-    *((name, rule) for name in ("StepLR", *ABSOLUTE[-2:]) for rule in FACTORS),
+    *(("StepLR", rule) for rule in FACTORS),
+    *zip(cycle(ABSOLUTE[-2:]), FACTORS),
 ]
-"""The rule gives one number: each goes with a relative scheduler and two others, and
+"""The rule gives one number: each goes with a relative scheduler and another, and
 each scheduler with one rule. One group or two take turns."""
 
 
