@@ -211,8 +211,16 @@ def test_monitor_logs_the_scaled_curve_at_its_steps(unit: str) -> None:
 # ---- warm-up -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [None, "CosineAnnealingLR", "OneCycleLR-cos"])
-@pytest.mark.parametrize("steps", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        (None, 1),
+        ("CosineAnnealingLR", 4),
+        ("OneCycleLR-cos", 4),
+        ("OneCycleLR-cos", 100),
+        (None, 100),
+    ],
+)
 def test_warmed_up_curve_equals_the_rising_factor_times_the_plain_one(
     name: str | None, steps: int
 ) -> None:
