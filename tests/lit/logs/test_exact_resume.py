@@ -96,8 +96,17 @@ def test_exact_means_of_a_whole_run(whole: Any) -> None:
     assert all(mean != first for mean, first in found)
 
 
-@pytest.mark.parametrize("dies", ["killed", "stopped"])
-@pytest.mark.parametrize("batch", [1, 3, 6, 8, 10])
+@pytest.mark.parametrize(
+    ("batch", "dies"),
+    [
+        (1, "killed"),
+        (3, "stopped"),
+        (6, "killed"),
+        (8, "stopped"),
+        (8, "killed"),
+        (10, "stopped"),
+    ],
+)
 def test_interrupted_run_logs_the_same_exact_means(
     whole: Any, tmp_path: Path, batch: int, dies: str
 ) -> None:
