@@ -40,7 +40,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:the loader starts again:UserWarning",
 )
 # Lightning steps ReduceLROnPlateau after the hook in which a checkpoint is saved.
-RESUMABLE = [name for name in MAKERS if name != "ReduceLROnPlateau"]
+KINDS = {name.partition("-")[0]: name for name in MAKERS}
+RESUMABLE = [name for name in KINDS.values() if name != "ReduceLROnPlateau"]
+"""One of each class: what a checkpoint holds is a class's own."""
 BOTH = ["CosineAnnealingLR", "OneCycleLR-cos", "SequentialLR-nested"]
 """With a closed form, with rates of its own, and with schedulers within."""
 

@@ -329,7 +329,7 @@ def test_process_that_is_interrupted_at_random(
         process.start()
         try:
             assert begun.wait(240)
-            process.join(draw.uniform(0, 0.2) * (1 + len(statuses) / 4))
+            process.join(draw.uniform(0, 0.2) * (1 + len(statuses) / 2))
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
             process.join(240)
