@@ -186,7 +186,7 @@ def test_any_name_stands_in_the_legend_as_it_is() -> None:
     assert [text.get_text() for text in legend.get_texts()] == names
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=9),
     st.booleans(),

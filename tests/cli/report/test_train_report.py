@@ -88,7 +88,7 @@ def test_what_goes_on_keeps_the_plan_of_its_first_part(
     monkeypatch.setattr(sys, "argv", ["trainkit"])
     before = lines(run, "Learning rate")["lr-AdamW, planned"]
     where = f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
-    assert train(where, "trainer.max_steps=6", small=[]) == 0
+    assert train(where, "trainer.max_steps=6", "pictures=false", small=[]) == 0
     after = lines(run, "Learning rate")
     assert after["lr-AdamW, planned"][:4] == before
     assert after["lr-AdamW, planned"] == after["lr-AdamW"]

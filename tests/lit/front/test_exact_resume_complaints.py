@@ -130,9 +130,8 @@ def test_nothing_is_missing_where_all_is_there(tmp_path: Path) -> None:
         (TRAIN, noisy_collate, 1, True),
         (Noisy(is_seeded=False), pad, 0, False),  # RandomState keeps these
         (Noisy(is_seeded=True), pad, 1, False),
-        (TRAIN, pad, 1, False),
     ],
-    ids=["rows", "collating", "no-workers", "seeded-by-row", "drawn-nowhere"],
+    ids=["rows", "collating", "no-workers", "seeded-by-row"],
 )
 def test_workers_that_draw_are_said(
     rows_of: Any, collate: Any, num_workers: int, is_said: bool, tmp_path: Path

@@ -270,11 +270,11 @@ def test_a_step_of_the_users_own_is_held(make: Any, hold: bool, late: bool) -> N
     else:
         module.hold_schedulers = hold
     before = vars(module).get("lr_scheduler_step")
-    fit = fit_half(module, "16-mixed", init_scale=2.0**28, epochs=8)
+    fit = fit_half(module, "16-mixed", init_scale=2.0**28, epochs=4)
     skipped = module._windows().num_skipped_steps
-    assert 0 < skipped < fit.global_step == 24
+    assert 0 < skipped < fit.global_step == 12
     moved = fit.lr_scheduler_configs[0].scheduler.last_epoch  # type: ignore[union-attr]
-    assert moved == 24 - (skipped if hold else 0)
+    assert moved == 12 - (skipped if hold else 0)
     assert vars(module).get("lr_scheduler_step") is before
 
 
@@ -283,10 +283,10 @@ def test_a_step_of_the_users_own_is_held(make: Any, hold: bool, late: bool) -> N
 def test_a_scheduler_of_another_kind_is_held(hold: bool) -> None:
     module: Any = Right()
     module.hold_schedulers = hold
-    fit = fit_half(module, "16-mixed", init_scale=2.0**28, epochs=8)
+    fit = fit_half(module, "16-mixed", init_scale=2.0**28, epochs=4)
     skipped = module._windows().num_skipped_steps
     moved: Any = fit.lr_scheduler_configs[0].scheduler
-    assert moved.num_steps == 24 - (skipped if hold else 0)
+    assert moved.num_steps == 12 - (skipped if hold else 0)
 
 
 def test_a_module_copied_within_a_fit_trains_by_itself() -> None:

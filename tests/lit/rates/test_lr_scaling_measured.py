@@ -111,7 +111,7 @@ def test_measured_run_resumed_later_keeps_its_measure(
 
 
 @pytest.mark.filterwarnings("ignore:checkpoint. it was taken within an epoch")
-@pytest.mark.parametrize("after", [1, 2, 5, 10])
+@pytest.mark.parametrize("after", [1, 2, 9])
 def test_measured_run_resumed_early_is_scaled_once(tmp_path: Path, after: int) -> None:
     """And saved again before its first window has closed."""
     paths = [tmp_path / "one.ckpt", tmp_path / "two.ckpt"]
@@ -152,9 +152,8 @@ class Stateful:
         self.given = state["given"]
 
 
-@pytest.mark.parametrize("after", [1, 4, 5, 9, 14])
 def test_measured_run_resumed_early_equals_the_uninterrupted_one(
-    tmp_path: Path, after: int
+    tmp_path: Path,
 ) -> None:
     """What was measured so far is in the checkpoint."""
 
@@ -163,11 +162,12 @@ def test_measured_run_resumed_early_equals_the_uninterrupted_one(
         how = {"loader": Stateful(), "max_epochs": 1, **how}
         return fit(Scheduled(None), *callbacks, **how).curve
 
-    path = tmp_path / "one.ckpt"
-    whole = run(Saves(path, after))
-    rest = run(ckpt_path=path)
-    assert len(rest) == len(whole) - after // WINDOW
-    assert deviation(rest, whole[after // WINDOW :]) <= EXACT
+    paths = {after: tmp_path / f"{after}.ckpt" for after in (1, 4, 5, 9, 14)}
+    whole = run(*(Saves(path, after) for after, path in paths.items()))
+    for after, path in paths.items():
+        rest = run(ckpt_path=path)
+        assert len(rest) == len(whole) - after // WINDOW
+        assert deviation(rest, whole[after // WINDOW :]) <= EXACT, after
 
 
 class StepsBySix(AccumulationMixin, Scheduled):

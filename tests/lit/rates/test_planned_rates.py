@@ -90,8 +90,9 @@ def test_the_plan_equals_the_rates_that_were_used(
         assert len({row[0] for row in used}) > 1
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("sizes", [{0: 4, 1: 1}, {0: 1, 3: 2}])
+@pytest.mark.parametrize(
+    ("sizes", "interval"), [({0: 4, 1: 1}, "step"), ({0: 1, 3: 2}, "epoch")]
+)
 def test_it_follows_scaling_warm_up_and_windows_of_other_sizes(
     sizes: dict[int, int], interval: str, tmp_path: Path
 ) -> None:

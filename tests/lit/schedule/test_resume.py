@@ -58,16 +58,19 @@ def files(folder: Path, number: int) -> Iterator[Path]:
     ("plan", "front", "mine"),
     [
         ("up and down in mid-epoch", "mixin", slice(0, None, 3)),
-        ("every step another", "callback", slice(0, None, 2)),
-        ("every step another", "manual", slice(1, None, 2)),
-        *(("by tokens", each, slice(n, None, 3)) for n, each in enumerate(FRONTS)),
+        ("every step another", "callback", slice(1, None, 4)),
+        ("every step another", "manual", slice(3, None, 4)),
+        *(
+            ("by tokens", each, slice(start, None, 6))
+            for start, each in zip((1, 3, 5), FRONTS, strict=True)
+        ),
     ],
 )
 def test_resumed_at_any_batch_equals_uninterrupted(
     tmp_path: Path, plan: str, front: str, mine: slice
 ) -> None:
     """pytorch-lightning#5334, #8493: inside windows, at their edges, at the end of an
-    epoch, with AdamW. The fronts share out the batches of a plan."""
+    epoch, with AdamW. The fronts share out every second batch of a plan."""
     end, num_steps = reference(plan, epochs=TWO)
     how: dict[str, Any] = {"loader": Resumable(), "max_epochs": TWO}
     module, _ = fitted(front, schedule(plan), Keeping(tmp_path), **how)
@@ -191,7 +194,7 @@ def test_resumed_from_validation_equals_uninterrupted(
         return off(module, end)
 
     assert run(Keeping(tmp_path, "on_validation_end")) <= EXACT
-    for path in sorted(tmp_path.glob("*.ckpt"))[automatic :: 4 - interval]:
+    for path in sorted(tmp_path.glob("*.ckpt"))[automatic :: 5 - interval]:
         assert run(resume=path) <= EXACT, path.name
 
 
@@ -267,7 +270,7 @@ def test_schedule_added_to_a_checkpoint_begins_at_its_step(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("size", "front"), [(3, "mixin"), (5, "callback"), (3, "manual"), (5, "manual")]
+    ("size", "front"), [(3, "mixin"), (5, "callback"), (3, "manual")]
 )
 def test_schedule_added_in_mid_epoch_begins_with_a_whole_window(
     tmp_path: Path, size: int, front: str

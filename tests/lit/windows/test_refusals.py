@@ -280,7 +280,6 @@ def train_stream(
 @pytest.mark.parametrize(
     ("kind", "numbers"),
     [
-        (Stream, [3, 6]),
         (Stream, [6, 3]),
         (Stream, [0, 3]),
         (Announced, [4, 6]),

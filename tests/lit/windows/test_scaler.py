@@ -45,7 +45,7 @@ class Watching(pl.Callback):
 def plainly(init_scale: float) -> Watching:
     """What plain Lightning comes to."""
     plain = Watching()
-    fit(half(), "16-mixed", plain, epochs=8, init_scale=init_scale)
+    fit(half(), "16-mixed", plain, epochs=4, init_scale=init_scale)
     return plain
 
 
@@ -53,10 +53,8 @@ def plainly(init_scale: float) -> Watching:
 @pytest.mark.parametrize(
     ("front", "strategy", "init_scale"),
     [
-        ("mixin", PerToken(), 2.0**16),
-        ("callback", PerToken(), OVERFLOWS),
+        ("mixin", PerToken(), OVERFLOWS),
         ("callback", Heavy(), 2.0**16),
-        ("mixin", Heavy(), OVERFLOWS),
         ("mixin", Heavy(1e8), 2.0**16),
         ("callback", Heavy(1e8), OVERFLOWS),
     ],
@@ -72,7 +70,7 @@ def test_steps_lost_to_the_scaler_equal_those_of_plain_lightning(
         module.accumulation = strategy
     else:
         callbacks.append(AccumulationCallback(strategy))
-    fitted = fit(module, "16-mixed", *callbacks, epochs=8, init_scale=init_scale)
+    fitted = fit(module, "16-mixed", *callbacks, epochs=4, init_scale=init_scale)
     skipped = windows_of(fitted).num_skipped_steps
     assert skipped == fitted.global_step - ours.num_taken
     assert ours.num_taken >= plain.num_taken
@@ -89,11 +87,11 @@ def test_scheduler_is_held_back_only_if_asked(hold: bool) -> None:
     """keras#20878, holocron#504: a skipped step moves Lightning's scheduler."""
     module = Scheduled()
     module.hold_schedulers = hold
-    fitted = fit(module, "16-mixed", init_scale=OVERFLOWS, epochs=8)
+    fitted = fit(module, "16-mixed", init_scale=OVERFLOWS, epochs=4)
     skipped = windows_of(fitted).num_skipped_steps
-    assert 0 < skipped < fitted.global_step == 24
+    assert 0 < skipped < fitted.global_step == 12
     moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch  # type: ignore[union-attr]
-    assert moved == 24 - (skipped if hold else 0)
+    assert moved == 12 - (skipped if hold else 0)
 
 
 @pytest.mark.filterwarnings(SCHEDULER_FIRST)
@@ -104,11 +102,11 @@ def test_the_callback_holds_schedulers_too(hold: bool) -> None:
 
     module = Bare(dtype=torch.float32)
     ours = AccumulationCallback(PerToken(), hold_schedulers=hold)
-    fitted = fit(module, "16-mixed", ours, init_scale=OVERFLOWS, epochs=8)
+    fitted = fit(module, "16-mixed", ours, init_scale=OVERFLOWS, epochs=4)
     skipped = windows_of(fitted).num_skipped_steps
-    assert 0 < skipped < fitted.global_step == 24
+    assert 0 < skipped < fitted.global_step == 12
     moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch  # type: ignore[union-attr]
-    assert moved == 24 - (skipped if hold else 0)
+    assert moved == 12 - (skipped if hold else 0)
     assert "lr_scheduler_step" not in vars(module)
 
 
@@ -194,8 +192,8 @@ def test_fused_optimizer_under_a_scaler_equals_unfused(
     module, reference = Fused(kind), Fused(kind, fused=False)
     announced = f"{kind}\\(fused=True\\) under a gradient scaler"
     with pytest.warns(UserWarning, match=announced):
-        fitted = fit(module, "16-mixed", init_scale=init_scale, epochs=8)
-    expected = fit(reference, "16-mixed", init_scale=init_scale, epochs=8)
+        fitted = fit(module, "16-mixed", init_scale=init_scale, epochs=4)
+    expected = fit(reference, "16-mixed", init_scale=init_scale, epochs=4)
     skipped = windows_of(fitted).num_skipped_steps
     assert skipped == windows_of(expected).num_skipped_steps
     assert bool(skipped) == (init_scale > 2.0**16)
@@ -223,10 +221,10 @@ def test_scheduler_is_held_back_under_a_fused_optimizer() -> None:
     module = FusedScheduled()
     module.hold_schedulers = True
     with pytest.warns(UserWarning, match="fused=True"):
-        fitted = fit(module, "16-mixed", init_scale=OVERFLOWS, epochs=8)
+        fitted = fit(module, "16-mixed", init_scale=OVERFLOWS, epochs=4)
     skipped = windows_of(fitted).num_skipped_steps
-    assert 0 < skipped < 24
-    assert fitted.lr_scheduler_configs[0].scheduler.last_epoch == 24 - skipped  # type: ignore[union-attr]
+    assert 0 < skipped < 12
+    assert fitted.lr_scheduler_configs[0].scheduler.last_epoch == 12 - skipped  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ def test_resumed_inside_a_scaled_window_equals_uninterrupted(
     """The partial gradients hold the scaler's factor, which is saved as well."""
     path = tmp_path / "inside.ckpt"
     module, again = half(Mixed), half(Mixed)
-    options = precise("16-mixed", init_scale=2.0**20)
+    options = precise("16-mixed", init_scale=2.0**28)
     trainer(WINDOW, callbacks=[Saving(path, at)], **options).fit(module, Resumable())
     fitted = trainer(WINDOW, **precise("16-mixed"))
     fitted.fit(again, Resumable(), ckpt_path=path)
@@ -260,7 +258,7 @@ def test_resumed_inside_a_scaled_window_equals_uninterrupted(
 def test_skipped_steps_are_counted_afresh_in_each_fit() -> None:
     """The scaler has found its factor in the first one."""
     callback = AccumulationCallback(PerToken())
-    fitted = fit(half(), "16-mixed", callback, epochs=8, init_scale=OVERFLOWS)
+    fitted = fit(half(), "16-mixed", callback, epochs=4, init_scale=OVERFLOWS)
     assert callback.num_skipped_steps > 0
     fitted.fit_loop.max_epochs = 16
     fitted.fit(half(), micro_batches(SEQUENCES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,6 +57,7 @@ class Mixed(AccumulationMixin, Plain):
     accumulation = PerToken()
 
 
+@cache
 def exact_gradient() -> Tensor:
     """Of the weights as bfloat16 has them, in float64, over one micro-batch a row."""
     net = TokenNet().bfloat16()
