@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.profilers import PassThroughProfiler
-from torch.utils.data import DataLoader
 
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import leaves_fit, parts_of
+from trainkit.lit._compat import leaves_fit
 from trainkit.lit.batch_size.effective import loader_batch_size, num_replicas
 from trainkit.lit.callback.table import Row, show
-from trainkit.lit.front.own_hooks import no_callbacks
 from trainkit.lit.probe.attempt import Attempts
 from trainkit.lit.probe.batch_size_setting import (
     Setting,
     find_setting,
     refuse_own_batches,
 )
+from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.probe.refusals import refuse_before_fit, refuse_in_fit
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import DoesNotFit, Trial, choose, search, sizes_for
-from trainkit.lit.rerun.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -142,11 +135,14 @@ def find_micro_batch(
         margin=margin,
         num_batches=num_batches,
     )
-    is_loader = isinstance(datamodule, DataLoader)
-    data = {"train_dataloaders" if is_loader else "datamodule": datamodule}
-    with _put_back(trainer, module, datamodule, last=lambda: setting.write(start)):
-        probe.borrow(trainer, module)
-        trainer.fit(module, **data)
+    fit_aside(
+        trainer,
+        module,
+        datamodule,
+        probe,
+        prepare=probe.write_test_size,
+        last=lambda: setting.write(start),
+    )
     found = probe.found
     if found is None:
         raise TrainkitError(
@@ -178,14 +174,7 @@ class _Probe(Callback):
         # It is small, since Lightning loads one batch.
         self._test_size = 2 if self.start == 1 else 1
 
-    def borrow(self, trainer: Any, module: Any) -> None:
-        """Prepare Trainer and module for a `fit` that nobody sees."""
-        trainer.callbacks = [self]
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-        trainer.profiler = PassThroughProfiler()
-        trainer.limit_val_batches = 0
-        trainer.num_sanity_val_steps = 0
-        module.configure_callbacks = no_callbacks
+    def write_test_size(self) -> None:
         if self.setting.name is not None:
             self.setting.write(self._test_size)
 
@@ -228,29 +217,6 @@ class _Probe(Callback):
                 f"Let train_dataloader() use it: DataLoader(..., "
                 f"batch_size=self.{self.setting.name})."
             )
-
-
-@contextlib.contextmanager
-def _put_back(
-    trainer: Any, module: Any, data: Any, *, last: Callable[[], None]
-) -> Iterator[None]:
-    """Put back all that a `fit` changes, also after an error, and then call `last`."""
-    strategy = trainer.strategy
-    device = strategy.root_device
-    others = [*parts_of(trainer), *([] if data is None else [data])]
-    snapshot = Snapshot(
-        module, trainer.callbacks, others=others, around_steps=True, device=device
-    )
-    optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
-    scaling = copy.deepcopy(trainer.precision_plugin.state_dict())
-    try:
-        yield
-    finally:
-        snapshot.restore()
-        strategy.optimizers, strategy.lr_scheduler_configs = optimizers
-        if scaling:
-            trainer.precision_plugin.load_state_dict(scaling)
-        last()
 
 
 def _least_of_ranks(trainer: Any, number: int) -> int:

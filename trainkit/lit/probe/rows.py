@@ -49,6 +49,11 @@ class Rows:
         self._read((index + 1) * size)
         return self._batch(self._rows, index * size, size)
 
+    def first(self, number: int) -> list[Any]:
+        """The first rows in the loader's order."""
+        self._read(number)
+        return self._rows[:number]
+
     def _read(self, number: int) -> None:
         """Read until there are so many rows, or all."""
         wanted = max(number, LEAST) - len(self._rows)
