@@ -53,6 +53,7 @@ OPEN: dict[tuple[str, str], list[str]] = {
     for group, name in OPTIONS
     if group == "lr_scaling" and name != "none"
 }
+OPEN["accumulation", "per_class_weight"] = ["accumulation.weight=[1.0,2.0]"]
 OPEN["schedule", "stages"] = ["schedule.sizes={0: 2, 5: 4}"]
 OPEN["schedule", "by_tokens"] = ["schedule.sizes={0: 2, 9000: 4}"]
 OPEN["micro_batching", "size"] = ["micro_batching.size=4"]

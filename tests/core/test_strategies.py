@@ -21,7 +21,14 @@ from tests.core.common import (
     token_losses,
 )
 from tests.helpers import NAIVE, gradients, ragged_sequences
-from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken, Uniform
+from trainkit import (
+    AccumulationStrategy,
+    Accumulator,
+    PerClassWeight,
+    PerSample,
+    PerToken,
+    Uniform,
+)
 from trainkit.core.batches import describe, tensors
 from trainkit.core.strategies import weigh_alike
 from trainkit.errors import TrainkitError
@@ -41,6 +48,39 @@ def test_per_token_with_shift_counts_no_first_label() -> None:
     assert PerToken(shift=True).weight({"labels": LABELS}) == 1
     mask = {"mask": torch.tensor([[0.5, 2.0], [9.0, 0.0]])}
     assert PerToken(mask="mask", shift=True).weight(mask) == 2.0
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+def test_class_weights_are_what_cross_entropy_divides_by(ignore_index: int) -> None:
+    weight = torch.tensor([0.5, 2.0, 0.0, 1.5])
+    labels = torch.tensor([[0, 1, 3], [2, 3, ignore_index]])
+    logits = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    options = {"weight": weight, "ignore_index": ignore_index}
+    mean = F.cross_entropy(logits, labels, **options)  # type: ignore[arg-type]
+    total = F.cross_entropy(logits, labels, **options, reduction="sum")  # type: ignore[arg-type]
+    strategy = PerClassWeight(labels="y", **options)  # type: ignore[arg-type]
+    assert float(strategy.weight({"y": labels})) == pytest.approx(float(total / mean))
+    counted = PerToken(labels="y", ignore_index=ignore_index).weight({"y": labels})
+    assert float(strategy.weight({"y": labels})) != float(counted)  # the control
+    narrow = {"y": labels.to(torch.int16)}
+    assert strategy.weight(narrow) == strategy.weight({"y": labels})
+
+
+def test_class_weights_are_equal_if_they_weigh_alike() -> None:
+    one, other = PerClassWeight(weight=[1, 2]), PerClassWeight(weight=torch.ones(2))
+    one.weight({"labels": torch.tensor([1])})
+    assert weigh_alike(one, PerClassWeight(weight=torch.tensor([1.0, 2.0])))
+    assert not weigh_alike(one, other)
+    assert repr(one) == (
+        "PerClassWeight(weight=[1.0, 2.0], labels='labels', ignore_index=-100, "
+        "loss_reduction='mean')"
+    )
+
+
+@pytest.mark.parametrize("weight", [[], [1.0, -1.0], [float("nan")], "heavy", None, 3])
+def test_what_are_no_class_weights_is_refused(weight: Any) -> None:
+    with pytest.raises(TrainkitError, match="PerClassWeight weight: must be one"):
+        PerClassWeight(weight=weight)
 
 
 def test_mask_weighs_its_sum() -> None:

@@ -5,6 +5,7 @@ from .effective import EffectiveBatch as EffectiveBatch
 from .epoch_plan import EpochPlan as EpochPlan
 from .split.micro_batching import MicroBatching as MicroBatching
 from .strategies import AccumulationStrategy as AccumulationStrategy
+from .strategies import PerClassWeight as PerClassWeight
 from .strategies import PerSample as PerSample
 from .strategies import PerToken as PerToken
 from .strategies import Uniform as Uniform

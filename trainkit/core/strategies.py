@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -164,6 +165,10 @@ class PerToken(AccumulationStrategy):
         if self.mask is not None:
             mask = lookup_tensor(batch, self.mask, role="PerToken mask")
             return _total(self._targets(mask, "mask"))
+        return torch.count_nonzero(self.found(batch) != self.ignore_index)
+
+    def found(self, batch: Any) -> Tensor:
+        """The labels of a batch that are targets, in int64."""
         labels = lookup_tensor(batch, self.labels, role="PerToken labels")
         if labels.is_floating_point() or labels.is_complex():
             raise TrainkitError(
@@ -172,8 +177,7 @@ class PerToken(AccumulationStrategy):
                 f"or a mask: PerToken(mask='path.to.mask')."
             )
         # In int64: in a narrower type, ignore_index could wrap around.
-        labels = self._targets(labels, "labels").long()
-        return torch.count_nonzero(labels != self.ignore_index)
+        return self._targets(labels, "labels").long()
 
     def _targets(self, tensor: Tensor, role: str) -> Tensor:
         """The positions that are targets of the loss."""
@@ -183,6 +187,60 @@ class PerToken(AccumulationStrategy):
                 f"number. Name the tensor of labels or token weights."
             )
         return tensor[..., 1:] if self.shift else tensor
+
+
+class PerClassWeight(AccumulationStrategy):
+    """The weight of a micro-batch is the sum of its labels' class weights.
+
+    This is what `cross_entropy(weight=...)` divides by, where it takes a mean.
+
+    >>> import torch
+    >>> strategy = PerClassWeight(weight=[1.0, 3.0])
+    >>> strategy.weight({"labels": torch.tensor([0, 1, 1, -100])})
+    tensor(7., dtype=torch.float64)
+
+    Args:
+        weight: one number for each class: what the loss function gets.
+        labels: dotted path or index of the labels in the batch.
+        ignore_index: the label that does not count, as in `cross_entropy`.
+        loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
+            divided by the window's weight; or `"total"`, a sum that stays a sum.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: Sequence[float] | Tensor,
+        labels: Path = "labels",
+        ignore_index: int = -100,
+        loss_reduction: LossReduction = "mean",
+    ) -> None:
+        self.class_weights = _class_weights(weight)
+        # It counts and checks the labels.
+        self._labels = PerToken(labels=labels, ignore_index=ignore_index)
+        self.loss_reduction = loss_reduction
+        check_reduction(self)
+
+    @property
+    def labels(self) -> Path:
+        return self._labels.labels
+
+    @property
+    def ignore_index(self) -> int:
+        return self._labels.ignore_index
+
+    def weight(self, batch: Any) -> Weight:
+        labels = self._labels.found(batch)
+        weights = _on_device(self.class_weights, labels.device)
+        counts = labels != self.ignore_index
+        return (weights[torch.where(counts, labels, 0)] * counts).sum()
+
+    def __repr__(self) -> str:
+        return (
+            f"PerClassWeight(weight={list(self.class_weights)}, "
+            f"labels={self.labels!r}, ignore_index={self.ignore_index}, "
+            f"loss_reduction={self.loss_reduction!r})"
+        )
 
 
 @dataclass(frozen=True)
@@ -284,6 +342,27 @@ def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:
                 f"{type(strategy).__name__} {name}: must be a dotted path or an index "
                 f"into the batch, received {path!r}. For example {name}='targets.ids'."
             )
+
+
+def _class_weights(weight: Any) -> tuple[float, ...]:
+    values = weight.tolist() if isinstance(weight, Tensor) else weight
+    try:
+        found = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        found = ()
+    if not found or not all(math.isfinite(each) and each >= 0 for each in found):
+        raise TrainkitError(
+            f"PerClassWeight weight: must be one finite number of at least 0 for each "
+            f"class, received {weight!r}. Give what cross_entropy(weight=...) gets."
+        )
+    return found
+
+
+@lru_cache(maxsize=8)
+def _on_device(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    """Sent there once, and not with every micro-batch."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.tensor(weights, dtype=dtype, device=device)
 
 
 def _total(mask: Tensor) -> Tensor:
