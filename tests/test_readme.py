@@ -248,7 +248,9 @@ COMMANDS = [
 
 
 def test_there_are_commands_of_every_kind() -> None:
-    assert {words[1] for words in COMMANDS} == {"train", "fit", "sweep", "plan"}
+    assert {words[1] for words in COMMANDS} == {
+        *("train", "fit", "sweep", "plan", "check")
+    }
 
 
 TRAININGS = [
@@ -272,6 +274,20 @@ def test_every_training_it_names_composes(
 def test_every_plan_it_names_is_made(words: list[str]) -> None:
     small = ["model.d_model=8", "data.max_length=64"] if "--probe" in words else []
     assert main([*words[1:], *small]) == 0
+
+
+@pytest.mark.parametrize(
+    "words", [w for w in COMMANDS if w[1] == "check"], ids=" ".join
+)
+def test_every_check_it_names_measures(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of these trainings is not exact, and is explained."""
+    at = words.index("train")
+    small = ["model.d_model=8"] if "experiment=digits_bn" not in words else []
+    assert main([*words[1:at], "--rows=8", *words[at:], *small]) == 1
+    out = capsys.readouterr().out
+    assert "rows see each other" in out or "PerToken()" in out
 
 
 MY_PROJECT = """

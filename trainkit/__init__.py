@@ -23,12 +23,14 @@ __all__ = [
     "ExactResume",
     "LRScaling",
     "MicroBatching",
+    "PerClassWeight",
     "PerSample",
     "PerToken",
     "ResumableLoader",
     "TrainkitError",
     "Uniform",
     "WindowMonitor",
+    "check",
     "find_micro_batch",
 ]
 """The names that the README uses; the stub beside this file has all of them."""

@@ -7,6 +7,7 @@ from .core.effective import EffectiveBatch as EffectiveBatch
 from .core.epoch_plan import EpochPlan as EpochPlan
 from .core.split.micro_batching import MicroBatching as MicroBatching
 from .core.strategies import AccumulationStrategy as AccumulationStrategy
+from .core.strategies import PerClassWeight as PerClassWeight
 from .core.strategies import PerSample as PerSample
 from .core.strategies import PerToken as PerToken
 from .core.strategies import Uniform as Uniform
@@ -31,6 +32,8 @@ from .lit.logs.plain_comparison import PlainComparison as PlainComparison
 from .lit.logs.step_progress import StepProgress as StepProgress
 from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
 from .lit.probe.find import find_micro_batch as find_micro_batch
+from .lit.proof.check import check as check
+from .lit.proof.report import Report as Report
 from .lit.rates.lr_scaling import LRScaling as LRScaling
 from .lit.rates.rate_monitor import LearningRates as LearningRates
 from .lit.resume.epoch_sums import EpochSums as EpochSums

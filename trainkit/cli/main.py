@@ -16,6 +16,7 @@ COMMANDS = {
     "validate": ("trainkit.cli.fit.main", "validate with the Lightning CLI"),
     "test": ("trainkit.cli.fit.main", "test with the Lightning CLI"),
     "predict": ("trainkit.cli.fit.main", "predict with the Lightning CLI"),
+    "check": ("trainkit.cli.check.main", "measure whether windows are the big batch"),
     "plan": ("trainkit.cli.plan.main", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
     "report": ("trainkit.cli.report.main", "draw the charts of a run again"),

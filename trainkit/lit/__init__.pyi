@@ -10,6 +10,8 @@ from .logs.plain_comparison import PlainComparison as PlainComparison
 from .logs.step_progress import StepProgress as StepProgress
 from .probe.find import FoundMicroBatch as FoundMicroBatch
 from .probe.find import find_micro_batch as find_micro_batch
+from .proof.check import check as check
+from .proof.report import Report as Report
 from .rates.lr_scaling import LRScaling as LRScaling
 from .rates.rate_monitor import LearningRates as LearningRates
 from .resume.epoch_sums import EpochSums as EpochSums

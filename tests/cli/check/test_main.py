@@ -1,0 +1,112 @@
+"""`trainkit check`: its words, its report and its status."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from tests.cli.training import SMALL
+from trainkit.cli.main import main
+
+TINY = [*SMALL, "data.num_train=32"]
+
+
+@pytest.fixture(autouse=True)
+def _somewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    GlobalHydra.instance().clear()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_training_that_is_exact_ends_with_0_and_leaves_no_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["check", "train", *TINY]) == 0
+    out = capsys.readouterr().out
+    assert "verdict: exact on 24 rows" in out
+    assert "plain accumulation: off by" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_that_is_not_ends_with_1_and_says_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["check", "--json", "--rows=12", "train", *TINY]
+    assert main([*words, "accumulation=uniform"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["exact"] is False
+    assert report["num_rows"] == 12
+    assert report["causes"][0]["remedy"] == ["accumulation = PerToken()"]
+
+
+USER = """
+import torch
+from torch.utils.data import DataLoader
+from lightning.pytorch import LightningDataModule, LightningModule
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        rows = torch.utils.data.TensorDataset(torch.randn(40, 2))
+        return DataLoader(rows, batch_size=4)
+"""
+
+
+def test_a_module_of_the_lightning_cli(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "my_checked.py").write_text(USER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    words = ["check", "fit", "--model=my_checked.Net", "--data=my_checked.Data"]
+    words += ["--trainer.accelerator=cpu", "--seed_everything=0"]
+    assert main([*words, "--accumulation=PerSample"]) == 0
+    assert "verdict: exact" in capsys.readouterr().out
+    assert main(words) == 1
+    assert "accumulation = PerSample()" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == []
+    assert main([*words, "--accumulation=Nope"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "must be followed by train or fit, .* received nothing"),
+        (["experiment=digits_bn"], "received 'experiment=digits_bn'"),
+        (["--rows", "train"], "--rows: must be a whole number of at least 2"),
+        (["--rows=1", "train"], "must be a whole number of at least 2, received '1'"),
+        (["--deep", "train"], "trainkit check --deep: must be --json or --rows N"),
+        (["train", "model.nope=1"], "nope"),
+    ],
+)
+def test_a_mistake_is_one_message_and_2(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *words]) == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_help_names_the_words_and_the_statuses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "exit status: 0 exact, 1 not, 2 a mistake" in out
+    assert "trainkit check train experiment=digits_bn" in out

@@ -1,0 +1,1 @@
+"""`trainkit check`: is a window of this training the big batch?"""

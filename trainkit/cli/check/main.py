@@ -1,0 +1,146 @@
+"""`trainkit check`: measure whether a window of a training is the big batch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from trainkit.cli.words import find_modules_here, options_first
+from trainkit.errors import TrainkitError
+from trainkit.lit.callback.table import show
+
+HELP = """\
+usage: trainkit check [--json] [--rows N] train [OVERRIDES]
+       trainkit check [--json] [--rows N] fit [OPTIONS]
+
+Measure whether a window of a training is the big batch, and say why not. After
+`trainkit check` stand the words with which one would train. A few rows of the training
+data run through training_step, as one batch and in parts, and gradients are compared.
+Nothing is trained, logged or saved.
+
+options, before the word train or fit:
+  --json     print the report as JSON
+  --rows N   use at most so many rows (default 24)
+
+exit status: 0 exact, 1 not, 2 a mistake in what was asked
+
+examples:
+  trainkit check train experiment=digits_bn
+  trainkit check fit --model=my_project.MyModule --data=my_project.MyData
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run `trainkit check`, and return the exit status."""
+    options, words = _taken_apart(argv)
+    if options is None:
+        print(HELP, end="")
+        return 0
+    find_modules_here()
+    _quieten()
+    with tempfile.TemporaryDirectory(prefix="trainkit-check-") as folder:
+        build = {"train": _of_train, "fit": _of_fit}[words[0]]
+        trainer, report = build(words[1:], folder, options["rows"])
+    if not trainer.is_global_zero:
+        return 0 if report.exact else 1
+    if options["json"]:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        show(report.rows())
+    return 0 if report.exact else 1
+
+
+def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
+    from omegaconf import open_dict
+
+    from trainkit.cli.composition import Composition
+    from trainkit.cli.train.ranks import ranks_of_one_run
+    from trainkit.config.build import build
+    from trainkit.lit.proof.check import check
+
+    config = Composition(options_first(words)).config
+    with open_dict(config):
+        config.paths.run_dir = folder
+    training = build(config)
+    with ranks_of_one_run(training.trainer):
+        report = check(
+            training.module, training.data, trainer=training.trainer, rows=rows
+        )
+    return training.trainer, report
+
+
+def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
+    from jsonargparse import ArgumentError
+
+    from trainkit.cli.fit.cli import TrainkitCLI
+    from trainkit.lit._compat import replaced
+    from trainkit.lit.proof.check import check
+
+    try:
+        # Given as arguments, Lightning warns that they are not the process's own.
+        with replaced(sys, argv=["trainkit", *words]):
+            cli: Any = TrainkitCLI(
+                run=False,
+                save_config_callback=None,
+                trainer_defaults={"default_root_dir": folder},
+                parser_kwargs={"prog": "trainkit check fit", "exit_on_error": False},
+            )
+    except ArgumentError as error:
+        raise TrainkitError(str(error)) from error
+    report = check(cli.model, cli.datamodule, trainer=cli.trainer, rows=rows)
+    return cli.trainer, report
+
+
+def _taken_apart(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Our own options, and the words of the training behind them; None for help."""
+    options: dict[str, Any] = {"json": False, "rows": 24}
+    words = list(argv)
+    while words and words[0].startswith("-"):
+        name, has_value, value = words.pop(0).partition("=")
+        if name in ("-h", "--help"):
+            return None, []
+        if name == "--json" and not has_value:
+            options["json"] = True
+        elif name == "--rows" and (has_value or words):
+            options["rows"] = _whole(value if has_value else words.pop(0))
+        else:
+            raise TrainkitError(
+                f"trainkit check {name}: must be --json or --rows N, before "
+                f"the word train or fit. trainkit check --help describes them."
+            )
+    if not words or words[0] not in ("train", "fit"):
+        received = repr(words[0]) if words else "nothing"
+        raise TrainkitError(
+            f"trainkit check: must be followed by train or fit, and the words that one "
+            f"would train with, received {received}. For example: trainkit check train "
+            f"experiment=digits_bn"
+        )
+    return options, words
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 2:
+        raise TrainkitError(
+            f"trainkit check --rows: must be a whole number of at least 2, received "
+            f"{text!r}."
+        )
+    return int(text)
+
+
+def _quieten() -> None:
+    """Silence Lightning's advice, which is for a training."""
+    import lightning.pytorch  # noqa: F401  # it sets the level of its logger
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for known in (
+        r".*treespec, LeafSpec.*",
+        r".*does not have many workers.*",
+        r".*max_epochs. was not set.*",
+        r".*smaller than the logging interval.*",
+    ):
+        warnings.filterwarnings("ignore", known)

@@ -1,0 +1,172 @@
+"""Which weights make the parts' gradients add up to that of the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainkit.core.proof.candidates import SUM, UNIFORM, Candidate
+from trainkit.core.proof.gradients import best_fit, deviation
+
+MOST_MAGNIFIED = 1e8
+"""A fit of a worse condition says nothing about the weights."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The gradient of a whole and those of its parts.
+
+    Attributes:
+        whole: a vector.
+        parts: one row for each part.
+        loss: of the whole.
+        losses: of the parts.
+    """
+
+    whole: Tensor
+    parts: Tensor
+    loss: float
+    losses: Tensor
+
+    def off_by(self, weights: Tensor) -> float:
+        return deviation(self.whole, self.parts, weights)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a candidate counts in the whole and in each part."""
+
+    whole: float
+    parts: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        return self.parts / self.whole if self.whole else torch.zeros_like(self.parts)
+
+
+def count(candidate: Candidate, num_parts: int, counts: Counts | None) -> Tensor:
+    """The weights that a candidate gives to the parts."""
+    if candidate is SUM:
+        return torch.ones(num_parts, dtype=torch.float64)
+    if candidate is UNIFORM:
+        return torch.full((num_parts,), 1 / num_parts, dtype=torch.float64)
+    assert counts is not None
+    return counts.weights
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The weights that were found, in words of denominators.
+
+    Attributes:
+        classes: the denominators that are right, those that are equal on these rows
+            together, and the simplest first; empty where there is none.
+        function: what of the mean the loss is: "", "square root" or "logarithm".
+        weights: one for each part.
+        deviation: how far the weighted parts are from the whole.
+        is_free: whether the weights are no denominator known, but those that fit.
+    """
+
+    classes: tuple[Candidate, ...]
+    function: str
+    weights: Tensor
+    deviation: float
+    is_free: bool = False
+
+
+def explain(
+    measured: Measured, known: Mapping[Candidate, Counts], tolerance: float
+) -> Explained | None:
+    """What makes the parts add up to the whole; None where nothing does."""
+    fits = _fitting(measured, known, tolerance)
+    if fits:
+        best = min(off for _, _, off in fits)
+        return Explained(
+            tuple(candidate for candidate, _, _ in fits), "", fits[0][1], best
+        )
+    for function, scale in (
+        ("square root", lambda loss: loss),
+        ("logarithm", torch.exp),
+    ):
+        found = _of_function(measured, known, tolerance, function, scale)
+        if found is not None:
+            return found
+    fit = best_fit(measured.whole, measured.parts)
+    if fit.deviation > tolerance:
+        return None
+    magnified = fit.condition > MOST_MAGNIFIED
+    return Explained((), "", fit.weights, fit.deviation, is_free=not magnified)
+
+
+def _fitting(
+    measured: Measured, known: Mapping[Candidate, Counts], tolerance: float
+) -> list[tuple[Candidate, Tensor, float]]:
+    number = len(measured.parts)
+    fits = []
+    for candidate in (*known, SUM, UNIFORM):
+        weights = count(candidate, number, known.get(candidate))
+        off = measured.off_by(weights)
+        if off <= tolerance:
+            fits.append((candidate, weights, off))
+    return sorted(fits, key=lambda each: each[0].simplicity)
+
+
+def _of_function(measured, known, tolerance, function, scale):  # type: ignore[no-untyped-def]
+    whole = scale(torch.tensor(measured.loss, dtype=torch.float64))
+    for candidate, counts in known.items():
+        weights = counts.weights * scale(measured.losses) / whole
+        if not torch.isfinite(weights).all():
+            continue
+        off = measured.off_by(weights)
+        if off <= tolerance:
+            return Explained((candidate,), function, weights, off)
+    return None
+
+
+def two_denominators(
+    gradients: Mapping[frozenset[int], Tensor],
+    counts: Mapping[Candidate, Sequence[float]],
+    tolerance: float,
+) -> tuple[Candidate, Candidate] | None:
+    """Two denominators whose terms make up the gradients of all unions of parts.
+
+    Args:
+        gradients: of unions of parts, by the parts' numbers.
+        counts: what the parts weigh, by candidate.
+        tolerance: the largest deviation that counts as none.
+    """
+    unions = list(gradients)
+    stacked = torch.stack([gradients[union] for union in unions])
+    size = float(torch.linalg.matrix_norm(stacked))
+    if not size:
+        return None
+    columns = {
+        candidate: _indicators(unions, each)
+        for candidate, each in counts.items()
+        if all(value > 0 for value in each)
+    }
+    best: tuple[float, Candidate, Candidate] | None = None
+    for one, other in itertools.combinations(columns, 2):
+        basis = torch.cat([columns[one], columns[other]], 1)
+        inside = basis @ torch.linalg.lstsq(basis, stacked, driver="gelsd").solution
+        off = float(torch.linalg.matrix_norm(stacked - inside)) / size
+        if best is None or off < best[0]:
+            best = off, one, other
+    if best is None or best[0] > tolerance:
+        return None
+    return best[1], best[2]
+
+
+def _indicators(unions: Sequence[frozenset[int]], counts: Sequence[float]) -> Tensor:
+    rows = [
+        [
+            float(part in union) / sum(counts[each] for each in union)
+            for part in range(len(counts))
+        ]
+        for union in unions
+    ]
+    return torch.tensor(rows, dtype=torch.float64)

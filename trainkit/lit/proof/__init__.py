@@ -1,0 +1,1 @@
+"""The proof that windows are the big batch, measured on the user's own module."""

@@ -1,0 +1,252 @@
+"""Why parts are not the whole: one experiment for each cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainkit.core.proof.gradients import size_of
+from trainkit.core.proof.weights import Explained, explain, two_denominators
+from trainkit.core.strategies import AccumulationStrategy
+from trainkit.lit.proof import remedies
+from trainkit.lit.proof.events import Located, locate, recorded
+from trainkit.lit.proof.measure import Make, Measurements, strategy_of
+from trainkit.lit.proof.padding import first_that_sees_padding
+from trainkit.lit.proof.report import Cause
+from trainkit.lit.proof.state import moved, values_of
+from trainkit.lit.rerun.generators import read_states, write_states
+
+MOST_ROUNDS = 6
+
+
+class Causes:
+    """Looks for causes; what one experiment finds is neutralised for the next.
+
+    Args:
+        found: the measurements; they are made again as causes are neutralised.
+        strategies: by term; empty for plain accumulation.
+
+    Attributes:
+        causes: what was found.
+        notes: what holds in expectation only, and what could not be seen.
+    """
+
+    def __init__(
+        self, found: Measurements, strategies: Mapping[str, AccumulationStrategy]
+    ) -> None:
+        self._found = found
+        self._strategies = strategies
+        rows = found.rows
+        self._make: Make = rows.padded_alike if rows.can_cut else rows.as_run
+        self.causes: list[Cause] = []
+        self.notes: list[str] = []
+
+    def look(self, *, is_off: bool) -> None:
+        """Run the experiments; those about the deviation only if there is one."""
+        self._look_at_state()
+        self._look_at_draws()
+        if not is_off:
+            return
+        explained = self._explained_without_layers()
+        if explained is None:
+            return
+        if not self._look_at_padding():
+            self._compare_weights(explained)
+
+    # ---- state and randomness --------------------------------------------------------
+
+    def _look_at_state(self) -> None:
+        """What the pass over a part moves, and whether the next part feels it."""
+        found, module = self._found, self._found.passes.module
+        if len(found.parts) < 2:
+            return
+        one, other = found.parts[:2]
+        fresh = found.of(other, self._make)
+        drawn = read_states(module.device)
+        before = values_of(module)
+        found.passes.run(self._make(one), one, keep_state=True)
+        names = moved(before, values_of(module))
+        own = [
+            name
+            for name, state in read_states(module.device).items()
+            if name in ("python", "numpy") and state != drawn[name]
+        ]
+        write_states(drawn, module.device)  # draws are another cause
+        after = found.passes.run(self._make(other), other)
+        size = size_of(fresh.gradient) or 1.0
+        off = size_of(after.gradient - fresh.gradient) / size
+        parameters = dict(module.named_parameters())
+        frozen = [name for name in names if name in parameters]
+        if off > found.tolerance or frozen:
+            self.causes.append(remedies.of_state(names, off))
+        elif names:
+            self.notes.append(
+                f"training_step moves {_listed(names)}, which changed no gradient here"
+            )
+        if own:
+            self.notes.append(
+                f"training_step draws from {' and '.join(own)}'s generators, which "
+                f"cannot be replayed by row"
+            )
+
+    def _look_at_draws(self) -> None:
+        seen, redrawn = self._found.whole.seen, self._found.rows.redrawn
+        if redrawn:
+            self.notes.append(
+                f"{redrawn!r} of a row depends on the batch that it is collated in, so "
+                f"parts were cut from one batch"
+            )
+        if seen.dropouts:
+            self.notes.append(
+                f"dropout was left out: a window equals the big batch in expectation "
+                f"({_listed(sorted(seen.dropouts))})"
+            )
+        if seen.draws:
+            self.notes.append(
+                f"random numbers were drawn for all rows at once: a window equals the "
+                f"big batch in expectation ({_listed(sorted(seen.draws))})"
+            )
+
+    # ---- rows that see each other ----------------------------------------------------
+
+    def _explained_without_layers(self) -> dict[str, Explained] | None:
+        """The weights of each term, once layers that look across rows are neutral."""
+        for _ in range(MOST_ROUNDS):
+            explained = self._explained(self._make)
+            if explained is not None:
+                return explained
+            if not self._neutralise(self._located()):
+                return None
+        return None
+
+    def _explained(self, make: Make) -> dict[str, Explained] | None:
+        found = self._found
+        known = found.counts(found.parts, make)
+        explained = {}
+        for name, measured in found.terms(found.parts, make).items():
+            each = explain(measured, known, found.tolerance)
+            if each is None:
+                return None
+            explained[name] = each
+        return explained
+
+    def _neutralise(self, located: Located) -> bool:
+        """Name a cause, and whether it could be taken away."""
+        found, passes = self._found, self._found.passes
+        layer = passes.module.get_submodule(located.path) if located.path else None
+        if located.unaligned:
+            self.notes.append(
+                f"{located.unaligned} of {located.total} inputs and outputs could not "
+                f"be compared by rows"
+            )
+        if isinstance(layer, _NormBase) and layer.training and not passes.in_eval:
+            self.causes.append(remedies.of_rows(located, layer, self._num_norms()))
+            modules = passes.module.modules()
+            passes.in_eval = [each for each in modules if isinstance(each, _NormBase)]
+            found.again()
+            return True
+        if self._is_sampling(located):
+            return True
+        if layer is None:
+            self.causes.append(self._of_loss(located))
+            return False
+        self.causes.append(remedies.of_rows(located, layer, 0))
+        self.notes.append("more may be behind it")
+        return False
+
+    def _is_sampling(self, located: Located) -> bool:
+        """Whether draws across the rows are a cause; they are taken away."""
+        found, passes = self._found, self._found.passes
+        unlike = found.whole.seen.unlike_draws
+        if not unlike or passes.identity_permutations:
+            return False
+        passes.identity_permutations = True
+        found.again()
+        if self._explained(self._make) is None and self._located() == located:
+            passes.identity_permutations = False
+            found.again()
+            return False
+        self.causes.append(remedies.of_sampling(sorted(unlike)))
+        return True
+
+    def _num_norms(self) -> int:
+        modules = self._found.passes.module.modules()
+        return sum(isinstance(each, _NormBase) and each.training for each in modules)
+
+    def _of_loss(self, located: Located) -> Cause:
+        """The rows agree up to the loss, so the loss itself looks across them."""
+        pair = self._two_denominators()
+        if pair is not None:
+            return remedies.of_two_denominators(*pair)
+        return remedies.of_loss(located, sorted(self._found.whole.seen.unlike_draws))
+
+    def _located(self) -> Located:
+        found, passes = self._found, self._found.passes
+        rows = max(found.parts, key=len)
+        with recorded(passes.module) as whole:
+            passes.run(found.batch, found.all_rows)
+        with recorded(passes.module) as part:
+            passes.run(self._make(rows), rows)
+        return locate(whole, part, rows, len(found.all_rows))
+
+    def _two_denominators(self) -> Any:
+        found = self._found
+        if len(found.whole.terms) != 1 or len(found.all_rows) < 8:
+            return None
+        parts = _merged(found.parts, 4)
+        unions = [
+            frozenset(n for n in range(4) if number >> n & 1) for number in range(1, 16)
+        ]
+        gradients = {
+            union: found.of(
+                sorted(row for n in union for row in parts[n]), self._make
+            ).gradient
+            for union in unions
+        }
+        counts = found.counts(parts, self._make)
+        distinct = {}
+        for candidate, each in counts.items():
+            shares = tuple((each.parts / each.parts.sum()).round(decimals=9).tolist())
+            distinct.setdefault(shares, (candidate, each.parts.tolist()))
+        tolerance = max(found.tolerance, 1e-6)
+        return two_denominators(gradients, dict(distinct.values()), tolerance)
+
+    # ---- padding and weights ---------------------------------------------------------
+
+    def _look_at_padding(self) -> bool:
+        """Whether parts that are padded less than the whole are off for that."""
+        found = self._found
+        if self._make == found.rows.as_run or not found.rows.can_cut:
+            return False
+        if self._explained(found.rows.as_run) is not None:
+            return False
+        place = first_that_sees_padding(found)
+        self.causes.append(remedies.of_padding(place, found.rows.is_split))
+        return True
+
+    def _compare_weights(self, explained: Mapping[str, Explained]) -> None:
+        found = self._found
+        make = found.rows.as_run
+        with_run = self._explained(make) or explained
+        for name, each in with_run.items():
+            strategy = strategy_of(name, self._strategies)
+            weights = found.weights(strategy, found.parts, make)
+            measured = found.terms(found.parts, make)[name]
+            if measured.off_by(weights) > found.tolerance:
+                self.causes.append(
+                    remedies.of_weights(name, each, strategy, found.batch)
+                )
+
+
+def _merged(parts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
+    merged: list[list[int]] = [[] for _ in range(number)]
+    for index, part in enumerate(parts):
+        merged[index % number].extend(part)
+    return [sorted(each) for each in merged]
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

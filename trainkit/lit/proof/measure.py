@@ -1,0 +1,195 @@
+"""The measurements of a check: the whole, its parts, and how far they are apart."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.proof.candidates import Candidate, candidates
+from trainkit.core.proof.gradients import size_of
+from trainkit.core.proof.parts import telling_parts
+from trainkit.core.proof.weights import Counts, Measured
+from trainkit.core.strategies import AccumulationStrategy
+from trainkit.errors import TrainkitError
+from trainkit.lit.proof.passes import Pass, Passes
+from trainkit.lit.proof.rows import FewRows
+
+Make = Callable[[Sequence[int]], Any]
+Parts = Sequence[Sequence[int]]
+
+THRESHOLDS = {True: 1e-8, False: 1e-4}
+"""What counts as rounding, in float64 and in float32. Exact modules were off by up to
+4e-15 and 7e-7, others by 1e-3 and more."""
+
+NUM_PARTS = 6
+UNCOUNTED = (TrainkitError, KeyError, IndexError, AttributeError, RuntimeError)
+
+
+class Measurements:
+    """Passes over the whole and over parts of a few rows, and what they weigh.
+
+    Args:
+        passes: run `training_step`.
+        rows: make batches.
+
+    Attributes:
+        batch: all rows as one batch.
+        whole: the pass over it.
+        tolerance: the largest deviation that counts as rounding.
+        parts: rows by which denominators differ as much as they can.
+    """
+
+    def __init__(self, passes: Passes, rows: FewRows) -> None:
+        self.passes, self.rows = passes, rows
+        self.all_rows = list(range(rows.num_rows))
+        self.batch = rows.whole()
+        self._passes: dict[Any, Pass] = {}
+        self.tolerance = THRESHOLDS[passes.in_double]
+        self.whole = self.again()
+        self.candidates = candidates(self.batch, _class_weights(passes.module))
+        self.parts = self._telling_parts()
+
+    def again(self) -> Pass:
+        """Measure the whole, and forget what was measured before."""
+        self._passes.clear()
+        self.whole = self.passes.run(self.batch, self.all_rows)
+        repeated = self.passes.run(self.batch, self.all_rows)
+        size = size_of(self.whole.gradient)
+        if not size:
+            raise TrainkitError(
+                "check: the gradient is zero on these rows, so there is nothing to "
+                "compare. Give rows that count."
+            )
+        off = size_of(repeated.gradient - self.whole.gradient) / size
+        self.tolerance = max(THRESHOLDS[self.passes.in_double], 30 * off)
+        return self.whole
+
+    def of(self, rows: Sequence[int], make: Make) -> Pass:
+        """The pass over a part."""
+        key = make.__name__, tuple(rows)
+        if key not in self._passes:
+            self._passes[key] = self.passes.run(make(rows), rows)
+        return self._passes[key]
+
+    def terms(self, parts: Parts, make: Make) -> dict[str, Measured]:
+        """The whole and its parts, for each backward call."""
+        found = [self.of(rows, make) for rows in parts]
+        names = [term.name for term in self.whole.terms]
+        for each in found:
+            if [term.name for term in each.terms] != names:
+                raise TrainkitError(
+                    f"training_step: it goes backward {len(names)} times for all "
+                    f"rows, and {len(each.terms)} times for a part of them."
+                )
+        return {
+            term.name: Measured(
+                term.gradient,
+                torch.stack([each.terms[number].gradient for each in found]),
+                term.loss,
+                torch.tensor([each.terms[number].loss for each in found]).double(),
+            )
+            for number, term in enumerate(self.whole.terms)
+        }
+
+    def off_by(
+        self,
+        parts: Parts,
+        make: Make,
+        strategies: Mapping[str, AccumulationStrategy],
+    ) -> float:
+        """How far the window of these parts is from the whole, over all terms."""
+        squares = sizes = 0.0
+        for name, measured in self.terms(parts, make).items():
+            strategy = strategy_of(name, strategies)
+            off = measured.off_by(self.weights(strategy, parts, make))
+            size = size_of(measured.whole)
+            squares, sizes = squares + (off * size) ** 2, sizes + size**2
+        return math.sqrt(squares / sizes)
+
+    def counts(self, parts: Parts, make: Make) -> dict[Candidate, Counts]:
+        """What each candidate counts in the whole and in the parts."""
+        batches = [make(rows) for rows in parts]
+        found = {}
+        for candidate in self.candidates:
+            with contextlib.suppress(*UNCOUNTED):
+                each = [candidate.weigh(batch) for batch in batches]
+                whole = candidate.weigh(self.batch)
+                found[candidate] = Counts(whole, torch.tensor(each).double())
+        return found
+
+    def weights(
+        self, strategy: AccumulationStrategy | None, parts: Parts, make: Make
+    ) -> Tensor:
+        """The share of each part in the window; plain accumulation has no strategy."""
+        if strategy is None:
+            return torch.full((len(parts),), 1 / len(parts), dtype=torch.float64)
+        if strategy.loss_reduction != "mean":
+            return torch.ones(len(parts), dtype=torch.float64)
+        each = [float(strategy.weight(make(rows))) for rows in parts]
+        weights = torch.tensor(each, dtype=torch.float64)
+        return weights / weights.sum()
+
+    def worst_parameters(
+        self, make: Make, strategies: Mapping[str, AccumulationStrategy]
+    ) -> list[tuple[str, float]]:
+        """The parameters whose gradients are off, worst first."""
+        coordinates = self.passes.coordinates
+        assert coordinates is not None
+        window = torch.zeros_like(self.whole.gradient)
+        for name, measured in self.terms(self.parts, make).items():
+            weights = self.weights(strategy_of(name, strategies), self.parts, make)
+            window += (measured.parts * weights[:, None]).sum(0)
+        size = size_of(self.whole.gradient)
+        wholes = coordinates.split(self.whole.gradient)
+        off = coordinates.split(self.whole.gradient - window)
+        found = [
+            (name, size_of(each) / (size_of(whole) or size))
+            for name, whole, each in zip(self.passes.names, wholes, off, strict=True)
+            if size_of(each) > self.tolerance * size
+        ]
+        return sorted(found, key=lambda each: -each[1])
+
+    def _telling_parts(self) -> list[list[int]]:
+        columns = []
+        singles = [self.rows.as_run([row]) for row in self.all_rows]
+        for candidate in self.candidates:
+            with contextlib.suppress(*UNCOUNTED):
+                columns.append([candidate.weigh(batch) for batch in singles])
+        counts = torch.tensor(columns or [[1.0] * len(singles)]).double().T
+        return telling_parts(counts, NUM_PARTS)
+
+
+def strategy_of(
+    term: str, strategies: Mapping[str, AccumulationStrategy]
+) -> AccumulationStrategy | None:
+    """The strategy of a term; a module with one has it for all backward calls."""
+    if term in strategies:
+        return strategies[term]
+    return next(iter(strategies.values()), None)
+
+
+def _class_weights(module: Any) -> dict[str, Tensor]:
+    """Vectors of the module that may weigh classes, by their path."""
+    found: dict[str, Tensor] = {}
+    for path, each in module.named_modules():
+        held = {**vars(each), **dict(each.named_buffers(recurse=False))}
+        for name, value in held.items():
+            if _may_weigh_classes(value):
+                found[f"{path}.{name}".lstrip(".")] = value.detach()
+    return found
+
+
+def _may_weigh_classes(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.ndim == 1
+        and len(value) > 1
+        and value.is_floating_point()
+        and not value.requires_grad
+        and bool((value >= 0).all())
+    )

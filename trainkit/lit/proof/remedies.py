@@ -1,0 +1,197 @@
+"""Causes in words, each with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainkit.core.proof.candidates import SUM, UNIFORM, Candidate, line_of
+from trainkit.core.proof.weights import Explained
+from trainkit.core.split.fields import take_apart
+from trainkit.core.strategies import AccumulationStrategy
+from trainkit.lit.proof.events import Located
+from trainkit.lit.proof.report import Cause
+
+ONE_DENOMINATOR = "denominator"
+OFTEN_MEANT = 4  # a candidate's simplicity
+ROWS = "rows see each other"
+NO_STRATEGY = "no strategy can make it exact"
+
+
+def of_weights(
+    term: str,
+    explained: Explained,
+    strategy: AccumulationStrategy | None,
+    batch: Any,
+) -> Cause:
+    """The loss divides by something else than the strategy counts."""
+    said = "plain accumulation" if strategy is None else line_of(strategy)
+    which = f"the term {term!r}" if term and not term.isdigit() else "the loss"
+    if not explained.classes:
+        return _of_unknown_weights(which, explained)
+    first, *others = explained.classes
+    equal = ""
+    if others and first not in (SUM, UNIFORM):
+        lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT and e is not SUM]
+        if lines:
+            equal = f" (on these rows {' and '.join(lines[:2])} count as much)"
+    if explained.function:
+        return Cause(
+            ONE_DENOMINATOR,
+            "",
+            f"{which} is the {explained.function} of a mean over {first.line}; no "
+            f"weights of micro-batches make that exact",
+            (
+                f"return the mean itself from training_step, with accumulation = "
+                f"{first.line}",
+            ),
+        )
+    if first is SUM:
+        return _of_sum(which, said, strategy, batch)
+    if first is UNIFORM:
+        return Cause(
+            ONE_DENOMINATOR,
+            "",
+            f"{which} weighs every micro-batch alike, and {said} does not",
+            ("accumulation = Uniform()",),
+        )
+    return Cause(
+        ONE_DENOMINATOR,
+        "",
+        f"{which} divides by what {first.line} counts, not by {said}{equal}",
+        (f"accumulation = {first.line}",),
+    )
+
+
+def _of_sum(
+    which: str, said: str, strategy: AccumulationStrategy | None, batch: Any
+) -> Cause:
+    counts = _host_counts(batch)
+    if counts:
+        return Cause(
+            "data on the host",
+            counts[0],
+            f"{which} adds up as a sum, or it divides by the number at "
+            f"{counts[0]!r}, which counts the whole batch and is not cut",
+            (
+                f"divide by the part's own count in place of {counts[0]!r}",
+                'or, if it is meant as a sum: loss_reduction="total"',
+            ),
+        )
+    kind = "PerSample" if strategy is None else type(strategy).__name__
+    return Cause(
+        ONE_DENOMINATOR,
+        "",
+        f"{which} is a sum over rows, and {said} takes it for a mean",
+        (f'accumulation = {kind}(..., loss_reduction="total")',),
+    )
+
+
+def _host_counts(batch: Any) -> list[str]:
+    """The paths of single numbers of a batch that may count its rows or tokens."""
+    found = []
+    for path, value in take_apart(batch)[0]:
+        number: Any = value
+        if isinstance(value, Tensor):
+            number = value.item() if value.ndim == 0 else None
+        if type(number) in (int, float) and path and number > 1:
+            found.append(path)
+    return found
+
+
+def _of_unknown_weights(which: str, explained: Explained) -> Cause:
+    smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
+    shares = ", ".join(f"{float(w) / smallest:.4g}" for w in explained.weights)
+    return Cause(
+        ONE_DENOMINATOR,
+        "",
+        f"the parts of {which} add up to the whole, but with weights that nothing in "
+        f"the batch counts; they are as {shares}",
+        ("write a strategy whose weight(batch) is what training_step divides by",),
+    )
+
+
+def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
+    return Cause(
+        "two denominators",
+        "",
+        f"the loss is a sum of two means, over {one.line} and over {other.line}",
+        (
+            'return {"loss": {"one": first, "other": second}} from training_step',
+            f'accumulation = {{"one": {one.line}, "other": {other.line}}}, with '
+            f"micro_batching",
+        ),
+    )
+
+
+def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
+    """A module's output for a row changes with the other rows."""
+    name = type(layer).__name__
+    if isinstance(layer, _NormBase):
+        more = f", the first of {num_norms}" if num_norms > 1 else ""
+        return Cause(
+            ROWS,
+            located.path,
+            f"{name} normalises each micro-batch by itself{more}",
+            (
+                'BatchNormGuard("group_norm"), or "freeze" for a net that is trained '
+                "already; both change the model",
+            ),
+        )
+    where = "before" if located.is_before else "in"
+    return Cause(
+        ROWS,
+        located.path,
+        f"{where} {name}, a row gets another value when other rows are beside it; "
+        f"{NO_STRATEGY}",
+        ("let no operation mix rows, or train this model in whole batches",),
+    )
+
+
+def of_loss(located: Located, unlike: Sequence[str]) -> Cause:
+    drawn = f" It draws by {', '.join(unlike)}." if unlike else ""
+    return Cause(
+        ROWS,
+        located.last or "training_step",
+        f"all modules treat rows apart, and the loss looks across them, as "
+        f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}.{drawn}",
+        ("train with this loss in whole batches, without accumulation",),
+    )
+
+
+def of_sampling(unlike: Sequence[str]) -> Cause:
+    return Cause(
+        "sampling",
+        ", ".join(unlike),
+        "training_step draws across the rows of the batch: a micro-batch draws among "
+        "its own rows only",
+        ("draw in the data set or the collate function, for each row by itself",),
+    )
+
+
+def of_padding(place: str, is_split: bool) -> Cause:
+    remedy = (
+        ("MicroBatching(..., trim=False)",)
+        if is_split
+        else ("pad all rows to one length in the collate function",)
+    )
+    return Cause(
+        "padding is seen",
+        place,
+        "outputs of a row change with the length that it is padded to",
+        (*remedy, "or mask padding in this module"),
+    )
+
+
+def of_state(names: Sequence[str], off: float) -> Cause:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return Cause(
+        "state",
+        ", ".join(names[:3]) + more,
+        f"training_step moves it in each micro-batch, not once a step; the next "
+        f"micro-batch's gradient is off by {off:.1e}",
+        ("move the update to on_before_optimizer_step or on_train_batch_end",),
+    )
