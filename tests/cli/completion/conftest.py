@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-STRATEGIES = ["none", "per_sample", "per_token", "uniform"]
+STRATEGIES = ["none", "per_class_weight", "per_sample", "per_token", "uniform"]
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ BASH = {
     ),
     "trainkit train -m accumulation=uniform,per_": (
         ["trainkit", "train", "-m", "accumulation", "=", "uniform,per_"],
-        ["uniform,per_sample", "uniform,per_token"],
+        ["uniform,per_class_weight", "uniform,per_sample", "uniform,per_token"],
     ),
     "trainkit train trainer.max_st": (
         ["trainkit", "train", "trainer.max_st"],

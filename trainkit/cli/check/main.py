@@ -14,6 +14,9 @@ from trainkit.cli.words import find_modules_here, options_first
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
 
+CHECKED = ("train", "fit")
+"""The commands that may stand behind it."""
+
 HELP = """\
 usage: trainkit check [--json] [--rows N] train [OVERRIDES]
        trainkit check [--json] [--rows N] fit [OPTIONS]
@@ -113,7 +116,7 @@ def _taken_apart(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]
                 f"trainkit check {name}: must be --json or --rows N, before "
                 f"the word train or fit. trainkit check --help describes them."
             )
-    if not words or words[0] not in ("train", "fit"):
+    if not words or words[0] not in CHECKED:
         received = repr(words[0]) if words else "nothing"
         raise TrainkitError(
             f"trainkit check: must be followed by train or fit, and the words that one "

@@ -14,6 +14,7 @@ from typing import NoReturn
 from argcomplete.lexers import split_line
 
 from trainkit.cli.arguments import Arguments, offer
+from trainkit.cli.check.main import CHECKED
 from trainkit.cli.completion import overrides
 from trainkit.cli.completion.lightning_options import parser_of
 from trainkit.cli.main import COMMANDS
@@ -27,6 +28,11 @@ def answer() -> NoReturn:
     if len(before) < 2:
         offer(_parser_of_all())
     program, command, *before = before
+    if command == "check":
+        at = next((i for i, each in enumerate(before) if each in CHECKED), None)
+        if at is None:
+            offer(_parser_of_check())
+        command, *before = before[at:]
     # argparse takes overrides in one place only, but Hydra also between options.
     overrides.before = [each for each in before if _is_override(each)]
     others = [each for each in before if not _is_override(each)]
@@ -39,6 +45,15 @@ def answer() -> NoReturn:
         offer(parser_of(command))
     trainkit([command, "--help"])  # its parser then has all options
     raise SystemExit(0)
+
+
+def _parser_of_check() -> Arguments:
+    parser = Arguments(prog="trainkit")
+    parser.add_argument("command")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rows")
+    parser.add_argument("checked", choices=CHECKED)
+    return parser
 
 
 def _is_override(word: str) -> bool:
