@@ -205,6 +205,5 @@ def test_a_limit_that_is_raised_again_ends_as_one_long_run(
             return train(folder, resume=resume, loader=loader, max_steps=stop, **how)
 
     whole = state_of(*run(tmp_path / "whole", stops[-1]))
-    for stop in stops:
-        found = run(tmp_path / "resumed", stop, resume=True)
-    assert differing(whole, state_of(*found)) == []
+    *_, last = [run(tmp_path / "resumed", stop, resume=True) for stop in stops]
+    assert differing(whole, state_of(*last)) == []
