@@ -27,8 +27,6 @@ import warnings
 from types import ModuleType
 from typing import Any, NoReturn
 
-from quicker import make_hydra_quicker
-
 IMPORTED = (
     "numpy",
     "requests",
@@ -240,6 +238,8 @@ def import_all() -> None:
     for found in pkgutil.walk_packages(package.__path__, "trainkit."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
+    from quicker import make_hydra_quicker  # this file's folder is on the path
+
     make_hydra_quicker()
     gc.collect()
     gc.freeze()
