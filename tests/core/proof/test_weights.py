@@ -112,6 +112,13 @@ def test_a_whole_that_vanishes_is_measured_against_its_parts() -> None:
     assert deviation(whole, parts, torch.ones(2).double()) < 1e-8
 
 
+def test_what_is_no_number_counts_unless_it_weighs_nothing() -> None:
+    parts = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]]).double()
+    whole = torch.tensor([1.0, 2.0]).double()
+    assert deviation(whole, parts, torch.tensor([1.0, 0.0]).double()) == 0
+    assert deviation(whole, parts, torch.tensor([0.9, 0.1]).double()) == float("inf")
+
+
 def test_some_coordinates_of_a_large_tensor_are_kept_and_its_largest() -> None:
     large = torch.zeros(20_000)
     large[777] = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -314,6 +315,35 @@ def test_dropout_and_noise_are_told_apart_from_causes() -> None:
     assert cause.remedy == ("accumulation = PerToken()",)
     assert any("dropout was left out" in note for note in report.notes)
     assert any("drawn for all rows at once" in note for note in report.notes)
+
+
+def unrepeatable(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    scale = 1 + int.from_bytes(os.urandom(2), "big") / 2**15
+    return scale * zoo.token_mean(module, logits, batch)
+
+
+@pytest.mark.parametrize("strategy", [PerToken(), Uniform()])
+def test_what_cannot_be_repeated_is_never_called_exact(strategy: Any) -> None:
+    """Else its own noise would be the tolerance."""
+    report = check(Tokens(unrepeatable), token_loader(), strategy=strategy)
+    assert not report.exact
+    assert [cause.kind for cause in report.causes] == ["randomness"]
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_few_rows_are_cut_too(number: int) -> None:
+    batch = zoo.padded(zoo.sequences(8)[:number])
+    assert check(Tokens(), batch, strategy=PerToken()).exact
+    assert not check(Tokens(), batch, strategy=PerSample()).exact
+    assert not check(NormalisedTokens(), batch, strategy=PerToken()).exact
+
+
+def test_a_row_that_counts_nothing_has_no_mean_and_is_left_out() -> None:
+    batch = zoo.padded(zoo.sequences(12))
+    batch["labels"][3] = -100
+    report = check(Tokens(), batch, strategy=PerToken())
+    assert report.exact
+    assert not check(Tokens(), batch, strategy=PerSample()).exact
 
 
 # ---- what is left behind -------------------------------------------------------------

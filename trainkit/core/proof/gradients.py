@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,18 +99,20 @@ def size_of(vector: Tensor) -> float:
 def deviation(whole: Tensor, parts: Tensor, weights: Tensor) -> float:
     """How far the weighted parts are from the whole, as a share of its size.
 
-    A whole that nearly vanishes is measured against a tenth of its parts.
+    A whole that nearly vanishes is measured against a tenth of its parts. A part of
+    weight 0 counts nothing, also if the mean of nothing is not a number there.
 
     Args:
         whole: a vector.
         parts: one row for each part.
         weights: one for each part.
     """
-    weighted = parts * weights[:, None]
+    weighted = torch.where(weights[:, None] == 0, 0.0, parts * weights[:, None])
     of_parts = torch.linalg.vector_norm(weighted, dim=1).sum()
     size = max(size_of(whole), 0.1 * float(of_parts))
     off = size_of(whole - weighted.sum(0))
-    return off / size if size else off
+    found = off / size if size else off
+    return math.inf if math.isnan(found) else found  # never below a tolerance
 
 
 def best_fit(whole: Tensor, parts: Tensor) -> Fit:

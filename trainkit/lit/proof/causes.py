@@ -12,7 +12,7 @@ from trainkit.core.proof.weights import Explained, explain, two_denominators
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.events import Located, locate, recorded
-from trainkit.lit.proof.measure import Make, Measurements, strategy_of
+from trainkit.lit.proof.measure import MOST_TOLERATED, Make, Measurements, strategy_of
 from trainkit.lit.proof.padding import first_that_sees_padding
 from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.state import moved, values_of
@@ -45,6 +45,9 @@ class Causes:
 
     def look(self, *, is_off: bool) -> None:
         """Run the experiments; those about the deviation only if there is one."""
+        if self._found.repeated > MOST_TOLERATED:
+            self.causes.append(remedies.of_other_draws(self._found.repeated))
+            return
         self._look_at_state()
         self._look_at_draws()
         if not is_off:

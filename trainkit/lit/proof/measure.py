@@ -26,6 +26,9 @@ THRESHOLDS = {True: 1e-8, False: 1e-4}
 """What counts as rounding, in float64 and in float32. Exact modules were off by up to
 4e-15 and 7e-7, others by 1e-3 and more."""
 
+MOST_TOLERATED = 1e-3
+"""However unlike two passes over the same rows are, more is never called rounding."""
+
 NUM_PARTS = 6
 UNCOUNTED = (TrainkitError, KeyError, IndexError, AttributeError, RuntimeError)
 
@@ -40,6 +43,7 @@ class Measurements:
     Attributes:
         batch: all rows as one batch.
         whole: the pass over it.
+        repeated: how far a second pass over all rows was from the first.
         tolerance: the largest deviation that counts as rounding.
         parts: rows by which denominators differ as much as they can.
     """
@@ -66,7 +70,10 @@ class Measurements:
                 "compare. Give rows that count."
             )
         off = size_of(repeated.gradient - self.whole.gradient) / size
-        self.tolerance = max(THRESHOLDS[self.passes.in_double], 30 * off)
+        self.repeated = off
+        self.tolerance = min(
+            max(THRESHOLDS[self.passes.in_double], 30 * off), MOST_TOLERATED
+        )
         return self.whole
 
     def of(self, rows: Sequence[int], make: Make) -> Pass:
@@ -161,7 +168,8 @@ class Measurements:
             with contextlib.suppress(*UNCOUNTED):
                 columns.append([candidate.weigh(batch) for batch in singles])
         counts = torch.tensor(columns or [[1.0] * len(singles)]).double().T
-        return telling_parts(counts, NUM_PARTS)
+        # Of two or three rows, one part would be the whole, and prove nothing.
+        return telling_parts(counts, NUM_PARTS, least=2 if len(singles) > 3 else 1)
 
 
 def strategy_of(

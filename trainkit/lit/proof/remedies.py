@@ -172,6 +172,16 @@ def of_sampling(unlike: Sequence[str]) -> Cause:
     )
 
 
+def of_other_draws(off: float) -> Cause:
+    return Cause(
+        "randomness",
+        "",
+        f"two passes over the same rows differ by {off:.1e}, so nothing can be "
+        f"compared: training_step draws numbers whose generator is not known here",
+        ("draw with torch, or take out these draws for the check",),
+    )
+
+
 def of_padding(place: str, is_split: bool) -> Cause:
     remedy = (
         ("MicroBatching(..., trim=False)",)
