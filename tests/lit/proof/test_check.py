@@ -338,6 +338,18 @@ def test_few_rows_are_cut_too(number: int) -> None:
     assert not check(NormalisedTokens(), batch, strategy=PerToken()).exact
 
 
+def test_three_rows_that_cannot_be_cut_are_not_called_exact() -> None:
+    """The whole alone proves nothing, and BatchNorm takes no single vector."""
+
+    class Pooled(Pooling):
+        def features(self, batch: dict[str, Any]) -> torch.Tensor:
+            return nn.BatchNorm1d(16)(super().features(batch).mean(1))[:, None]
+
+    batch = zoo.padded(zoo.sequences(3))
+    with pytest.raises(TrainkitError, match="failed on a part of them"):
+        check(Pooled(), batch, strategy=PerSample())
+
+
 def test_a_row_that_counts_nothing_has_no_mean_and_is_left_out() -> None:
     batch = zoo.padded(zoo.sequences(12))
     batch["labels"][3] = -100
