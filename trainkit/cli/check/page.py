@@ -28,7 +28,7 @@ _FOUND_BY = {
     "rows see each other": "Each module's outputs for a part were compared with its "
     "outputs for the same rows among all rows.",
     "sampling": "Without the draws across rows, the parts are the whole.",
-    "randomness": "The same rows went through training_step twice.",
+    "randomness": "All rows went through training_step twice, one batch each time.",
     "padding is seen": "Parts that are padded as the whole are exact, trimmed ones are "
     "not.",
     "state": "A part ran after another one, and after none.",
