@@ -128,6 +128,16 @@ def test_a_mistake_is_one_message_and_2(
     assert re.search(text, capsys.readouterr().err)
 
 
+def test_a_page_that_cannot_be_written_is_a_mistake(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "a" * 300
+    assert main(["check", "--rows=4", f"--html={name}", "train", *TINY]) == 2
+    out, err = capsys.readouterr()
+    assert "verdict:" in out  # the measurement is not lost
+    assert re.search(r"check --html: .*aaa cannot be written: .*--html=FILE", err)
+
+
 def test_help_names_the_words_and_the_statuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

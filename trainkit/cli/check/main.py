@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import sys
 import tempfile
@@ -162,7 +163,8 @@ def _whole(text: str) -> int:
 
 def _page(text: str) -> Path:
     path = Path(text).absolute()
-    if not text or path.is_dir() or not path.parent.is_dir():
+    # These of os know no error: a name may be too long.
+    if not text or os.path.isdir(path) or not os.path.isdir(path.parent):
         raise TrainkitError(
             f"trainkit check --html: must be the name of a file in a folder that "
             f"exists, received {text!r}. For example: --html=check.html"

@@ -95,7 +95,7 @@ def _causes(report: Report) -> str:
 
 def _cause(cause: Cause, number: int) -> str:
     place = f" at <code>{_name(cause.place)}</code>" if cause.place else ""
-    text = cause.text[:1].upper() + cause.text[1:]
+    text = cause.text[:1].upper() + cause.text[1:].rstrip(".")
     found_by = escape(_FOUND_BY.get(cause.kind, ""))
     lines = "".join(f"<li>{_remedy(line)}</li>" for line in cause.remedy)
     return (
