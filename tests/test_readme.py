@@ -280,14 +280,19 @@ def test_every_plan_it_names_is_made(words: list[str]) -> None:
     "words", [w for w in COMMANDS if w[1] == "check"], ids=" ".join
 )
 def test_every_check_it_names_measures(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each of these trainings is not exact, and is explained."""
+    monkeypatch.chdir(tmp_path)
     at = words.index("train")
     small = ["model.d_model=8"] if "experiment=digits_bn" not in words else []
     assert main([*words[1:at], "--rows=8", *words[at:], *small]) == 1
     out = capsys.readouterr().out
     assert "rows see each other" in out or "PerToken()" in out
+    assert (tmp_path / "check.html").exists() == ("--html" in words)
 
 
 MY_PROJECT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -40,6 +41,27 @@ def test_a_training_that_is_not_ends_with_1_and_says_why(
     assert report["exact"] is False
     assert report["num_rows"] == 12
     assert report["causes"][0]["remedy"] == ["accumulation = PerToken()"]
+
+
+def test_a_page_is_written_beside_what_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["train", *TINY, "accumulation=uniform"]
+    assert main(["check", "--rows=12", "--html", *words]) == 1
+    out = capsys.readouterr().out
+    assert f"trainkit | page: {tmp_path / 'check.html'}" in out
+    (tmp_path / "proof").mkdir()
+    assert main(["check", "--rows=12", "--json", "--html=proof/a.html", *words]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert f"trainkit | page: {tmp_path / 'proof' / 'a.html'}" in err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["check.html", "proof"]
+    page = (tmp_path / "proof" / "a.html").read_text(encoding="utf-8")
+    assert "trainkit check --rows=12 --json --html=proof/a.html train" in page
+    assert '<code class="line">accumulation = PerToken()</code>' in page
+    offs = [each["off"] for each in report["gradients"]]
+    assert offs == sorted(offs, reverse=True)
+    assert math.hypot(*offs) == pytest.approx(report["deviation"])
 
 
 USER = """
@@ -92,7 +114,10 @@ def test_a_module_of_the_lightning_cli(
         (["experiment=digits_bn"], "received 'experiment=digits_bn'"),
         (["--rows", "train"], "--rows: must be a whole number of at least 2"),
         (["--rows=1", "train"], "must be a whole number of at least 2, received '1'"),
-        (["--deep", "train"], "trainkit check --deep: must be --json or --rows N"),
+        (["--deep", "train"], "check --deep: must be --json, --html, .* or --rows N"),
+        (["--html=", "train"], "--html: must be the name of a file .* received ''"),
+        (["--html=no/a.html", "train"], "in a folder that exists, .*'no/a.html'"),
+        (["--html=.", "train"], "must be the name of a file .* received '.'"),
         (["train", "model.nope=1"], "nope"),
     ],
 )
@@ -101,6 +126,16 @@ def test_a_mistake_is_one_message_and_2(
 ) -> None:
     assert main(["check", *words]) == 2
     assert re.search(text, capsys.readouterr().err)
+
+
+def test_a_page_that_cannot_be_written_is_a_mistake(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "a" * 300
+    assert main(["check", "--rows=4", f"--html={name}", "train", *TINY]) == 2
+    out, err = capsys.readouterr()
+    assert "verdict:" in out  # the measurement is not lost
+    assert re.search(r"check --html: .*aaa cannot be written: .*--html=FILE", err)
 
 
 def test_help_names_the_words_and_the_statuses(

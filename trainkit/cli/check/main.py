@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shlex
 import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trainkit.cli.words import find_modules_here, options_first
@@ -18,22 +21,24 @@ CHECKED = ("train", "fit")
 """The commands that may stand behind it."""
 
 HELP = """\
-usage: trainkit check [--json] [--rows N] train [OVERRIDES]
-       trainkit check [--json] [--rows N] fit [OPTIONS]
+usage: trainkit check [--json] [--html[=FILE]] [--rows N] train [OVERRIDES]
+       trainkit check [--json] [--html[=FILE]] [--rows N] fit [OPTIONS]
 
 Measure whether a window of a training is the big batch, and say why not. After
 `trainkit check` stand the words with which one would train. A few rows of the training
 data run through training_step, as one batch and in parts, and gradients are compared.
-Nothing is trained, logged or saved.
+Nothing is trained or logged, and nothing but the page of --html is saved.
 
 options, before the word train or fit:
-  --json     print the report as JSON
-  --rows N   use at most so many rows (default 24)
+  --json         print the report as JSON
+  --html[=FILE]  write the report as a page too (default check.html)
+  --rows N       use at most so many rows (default 24)
 
 exit status: 0 exact, 1 not, 2 a mistake in what was asked
 
 examples:
   trainkit check train experiment=digits_bn
+  trainkit check --html=proof.html train accumulation=uniform
   trainkit check fit --model=my_project.MyModule --data=my_project.MyData
 """
 
@@ -55,7 +60,25 @@ def main(argv: list[str]) -> int:
         print(json.dumps(report.as_dict(), indent=2))
     else:
         show(report.rows())
+    if options["html"] is not None:
+        command = shlex.join(["trainkit", "check", *argv])
+        _write_page(report, options["html"], command)
+        # With --json, what is printed must be JSON.
+        aside = sys.stderr if options["json"] else sys.stdout
+        print(f"trainkit | page: {options['html']}", file=aside)
     return 0 if report.exact else 1
+
+
+def _write_page(report: Any, path: Path, command: str) -> None:
+    from trainkit.cli.check.page import write_page
+
+    try:
+        write_page(report, path, command=command)
+    except OSError as error:
+        raise TrainkitError(
+            f"trainkit check --html: {path} cannot be written: {error}. Name a file in "
+            f"a folder that can be written to: --html=FILE."
+        ) from error
 
 
 def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
@@ -101,7 +124,7 @@ def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
 
 def _taken_apart(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Our own options, and the words of the training behind them; None for help."""
-    options: dict[str, Any] = {"json": False, "rows": 24}
+    options: dict[str, Any] = {"json": False, "html": None, "rows": 24}
     words = list(argv)
     while words and words[0].startswith("-"):
         name, has_value, value = words.pop(0).partition("=")
@@ -109,12 +132,15 @@ def _taken_apart(argv: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]
             return None, []
         if name == "--json" and not has_value:
             options["json"] = True
+        elif name == "--html":
+            options["html"] = _page(value if has_value else "check.html")
         elif name == "--rows" and (has_value or words):
             options["rows"] = _whole(value if has_value else words.pop(0))
         else:
             raise TrainkitError(
-                f"trainkit check {name}: must be --json or --rows N, before "
-                f"the word train or fit. trainkit check --help describes them."
+                f"trainkit check {name}: must be --json, --html, --html=FILE or "
+                f"--rows N, before the word train or fit. trainkit check --help "
+                f"describes them."
             )
     if not words or words[0] not in CHECKED:
         received = repr(words[0]) if words else "nothing"
@@ -133,6 +159,17 @@ def _whole(text: str) -> int:
             f"{text!r}."
         )
     return int(text)
+
+
+def _page(text: str) -> Path:
+    path = Path(text).absolute()
+    # These of os know no error: a name may be too long.
+    if not text or os.path.isdir(path) or not os.path.isdir(path.parent):
+        raise TrainkitError(
+            f"trainkit check --html: must be the name of a file in a folder that "
+            f"exists, received {text!r}. For example: --html=check.html"
+        )
+    return path
 
 
 def _quieten() -> None:

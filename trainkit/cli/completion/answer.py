@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from argcomplete.completers import FilesCompleter
 from argcomplete.lexers import split_line
 
 from trainkit.cli.arguments import Arguments, offer
@@ -31,7 +32,7 @@ def answer() -> NoReturn:
     if command == "check":
         at = next((i for i, each in enumerate(before) if each in CHECKED), None)
         if at is None:
-            offer(_parser_of_check())
+            offer(_parser_of_check(is_file=word.startswith("--html=")))
         command, *before = before[at:]
     # argparse takes overrides in one place only, but Hydra also between options.
     overrides.before = [each for each in before if _is_override(each)]
@@ -47,10 +48,13 @@ def answer() -> NoReturn:
     raise SystemExit(0)
 
 
-def _parser_of_check() -> Arguments:
+def _parser_of_check(*, is_file: bool) -> Arguments:
     parser = Arguments(prog="trainkit")
     parser.add_argument("command")
     parser.add_argument("--json", action="store_true")
+    # Its file stands behind =; the next word is never one.
+    page: Any = parser.add_argument("--html", nargs=None if is_file else "?")
+    page.completer = FilesCompleter() if is_file else lambda **_: ()
     parser.add_argument("--rows")
     parser.add_argument("checked", choices=CHECKED)
     return parser

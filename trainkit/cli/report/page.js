@@ -1,23 +1,7 @@
-"use strict";
 const charts = JSON.parse(document.getElementById("points").textContent);
-const root = document.documentElement;
 const HEIGHT = 250;
 const plots = [];
-
-const isDark = () => root.dataset.theme
-  ? root.dataset.theme === "dark"
-  : matchMedia("(prefers-color-scheme: dark)").matches;
-const theme = document.getElementById("theme");
 const colour = name => getComputedStyle(root).getPropertyValue("--" + name).trim();
-function repaint() {
-  theme.textContent = isDark() ? "Light" : "Dark";
-  plots.forEach(plot => plot.redraw(false));
-}
-theme.addEventListener("click", () => {
-  root.dataset.theme = isDark() ? "light" : "dark";
-  repaint();
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 
 // As `number` in look.py.
 function number(value) {
@@ -226,6 +210,6 @@ function draw(id, chart) {
   });
 }
 
-repaint();
-theme.hidden = document.getElementById("hint").hidden = false;
+repainted.push(() => plots.forEach(plot => plot.redraw(false)));
+document.getElementById("hint").hidden = false;
 for (const [id, chart] of Object.entries(charts)) draw(id, chart);

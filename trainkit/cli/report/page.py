@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-from trainkit.cli.look import DARK, LIGHT, number
+from trainkit.cli.look import number
 from trainkit.cli.report.chart import Chart, Charts
-
-Row = tuple[str, str]
+from trainkit.cli.report.frame import Row, file_here, framed, summary_table
 
 _MOST = 300
 """The most stretches of steps of one line, as `Series.drawn` makes them."""
 _OF_PAGE, _FEWEST = 12_000, 10
 """The most stretches of all lines together, and the fewest of one line: the page stays
 below 1 MB."""
-_NOT_LINES = ("paper", "ink", "quiet", "faint")
-# The page fetches nothing, whatever a metric or a run is called.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
+_BODY = """\
 <!-- The charts are drawn by uPlot.
 {library}
 -->
-<body>
-<header><h1>{title}</h1><button id="theme" type="button" hidden>Dark</button></header>
-<p class="where">{where}</p>
-<table class="summary">{summary}</table>
+{summary}
 <noscript><p class="note">The charts need scripts, which are switched off here. Their
 numbers are at the end of this page, and the folder pictures beside it has them as PNGs,
 unless pictures were switched off.</p></noscript>
@@ -52,12 +33,7 @@ click a name to hide its line. Arrow keys go from point to point.</p>
 </main>
 {left_out}
 {numbers}
-<script id="points" type="application/json">{points}</script>
-<script>
-{script}</script>
-</body>
-</html>
-"""
+<script id="points" type="application/json">{points}</script>"""
 
 
 def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> str:
@@ -74,41 +50,21 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
     named = {f"chart{place}": chart for place, chart in enumerate(charts.shown)}
     points = {name: _data(chart, stretches) for name, chart in named.items()}
     figures = [_figure(chart, name, stretches) for name, chart in named.items()]
-    return _PAGE.format(
-        policy=_POLICY,
-        library=_file("uplot/LICENSE"),
-        style=_colours() + _file("uplot/uPlot.min.css") + _file("page.css"),
-        script=_file("uplot/uPlot.iife.min.js") + _file("page.js"),
-        title=escape(title),
-        where=escape(where),
-        summary=_summary(summary),
+    body = _BODY.format(
+        library=file_here("uplot/LICENSE"),
+        summary=summary_table(summary),
         figures="\n".join(figures),
         left_out=_left_out(charts.left_out),
         numbers=_numbers(charts.shown),
         # Only < could end the script element.
         points=json.dumps(points, separators=(",", ":")).replace("<", "\\u003c"),
     )
-
-
-def _file(name: str) -> str:
-    """A file of this folder, without the address in uPlot's comment."""
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    return re.sub(r"/\*! https\S+ (.*?) \*/", r"/* uPlot \1 */", text)
-
-
-def _colours() -> str:
-    """The colours as CSS: those of the system's theme, or of the page's switch."""
-    light, dark = (
-        "".join(f"--{name}:{colour};" for name, colour in colours.items())
-        for colours in (LIGHT, DARK)
-    )
-    lines = (name for name in LIGHT if name not in _NOT_LINES)
-    styles = "".join(f".{name}{{--line:var(--{name})}}" for name in lines)
-    return (
-        f"{styles}\n:root{{color-scheme:light;{light}}}\n"
-        f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light])"
-        f"{{color-scheme:dark;{dark}}}}}\n"
-        f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
+    return framed(
+        body,
+        title=title,
+        where=where,
+        style=file_here("uplot/uPlot.min.css"),
+        script=file_here("uplot/uPlot.iife.min.js") + file_here("page.js"),
     )
 
 
@@ -151,13 +107,6 @@ def _data(chart: Chart, stretches: int) -> dict[str, Any]:
 def _short(values: Sequence[float]) -> list[float | None]:
     """The values in six digits; a gap is None."""
     return [float(f"{y:.6g}") if math.isfinite(y) else None for y in values]
-
-
-def _summary(rows: Sequence[Row]) -> str:
-    return "".join(
-        f'<tr><th scope="row">{escape(label)}</th><td>{escape(text)}</td></tr>'
-        for label, text in rows
-    )
 
 
 def _left_out(reasons: Sequence[str]) -> str:

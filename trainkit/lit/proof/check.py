@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.measure import Measurements, Parts
 from trainkit.lit.proof.passes import Passes
-from trainkit.lit.proof.report import Cut, Report
+from trainkit.lit.proof.report import Cut, Gradient, Report
 from trainkit.lit.proof.rows import FewRows
 
 
@@ -203,10 +204,11 @@ def _report(found: Measurements, strategies: Strategies) -> Report:
         _cut(found, "single rows", finest, strategies),
     ]
     off = max(cut.deviation for cut in cuts if cut.deviation is not None)
+    worst = found.parts if cuts[0].deviation == off else finest
+    gradients = found.by_parameter(worst, as_run, strategies)
     if strategies:
         cuts.append(_cut(found, "plain accumulation", found.parts, {}))
     precision = "float64" if found.passes.in_double else "float32"
-    parameters = found.worst_parameters(as_run, strategies)
     rounding = found.tolerance
     causes = Causes(found, strategies)
     causes.look(is_off=off > rounding)
@@ -218,10 +220,23 @@ def _report(found: Measurements, strategies: Strategies) -> Report:
         num_rows=len(found.all_rows),
         precision=precision,
         cuts=tuple(cuts),
-        parameters=tuple(parameters),
+        parameters=_worst(gradients, rounding),
         causes=tuple(causes.causes),
         notes=tuple(causes.notes),
+        gradients=tuple(gradients),
     )
+
+
+def _worst(
+    gradients: Sequence[Gradient], rounding: float
+) -> tuple[tuple[str, float], ...]:
+    """The parameters that are off, each as a share of its own gradient's size."""
+    off = [
+        (each.name, each.off / (each.size or 1.0))
+        for each in gradients
+        if each.off > rounding
+    ]
+    return tuple(sorted(off, key=lambda each: -each[1]))
 
 
 def _cut(found: Measurements, name: str, parts: Parts, strategies: Strategies) -> Cut:

@@ -17,6 +17,7 @@ from trainkit.core.proof.weights import Counts, Measured
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.proof.passes import Pass, Passes
+from trainkit.lit.proof.report import Gradient
 from trainkit.lit.proof.rows import FewRows
 
 Make = Callable[[Sequence[int]], Any]
@@ -141,25 +142,27 @@ class Measurements:
         weights = torch.tensor(each, dtype=torch.float64)
         return weights / weights.sum()
 
-    def worst_parameters(
-        self, make: Make, strategies: Mapping[str, AccumulationStrategy]
-    ) -> list[tuple[str, float]]:
-        """The parameters whose gradients are off, worst first."""
+    def by_parameter(
+        self,
+        parts: Parts,
+        make: Make,
+        strategies: Mapping[str, AccumulationStrategy],
+    ) -> list[Gradient]:
+        """How far the window of these parts is off in each parameter, worst first."""
         coordinates = self.passes.coordinates
         assert coordinates is not None
         window = torch.zeros_like(self.whole.gradient)
-        for name, measured in self.terms(self.parts, make).items():
-            weights = self.weights(strategy_of(name, strategies), self.parts, make)
-            window += (measured.parts * weights[:, None]).sum(0)
+        for name, measured in self.terms(parts, make).items():
+            weights = self.weights(strategy_of(name, strategies), parts, make)[:, None]
+            window += torch.where(weights == 0, 0.0, measured.parts * weights).sum(0)
         size = size_of(self.whole.gradient)
         wholes = coordinates.split(self.whole.gradient)
         off = coordinates.split(self.whole.gradient - window)
         found = [
-            (name, size_of(each) / (size_of(whole) or size))
+            Gradient(name, size_of(whole) / size, _or_infinity(size_of(each) / size))
             for name, whole, each in zip(self.passes.names, wholes, off, strict=True)
-            if size_of(each) > self.tolerance * size
         ]
-        return sorted(found, key=lambda each: -each[1])
+        return sorted(found, key=lambda each: -each.off)
 
     def _telling_parts(self) -> list[list[int]]:
         columns = []
@@ -179,6 +182,10 @@ def strategy_of(
     if term in strategies:
         return strategies[term]
     return next(iter(strategies.values()), None)
+
+
+def _or_infinity(number: float) -> float:
+    return math.inf if math.isnan(number) else number
 
 
 def _class_weights(module: Any) -> dict[str, Tensor]:

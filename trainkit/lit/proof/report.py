@@ -44,6 +44,24 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter: its size, and how far a window is from it.
+
+    Both are shares of the size of the whole gradient, so that parameters can be
+    compared with each other and with what counts as rounding.
+
+    Attributes:
+        name: of the parameter.
+        size: of its gradient for all rows as one batch.
+        off: how far the gradient of the window is from it.
+    """
+
+    name: str
+    size: float
+    off: float
+
+
+@dataclass(frozen=True)
 class Report:
     """How far the gradient of a window is from that of one batch, and why.
 
@@ -58,6 +76,7 @@ class Report:
         parameters: the parameters that are off, worst first, each with its deviation.
         causes: why, where it is not exact; and what holds in expectation only.
         notes: what the check could not see.
+        gradients: all parameters that train, for the cut of `deviation`, worst first.
     """
 
     exact: bool
@@ -69,6 +88,7 @@ class Report:
     parameters: tuple[tuple[str, float], ...] = ()
     causes: tuple[Cause, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    gradients: tuple[Gradient, ...] = ()
 
     def rows(self) -> list[Row]:
         """The report as rows of a table."""
