@@ -18,7 +18,7 @@ from trainkit.lit._compat import leaves_fit
 from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.measure import Measurements, Parts
-from trainkit.lit.proof.passes import Passes
+from trainkit.lit.measure.passes import Passes
 from trainkit.lit.proof.report import Cut, Report
 from trainkit.lit.proof.rows import FewRows
 

@@ -14,7 +14,7 @@ from trainkit.core.proof.gradients import Coordinates
 from trainkit.core.split.fields import with_tensors
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
-from trainkit.lit.proof.calls import NARROW, MeasuredCalls, Seen
+from trainkit.lit.measure.calls import NARROW, MeasuredCalls, Seen
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import Snapshot
 
