@@ -133,8 +133,8 @@ class Trimming:
                 f"MicroBatching: {what}, so nothing of this batch is trimmed, nor of "
                 f"any other where that is so. The step does not change, and computes "
                 f"the padding too. The batch is {describe(batch)}. {ways_out}If "
-                f"several tensors have lengths of their own, as in an encoder and a decoder, "
-                f"name all that tells them: lengths=('attention_mask', "
+                f"several tensors have lengths of their own, as in an encoder and a "
+                f"decoder, name all that tells them: lengths=('attention_mask', "
                 f"'path.of.the.other'). With trim=False nothing ever is.",
                 stacklevel=2,
             )

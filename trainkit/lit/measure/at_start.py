@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
-from torch import nn
-from torch.nn.parameter import is_lazy
 
-from trainkit.core._compat import has_gradient_hook
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.proof.candidates import line_of
 from trainkit.core.proof.gradients import best_fit, deviation, size_of
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import parts_of
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import Row, say
+from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts
 from trainkit.lit.measure.passes import Pass, Passes
 from trainkit.lit.rerun.generators import read_states
-from trainkit.lit.rerun.snapshot import Snapshot
 
 Proof = Literal["warn", "require", "off"]
 
-MOST = 1e-3
+MOST = 2e-4
 """The largest deviation in float32 that is taken for rounding. Exact modules were off
-by up to 3e-6, others by 4e-3 and more."""
+by up to 3e-6, others by 1e-3 and more."""
 
 MOST_OF_FIT = 3e-5
 """With the best weights, parts of a loss that looks across rows are off by 1e-3."""
@@ -74,10 +68,6 @@ class Found:
     rounding: float | None
     num_rows: int
     cause: str = ""
-
-
-class NotMeasured(Exception):  # nothing is wrong
-    """The proof would not be cheap or clean here; its text says why."""
 
 
 class ProofAtStart:
@@ -130,7 +120,7 @@ class ProofAtStart:
         if num_rows:
             assert rows is not None
             try:
-                with self._aside():
+                with aside(self._trainer, self._module):
                     found = self._measured(rows, num_rows, args, kwargs)
             except Exception as error:
                 reason = _in_one_line(error)
@@ -160,7 +150,7 @@ class ProofAtStart:
 
     def _least(self, num_rows: int) -> int:
         """The number of rows that every rank can measure with."""
-        return -int(_largest(self._trainer, -num_rows))
+        return -int(largest(self._trainer, -num_rows))
 
     # ---- passes ----------------------------------------------------------------------
 
@@ -266,29 +256,13 @@ class ProofAtStart:
             return f"BatchNorm normalises by the micro-batch ({listed(names)})."
         return "A layer or the loss looks across the rows of a batch."
 
-    # ---- around it -------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Nothing is logged, computed in half precision, or left behind."""
-        trainer = self._trainer
-        kept = Snapshot(others=parts_of(trainer))
-        kind = self._module.device.type
-        precision = torch.get_float32_matmul_precision()
-        try:
-            trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-            torch.set_float32_matmul_precision("highest")
-            with torch.autocast(kind, enabled=False), _exact_convolutions():
-                yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-            kept.restore()
+    # ---- the verdict -----------------------------------------------------------------
 
     def _tell(self, found: Found | None, reason: str) -> None:
         """Say what was found, on all ranks alike."""
         trainer = self._trainer
-        off = _largest(trainer, -1.0 if found is None else found.off)
-        is_measured = _largest(trainer, float(found is None)) == 0
+        off = largest(trainer, -1.0 if found is None else found.off)
+        is_measured = largest(trainer, float(found is None)) == 0
         if found is None or not is_measured:
             text = f"not measured: {reason}"
             if self._proof == "require":
@@ -338,33 +312,6 @@ def begin_proof(
     )
 
 
-def refuse_unclean(trainer: Any, module: Any) -> None:
-    """Refuse where passes of a few rows would not be cheap or leave no trace."""
-    if communicates(trainer, module):
-        raise NotMeasured("a pass communicates with other ranks")
-    if not module.automatic_optimization:
-        raise NotMeasured("manual optimization; trainkit.check measures it")
-    parameters = list(module.named_parameters())
-    if any(is_lazy(each) for _, each in parameters):
-        raise NotMeasured("parameters get their shape in the first pass")
-    trained = [(name, each) for name, each in parameters if each.requires_grad]
-    if any(each.dtype.itemsize < 4 for _, each in trained):
-        raise NotMeasured("the parameters are in half precision; trainkit.check")
-    hooked = [name for name, each in trained if has_gradient_hook(each)]
-    if hooked:
-        raise NotMeasured(f"gradient hooks of {listed(hooked)} would run more often")
-
-
-def communicates(trainer: Any, module: Any) -> bool:
-    """Whether a pass waits for other ranks, or its parameters are spread over them."""
-    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
-    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"}:
-        return True
-    return trainer.world_size > 1 and any(
-        isinstance(each, nn.SyncBatchNorm) for each in module.modules()
-    )
-
-
 def shares_of(strategy: AccumulationStrategy, batches: list[Any]) -> torch.Tensor:
     """The share that each part has in its window."""
     if strategy.loss_reduction != "mean":
@@ -372,24 +319,6 @@ def shares_of(strategy: AccumulationStrategy, batches: list[Any]) -> torch.Tenso
     each = [float(strategy.weight(batch)) for batch in batches]
     weights = torch.tensor(each, dtype=torch.float64)
     return weights / weights.sum()
-
-
-def _largest(trainer: Any, number: float) -> float:
-    """The largest of a number on all ranks."""
-    if trainer.world_size == 1:
-        return number
-    device = trainer.strategy.root_device
-    given = torch.tensor([number], dtype=torch.float32, device=device)
-    return float(trainer.strategy.all_gather(given).max())
-
-
-@contextlib.contextmanager
-def _exact_convolutions() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        yield
-        return
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        yield
 
 
 def _exact(found: Found, off: float) -> str:
