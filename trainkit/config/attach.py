@@ -13,6 +13,7 @@ from trainkit.core.strategies import AccumulationStrategy, check_strategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.front.accumulation_callback import AccumulationCallback
 from trainkit.lit.front.mixin import AccumulationMixin
+from trainkit.lit.measure.at_start import Proof
 
 Interval = Literal["epoch", "step"]
 MakeOptimizer = Callable[[Iterable[Any]], Any]
@@ -27,6 +28,7 @@ def attach_accumulation(
     *,
     micro_batching: MicroBatching | None = None,
     wide_gradients: bool = False,
+    proof: Proof = "warn",
 ) -> list[Callback]:
     """Let a module with or without `AccumulationMixin` accumulate by a strategy.
 
@@ -38,6 +40,8 @@ def attach_accumulation(
         strategy: the weight of a micro-batch; None keeps the module's own strategy.
         micro_batching: how to cut loader batches; None keeps the module's own way.
         wide_gradients: keep the window's gradient in float32.
+        proof: what follows if a window is found not to be the big batch; `"warn"` keeps
+            the module's own.
 
     Returns:
         The callbacks that the Trainer needs.
@@ -54,14 +58,27 @@ def attach_accumulation(
             module.micro_batching = micro_batching
         if wide_gradients:
             module.accumulation_wide_gradients = True
+        if proof != "warn":
+            module.accumulation_proof = proof
         return []
     if strategy is not None:
-        options = {"micro_batching": micro_batching, "wide_gradients": wide_gradients}
-        return [AccumulationCallback(strategy, **options)]
-    if micro_batching is not None or wide_gradients:
-        asked = "wide_gradients" if micro_batching is None else "micro_batching"
+        return [
+            AccumulationCallback(
+                strategy,
+                micro_batching=micro_batching,
+                wide_gradients=wide_gradients,
+                proof=proof,
+            )
+        ]
+    asked = {
+        "micro_batching": micro_batching is not None,
+        "wide_gradients": wide_gradients,
+        'proof="require"': proof == "require",
+    }
+    if any(asked.values()):
+        first = next(name for name, is_asked in asked.items() if is_asked)
         raise TrainkitError(
-            f"{asked}: the weight of a micro-batch must be known, but "
+            f"{first}: the weight of a micro-batch must be known, but "
             f"{type(module).__name__} has no AccumulationMixin with a strategy, and no "
             f"accumulation was chosen. Choose accumulation=per_sample or per_token."
         )

@@ -22,6 +22,7 @@ from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.logs.monitor import WindowMonitor
+from trainkit.lit.measure.at_start import checked_proof
 from trainkit.lit.schedule.total_steps import total_steps
 
 
@@ -146,6 +147,7 @@ def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]
         strategy,
         micro_batching=_make(config, "micro_batching"),
         wide_gradients=config.wide_gradients,
+        proof=checked_proof(config.proof),
     )
 
 

@@ -142,10 +142,10 @@ def refuse_zeroed(zeroed: Sequence[int], num_weighted: int) -> None:
 def announce_zeroed(zeroed: Sequence[int]) -> None:
     warnings.warn(
         f"window: {zeroed.count(1)} of its {len(zeroed)} gradients were written over "
-        f"while it was open, and are zero now. The step is exact if the gradients of "
-        f"every micro-batch are changed alike, by a mask for example. It is not exact "
-        f"after zero_grad() of a part of the model: call that after optimizer.step(). "
-        f"Said once.",
+        f"while it was open, and are zero now. The step is the big batch's if the "
+        f"gradients of every micro-batch are changed alike, by a mask for example. It "
+        f"is not after zero_grad() of a part of the model: call that after "
+        f"optimizer.step(). Said once.",
         stacklevel=2,
     )
 

@@ -21,7 +21,7 @@ from trainkit import (
 )
 from trainkit.lit.front.mixin_callback import MixinCallback
 
-LONGER = {"accumulation_checks", "accumulation_wide_gradients"}
+LONGER = {"accumulation_checks", "accumulation_wide_gradients", "accumulation_proof"}
 """For a module that has attributes of the shorter names for itself."""
 OTHERWISE = {"accumulation_aggregation": "aggregation"}
 """A graph network has an `aggregation` of its own, with the very same values, and it
@@ -35,6 +35,7 @@ OF_A_LOOP = {
 OF_A_TRAINER = {
     "micro_batching": "a loop cuts its batches itself",
     "hold_schedulers": "a loop moves its schedulers itself",
+    "proof": "a loop's batches and steps are its own",
 }
 OTHERS: dict[str, Any] = {
     "accumulation": Uniform(),
@@ -42,6 +43,7 @@ OTHERS: dict[str, Any] = {
     "checks": "now",
     "wide_gradients": True,
     "hold_schedulers": True,
+    "proof": "off",
     "accumulation_aggregation": "sum",
 }
 """Each option of the mixin with a value that is not the default."""

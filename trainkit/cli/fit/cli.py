@@ -20,6 +20,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit.measure.at_start import Proof
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
 
@@ -29,6 +30,7 @@ WAYS = (
     "--micro_batching.how=auto, --micro_batching.size=..., --micro_batching.tokens=..."
 )
 WIDE_GRADIENTS = "wide_gradients"
+PROOF = "proof"
 CALLBACKS: dict[str, type[Callback]] = {
     "lr_scaling": LRScaling,
     "batchnorm": BatchNormGuard,
@@ -91,6 +93,12 @@ class TrainkitCLI(LightningCLI):
             default=False,
             help="sum gradients in float32 beside bfloat16 parameters",
         )
+        parser.add_argument(
+            f"--{PROOF}",
+            type=Proof,
+            default="warn",
+            help="what follows if a few rows show that windows are not the big batch",
+        )
         for key, callback in CALLBACKS.items():
             parser.add_subclass_arguments(callback, key, required=False)
 
@@ -133,6 +141,7 @@ class TrainkitCLI(LightningCLI):
                 config.get(ACCUMULATION),
                 micro_batching=config.get(MICRO_BATCHING),
                 wide_gradients=config.get(WIDE_GRADIENTS, False),
+                proof=config.get(PROOF, "warn"),
             ),
             *(callback for callback in callbacks if callback is not None),
         ]

@@ -56,7 +56,7 @@ _WINDOWS = (
     Chart(
         "grad_norm",
         "Gradient norm",
-        "The 2-norm of the exact gradient, before clipping.",
+        "The 2-norm of the window's gradient, before clipping.",
         may_be_log=True,
     ),
     Chart(

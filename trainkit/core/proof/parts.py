@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 TRIES = 200
+FEW_TRIES = 100
+CLEAR = 0.02
 
 
 def telling_parts(counts: Tensor, num_parts: int, least: int = 2) -> list[list[int]]:
@@ -35,6 +37,43 @@ def telling_parts(counts: Tensor, num_parts: int, least: int = 2) -> list[list[i
         if apart > best:
             best, found = apart, parts
     return found
+
+
+def telling_rows(
+    counts: Tensor, sizes: Sequence[int], own: int | None = 0
+) -> list[list[int]]:
+    """A few rows, in parts of these sizes, that tell one denominator from many others.
+
+    Of random choices, the one is taken in which it differs from the most others.
+
+    >>> telling_rows(torch.tensor([[1, 3], [1, 3], [1, 9]]), [1, 1])
+    [[1], [2]]
+
+    Args:
+        counts: one row for each row of the batch, one column for each denominator.
+        sizes: the number of rows in each part.
+        own: the column of the one; None if all parts count alike by it.
+    """
+    draw = random.Random(0)
+    apart = [_choice(draw, counts, sizes, own) for _ in range(FEW_TRIES)]
+    return max(apart, key=lambda each: each[0])[1]
+
+
+def _choice(
+    draw: random.Random, counts: Tensor, sizes: Sequence[int], own: int | None
+) -> tuple[tuple[int, float], list[list[int]]]:
+    """Some rows in parts; how many others they tell it from, and how clearly."""
+    order, parts = draw.sample(range(len(counts)), sum(sizes)), []
+    for size in sizes:
+        parts.append(sorted(order[:size]))
+        order = order[size:]
+    shares = torch.stack([counts[part].sum(0) for part in parts]).double()
+    shares = shares / shares.sum(0).clamp_min(1e-9)
+    even = torch.full((len(parts), 1), 1 / len(parts), dtype=torch.float64)
+    shares = torch.cat([shares, even], 1)
+    distances = (shares - shares[:, [-1 if own is None else own]]).norm(dim=0)
+    clear = distances[distances > CLEAR]
+    return (len(clear), float(clear.min()) if len(clear) else 0.0), parts
 
 
 def _drawn(

@@ -131,10 +131,10 @@ class Trimming:
             self._has_said = True
             warnings.warn(
                 f"MicroBatching: {what}, so nothing of this batch is trimmed, nor of "
-                f"any other where that is so: the step is exact, and computes the "
-                f"padding too. The batch is {describe(batch)}. {ways_out}If several "
-                f"tensors have lengths of their own, as in an encoder and a decoder, "
-                f"name all that tells them: lengths=('attention_mask', "
+                f"any other where that is so. The step does not change, and computes "
+                f"the padding too. The batch is {describe(batch)}. {ways_out}If "
+                f"several tensors have lengths of their own, as in an encoder and a "
+                f"decoder, name all that tells them: lengths=('attention_mask', "
                 f"'path.of.the.other'). With trim=False nothing ever is.",
                 stacklevel=2,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 Row = tuple[str, str]
 """A label and its text."""
@@ -30,3 +31,18 @@ def show(rows: list[Row]) -> None:
     for label, text in rows:
         table.add_row(label, Text(text))  # brackets are no markup
     Console().print(table)
+
+
+def say(trainer: Any, row: Row) -> None:
+    """Print one more row while training runs, above the progress bar if there is one.
+
+    Args:
+        trainer: in `fit`.
+        row: a label and its text.
+    """
+    line = f"trainkit | {row[0]}: {row[1]}"
+    bar = trainer.progress_bar_callback
+    if bar is not None and bar.is_enabled:
+        bar.print(line)
+    else:
+        print(line, flush=True)

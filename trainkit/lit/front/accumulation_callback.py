@@ -11,6 +11,7 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.front.held_schedulers import SchedulerHolder
+from trainkit.lit.measure.at_start import Proof
 from trainkit.lit.windows import refusals
 
 
@@ -32,6 +33,9 @@ class AccumulationCallback(SchedulerHolder):
         hold_schedulers: keep a learning-rate scheduler with `interval="step"` where it
             is when a gradient scaler has skipped the optimizer's step.
         strategy: another name for `accumulation`.
+        proof: what follows if a window is found not to be the big batch, on a few rows
+            of the first batch: `"warn"` warns; `"require"` refuses to train, also if it
+            cannot be measured; `"off"` measures nothing.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class AccumulationCallback(SchedulerHolder):
         micro_batching: MicroBatching | None = None,
         hold_schedulers: bool = False,
         strategy: AccumulationStrategy | Strategies | None = None,
+        proof: Proof = "warn",
     ) -> None:
         if accumulation is not None and strategy is not None:
             raise TrainkitError(
@@ -57,6 +62,7 @@ class AccumulationCallback(SchedulerHolder):
             aggregation=aggregation,
             checks=checks,
             wide_gradients=wide_gradients,
+            proof=proof,
         )
         self.micro_batching = micro_batching
         self.hold_schedulers = hold_schedulers

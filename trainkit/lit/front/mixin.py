@@ -32,6 +32,7 @@ from trainkit.lit.callback.window_end import window_ends
 from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
 from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, listed
 from trainkit.lit.logs.exact_log import one_number, stage_of
+from trainkit.lit.measure.at_start import Proof
 from trainkit.lit.windows.callback import WindowCallback
 
 if TYPE_CHECKING:
@@ -71,8 +72,12 @@ class AccumulationMixin(_Base):
             not show it. The longer name, since layers of graph networks have an
             `aggregation` of their own, with the very values "mean" and "sum".
 
-    A module that has a `checks` or `wide_gradients` of its own says the option as
-    `accumulation_checks` or `accumulation_wide_gradients`, which comes first.
+        proof: what follows if a window is found not to be the big batch, on a few rows
+            of the first batch: `"warn"`, `"require"` to refuse, or `"off"`.
+
+    A module that has a `checks`, `wide_gradients` or `proof` of its own says the option
+    as `accumulation_checks`, `accumulation_wide_gradients` or `accumulation_proof`,
+    which comes first.
     """
 
     accumulation: AccumulationStrategy | Strategies | None = None
@@ -80,9 +85,11 @@ class AccumulationMixin(_Base):
     checks: Checks = "late"
     wide_gradients: bool = False
     hold_schedulers: bool = False
+    proof: Proof = "warn"
     accumulation_aggregation: Aggregation = "auto"
     accumulation_checks: Checks | None = None
     accumulation_wide_gradients: bool | None = None
+    accumulation_proof: Proof | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -24,6 +24,7 @@ class MixinCallback(SchedulerHolder):
             aggregation=module.accumulation_aggregation,
             checks=_option(module, "checks"),
             wide_gradients=_option(module, "wide_gradients"),
+            proof=_option(module, "proof"),
         )
         self._mixin = mixin
         for each in module.trainer.callbacks:

@@ -16,10 +16,10 @@ from trainkit.core.terms import named_strategies
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit
+from trainkit.lit.measure.passes import Passes
 from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.measure import Measurements, Parts
-from trainkit.lit.proof.passes import Passes
 from trainkit.lit.proof.report import Cut, Gradient, Report
 from trainkit.lit.proof.rows import FewRows
 

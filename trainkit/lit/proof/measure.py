@@ -16,7 +16,7 @@ from trainkit.core.proof.parts import telling_parts
 from trainkit.core.proof.weights import Counts, Measured
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
-from trainkit.lit.proof.passes import Pass, Passes
+from trainkit.lit.measure.passes import Pass, Passes
 from trainkit.lit.proof.report import Gradient
 from trainkit.lit.proof.rows import FewRows
 

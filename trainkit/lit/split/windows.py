@@ -21,6 +21,7 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.window_end import say_dropped, window_ends
+from trainkit.lit.measure.at_start import begin_proof
 from trainkit.lit.rerun.gradients import StashedGradients
 from trainkit.lit.rerun.snapshot import kept
 from trainkit.lit.split import refusals
@@ -105,6 +106,9 @@ class SplitWindows:
         self._arrivals = None if is_plain else Arrivals(accumulator)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
+        self._proof = begin_proof(
+            trainer, pl_module, windows, options=options, move=self._transfer
+        )
         self._stash: StashedGradients | None = None
         self._is_complete = False
         self._patch = ExitStack()
@@ -163,6 +167,9 @@ class SplitWindows:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
         is_forward_only = skips_backward(self._trainer)
+        if self._proof is not None:
+            proof, self._proof = self._proof, None
+            proof.run(batch, *args, **kwargs)
         self._windows.follow(self._module)
         self._drop_unstepped()
         if not self._accumulator.is_open:

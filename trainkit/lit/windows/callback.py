@@ -26,6 +26,7 @@ from trainkit.lit.callback.base import Stopped, WindowOwner
 from trainkit.lit.callback.left_behind import copied_without_fit, emptied
 from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.window_end import say_dropped, window_ends
+from trainkit.lit.measure.at_start import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, resume
 from trainkit.lit.windows import refusals
@@ -50,6 +51,7 @@ class WindowCallback(WindowOwner):
         aggregation: Aggregation = "auto",
         checks: Checks = "late",
         wide_gradients: bool = False,
+        proof: Proof = "warn",
     ) -> None:
         super().__init__()
         self.ledger = Ledger()
@@ -60,6 +62,7 @@ class WindowCallback(WindowOwner):
         self.aggregation: Aggregation = aggregation
         self.checks: Checks = checks
         self.wide_gradients = wide_gradients
+        self.proof: Proof = checked_proof(proof)
         self._forget()
 
     def _forget(self) -> None:

@@ -10,6 +10,7 @@ from trainkit.core.batches import num_samples
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.table import show
+from trainkit.lit.measure.at_start import begin_proof
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
 
@@ -39,9 +40,13 @@ class _Steps:
         self._training_step: Callable[..., Any] = trainer.strategy.training_step
         self._moved = MovedState(pl_module)
         self._unlike = Unlike()
+        self._proof = begin_proof(trainer, pl_module, windows)
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
+        if self._proof is not None:
+            proof, self._proof = self._proof, None
+            proof.run(batch, *args, **kwargs)
         with self._watched():
             self._weigh(batch)
             return self._training_step(batch, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from trainkit.core.proof.gradients import Coordinates
 from trainkit.core.split.fields import with_tensors
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
-from trainkit.lit.proof.calls import NARROW, MeasuredCalls, Seen
+from trainkit.lit.measure.calls import NARROW, MeasuredCalls, Seen
+from trainkit.lit.measure.written import PutBackWritten
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import Snapshot
 
@@ -58,18 +59,35 @@ class Passes:
         module: in `fit`, attached to its Trainer.
         num_rows: how many rows the whole has.
         in_double: whether to compute in float64.
+        as_it_is: use the parameters as they are, and copy none. Otherwise each pass
+            has copies that are a little off, in float64 if so asked.
+        arguments: of `training_step` behind the batch; default: what Lightning passes
+            with the first batch.
+        move: brings a batch to the device; it may draw random numbers.
 
     Attributes:
+        num_rows: how many rows the whole has.
         names: of the parameters that train.
         parameters: those.
         in_eval: the layers that are in eval mode during a pass.
         identity_permutations: whether `torch.randperm` permutes nothing.
     """
 
-    def __init__(self, module: Any, num_rows: int, *, in_double: bool) -> None:
+    def __init__(
+        self,
+        module: Any,
+        num_rows: int,
+        *,
+        in_double: bool,
+        as_it_is: bool = False,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        move: Callable[[Any], Any] = lambda batch: batch,
+    ) -> None:
         self.module = module
         self.in_double = in_double
-        self._num_rows = num_rows
+        self._as_it_is = as_it_is
+        self._arguments, self._move = arguments, move
+        self.num_rows = num_rows
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
@@ -77,7 +95,7 @@ class Passes:
         self.in_eval: list[nn.Module] = []
         self.identity_permutations = False
         self._snapshot: Snapshot | None = None
-        self._values: list[tuple[Tensor, Tensor]] = []
+        self._written = PutBackWritten()
         self._draw_shapes: list[list[int]] = []
 
     @contextlib.contextmanager
@@ -87,14 +105,14 @@ class Passes:
         outer = Snapshot(module, device=module.device)
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
-            stack.enter_context(_own_values(module, self.in_double))
+            if not self._as_it_is:
+                stack.enter_context(_own_values(module, self.in_double))
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
             if not module.automatic_optimization:
                 stack.enter_context(self._by_hand())
             self._snapshot = Snapshot(module, device=module.device)
-            self._values = [(p, p.detach().clone()) for p in module.parameters()]
             yield
 
     def run(self, batch: Any, rows: Sequence[int], *, keep_state: bool = False) -> Pass:
@@ -110,17 +128,15 @@ class Passes:
             batch = with_tensors(batch, _in_double)
         calls = MeasuredCalls(
             rows,
-            self._num_rows,
+            self.num_rows,
             in_double=self.in_double,
             permutes=not self.identity_permutations,
             shapes=self._draw_shapes,
         )
         self._terms: list[Term] = []
         try:
-            with _in_eval(self.in_eval), torch.enable_grad(), calls:
-                output = self.module.training_step(
-                    *step_arguments(self.module, batch, 0)
-                )
+            with _in_eval(self.in_eval), torch.enable_grad(), self._written, calls:
+                output = self._training_step(batch)
             if self.module.automatic_optimization:
                 self._take(output)
         finally:
@@ -131,9 +147,15 @@ class Passes:
     def restore(self) -> None:
         """Put back what passes that kept their state have changed."""
         assert self._snapshot is not None
+        self._written.put_back()
         self._snapshot.restore()
-        for parameter, value in self._values:
-            parameter.data.copy_(value)
+
+    def _training_step(self, batch: Any) -> Any:
+        batch = self._move(batch)
+        if self._arguments is None:
+            return self.module.training_step(*step_arguments(self.module, batch, 0))
+        args, kwargs = self._arguments
+        return self.module.training_step(batch, *args, **kwargs)
 
     def _take(self, output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -1,0 +1,13 @@
+"""Here trainings begin with a proof, as those of users do."""
+
+import pytest
+
+from trainkit.lit.measure.at_start import begin_proof
+from trainkit.lit.split import windows
+from trainkit.lit.windows import streamed
+
+
+@pytest.fixture(autouse=True)
+def with_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in (windows, streamed):
+        monkeypatch.setattr(user, "begin_proof", begin_proof)

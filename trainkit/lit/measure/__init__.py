@@ -1,0 +1,1 @@
+"""Gradients of a few rows, measured without a trace."""

@@ -1,0 +1,346 @@
+"""The proof at the beginning of a run: is a window of this module the big batch?"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from trainkit.core.batch_norm.layers import listed, normalising_by_batch
+from trainkit.core.proof.candidates import line_of
+from trainkit.core.proof.gradients import best_fit, deviation, size_of
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.strategies import AccumulationStrategy, Strategies
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import may_be_several
+from trainkit.lit.callback.table import Row, say
+from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
+from trainkit.lit.measure.first_rows import FirstRows, InParts
+from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.rerun.generators import read_states
+
+Proof = Literal["warn", "require", "off"]
+
+MOST = 2e-4
+"""The largest deviation in float32 that is taken for rounding. Exact modules were off
+by up to 3e-6, others by 1e-3 and more."""
+
+MOST_OF_FIT = 3e-5
+"""With the best weights, parts of a loss that looks across rows are off by 1e-3."""
+
+MOST_ROUNDING = 1e-5
+"""Losses that depend on the order of rows do not show what rounding does."""
+
+LABEL = "proof"
+ON_HOST = ("python", "numpy")
+
+
+def checked_proof(proof: Any) -> Proof:
+    """The option; YAML reads a bare `off` as false."""
+    if proof in (False, "False"):
+        return "off"
+    if proof not in get_args(Proof):
+        raise TrainkitError(
+            f'proof: must be "warn", "require" or "off", received {proof!r}.'
+        )
+    return proof
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured at the beginning of a run.
+
+    Attributes:
+        off: how far the window's gradient is from the whole's, as a share of its size.
+        off_in_loss: how far its loss is.
+        rounding: how far a gradient moves when rows change their order; None if there
+            were too few rows to see it.
+        num_rows: how many rows were used.
+        cause: why it is not exact, in one sentence.
+    """
+
+    off: float
+    off_in_loss: float
+    rounding: float | None
+    num_rows: int
+    cause: str = ""
+
+
+class ProofAtStart:
+    """Measures once, on a few rows of the first batch, before the first step.
+
+    Two passes of a few rows are compared with one pass over all of them. Everything is
+    put back: not a bit of the training changes. The result is a line after the table,
+    or a warning.
+
+    Args:
+        trainer: in `fit`.
+        pl_module: what it trains.
+        strategies: what a micro-batch weighs in each term of the loss.
+        proof: `"warn"`; `"require"` refuses to train unless it is exact.
+        options: how split windows cut; None for streamed ones.
+        move: brings a part of a batch to the device.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        strategies: Strategies,
+        proof: Proof,
+        *,
+        options: MicroBatching | None = None,
+        move: Callable[[Any], Any] = lambda batch: batch,
+    ) -> None:
+        self._trainer, self._module = trainer, pl_module
+        self._strategies, self._proof = strategies, proof
+        self._options, self._move = options, move
+
+    def run(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Measure on rows of a batch, and say what was found.
+
+        Args:
+            batch: as `training_step` gets it, or on the host for split windows.
+            *args: further arguments of `training_step`.
+            **kwargs: further keyword arguments of it.
+        """
+        reason, rows, number = "", None, 0
+        try:
+            refuse_unclean(self._trainer, self._module)
+            rows = self._first_rows(batch)
+            number = self._number_of(rows)
+        except Exception as error:
+            reason = _in_one_line(error)
+        num_rows = self._least(number)
+        found = None
+        if num_rows:
+            assert rows is not None
+            try:
+                with aside(self._trainer, self._module):
+                    found = self._measured(rows, num_rows, args, kwargs)
+            except Exception as error:
+                reason = _in_one_line(error)
+        self._tell(found, reason or "another rank cannot measure")
+
+    # ---- the rows --------------------------------------------------------------------
+
+    def _first_rows(self, batch: Any) -> FirstRows:
+        strategy = next(iter(self._strategies.values()))
+        try:
+            return FirstRows(batch, self._options, strategy)
+        except Exception as error:
+            raise NotMeasured(
+                f"the rows of the batch cannot be told apart: {_in_one_line(error)}"
+            ) from error
+
+    def _number_of(self, rows: FirstRows) -> int:
+        """How many rows to measure: as many as cost less than the first step."""
+        in_step = rows.num_rows * self._trainer.accumulate_grad_batches
+        for number in rows.sizes:
+            if number <= rows.num_rows and 2 * number <= in_step:
+                return number
+        raise NotMeasured(
+            f"a loader batch has {rows.num_rows} row{'s' * (rows.num_rows != 1)}, and "
+            f"a step {in_step}: too few to cut"
+        )
+
+    def _least(self, num_rows: int) -> int:
+        """The number of rows that every rank can measure with."""
+        return -int(largest(self._trainer, -num_rows))
+
+    # ---- passes ----------------------------------------------------------------------
+
+    def _measured(
+        self, rows: FirstRows, num_rows: int, args: Any, kwargs: Any
+    ) -> Found:
+        passes = Passes(
+            self._module,
+            num_rows,
+            in_double=False,
+            as_it_is=True,
+            arguments=(args, kwargs),
+            move=self._move,
+        )
+        trims = [True, False] if self._options is None else [True]
+        ways = [(sizes, trimmed) for sizes in rows.sizes[num_rows] for trimmed in trims]
+        with passes.prepared():
+            for number, (sizes, trimmed) in enumerate(ways):
+                try:
+                    return self._compared(passes, rows.in_parts(sizes, trims=trimmed))
+                except Exception as error:
+                    is_last = number + 1 == len(ways)
+                    if is_last or isinstance(error, NotMeasured):
+                        raise
+        raise AssertionError("unreachable")
+
+    def _compared(self, passes: Passes, cut: InParts) -> Found:
+        all_rows = sorted(sum(cut.rows, []))
+        whole = passes.run(cut.whole, all_rows)
+        parts = [
+            passes.run(batch, rows)
+            for batch, rows in zip(cut.parts, cut.rows, strict=True)
+        ]
+        if not math.isfinite(sum(term.loss for term in whole.terms)):
+            raise NotMeasured("the loss of these rows is not finite")
+        if not size_of(whole.gradient):
+            raise NotMeasured("the gradient of these rows is zero")
+        off, off_in_loss = self._off_by(whole, parts, cut)
+        if off > MOST:
+            self._refuse_random(passes, cut.whole, whole)
+        rounding = self._rounding(passes, cut, parts)
+        cause = self._cause(whole, parts) if off > MOST else ""
+        return Found(off, off_in_loss, rounding, len(all_rows), cause)
+
+    def _off_by(
+        self, whole: Pass, parts: list[Pass], cut: InParts
+    ) -> tuple[float, float]:
+        """How far the window's gradient and its loss are from the whole's."""
+        squares = sizes = in_loss = 0.0
+        for number, term in enumerate(whole.terms):
+            strategy = self._strategies.get(
+                term.name, next(iter(self._strategies.values()))
+            )
+            gradients = torch.stack([each.terms[number].gradient for each in parts])
+            shares = shares_of(strategy, cut.parts)
+            off = deviation(term.gradient, gradients, shares)
+            size = size_of(term.gradient)
+            squares, sizes = squares + (off * size) ** 2, sizes + size**2
+            losses = torch.tensor([[each.terms[number].loss] for each in parts])
+            loss = torch.tensor([term.loss], dtype=torch.float64)
+            in_loss = max(in_loss, deviation(loss, losses.double(), shares))
+        return math.sqrt(squares / sizes), in_loss
+
+    def _rounding(
+        self, passes: Passes, cut: InParts, parts: list[Pass]
+    ) -> float | None:
+        """How far the larger part's gradient moves when its rows change their order."""
+        rows = cut.rows[-1]
+        if len(rows) < 2 or self._options is not None and self._options.collate:
+            return None
+        strategy = next(iter(self._strategies.values()))
+        order = list(reversed(range(len(rows))))
+        reversed_batch = FirstRows(cut.parts[-1], self._options, strategy).take(order)
+        found = passes.run(reversed_batch, [rows[n] for n in order])
+        size = size_of(parts[-1].gradient)
+        moved = size_of(found.gradient - parts[-1].gradient)
+        return min(moved / size, MOST_ROUNDING) if size else None
+
+    def _refuse_random(self, passes: Passes, batch: Any, first: Pass) -> None:
+        """Refuse to compare passes that draw what cannot be handed out by row."""
+        device = self._module.device
+        before = read_states(device)
+        again = passes.run(batch, range(passes.num_rows), keep_state=True)
+        after = read_states(device)
+        passes.restore()
+        lines = sorted(again.seen.unlike_draws)
+        if any(name in before and before[name] != after[name] for name in ON_HOST):
+            lines.append("Python's or NumPy's generator")
+        if not lines and torch.equal(again.gradient, first.gradient):
+            return
+        by = ", ".join(lines) or "a generator of its own"
+        raise NotMeasured(
+            f"training_step draws by {by}, which cannot be handed out to single rows"
+        )
+
+    def _cause(self, whole: Pass, parts: list[Pass]) -> str:
+        gradients = torch.stack([each.gradient for each in parts])
+        if best_fit(whole.gradient, gradients).deviation <= MOST_OF_FIT:
+            said = ", ".join(map(line_of, self._strategies.values()))
+            return f"The loss does not divide by what {said} counts."
+        names = normalising_by_batch(self._module)
+        if names:
+            return f"BatchNorm normalises by the micro-batch ({listed(names)})."
+        return "A layer or the loss looks across the rows of a batch."
+
+    # ---- the verdict -----------------------------------------------------------------
+
+    def _tell(self, found: Found | None, reason: str) -> None:
+        """Say what was found, on all ranks alike."""
+        trainer = self._trainer
+        off = largest(trainer, -1.0 if found is None else found.off)
+        is_measured = largest(trainer, float(found is None)) == 0
+        if found is None or not is_measured:
+            text = f"not measured: {reason}"
+            if self._proof == "require":
+                raise TrainkitError(
+                    f'proof="require": {text}. Check with trainkit.check, or choose '
+                    f'proof="warn".'
+                )
+            self._say((LABEL, text))
+            return
+        if off > MOST:
+            text = _not_exact(found, off)
+            if self._proof == "require":
+                raise TrainkitError(f'proof="require": {text}')
+            if trainer.is_global_zero:
+                warnings.warn(text, stacklevel=2)
+            return
+        self._say((LABEL, _exact(found, off)))
+
+    def _say(self, row: Row) -> None:
+        if self._trainer.is_global_zero:
+            say(self._trainer, row)
+
+
+def begin_proof(
+    trainer: Any,
+    pl_module: Any,
+    windows: Any,
+    *,
+    options: MicroBatching | None = None,
+    move: Callable[[Any], Any] = lambda batch: batch,
+) -> ProofAtStart | None:
+    """The proof of a run; None where it is off, or a window is always one batch.
+
+    Args:
+        trainer: about to train.
+        pl_module: what it trains.
+        windows: the callback that divides windows.
+        options: how split windows cut; None for streamed ones.
+        move: brings a part of a batch to the device.
+    """
+    has_parts = trainer.world_size > 1 or may_be_several(trainer, pl_module, windows)
+    if windows.proof == "off" or not has_parts:
+        return None
+    strategies = windows.strategies
+    return ProofAtStart(
+        trainer, pl_module, strategies, windows.proof, options=options, move=move
+    )
+
+
+def shares_of(strategy: AccumulationStrategy, batches: list[Any]) -> torch.Tensor:
+    """The share that each part has in its window."""
+    if strategy.loss_reduction != "mean":
+        return torch.ones(len(batches), dtype=torch.float64)
+    each = [float(strategy.weight(batch)) for batch in batches]
+    weights = torch.tensor(each, dtype=torch.float64)
+    return weights / weights.sum()
+
+
+def _exact(found: Found, off: float) -> str:
+    beside = "" if found.rounding is None else f" (rounding {found.rounding:.0e})"
+    loss = ""
+    if found.off_in_loss > MOST:
+        loss = f"; the loss's value is off by {found.off_in_loss:.1g}, its gradient not"
+    return f"exact on {found.num_rows} of your rows: off by {off:.0e}{beside}{loss}"
+
+
+def _not_exact(found: Found, off: float) -> str:
+    cause = found.cause or "It was found on another rank."
+    return (
+        f"proof: a window of this training is not the big batch. On {found.num_rows} "
+        f"rows of the first batch, cut in two, its gradient is off by {off:.2g} of its "
+        f"size. {cause} `trainkit check`, before the words of a command, or "
+        f"trainkit.check(module, data) says where and why."
+    )
+
+
+def _in_one_line(error: BaseException) -> str:
+    first = str(error).strip().split("\n")[0][:200]
+    if isinstance(error, NotMeasured | TrainkitError):
+        return first
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,82 @@
+"""Where passes of a few rows leave no trace, and what surrounds them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainkit.core._compat import has_gradient_hook
+from trainkit.core.batch_norm.layers import listed
+from trainkit.lit._compat import parts_of
+from trainkit.lit.rerun.snapshot import Snapshot
+
+
+class NotMeasured(Exception):  # nothing is wrong
+    """The proof would not be cheap or clean here; its text says why."""
+
+
+def refuse_unclean(trainer: Any, module: Any) -> None:
+    """Refuse where passes of a few rows would not be cheap or leave no trace."""
+    if communicates(trainer, module):
+        raise NotMeasured("a pass communicates with other ranks")
+    if not module.automatic_optimization:
+        raise NotMeasured("manual optimization; trainkit.check measures it")
+    parameters = list(module.named_parameters())
+    if any(is_lazy(each) for _, each in parameters):
+        raise NotMeasured("parameters get their shape in the first pass")
+    trained = [(name, each) for name, each in parameters if each.requires_grad]
+    if any(each.dtype.itemsize < 4 for _, each in trained):
+        raise NotMeasured("the parameters are in half precision; trainkit.check")
+    hooked = [name for name, each in trained if has_gradient_hook(each)]
+    if hooked:
+        raise NotMeasured(f"gradient hooks of {listed(hooked)} would run more often")
+
+
+def communicates(trainer: Any, module: Any) -> bool:
+    """Whether a pass waits for other ranks, or its parameters are spread over them."""
+    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
+    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"}:
+        return True
+    return trainer.world_size > 1 and any(
+        isinstance(each, nn.SyncBatchNorm) for each in module.modules()
+    )
+
+
+@contextlib.contextmanager
+def aside(trainer: Any, module: Any) -> Iterator[None]:
+    """Nothing is logged, computed in half precision, or left behind."""
+    kept = Snapshot(others=parts_of(trainer))
+    kind = module.device.type
+    precision = torch.get_float32_matmul_precision()
+    try:
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        torch.set_float32_matmul_precision("highest")
+        with torch.autocast(kind, enabled=False), _exact_convolutions():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        kept.restore()
+
+
+@contextlib.contextmanager
+def _exact_convolutions() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        yield
+        return
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
+def largest(trainer: Any, number: float) -> float:
+    """The largest of a number on all ranks."""
+    if trainer.world_size == 1:
+        return number
+    device = trainer.strategy.root_device
+    given = torch.tensor([number], dtype=torch.float32, device=device)
+    return float(trainer.strategy.all_gather(given).max())
