@@ -113,7 +113,7 @@ class Measurements:
         squares = sizes = 0.0
         for name, measured in self.terms(parts, make).items():
             strategy = strategy_of(name, strategies)
-            off = measured.off_by(self.weights(strategy, parts, make))
+            off = measured.off_by(self.weights(strategy, parts, make, term=name))
             size = size_of(measured.whole)
             squares, sizes = squares + (off * size) ** 2, sizes + size**2
         return math.sqrt(squares / sizes)
@@ -130,14 +130,22 @@ class Measurements:
         return found
 
     def weights(
-        self, strategy: AccumulationStrategy | None, parts: Parts, make: Make
+        self,
+        strategy: AccumulationStrategy | None,
+        parts: Parts,
+        make: Make,
+        *,
+        term: str = "",
     ) -> Tensor:
         """The share of each part in the window; plain accumulation has no strategy."""
         if strategy is None:
             return torch.full((len(parts),), 1 / len(parts), dtype=torch.float64)
         if strategy.loss_reduction != "mean":
             return torch.ones(len(parts), dtype=torch.float64)
-        each = [float(strategy.weight(make(rows))) for rows in parts]
+        each = []
+        for rows in parts:
+            said = self.of(rows, make).weight(term)
+            each.append(float(strategy.weight(make(rows))) if said is None else said)
         weights = torch.tensor(each, dtype=torch.float64)
         return weights / weights.sum()
 
@@ -149,7 +157,8 @@ class Measurements:
         assert coordinates is not None
         window = torch.zeros_like(self.whole.gradient)
         for name, measured in self.terms(self.parts, make).items():
-            weights = self.weights(strategy_of(name, strategies), self.parts, make)
+            strategy = strategy_of(name, strategies)
+            weights = self.weights(strategy, self.parts, make, term=name)
             window += (measured.parts * weights[:, None]).sum(0)
         size = size_of(self.whole.gradient)
         wholes = coordinates.split(self.whole.gradient)
