@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.core.strategies import (
@@ -93,7 +94,8 @@ def said_weight(number: Any, name: str) -> Weight:
         number: a Python number or a 0-d tensor.
         name: where it was said, for an error.
     """
-    if isinstance(number, Tensor) and number.is_cpu and number.numel() == 1:
+    is_near = isinstance(number, Tensor) and number.is_cpu and number.numel() == 1
+    if is_near and not torch.compiler.is_compiling():  # where it would break the graph
         number = number.item()
     hint = "Give it what the mean divides by, such as mask.sum()."
     return checked_weight(number, name=name, hint=hint)

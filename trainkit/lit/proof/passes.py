@@ -17,7 +17,7 @@ from trainkit.core.strategies import Strategies
 from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
-from trainkit.lit.callback.said_weight import SaidWeight
+from trainkit.lit.callback.said_weight import SaidWeight, refuse_unsaid_weight
 from trainkit.lit.proof.calls import NARROW, MeasuredCalls, Seen
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import Snapshot
@@ -113,7 +113,9 @@ class Passes:
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
-            if self._saying is not None and hasattr(module, "weigh"):
+            if self._saying is not None:
+                if not hasattr(module, "weigh"):
+                    refuse_unsaid_weight(module, {"": self._saying})
                 say = partial(self._said.say, strategy=self._saying)
                 stack.enter_context(replaced(module, weigh=say))
             if not module.automatic_optimization:

@@ -113,6 +113,7 @@ def _of_unknown_weights(which: str, explained: Explained) -> Cause:
         (
             "accumulation = Weighed(), and in training_step self.weigh(n) with the "
             "number that the loss divides by",
+            "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
         ),
     )
 
