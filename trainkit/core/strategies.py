@@ -320,8 +320,8 @@ def checked_weight(
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.is_complex():
             raise TrainkitError(
-                f"{name}: must be one real number for a micro-batch, received a tensor "
-                f"of shape {list(weight.shape)} and {weight.dtype}. {hint}"
+                f"{name}: must be one number for a micro-batch, received a tensor of "
+                f"{weight.dtype} and shape {list(weight.shape)}. {hint}"
             )
         flat = weight.detach().reshape(()) if weight.ndim else weight.detach()
         # A copy, in the dtype of the totals: a buffer that the loop fills again would

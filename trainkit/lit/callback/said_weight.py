@@ -90,7 +90,8 @@ class SaidWeight:
                 f"{name}.training_step: with accumulation=Weighed() it must say what "
                 f"its loss divides by, and self.weigh() was not called for this loss. "
                 f"Call self.weigh(n) before the loss is returned (in manual "
-                f"optimization: before accumulate()), with 0 where nothing counts."
+                f"optimization: before accumulate()), with 0 where nothing counts; or "
+                f"name a function that counts: Weighed(by=...)."
             )
         return said
 
