@@ -63,7 +63,7 @@ def twice(module: Any) -> None:
         (twice, r"self.weigh\(3\): this loss was weighed already, with 2"),
         (lambda m: m.weigh(-1), r"self.weigh\(n\): must be finite .* received -1"),
         (lambda m: m.weigh(torch.tensor(float("nan"))), "not negative, received nan"),
-        (lambda m: m.weigh(torch.ones(3)), r"a tensor of torch.float32 and shape \[3\]"),
+        (lambda m: m.weigh(torch.ones(3)), r"torch.float32 and shape \[3\]"),
         (lambda m: m.weigh(torch.tensor(1j)), "a 0-d tensor, received complex"),
         (lambda m: m.weigh("many"), "a number or a 0-d tensor, received str"),
     ],
