@@ -64,7 +64,7 @@ def without_proof() -> None:
     from trainkit.lit.windows import streamed
 
     for user in (windows, streamed):
-        vars(user)["begin_proof"] = lambda *args, **kwargs: None
+        vars(user)["begin_proof"] = lambda *_, **__: lambda *_, **__: None
 
 
 def _keep() -> None:

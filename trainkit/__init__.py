@@ -29,6 +29,7 @@ __all__ = [
     "ResumableLoader",
     "TrainkitError",
     "Uniform",
+    "Weighed",
     "WindowMonitor",
     "check",
     "find_micro_batch",

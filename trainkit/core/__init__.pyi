@@ -9,4 +9,5 @@ from .strategies import PerClassWeight as PerClassWeight
 from .strategies import PerSample as PerSample
 from .strategies import PerToken as PerToken
 from .strategies import Uniform as Uniform
+from .weighed import Weighed as Weighed
 from .window_stats import WindowStats as WindowStats

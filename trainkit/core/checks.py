@@ -124,8 +124,8 @@ class Watch:
         if bad := _ranks(rows, lambda r: not (0 <= r[SMALLEST] <= r[LARGEST] < inf)):
             raise TrainkitError(
                 f"{where}, {bad}: a micro-batch's weight must be finite and not "
-                f"negative, and one was not. Check the strategy's weight() and the "
-                f"mask or sample weights that it sums."
+                f"negative, and one was not. Check the strategy's weight(), or what "
+                f"self.weigh() got, and the mask or sample weights that it sums."
             )
         lost = _ranks(rows, lambda r: isfinite(r[LOSS]) and not isfinite(r[BARE_LOSS]))
         if lost and self._lost_mean_at is None:

@@ -304,13 +304,24 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
-def checked_weight(weight: Any) -> Weight:
-    """A weight as a Python number or a 0-d tensor; never waits for a tensor."""
+def checked_weight(
+    weight: Any,
+    *,
+    name: str = "weight",
+    hint: str = "Check the strategy's weight() and what it sums.",
+) -> Weight:
+    """A weight as a Python number or a 0-d tensor; never waits for a tensor.
+
+    Args:
+        weight: what was received.
+        name: what an error calls it.
+        hint: what an error says to do.
+    """
     if isinstance(weight, Tensor):
-        if weight.ndim and weight.numel() != 1:
+        if weight.numel() != 1 or weight.is_complex():
             raise TrainkitError(
-                f"weight: must be one number for a micro-batch, received a tensor of "
-                f"shape {list(weight.shape)}. Sum it in the strategy's weight()."
+                f"{name}: must be one number for a micro-batch, received a tensor of "
+                f"{weight.dtype} and shape {list(weight.shape)}. {hint}"
             )
         flat = weight.detach().reshape(()) if weight.ndim else weight.detach()
         # A copy, in the dtype of the totals: a buffer that the loop fills again would
@@ -320,13 +331,12 @@ def checked_weight(weight: Any) -> Weight:
         weight = weight.item()
     if not isinstance(weight, int | float):
         raise TrainkitError(
-            f"weight: must be a number or a 0-d tensor, received "
-            f"{type(weight).__name__}. Check the strategy's weight()."
+            f"{name}: must be a number or a 0-d tensor, received "
+            f"{type(weight).__name__}. {hint}"
         )
     if not math.isfinite(weight) or weight < 0:
         raise TrainkitError(
-            f"weight: must be finite and not negative, received {weight}. Check the "
-            f"strategy's weight() and what it sums."
+            f"{name}: must be finite and not negative, received {weight}. {hint}"
         )
     return weight
 

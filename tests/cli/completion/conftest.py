@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-STRATEGIES = ["none", "per_class_weight", "per_sample", "per_token", "uniform"]
+STRATEGIES = [
+    "none",
+    "per_class_weight",
+    "per_sample",
+    "per_token",
+    "uniform",
+    "weighed",
+]
 
 
 @pytest.fixture(autouse=True)

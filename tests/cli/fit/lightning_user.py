@@ -85,6 +85,11 @@ class ResumableData(Data):
         )
 
 
+def count_tokens(module: Any, batch: Any) -> int:
+    """What `Net` divides by."""
+    return int((batch["labels"] != -100).sum())
+
+
 class ByRow(AccumulationStrategy):
     """A strategy that trainkit does not have."""
 

@@ -69,6 +69,13 @@ def test_a_strategy_of_the_users_own_trains() -> None:
     assert not torch.equal(trained, by_hand(PerToken()))
 
 
+def test_a_function_that_counts_is_named_by_its_path() -> None:
+    by = f"--accumulation.by={USER}.count_tokens"
+    trained = fitted("--accumulation=Weighed", by)
+    assert torch.equal(trained, by_hand(PerToken()))
+    assert not torch.equal(trained, by_hand(Uniform()))
+
+
 def test_a_schedule_equals_the_written_one() -> None:
     trained = fitted(
         "--trainer.accumulate_grad_batches=1",

@@ -31,6 +31,7 @@ from trainkit import (
     PerToken,
     TrainkitError,
     Uniform,
+    Weighed,
 )
 
 SPLIT = MicroBatching(size=6)
@@ -447,6 +448,27 @@ def test_padding_that_is_seen_is_not_judged_here(
     with pytest.warns(UserWarning, match="the model sees its padding"):
         fit(Summed(), tokens(), PerToken(), SPLIT)
     assert said(capsys).startswith("exact on 5 of your rows")
+
+
+class SaysHalf(Tokens):
+    """Says what its loss divides by, which is half of the batch's tokens."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        labels = batch["labels"].where(batch["ids"] % 2 == 0, -100)
+        self.counted = int((labels != -100).sum())
+        return super().training_step(batch | {"labels": labels}, batch_idx)
+
+
+def test_a_weight_that_the_module_says_is_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for split in (None, UNTRIMMED):
+        by = Weighed(by=lambda module, batch: module.counted)
+        fit(SaysHalf(), tokens(), by, split)
+        assert said(capsys).startswith("exact on 5 of your rows")
+        wrong = Weighed(by=lambda module, batch: len(batch["ids"]))
+        with pytest.warns(UserWarning, match=ALARM):
+            fit(SaysHalf(), tokens(), wrong, split)
 
 
 class FussyOnOne(Tokens):

@@ -28,7 +28,7 @@ from tests.helpers import (
 from tests.lit.fronts import cut as parted
 from tests.lit.fronts import windows_of
 from tests.lit.split.short_of_memory import Memory, Short
-from trainkit import PerSample, PerToken
+from trainkit import PerSample, PerToken, Weighed
 from trainkit.core.split import search
 from trainkit.core.split.micro_batching import MicroBatching
 
@@ -46,7 +46,7 @@ class Case:
     """One training.
 
     Attributes:
-        loss: "tokens", "samples", "terms", or "sums".
+        loss: "tokens", "samples", "terms", "sums", or "said" by `training_step`.
         cut: how.
         window: loader batches.
         silent: the rank whose labels are ignored but for one.
@@ -118,6 +118,7 @@ class Trained(Short):
             "samples": PerSample(),
             "sums": PerToken(loss_reduction="sum"),
             "terms": {"ce": PerToken(), "kl": PerSample()},
+            "said": Weighed(),
         }[case.loss]
 
     def logits_of(self, batch: Any) -> Tensor:
@@ -143,7 +144,7 @@ class Trained(Short):
             self.validated.append(self.norm.running_mean.clone())
 
     def sums_of(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return terms_of(self.logits_of(batch), batch["labels"])
+        return terms_of(self.logits_of(batch), self.labels_of(batch))
 
     def loss_of(self, batch: Any) -> Tensor:
         if self.called is not None:
@@ -151,7 +152,18 @@ class Trained(Short):
         ce, each = self.sums_of(batch)
         if self.case.loss == "samples":
             return each / len(batch["labels"])
-        return ce if self.case.loss == "sums" else ce / (batch["labels"] != -100).sum()
+        if self.case.loss == "said":
+            self.weigh(self.labels_of(batch).ne(-100).sum())
+        return ce if self.case.loss == "sums" else ce / self.count_of(batch)
+
+    def count_of(self, batch: Any) -> Tensor:
+        return self.labels_of(batch).ne(-100).sum().clamp(min=1)
+
+    def labels_of(self, batch: Any) -> Tensor:
+        """Those that the loss counts; "said" leaves out some tokens of the batch."""
+        if self.case.loss != "said":
+            return batch["labels"]
+        return batch["labels"].masked_fill(batch["ids"] % 6 > 1, -100)
 
 
 def data_of(case: Case, world: int) -> list[list[Any]]:
@@ -265,10 +277,11 @@ def reference(case: Case, world: int) -> tuple[Tensor, Tensor]:
             batch = pad(samples)
             optimizer.zero_grad()
             ce, each = module.sums_of(batch)
-            count = (batch["labels"] != -100).sum()
+            count = module.count_of(batch)
             loss = {
                 "tokens": ce / count,
                 "sums": ce / count,
+                "said": ce / count,
                 "samples": each / len(samples),
                 "terms": ce / count + 0.5 * each / len(samples),
             }[case.loss]

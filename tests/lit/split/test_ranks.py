@@ -25,6 +25,11 @@ EQUAL = {
     "sums": Case(loss="sums"),
     "terms, tokens, adamw": Case(loss="terms", cut=TOKENS, optimizer="adamw"),
     "metrics": Case(metrics=True),
+    "said": Case(loss="said"),
+    "said, streamed": Case(loss="said", cut=None, window=2),
+    "said, windows of two": Case(loss="said", window=2, optimizer="adamw"),
+    "said, nearly nothing on rank 0": Case(loss="said", silent=0),
+    "auto, said": Case(cut=AUTO, loss="said", epochs=3),
     "nearly nothing on rank 0": Case(silent=0),
     "nearly nothing on rank 1": Case(silent=1, loss="terms"),
     "windows of two": Case(window=2),
@@ -77,6 +82,9 @@ RAN_OUT = {
         ("of single micro-batches", 1, 3),
     )
 }
+RAN_OUT["at once, on rank 1, said"] = Case(
+    cut=AUTO, loss="said", memory=MEMORIES["at once, on rank 1"], epochs=3
+)
 
 IN_FORWARD = [Memory(fits={0: 60}, place="transfer"), Memory()]
 """It runs out before the first forward pass, in which DDP sends the buffers."""

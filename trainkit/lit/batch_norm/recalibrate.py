@@ -20,7 +20,7 @@ from trainkit.lit.batch_norm.samples import (
     on_device,
     refuse_unreadable,
 )
-from trainkit.lit.callback.base import fetches_batches, has_callback
+from trainkit.lit.callback.base import fetches_batches, has_callback, windows_of
 from trainkit.lit.rerun.quietly import muted, seed
 from trainkit.lit.rerun.snapshot import kept
 
@@ -104,6 +104,7 @@ class Recalibrate(Policy):
         with (
             isolate_rng(),
             muted(module),
+            _unheard(trainer),
             kept(module, leave_out=self._layers.values(), only_buffers=True),
             self._as_in_training(trainer, module),
         ):
@@ -159,6 +160,12 @@ class Recalibrate(Policy):
             trainer.state.stage = stage
             for each, mode in modes.items():
                 each.training = mode
+
+
+def _unheard(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which `training_step` may say weights, which count nothing."""
+    windows = windows_of(trainer)
+    return contextlib.nullcontext() if windows is None else windows.said.unheard()
 
 
 def _refuse_unusable_step(module: Any) -> None:

@@ -17,6 +17,7 @@ from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unwrapped
 from trainkit.lit.callback.left_behind import without_module
+from trainkit.lit.callback.said_weight import SaidWeight
 from trainkit.lit.callback.table import Row, show
 
 Found = TypeVar("Found")
@@ -70,6 +71,7 @@ class WindowOwner(OrderedCallback):
         first_windows: the windows from which a batch size can be measured.
         strategies: say what a micro-batch weighs in each term of the loss.
         weight: what the micro-batch under way weighs, in a streamed window.
+        said: what the module says that its loss weighs.
         counts_samples: whether somebody wants the samples of all windows.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
@@ -82,6 +84,7 @@ class WindowOwner(OrderedCallback):
     own_sizes: frozenset[int] = frozenset()
     strategies: Mapping[str, AccumulationStrategy]
     weight: Weight | None
+    said: SaidWeight
     counts_samples: bool
 
     @property

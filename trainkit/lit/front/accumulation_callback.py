@@ -10,6 +10,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.said_weight import refuse_unsaid_weight
 from trainkit.lit.front.held_schedulers import SchedulerHolder
 from trainkit.lit.measure.at_start import Proof
 from trainkit.lit.windows import refusals
@@ -72,4 +73,5 @@ class AccumulationCallback(SchedulerHolder):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         refusals.refuse_manual_optimization(pl_module)
+        refuse_unsaid_weight(pl_module, self.strategies)
         super().on_train_start(trainer, pl_module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from trainkit.core.strategies import (
     checked_weight,
 )
 from trainkit.core.terms import leading
+from trainkit.core.weighed import Weighed, said_weight
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
@@ -30,7 +30,7 @@ from trainkit.lit.batch_size.effective import find_effective_batch, read_effecti
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.callback.window_end import window_ends
 from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
-from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, listed
+from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, checked, listed
 from trainkit.lit.logs.exact_log import one_number, stage_of
 from trainkit.lit.measure.at_start import Proof
 from trainkit.lit.windows.callback import WindowCallback
@@ -69,9 +69,8 @@ class AccumulationMixin(_Base):
             of your own is then not called either.
         accumulation_aggregation: `aggregation` of `AccumulationCallback`: what the
             backend does to gradients across ranks, where the Trainer's strategy does
-            not show it. The longer name, since layers of graph networks have an
-            `aggregation` of their own, with the very values "mean" and "sum".
-
+            not show it. Layers of graph networks have an `aggregation` of their own,
+            with the very values "mean" and "sum"; hence the longer name.
         proof: what follows if a window is found not to be the big batch, on a few rows
             of the first batch: `"warn"`, `"require"` to refuse, or `"off"`.
 
@@ -95,7 +94,7 @@ class AccumulationMixin(_Base):
         super().__init_subclass__(**kwargs)
         _refuse_wrong_order(cls)
         if not isinstance(getattr_static(cls, CALLBACKS), OwnCallbacks):
-            setattr(cls, CALLBACKS, OwnCallbacks(_checked(cls.configure_callbacks)))
+            setattr(cls, CALLBACKS, OwnCallbacks(checked(cls.configure_callbacks)))
         _hide_from_torchscript(cls, "effective_batch")
         for name in ("setup", "configure_model"):
             _replace_after(cls, name)
@@ -131,6 +130,25 @@ class AccumulationMixin(_Base):
         if any(isinstance(each, MixinCallback) for each in found):
             return found
         return [*found, MixinCallback(self, AccumulationMixin)]
+
+    # ---- weights ---------------------------------------------------------------------
+
+    def weigh(self, number: Weight) -> None:
+        """Say in `training_step` what its loss divides by, for `Weighed()`.
+
+        Without a window (in validation, in a finder's search) it is not used.
+
+        Args:
+            number: a number, or a 0-d tensor, which stays on its device.
+        """
+        try:
+            trainer = self.trainer
+        except (RuntimeError, AttributeError):  # not attached to one, or in Fabric
+            said_weight(number, "self.weigh(n)")
+            return
+        windows = find_callback(trainer, MixinCallback)
+        if windows is not None and trainer.training:
+            windows.said.say(number, windows.strategy)
 
     # ---- logging ---------------------------------------------------------------------
 
@@ -173,7 +191,8 @@ class AccumulationMixin(_Base):
             loss: what the strategy's `loss_reduction` says, undivided.
             batch: what the strategy weighs.
             optimizer: whose window; needed when there are several.
-            weight: the weight itself, in place of `batch`.
+            weight: the weight itself, in place of `batch`. It comes before what
+                `self.weigh` has said, which is for the next loss without one.
             sync: False leaves the ranks' gradients apart, which saves time on all
                 micro-batches but a window's last: `sync=self.window_ends(batch_idx)`.
             **backward_options: passed to `manual_backward`, such as `retain_graph`.
@@ -182,6 +201,9 @@ class AccumulationMixin(_Base):
         windows = self._windows()
         index = self._index(windows, optimizer)
         windows.follow(self)
+        strategy = windows.accumulators[index].strategy
+        if weight is None and isinstance(strategy, Weighed):
+            weight = windows.said.take(strategy, self, batch)
         block = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
         with nullcontext() if sync else block():
             windows.accumulators[index].backward(
@@ -291,7 +313,8 @@ class AccumulationMixin(_Base):
             name: under which the mean is logged when the epoch ends.
             loss: what the strategy's `loss_reduction` says.
             batch: what the strategy weighs.
-            weight: the weight itself, in place of `batch`.
+            weight: the weight itself, in place of `batch`. With `Weighed()` it is what
+                `self.weigh` has said before, in `training_step`.
             prog_bar: also show it in the progress bar.
             logger: send it to the loggers; default: if there are any.
         """
@@ -302,11 +325,14 @@ class AccumulationMixin(_Base):
             return  # lr_find and scale_batch_size run without callbacks
         if windows.fills_up:
             return
+        if weight is None:
+            is_said = isinstance(strategy, Weighed)
+            weight = windows.said.look() if is_said else strategy.weight(batch)
         windows.means.add(
             stage,
             name,
             one_number(name, loss, self.device),
-            checked_weight(strategy.weight(batch) if weight is None else weight),
+            checked_weight(weight),
             strategy.loss_reduction,
             {"prog_bar": prog_bar, "logger": logger},
         )
@@ -336,24 +362,6 @@ def _refuse_wrong_order(cls: type) -> None:
             f"LightningModule, whose hooks hide the mixin's otherwise. Write "
             f"class {cls.__name__}(AccumulationMixin, LightningModule)."
         )
-
-
-def _checked(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an override of `configure_callbacks` complain if it leaves ours out."""
-
-    @functools.wraps(hook)
-    def checked(self: AccumulationMixin) -> Any:
-        result = hook(self)
-        if not any(isinstance(each, MixinCallback) for each in listed(result)):
-            name = f"{type(self).__name__}.configure_callbacks()"
-            raise TrainkitError(
-                f"{name}: it must call super().configure_callbacks(), and return or "
-                f"extend what that returns; received {result!r}, without what "
-                f"AccumulationMixin brings."
-            )
-        return result
-
-    return checked
 
 
 def _hide_from_torchscript(cls: type, name: str) -> None:

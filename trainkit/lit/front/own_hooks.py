@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import getattr_static
 from types import MethodType
 from typing import Any
+
+from trainkit.errors import TrainkitError
+from trainkit.lit.front.mixin_callback import MixinCallback
 
 CALLBACKS = "configure_callbacks"
 
@@ -50,6 +54,24 @@ def listed(callbacks: Any) -> list[Any]:
     if not callbacks:
         return []
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+
+
+def checked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an override of `configure_callbacks` complain if it leaves ours out."""
+
+    @functools.wraps(hook)
+    def looked_at(self: Any) -> Any:
+        result = hook(self)
+        if not any(isinstance(each, MixinCallback) for each in listed(result)):
+            name = f"{type(self).__name__}.configure_callbacks()"
+            raise TrainkitError(
+                f"{name}: it must call super().configure_callbacks(), and return or "
+                f"extend what that returns; received {result!r}, without what "
+                f"AccumulationMixin brings."
+            )
+        return result
+
+    return looked_at
 
 
 def _extended(module: Any, own: Any) -> list[Any]:

@@ -99,15 +99,19 @@ class ProofAtStart:
         self._trainer, self._module = trainer, pl_module
         self._strategies, self._proof = strategies, proof
         self._options, self._move = options, move
+        self._is_done = False
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Measure on rows of a batch, and say what was found.
+        """Measure on rows of the first batch, and say what was found.
 
         Args:
             batch: as `training_step` gets it, or on the host for split windows.
             *args: further arguments of `training_step`.
             **kwargs: further keyword arguments of it.
         """
+        if self._is_done:
+            return
+        self._is_done = True
         reason, rows, number = "", None, 0
         try:
             refuse_unclean(self._trainer, self._module)
@@ -162,6 +166,7 @@ class ProofAtStart:
             num_rows,
             in_double=False,
             as_it_is=True,
+            strategies=self._strategies,
             arguments=(args, kwargs),
             move=self._move,
         )
@@ -205,7 +210,8 @@ class ProofAtStart:
                 term.name, next(iter(self._strategies.values()))
             )
             gradients = torch.stack([each.terms[number].gradient for each in parts])
-            shares = shares_of(strategy, cut.parts)
+            said = [each.weight(term.name) for each in parts]
+            shares = shares_of(strategy, cut.parts, said)
             off = deviation(term.gradient, gradients, shares)
             size = size_of(term.gradient)
             squares, sizes = squares + (off * size) ** 2, sizes + size**2
@@ -293,8 +299,10 @@ def begin_proof(
     *,
     options: MicroBatching | None = None,
     move: Callable[[Any], Any] = lambda batch: batch,
-) -> ProofAtStart | None:
-    """The proof of a run; None where it is off, or a window is always one batch.
+) -> Callable[..., None]:
+    """What proves a run in its first `training_step`.
+
+    It does nothing where that is off, or where a window is always one batch.
 
     Args:
         trainer: about to train.
@@ -305,18 +313,34 @@ def begin_proof(
     """
     has_parts = trainer.world_size > 1 or may_be_several(trainer, pl_module, windows)
     if windows.proof == "off" or not has_parts:
-        return None
+        return _nothing
     strategies = windows.strategies
-    return ProofAtStart(
+    proof = ProofAtStart(
         trainer, pl_module, strategies, windows.proof, options=options, move=move
     )
+    return proof.run
 
 
-def shares_of(strategy: AccumulationStrategy, batches: list[Any]) -> torch.Tensor:
-    """The share that each part has in its window."""
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def shares_of(
+    strategy: AccumulationStrategy, batches: list[Any], said: list[float | None]
+) -> torch.Tensor:
+    """The share that each part has in its window.
+
+    Args:
+        strategy: weighs them.
+        batches: the parts.
+        said: what `training_step` has said that each weighs, if it has.
+    """
     if strategy.loss_reduction != "mean":
         return torch.ones(len(batches), dtype=torch.float64)
-    each = [float(strategy.weight(batch)) for batch in batches]
+    each = [
+        float(strategy.weight(batch)) if weight is None else weight
+        for batch, weight in zip(batches, said, strict=True)
+    ]
     weights = torch.tensor(each, dtype=torch.float64)
     return weights / weights.sum()
 

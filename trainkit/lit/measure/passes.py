@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from trainkit.core.proof.gradients import Coordinates
 from trainkit.core.split.fields import with_tensors
+from trainkit.core.strategies import Strategies
+from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
+from trainkit.lit.callback.said_weight import SaidWeight, refuse_unsaid_weight
 from trainkit.lit.measure.calls import NARROW, MeasuredCalls, Seen
 from trainkit.lit.measure.written import PutBackWritten
 from trainkit.lit.rerun.quietly import muted
@@ -28,11 +32,13 @@ class Term:
         name: of the term; "" for a loss of one term.
         loss: its value.
         gradient: the coordinates that are kept.
+        weight: what the pass has said that it divides by, if it has.
     """
 
     name: str
     loss: float
     gradient: Tensor
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class Pass:
     def gradient(self) -> Tensor:
         return torch.stack([term.gradient for term in self.terms]).sum(0)
 
+    def weight(self, name: str) -> float | None:
+        """What the pass has said that a term divides by, if it has."""
+        found = (term.weight for term in self.terms if term.name == name)
+        return next(found, None)
+
 
 class Passes:
     """Runs `training_step`, and puts everything back after each pass.
@@ -64,6 +75,7 @@ class Passes:
         arguments: of `training_step` behind the batch; default: what Lightning passes
             with the first batch.
         move: brings a batch to the device; it may draw random numbers.
+        strategies: by term; one of them may let `training_step` say weights.
 
     Attributes:
         num_rows: how many rows the whole has.
@@ -79,11 +91,15 @@ class Passes:
         num_rows: int,
         *,
         in_double: bool,
+        strategies: Strategies | None = None,
         as_it_is: bool = False,
         arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         move: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
         self.module = module
+        leading = next(iter((strategies or {}).values()), None)
+        self._saying = leading if isinstance(leading, Weighed) else None
+        self._said = SaidWeight()
         self.in_double = in_double
         self._as_it_is = as_it_is
         self._arguments, self._move = arguments, move
@@ -110,6 +126,11 @@ class Passes:
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
+            if self._saying is not None:
+                if not hasattr(module, "weigh"):
+                    refuse_unsaid_weight(module, {"": self._saying})
+                say = partial(self._said.say, strategy=self._saying)
+                stack.enter_context(replaced(module, weigh=say))
             if not module.automatic_optimization:
                 stack.enter_context(self._by_hand())
             self._snapshot = Snapshot(module, device=module.device)
@@ -135,10 +156,11 @@ class Passes:
         )
         self._terms: list[Term] = []
         try:
-            with _in_eval(self.in_eval), torch.enable_grad(), self._written, calls:
-                output = self._training_step(batch)
-            if self.module.automatic_optimization:
-                self._take(output)
+            with self._said.open():
+                with _in_eval(self.in_eval), torch.enable_grad(), self._written, calls:
+                    output = self._training_step(batch)
+                if self.module.automatic_optimization:
+                    self._take(output, batch)
         finally:
             if not keep_state:
                 self.restore()
@@ -157,13 +179,21 @@ class Passes:
         args, kwargs = self._arguments
         return self.module.training_step(batch, *args, **kwargs)
 
-    def _take(self, output: Any) -> None:
+    def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         terms = loss if isinstance(loss, Mapping) else {"": loss}
         for name, term in terms.items():
-            self._add(name, term, retain=len(terms) > 1)
+            weight = self._said_weight(batch)
+            self._add(name, term, retain=len(terms) > 1, weight=weight)
 
-    def _add(self, name: str, loss: Any, *, retain: bool) -> None:
+    def _said_weight(self, batch: Any) -> float | None:
+        if self._saying is None:
+            return None
+        return float(self._said.take(self._saying, self.module, batch))
+
+    def _add(
+        self, name: str, loss: Any, *, retain: bool, weight: float | None = None
+    ) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TrainkitError(
                 f"training_step: check needs a loss of one number, received "
@@ -182,7 +212,7 @@ class Passes:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)
         vector = self.coordinates.of(gradients)
-        self._terms.append(Term(name, float(loss.detach()), vector))
+        self._terms.append(Term(name, float(loss.detach()), vector, weight))
 
     @contextlib.contextmanager
     def _by_hand(self) -> Iterator[None]:
@@ -190,6 +220,12 @@ class Passes:
 
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self._add(str(len(self._terms)), loss, retain=True)
+
+        def accumulate(
+            loss: Tensor, batch: Any = None, *, weight: Any = None, **kwargs: Any
+        ) -> None:
+            said = self._said_weight(batch) if weight is None else float(weight)
+            self._add(str(len(self._terms)), loss, retain=True, weight=said)
 
         module = self.module
         idle = [_Idle(each) for each in module.trainer.optimizers]
@@ -202,7 +238,7 @@ class Passes:
             "toggle_optimizer": _nothing,
             "untoggle_optimizer": _nothing,
             # of a mixin, whose callback is not here
-            "accumulate": backward,
+            "accumulate": accumulate,
             "window_ends": lambda *args, **kwargs: False,
             "finish_window": _nothing,
         }

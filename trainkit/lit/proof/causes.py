@@ -235,7 +235,7 @@ class Causes:
         with_run = self._explained(make) or explained
         for name, each in with_run.items():
             strategy = strategy_of(name, self._strategies)
-            weights = found.weights(strategy, found.parts, make)
+            weights = found.weights(strategy, found.parts, make, term=name)
             measured = found.terms(found.parts, make)[name]
             if measured.off_by(weights) > found.tolerance:
                 self.causes.append(

@@ -16,6 +16,7 @@ from trainkit.core.terms import named_strategies
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit
+from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.measure.passes import Passes
 from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.causes import Causes
@@ -143,6 +144,7 @@ class _Check(Callback):
 
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
         strategies = self._strategies or {}
+        refuse_said_terms(strategies)
         rows = FewRows(
             trainer,
             module,
@@ -191,7 +193,7 @@ def _refuse_communicating(trainer: Any, module: Any) -> None:
 def _report_of(
     module: Any, rows: FewRows, strategies: Strategies, *, in_double: bool
 ) -> Report:
-    passes = Passes(module, rows.num_rows, in_double=in_double)
+    passes = Passes(module, rows.num_rows, in_double=in_double, strategies=strategies)
     with passes.prepared():
         return _report(Measurements(passes, rows), strategies)
 

@@ -114,7 +114,7 @@ class Measurements:
         squares = sizes = 0.0
         for name, measured in self.terms(parts, make).items():
             strategy = strategy_of(name, strategies)
-            off = measured.off_by(self.weights(strategy, parts, make))
+            off = measured.off_by(self.weights(strategy, parts, make, term=name))
             size = size_of(measured.whole)
             squares, sizes = squares + (off * size) ** 2, sizes + size**2
         return math.sqrt(squares / sizes)
@@ -131,14 +131,22 @@ class Measurements:
         return found
 
     def weights(
-        self, strategy: AccumulationStrategy | None, parts: Parts, make: Make
+        self,
+        strategy: AccumulationStrategy | None,
+        parts: Parts,
+        make: Make,
+        *,
+        term: str = "",
     ) -> Tensor:
         """The share of each part in the window; plain accumulation has no strategy."""
         if strategy is None:
             return torch.full((len(parts),), 1 / len(parts), dtype=torch.float64)
         if strategy.loss_reduction != "mean":
             return torch.ones(len(parts), dtype=torch.float64)
-        each = [float(strategy.weight(make(rows))) for rows in parts]
+        each = []
+        for rows in parts:
+            said = self.of(rows, make).weight(term)
+            each.append(float(strategy.weight(make(rows))) if said is None else said)
         weights = torch.tensor(each, dtype=torch.float64)
         return weights / weights.sum()
 
@@ -153,7 +161,8 @@ class Measurements:
         assert coordinates is not None
         window = torch.zeros_like(self.whole.gradient)
         for name, measured in self.terms(parts, make).items():
-            weights = self.weights(strategy_of(name, strategies), parts, make)[:, None]
+            strategy = strategy_of(name, strategies)
+            weights = self.weights(strategy, parts, make, term=name)[:, None]
             window += torch.where(weights == 0, 0.0, measured.parts * weights).sum(0)
         size = size_of(self.whole.gradient)
         wholes = coordinates.split(self.whole.gradient)

@@ -110,7 +110,11 @@ def _of_unknown_weights(which: str, explained: Explained) -> Cause:
         "",
         f"the parts of {which} add up to the whole, but with weights that nothing in "
         f"the batch counts; they are as {shares}",
-        ("write a strategy whose weight(batch) is what training_step divides by",),
+        (
+            "accumulation = Weighed(), and in training_step self.weigh(n) with the "
+            "number that the loss divides by",
+            "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.search import SizeSearch
 from trainkit.core.window_stats import WindowStats
+from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
 from trainkit.lit.split import refusals
 from trainkit.lit.split.fillers import refuse_fillers_that_count
@@ -64,6 +65,7 @@ class SplitCallback(WindowCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         options = self.micro_batching
         refusals.refuse_wrong_type(options)
+        refuse_said_terms(self.strategies)
         refuse_fillers_that_count(trainer, pl_module, self.strategies, options)
         super().on_train_start(trainer, pl_module)
         if options is None:
@@ -166,7 +168,11 @@ class SplitCallback(WindowCallback):
         """How many single weights of each rank a closing window has room for."""
         accumulator = self.accumulators[0]
         told = accumulator.window.told
-        return self._slots(accumulator, told.most_micro_batches()) if told else 0
+        if told is not None:
+            return self._slots(accumulator, told.most_micro_batches())
+        # Ranks do not know each other's numbers, and must ask for as many.
+        is_alone = accumulator.ranks.size == 1
+        return self._slots(accumulator, accumulator.num_micro_batches) * is_alone
 
     def forget_means(self) -> None:
         """Drop the sums of `log_exact` in the batch, which is run again."""

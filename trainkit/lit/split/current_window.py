@@ -54,12 +54,26 @@ class CurrentWindow:
 
     @property
     def share(self) -> Weight:
-        """The micro-batch's part of the loader batch's weight."""
+        """The micro-batch's part of the loader batch's weight; of its rows, where
+        `training_step` has still to say the weight."""
+        assert self.micro_batch is not None
+        if self.are_said:
+            is_filler = self.micro_batch.is_filler
+            return 0 if is_filler else len(self.micro_batch.cut.rows) / self._num_rows
         return quotient(self.weight, self._weight_of_all)
+
+    @property
+    def are_said(self) -> bool:
+        """Whether `training_step` says the weights."""
+        return self.micro_batches[0].is_said
 
     @cached_property
     def _weight_of_all(self) -> Weight:
         return sum(map(_leading, self.micro_batches))
+
+    @cached_property
+    def _num_rows(self) -> int:
+        return sum(len(m.cut.rows) for m in self.micro_batches if not m.is_filler)
 
 
 def _leading(micro_batch: WeighedMicroBatch) -> Weight:

@@ -63,13 +63,14 @@ class HeldLogs:
         self._batch: Any = None
         self._is_muted = False
         self._recent: list[tuple[_Held, Tensor]] = []
+        self._weighed_later: list[tuple[_Held, str]] = []
 
     def begin(
         self, batch: Any, weights: Mapping[str, Weight], *, is_muted: bool
     ) -> None:
         """Begin a micro-batch; a muted one logs nothing."""
         self._batch, self._weights, self._is_muted = batch, weights, is_muted
-        self._recent, self._num_calls = [], Counter()
+        self._recent, self._num_calls, self._weighed_later = [], Counter(), []
 
     def hold(
         self,
@@ -92,10 +93,18 @@ class HeldLogs:
             value = value.detach().reshape(()).clone()  # it may be written over
         held.values.append(value)
         held.weights.append(self._weight(name, weight))
+        if weight is None or isinstance(weight, str):
+            term = weight or next(iter(self._weights))
+            self._weighed_later.append((held, term))
         size = options.pop("batch_size", None)
         if size is not None:
             held.batch_sizes.append(size)
         held.options = options
+
+    def know_weights(self) -> None:
+        """Weigh what was logged before `training_step` had said its weight."""
+        for held, term in self._weighed_later:
+            held.weights[-1] = self._weights[term]
 
     def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
         """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""

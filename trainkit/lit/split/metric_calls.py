@@ -57,6 +57,8 @@ class Moment:
         is_first: whether it is the window's first.
         is_muted: whether it does not count.
         share: its part of the loader batch.
+        by_rows: whether that is a part of its rows, since `training_step` has still
+            to say the weight.
         returned: the tensors that metric objects have returned in it.
         depth: how many methods of metric objects run inside each other; `training_step`
             has called the outermost.
@@ -65,6 +67,7 @@ class Moment:
     is_first: bool = True
     is_muted: bool = False
     share: Weight = 1
+    by_rows: bool = False
     returned: list[tuple[Tensor, Source]] = field(default_factory=list)
     depth: int = 0
 
@@ -92,7 +95,8 @@ class MetricCalls:
     drop the rows of earlier ones. A `reset` after it waits for the window's end.
 
     A `MeanMetric` that is given one number for a batch, such as a loss, counts it once.
-    The number of a micro-batch counts by its share in the loader batch.
+    The number of a micro-batch counts by its share in the loader batch, or in its rows
+    if the weight is not known yet.
 
     Args:
         pl_module: the module that has the metric.
@@ -121,7 +125,7 @@ class MetricCalls:
         self._num_used = 0  # copies that have a part of this window
         self._own: dict[str, Callable[..., Any]] = {}
         self._asked: tuple[Any, Any] | None = None
-        self._resets_late = self._has_said = False
+        self._resets_late = self._has_said = self._has_said_by_rows = False
         self._methods = {name: self._method(pl_module, name) for name in NAMES}
         self.begin()
 
@@ -269,7 +273,19 @@ class MetricCalls:
         elif isinstance(value, Tensor) and value.ndim:
             update(value)  # each entry counts once
         else:
+            self._say_by_rows()
             update(_unless_nothing(value, share), share)
+
+    def _say_by_rows(self) -> None:
+        if self._moment.by_rows and not self._has_said_by_rows:
+            self._has_said_by_rows = True
+            warnings.warn(
+                f"metric {self._name}: the number that it gets for a micro-batch "
+                f"counts by the micro-batch's rows, since training_step has still to "
+                f"say what the loss weighs. Give it the weight: "
+                f"self.{self._name}(value, weight=n).",
+                stacklevel=2,
+            )
 
 
 def compute_all(calls: list[MetricCalls]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from trainkit.core.strategies import (
     Weight,
 )
 from trainkit.core.terms import leading
+from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.said_weight import says_weights
 from trainkit.lit.split import refusals
 from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
@@ -35,12 +37,15 @@ class WeighedMicroBatch:
     """A micro-batch and its weights, by term.
 
     Attributes:
+        weights: NaN until `training_step` has run, if that says them.
         is_filler: whether it only lets all ranks run equally many micro-batches.
+        is_said: whether `training_step` says its weight.
     """
 
     cut: MicroBatch
-    weights: Mapping[str, Weight]
+    weights: dict[str, Weight]
     is_filler: bool = False
+    is_said: bool = False
 
 
 class MicroBatches:
@@ -102,15 +107,7 @@ class MicroBatches:
         self._say_too_long(limit)
         self._say_renumbered(batch)
         self._sizes.exchange(cut)
-        if self._is_first and not self._is_list:
-            for strategy in self._strategies.values():
-                strategy.weight(batch)  # PerSample learns what its lists hold
-        batches = [micro_batch.batch for micro_batch in cut]
-        weights = weights_by_term(self._strategies, batches)
-        micro_batches = [
-            WeighedMicroBatch(micro_batch, dict(zip(weights, each, strict=True)))
-            for micro_batch, *each in zip(cut, *weights.values(), strict=True)
-        ]
+        micro_batches = self._weighed(batch, cut)
         if self._is_first:
             self._is_first = False
             loader_batch = None if self._is_list else batch
@@ -123,10 +120,30 @@ class MicroBatches:
                 _counts(micro_batches),
                 self._shared,
             )
-        nothing = dict.fromkeys(weights, 0)
+        nothing = dict.fromkeys(self._strategies, 0)
         return micro_batches + [
-            replace(micro_batches[-1], weights=nothing, is_filler=True)
+            replace(micro_batches[-1], weights=nothing, is_filler=True, is_said=False)
             for _ in range(most - len(micro_batches))
+        ]
+
+    def _weighed(
+        self, batch: Any, cut: Sequence[MicroBatch]
+    ) -> list[WeighedMicroBatch]:
+        if says_weights(self._strategies):
+            return [
+                WeighedMicroBatch(
+                    each, dict.fromkeys(self._strategies, math.nan), is_said=True
+                )
+                for each in cut
+            ]
+        if self._is_first and not self._is_list:
+            for strategy in self._strategies.values():
+                strategy.weight(batch)  # PerSample learns what its lists hold
+        batches = [micro_batch.batch for micro_batch in cut]
+        weights = weights_by_term(self._strategies, batches)
+        return [
+            WeighedMicroBatch(micro_batch, dict(zip(weights, each, strict=True)))
+            for micro_batch, *each in zip(cut, *weights.values(), strict=True)
         ]
 
     def shared_fields(self) -> SharedFields | None:
@@ -201,8 +218,8 @@ def _verify_cut(
     if loader_batch is None:
         return
     for term, strategy in strategies.items():
-        if isinstance(strategy, Uniform):
-            continue  # announced before training
+        if isinstance(strategy, Uniform | Weighed):
+            continue  # announced before training, or not known yet
         in_parts = sum(float(each.weights[term]) for each in micro_batches)
         in_all = float(strategy.weight(loader_batch))
         if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):

@@ -16,6 +16,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import fetches_batches
+from trainkit.lit.callback.said_weight import refuse_said_terms
 
 
 def refuse_wrong_type(options: Any) -> None:
@@ -46,6 +47,7 @@ def refuse_before_training(
         )
     if any(isinstance(each, Uniform) for each in strategies.values()):
         _refuse_or_announce_uniform(options)
+    refuse_said_terms(strategies)
     refuse_terms_of_several_batches(trainer, strategies)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.lit.callback.said_weight import SaidWeight
 
 
 class Windows(Protocol):
     """The callback that divides windows, as far as their cutting needs it."""
 
     accumulators: dict[int, Accumulator]
+    said: SaidWeight
 
     def slots(self) -> int: ...
 

@@ -71,14 +71,15 @@ class WindowMetrics:
         for each in self._calls:
             self._patch.enter_context(each.patched())
 
-    def begin(self, share: Weight, *, is_muted: bool) -> None:
+    def begin(self, share: Weight, *, is_muted: bool, by_rows: bool = False) -> None:
         """Begin a micro-batch.
 
         Args:
             share: its part of the loader batch.
             is_muted: whether it does not count.
+            by_rows: whether the share is of the rows, and not of the weight.
         """
-        moment = self._moment
+        moment, moment.by_rows = self._moment, by_rows
         moment.share, moment.is_muted, moment.returned = share, is_muted, []
         moment.is_first, self._is_fresh = self._is_fresh, False
         for each in self._calls:

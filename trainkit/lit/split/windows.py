@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.core.gradients import parameters_of
 from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import (
     current_hook,
     replaced,
@@ -20,6 +21,7 @@ from trainkit.lit._compat import (
     uncompiled,
 )
 from trainkit.lit.callback.base import OrderedCallback
+from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.window_end import say_dropped, window_ends
 from trainkit.lit.measure.at_start import begin_proof
 from trainkit.lit.rerun.gradients import StashedGradients
@@ -87,7 +89,8 @@ class SplitWindows:
         self._accumulator = accumulator
         self._options = options
         self.cut_anew()
-        self._moved_state = MovedState(pl_module)
+        left = left_for_counting(accumulator.strategies)
+        self._moved_state = MovedState(pl_module, left_out=left)
         self._metrics = WindowMetrics(pl_module, accumulator.ranks.size)
         self._several_ranks = accumulator.ranks.backend_sums
         self._strategy = trainer.strategy
@@ -106,7 +109,7 @@ class SplitWindows:
         self._arrivals = None if is_plain else Arrivals(accumulator)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
-        self._proof = begin_proof(
+        self._prove = begin_proof(
             trainer, pl_module, windows, options=options, move=self._transfer
         )
         self._stash: StashedGradients | None = None
@@ -167,9 +170,7 @@ class SplitWindows:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
         is_forward_only = skips_backward(self._trainer)
-        if self._proof is not None:
-            proof, self._proof = self._proof, None
-            proof.run(batch, *args, **kwargs)
+        self._prove(batch, *args, **kwargs)
         self._windows.follow(self._module)
         self._drop_unstepped()
         if not self._accumulator.is_open:
@@ -252,13 +253,17 @@ class SplitWindows:
                 self._arrivals.check(weights, on_device)
             current.logs.begin(on_device, weights, is_muted=not counts)
             if self._metrics.are_any:
-                self._metrics.begin(current.share, is_muted=not counts)
+                by_rows = several and current.are_said
+                self._metrics.begin(current.share, is_muted=not counts, by_rows=by_rows)
             is_first = micro_batch is current.micro_batches[0]
             is_looked_at = is_first and (several or size > 1)
             undone = NOTHING if counts else kept(self._module, generators=False)
-            with undone, self._apart_unless_last(current):
+            said = self._windows.said.open()
+            with undone, self._apart_unless_last(current), said:
                 with self._moved_state.watch() if is_looked_at else NOTHING:
                     output = self._training_step(on_device, *args, **kw)
+                if micro_batch.is_said:
+                    self._take_said(current, on_device, output)
                 self._take(current, output)
             if shared is not None:
                 shared.refuse_changed()
@@ -267,10 +272,12 @@ class SplitWindows:
         """The terms of a micro-batch's loss; nothing else of it stays."""
         self._metrics.open(2)  # as in a window of several, no rank waits for another
         self._metrics.begin(1, is_muted=True)
+        unheard = self._windows.said.unheard()
         try:
             moved_there = self._transfer(micro_batch.batch)
             terms = self._accumulator.strategies
-            return rehearsed(self._module, terms, moved_there, *args, **kwargs)
+            with unheard:
+                return rehearsed(self._module, terms, moved_there, *args, **kwargs)
         finally:
             self._metrics.forget()
             self._windows.forget_means()
@@ -301,7 +308,12 @@ class SplitWindows:
 
     def _begin(self, current: CurrentWindow, size: int) -> None:
         accumulator, cut = self._accumulator, current.micro_batches
-        if current.is_whole_window:
+        if current.are_said:
+            if self._several_ranks and self.sizes.catches:
+                # A rank whose memory runs out would never say its first weight.
+                first, device = len(cut[0].cut.rows), self._strategy.root_device
+                accumulator.streamed.agree(first, size * len(cut), device)
+        elif current.is_whole_window:
             accumulator.expect(
                 weights={t: [each.weights[t] for each in cut] for t in cut[0].weights}
             )
@@ -327,6 +339,16 @@ class SplitWindows:
             if not self.is_apart:
                 return NOTHING
         return getattr(self._strategy, "block_backward_sync", nullcontext)()
+
+    def _take_said(self, current: CurrentWindow, batch: Any, output: Any) -> None:
+        """Weigh the micro-batch by what `training_step` has said."""
+        ((term, strategy),) = self._accumulator.strategies.items()
+        assert isinstance(strategy, Weighed)
+        assert current.micro_batch is not None
+        weights, said = current.micro_batch.weights, self._windows.said
+        is_nothing = output is None
+        weights[term] = 0 if is_nothing else said.take(strategy, self._module, batch)
+        current.logs.know_weights()
 
     def _take(self, current: CurrentWindow, output: Any) -> None:
         """Run the backward pass of the micro-batch whose forward pass has run."""

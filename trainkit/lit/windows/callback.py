@@ -24,6 +24,7 @@ from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
 from trainkit.lit.callback.base import Stopped, WindowOwner
 from trainkit.lit.callback.left_behind import copied_without_fit, emptied
+from trainkit.lit.callback.said_weight import SaidWeight
 from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.window_end import say_dropped, window_ends
 from trainkit.lit.measure.at_start import Proof, checked_proof
@@ -71,6 +72,7 @@ class WindowCallback(WindowOwner):
         self.windows: dict[int, WindowStats] = {}
         self.first_windows = FirstWindows()
         self.weight: Weight | None = None
+        self.said = SaidWeight()
         self._scaler: Any = None
         self._restored: Any = None
         self._meeting_point: Any = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,7 +37,8 @@ class MovedState:
     - running statistics of normalisation layers, and metric objects;
     - what changes its shape, such as a cache that follows the input's length;
     - what holds a graph, such as kept activations;
-    - whole numbers, which are mostly counters, and lists, which mostly collect.
+    - whole numbers, which are mostly counters, and lists, which mostly collect;
+    - what is left for `Weighed(by=...)` to count.
 
     It looks in windows 0, 1, 2, 4, 8, ... of several micro-batches until it has found
     something, because a change may begin late. In these windows it waits for the
@@ -46,10 +47,12 @@ class MovedState:
 
     Args:
         pl_module: what trains.
+        left_out: the names of attributes that may change.
     """
 
-    def __init__(self, pl_module: Any) -> None:
+    def __init__(self, pl_module: Any, *, left_out: Collection[str] = ()) -> None:
         self._module = pl_module
+        self._left_out = left_out
         self._num_windows = 0
         self._has_said = pl_module.global_rank != 0
 
@@ -73,6 +76,7 @@ class MovedState:
             for name, value in self._floats().items()
             if floats.get(name, value) != value
         ]
+        names = [n for n in names if n.rpartition(".")[2] not in self._left_out]
         if names:
             self._has_said = True
             _announce(names)

@@ -14,6 +14,7 @@ from torch.optim import LBFGS
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, Uniform
+from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     averages_models,
@@ -118,7 +119,8 @@ def refuse_unseen_batches(
 ) -> None:
     if not fetches_batches(pl_module) or not pl_module.automatic_optimization:
         return
-    if not isinstance(strategy, Uniform):
+    is_said = isinstance(strategy, Weighed) and strategy.is_said
+    if not is_said and not isinstance(strategy, Uniform):
         raise TrainkitError(
             f"training_step(dataloader_iter): it fetches its batches itself, so "
             f"{type(strategy).__name__} cannot weigh them. Take (batch, batch_idx), or "

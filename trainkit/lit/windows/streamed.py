@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from trainkit.core.batches import num_samples
+from trainkit.core.weighed import Weighed
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.table import show
 from trainkit.lit.measure.at_start import begin_proof
 from trainkit.lit.windows.moved_state import MovedState
@@ -38,18 +40,19 @@ class _Steps:
         self._module = pl_module
         self._windows = windows
         self._training_step: Callable[..., Any] = trainer.strategy.training_step
-        self._moved = MovedState(pl_module)
+        left = left_for_counting(windows.strategies)
+        self._moved = MovedState(pl_module, left_out=left)
         self._unlike = Unlike()
-        self._proof = begin_proof(trainer, pl_module, windows)
+        self._prove = begin_proof(trainer, pl_module, windows)
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
-        if self._proof is not None:
-            proof, self._proof = self._proof, None
-            proof.run(batch, *args, **kwargs)
-        with self._watched():
+        self._prove(batch, *args, **kwargs)
+        with self._watched(), self._windows.said.open():
             self._weigh(batch)
-            return self._training_step(batch, *args, **kwargs)
+            output = self._training_step(batch, *args, **kwargs)
+            self._take_said(batch, output)
+        return output
 
     def _watched(self) -> AbstractContextManager[Any]:
         """A context that detects state moved by the first of several micro-batches."""
@@ -64,7 +67,8 @@ class _Steps:
         windows = self._windows
         windows.follow(self._module)
         if self._module.automatic_optimization:
-            windows.weight = windows.strategy.weight(batch)
+            is_said = isinstance(windows.strategy, Weighed)
+            windows.weight = None if is_said else windows.strategy.weight(batch)
         if windows.must_count_samples:
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=num_samples(batch))
@@ -72,6 +76,14 @@ class _Steps:
             self._unlike.record(batch)
             if windows.first_windows.is_complete:
                 self.say_unlike()
+
+    def _take_said(self, batch: Any, output: Any) -> None:
+        """Weigh the batch by what `training_step` has said."""
+        windows, strategy = self._windows, self._windows.strategy
+        if not self._module.automatic_optimization:
+            windows.said.refuse_unused()
+        elif isinstance(strategy, Weighed) and output is not None:
+            windows.weight = windows.said.take(strategy, self._module, batch)
 
     def say_unlike(self) -> None:
         """Show how unlike the first micro-batches were that counted alike."""

@@ -1,0 +1,157 @@
+"""The weight that a module gives to its own loss, while `training_step` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
+from trainkit.core.weighed import Weighed, said_weight
+from trainkit.errors import TrainkitError
+
+
+class SaidWeight:
+    """What `self.weigh()` has said of the loss of the `training_step` under way."""
+
+    def __init__(self) -> None:
+        self._said: Weight | None = None
+        self._is_open = self._is_unheard = False
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """A context for runs of `training_step` aside, whose weights count nothing."""
+        self._is_unheard = True
+        try:
+            yield
+        finally:
+            self._is_unheard = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """A context for one run of `training_step`, in which a weight may be said."""
+        self._said, self._is_open = None, True
+        try:
+            yield
+        finally:
+            self._said, self._is_open = None, False
+
+    def say(self, number: Any, strategy: AccumulationStrategy) -> None:
+        """Take a weight from the module.
+
+        Args:
+            number: the weight.
+            strategy: weighs the micro-batch.
+        """
+        said = said_weight(number, "self.weigh(n)")
+        if self._is_unheard:
+            return
+        if not isinstance(strategy, Weighed):
+            raise TrainkitError(
+                f"self.weigh({_shown(said)}): micro-batches are weighed by "
+                f"{type(strategy).__name__}, which asks the batch, so this number "
+                f"would be lost. Set self.accumulation = Weighed(), or leave "
+                f"self.weigh() out."
+            )
+        if not strategy.is_said:
+            raise TrainkitError(
+                f"self.weigh({_shown(said)}): Weighed(by=...) is set, so a loss would "
+                f"have two weights. Leave one of them out."
+            )
+        if not self._is_open:
+            raise TrainkitError(
+                f"self.weigh({_shown(said)}): it was called outside of training_step, "
+                f"where there is no loss to weigh. Call it in training_step, beside "
+                f"the loss; in validation pass the number to "
+                f"self.log_exact(..., weight=n)."
+            )
+        if self._said is not None:
+            raise TrainkitError(
+                f"self.weigh({_shown(said)}): this loss was weighed already, with "
+                f"{_shown(self._said)}. Call it once for each loss, with all that the "
+                f"mean divides by; in manual optimization before each accumulate()."
+            )
+        self._said = said
+
+    def take(self, strategy: Weighed, pl_module: Any, batch: Any) -> Weight:
+        """The weight of the loss that `training_step` has made of a batch.
+
+        Args:
+            strategy: may count by a function.
+            pl_module: whose `training_step`.
+            batch: as it got it.
+        """
+        if not strategy.is_said:
+            return strategy.counted(pl_module, batch)
+        said, self._said = self._said, None
+        if said is None:
+            name = type(pl_module).__name__
+            raise TrainkitError(
+                f"{name}.training_step: with accumulation=Weighed() it must say what "
+                f"its loss divides by, and self.weigh() was not called for this loss. "
+                f"Call self.weigh(n) before the loss is returned (in manual "
+                f"optimization: before accumulate()), with 0 where nothing counts; or "
+                f"name a function that counts: Weighed(by=...)."
+            )
+        return said
+
+    def look(self) -> Weight:
+        """The weight said so far, for a log in `training_step`."""
+        if self._said is None:
+            raise TrainkitError(
+                "log_exact(): with accumulation=Weighed() it needs the number that its "
+                "loss divides by. Pass weight=n; in training_step, self.weigh(n) "
+                "before it is enough."
+            )
+        return self._said
+
+    def refuse_unused(self) -> None:
+        """Refuse a weight that manual optimization has said of no loss."""
+        if self._said is not None:
+            raise TrainkitError(
+                f"self.weigh({_shown(self._said)}): no loss took this weight. Call it "
+                f"right before self.accumulate(loss), and leave it out where "
+                f"accumulate() gets weight=, which comes first."
+            )
+
+
+def says_weights(strategies: Strategies) -> bool:
+    """Whether micro-batches have no weight before `training_step` has seen them."""
+    return any(isinstance(each, Weighed) for each in strategies.values())
+
+
+def left_for_counting(strategies: Strategies) -> frozenset[str]:
+    """The attributes in which a module leaves what `Weighed(by=...)` counts."""
+    found = (each.read for each in strategies.values() if isinstance(each, Weighed))
+    return frozenset().union(*found)
+
+
+def refuse_said_terms(strategies: Strategies) -> None:
+    """Refuse to say the weight of one among several terms."""
+    if len(strategies) > 1 and says_weights(strategies):
+        said = [name for name, each in strategies.items() if isinstance(each, Weighed)]
+        raise TrainkitError(
+            f"accumulation: the terms {sorted(strategies)} have denominators of their "
+            f"own, whose totals must be known before the first backward pass, and "
+            f"Weighed() of {said} is known after training_step. Let the batch hold "
+            f"what such a term divides by: PerSample(mask=...), or a strategy of your "
+            f"own. A loss of one term can be weighed by Weighed()."
+        )
+
+
+def refuse_unsaid_weight(pl_module: Any, strategies: Strategies) -> None:
+    """Refuse `Weighed()` for a module that cannot say a weight."""
+    for each in strategies.values():
+        if isinstance(each, Weighed) and each.is_said:
+            name = type(pl_module).__name__
+            raise TrainkitError(
+                f"accumulation Weighed(): {name} has no AccumulationMixin, so it "
+                f"cannot call self.weigh(). Name a function that returns what its loss "
+                f"divides by: Weighed(by=count), with def count(module, batch); in a "
+                f"configuration by its dotted path."
+            )
+
+
+def _shown(weight: Weight) -> str:
+    """A weight for an error; a tensor stays where it is."""
+    return "n" if not isinstance(weight, int | float) else f"{weight:g}"
