@@ -143,7 +143,7 @@ class ProofAtStart:
 
     def _number_of(self, rows: FirstRows) -> int:
         """How many rows to measure: as many as cost less than the first step."""
-        in_step = rows.num_rows * self._trainer.accumulate_grad_batches
+        in_step = self._rows_in_step(rows)
         for number in rows.sizes:
             if number <= rows.num_rows and 2 * number <= in_step:
                 return number
@@ -151,6 +151,9 @@ class ProofAtStart:
             f"a loader batch has {rows.num_rows} row{'s' * (rows.num_rows != 1)}, and "
             f"a step {in_step}: too few to cut"
         )
+
+    def _rows_in_step(self, rows: FirstRows) -> int:
+        return rows.num_rows * self._trainer.accumulate_grad_batches
 
     def _least(self, num_rows: int) -> int:
         """The number of rows that every rank can measure with."""
@@ -175,14 +178,16 @@ class ProofAtStart:
         with passes.prepared():
             for number, (sizes, trimmed) in enumerate(ways):
                 try:
-                    return self._compared(passes, rows.in_parts(sizes, trims=trimmed))
+                    cut = rows.in_parts(sizes, trims=trimmed)
+                    once_more = 2 * num_rows + sizes[1] <= self._rows_in_step(rows)
+                    return self._compared(passes, cut, sees_rounding=once_more)
                 except Exception as error:
                     is_last = number + 1 == len(ways)
                     if is_last or isinstance(error, NotMeasured):
                         raise
         raise AssertionError("unreachable")
 
-    def _compared(self, passes: Passes, cut: InParts) -> Found:
+    def _compared(self, passes: Passes, cut: InParts, *, sees_rounding: bool) -> Found:
         all_rows = sorted(sum(cut.rows, []))
         whole = passes.run(cut.whole, all_rows)
         parts = [
@@ -196,7 +201,7 @@ class ProofAtStart:
         off, off_in_loss = self._off_by(whole, parts, cut)
         if off > MOST:
             self._refuse_random(passes, cut.whole, whole)
-        rounding = self._rounding(passes, cut, parts)
+        rounding = self._rounding(passes, cut, parts) if sees_rounding else None
         cause = self._cause(whole, parts) if off > MOST else ""
         return Found(off, off_in_loss, rounding, len(all_rows), cause)
 

@@ -53,7 +53,10 @@ class PutBackWritten(TorchFunctionMode):
     def _keep(self, values: Any) -> None:
         for each in tree_leaves(values):
             if isinstance(each, Tensor) and each.layout is torch.strided:
-                storage = each.untyped_storage()
+                try:
+                    storage = each.untyped_storage()
+                except NotImplementedError:  # within vmap; it lives in this pass alone
+                    continue
                 if storage.data_ptr() not in self._kept:
                     self._kept[storage.data_ptr()] = storage, storage.clone()
 
