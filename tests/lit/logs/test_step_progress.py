@@ -167,6 +167,18 @@ def test_on_a_terminal_it_draws_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loss 3, val/loss 0.125" in drawn
 
 
+def test_a_module_prints_above_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """`LightningModule.print` asks the bar whether it is enabled."""
+
+    class Printing(Net):
+        def on_train_start(self) -> None:
+            self.print("a word [of its own]")
+
+    with quiet_lightning():
+        fit(StepProgress(), module=Printing())
+    assert "a word [of its own]" in capsys.readouterr().out
+
+
 def test_disabled_it_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress = StepProgress(every_n_steps=1)
     progress.disable()

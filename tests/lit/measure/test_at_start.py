@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -29,6 +30,7 @@ from trainkit import (
     PerClassWeight,
     PerSample,
     PerToken,
+    StepProgress,
     TrainkitError,
     Uniform,
     Weighed,
@@ -287,6 +289,18 @@ def test_a_value_that_moves_no_weight_is_told(
 def test_uniform_weights_are_not_exact_for_a_mean_over_tokens() -> None:
     with pytest.warns(UserWarning, match="Uniform\\(\\) counts"):
         fit(Tokens(), tokens(), Uniform())
+
+
+@pytest.mark.parametrize(
+    "bar", [StepProgress, RichProgressBar, TQDMProgressBar, None], ids=str
+)
+def test_it_is_printed_above_every_bar(
+    capsys: pytest.CaptureFixture[str], bar: Any
+) -> None:
+    bars = () if bar is None else (bar(),)
+    options = {"enable_progress_bar": bar is not None}
+    fit(Tokens(), tokens(), PerToken(), callbacks=bars, **options)
+    assert re.search(r"trainkit \| proof: exact on 5", capsys.readouterr().out)
 
 
 def test_required_proof_refuses_to_train() -> None:

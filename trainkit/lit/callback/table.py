@@ -42,7 +42,9 @@ def say(trainer: Any, row: Row) -> None:
     """
     line = f"trainkit | {row[0]}: {row[1]}"
     bar = trainer.progress_bar_callback
-    if bar is not None and bar.is_enabled:
-        bar.print(line)
-    else:
+    if bar is None or not getattr(bar, "is_enabled", True):
         print(line, flush=True)
+        return
+    if any(cls.__name__ == "RichProgressBar" for cls in type(bar).__mro__):
+        line = line.replace("[", "\\[")  # brackets are no markup
+    bar.print(line)

@@ -44,6 +44,11 @@ class StepProgress(ProgressBar):
         self._last_step = 0
         self._total: int | None = None
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it shows something; `LightningModule.print` asks for it."""
+        return self._is_enabled
+
     def enable(self) -> None:
         self._is_enabled = True
 
@@ -52,7 +57,7 @@ class StepProgress(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._bar is not None:
-            self._bar.console.print(*args, **kwargs)
+            self._bar.console.print(*args, **{"markup": False, **kwargs})
         else:
             print(*args, **kwargs)
 
