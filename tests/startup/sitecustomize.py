@@ -4,7 +4,8 @@
 - transformers and scipy seem not to be installed, as with many users. torchmetrics
   imports them wherever they are, for two seconds of each start. Who asks for them by
   name is given them.
-- `wandb agent` asks its server fifty times a second, not each five seconds.
+- `wandb agent` asks its server fifty times a second, not each five seconds; so do
+  nodes of torchrun, where they meet, not each second.
 """
 
 import os
@@ -52,6 +53,11 @@ def ask_often() -> None:
         from wandb.wandb_agent import Agent
 
         Agent.POLL_INTERVAL = 0.02  # type: ignore[assignment]
+    if sys.orig_argv[1:3] == ["-m", "torch.distributed.run"]:
+        name = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+        if found := sys.modules.get(name):
+            wait = found._delay
+            found._delay = lambda seconds: wait(0.02 if seconds == 1 else seconds)
 
 
 ask_often()

@@ -35,7 +35,7 @@ from tests.cli.fit.lightning_user import (
     WithoutOptimizer,
 )
 from tests.helpers import weights
-from tests.startup import CHILD_PATH
+from tests.startup import forked
 from trainkit import (
     AccumulationSchedule,
     BatchNormGuard,
@@ -172,6 +172,7 @@ def test_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
+    """It has imported packages; that it knows nothing of this process is what counts."""
     cli = make("--accumulation=PerToken", "--trainer.callbacks+=LearningRateMonitor")
     (tmp_path / "cli.pickle").write_bytes(pickle.dumps((cli.parser, cli.config)))
     program = (
@@ -179,10 +180,11 @@ def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
         "parser, config = pickle.load(open('cli.pickle', 'rb'))\n"
         "print(parser.dump(config))"
     )
+    (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "program.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": CHILD_PATH},
+        env={**os.environ, **forked()},
         capture_output=True,
         text=True,
         timeout=240,
