@@ -172,7 +172,7 @@ def test_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_parser_works_in_a_process_that_was_spawned(tmp_path: Path) -> None:
-    """It has imported packages; that it knows nothing of this process is what counts."""
+    """It has imported the packages, and has nothing else of this process."""
     cli = make("--accumulation=PerToken", "--trainer.callbacks+=LearningRateMonitor")
     (tmp_path / "cli.pickle").write_bytes(pickle.dumps((cli.parser, cli.config)))
     program = (
