@@ -5,7 +5,7 @@
   imports them wherever they are, for two seconds of each start. Who asks for them by
   name is given them.
 - `wandb agent` asks its server fifty times a second, not each five seconds; so do
-  nodes of torchrun, where they meet, not each second.
+  nodes of torchrun where they meet, not each second.
 """
 
 import os
@@ -57,7 +57,10 @@ def ask_often() -> None:
         name = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
         if found := sys.modules.get(name):
             wait = found._delay
-            found._delay = lambda seconds: wait(0.02 if seconds == 1 else seconds)
+            found._delay = lambda seconds: wait(0.02 if seconds == 1 else 0)
+            # Its events' names, which nobody reads, are made of the whole stack: with
+            # all that a fork has imported, of seconds.
+            found.get_method_name = lambda: ""
 
 
 ask_often()
