@@ -4,8 +4,8 @@
 - transformers and scipy seem not to be installed, as with many users. torchmetrics
   imports them wherever they are, for two seconds of each start. Who asks for them by
   name is given them.
-- `wandb agent` asks its server fifty times a second, not each five seconds; so do
-  nodes of torchrun where they meet, not each second.
+- `wandb agent` asks its server fifty times a second, not each five seconds. So do, in
+  forks, `trainkit sweep` its trials and nodes of torchrun each other, not each second.
 """
 
 import os
@@ -49,17 +49,23 @@ def show_hidden() -> None:
 
 
 def ask_often() -> None:
-    if sys.orig_argv[1:4] == ["-m", "wandb", "agent"]:
+    runs = sys.orig_argv[1:4]
+    if runs == ["-m", "wandb", "agent"]:
         from wandb.wandb_agent import Agent
 
         Agent.POLL_INTERVAL = 0.02  # type: ignore[assignment]
-    if sys.orig_argv[1:3] == ["-m", "torch.distributed.run"]:
+    if runs == ["-m", "trainkit", "sweep"]:
+        for kind in ("online", "offline"):
+            if found := sys.modules.get(f"trainkit.cli.sweep.{kind}.sweep"):
+                found._TICK = 0.02
+    if runs[:2] == ["-m", "torch.distributed.run"]:
         name = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
         if found := sys.modules.get(name):
             wait = found._delay
             found._delay = lambda seconds: wait(0.02 if seconds == 1 else 0)
+            found._BackendRendezvousStateHolder.__init__.__defaults__ = (0,)  # seconds
             # Its events' names, which nobody reads, are made of the whole stack: with
-            # all that a fork has imported, of seconds.
+            # all that a fork has imported, that takes seconds.
             found.get_method_name = lambda: ""
 
 
