@@ -15,6 +15,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import pkgutil
@@ -246,6 +247,7 @@ def import_all() -> None:
     make_quicker()
     make_hydra_quicker()
     make_wandb_quicker()
+    importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
     compose_once()
     read_once()
     sys.modules["wandb"].util.working_set()  # a fork then has the list
@@ -265,7 +267,7 @@ def compose_once() -> None:
 
     register()
     with initialize_config_module("trainkit.conf", **VERSION_BASE):
-        compose("train")
+        compose("train", ["seed=1", "optimizer.lr=0.1", "trainer.accelerator=cpu"])
     GlobalHydra.instance().clear()
 
 
