@@ -57,16 +57,18 @@ def ask_often() -> None:
     if runs == ["-m", "trainkit", "sweep"]:
         for kind in ("online", "offline"):
             if found := sys.modules.get(f"trainkit.cli.sweep.{kind}.sweep"):
-                found._TICK = 0.02
+                vars(found)["_TICK"] = 0.02
     if runs[:2] == ["-m", "torch.distributed.run"]:
         name = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
         if found := sys.modules.get(name):
             wait = found._delay
-            found._delay = lambda seconds: wait(0.02 if seconds == 1 else 0)
             found._BackendRendezvousStateHolder.__init__.__defaults__ = (0,)  # seconds
             # Its events' names, which nobody reads, are made of the whole stack: with
             # all that a fork has imported, that takes seconds.
-            found.get_method_name = lambda: ""
+            vars(found).update(
+                _delay=lambda seconds: wait(0.02 if seconds == 1 else 0),
+                get_method_name=lambda: "",
+            )
 
 
 ask_often()
