@@ -29,7 +29,7 @@ test: $(READY)  ## run the tests, on every core
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
 		--numprocesses auto --dist worksteal --durations 10
 
-test_environments: $(READY)  ## run the tests that build and install packages
+test_environments: $(READY)  ## run the tests that install packages or start a cluster
 	$(BIN)/python -m pytest -m environments
 
 lint: $(READY)  ## ruff, pyright, codespell, plain English

@@ -10,7 +10,11 @@ import pytest
 
 from tests.startup import forget_forking, forking, share
 from tests.startup.compiled import compile_tests
-from tests.startup.quicker import make_hydra_quicker, make_quicker
+from tests.startup.quicker import (
+    make_hydra_quicker,
+    make_quicker,
+    make_wandb_quicker,
+)
 
 make_quicker()
 
@@ -44,6 +48,7 @@ def _has_workers(config: pytest.Config) -> bool:
 def pytest_collection_finish() -> None:
     make_hydra_quicker()
     without_proof()
+    make_wandb_quicker()
     gc.set_threshold(50_000, 20, 100)  # Trainers make many objects: a tenth of the time
     _keep()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import trainkit
@@ -22,16 +22,19 @@ def imports() -> dict[str, set[str]]:
         if path.name != "__init__.py"
     }
     return {
-        name: {found for found in _imported_by(path) if found in modules} - {name}
+        name: (_imported_by(path) & set(modules)) - {name}
         for name, path in modules.items()
     }
 
 
-def _imported_by(path: Path) -> Iterator[str]:
+@functools.cache
+def _imported_by(path: Path) -> set[str]:
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{each.name}" for each in node.names)
+            found.add(node.module)
+            found.update(f"{node.module}.{each.name}" for each in node.names)
+    return found
 
 
 def between_folders(package: str) -> dict[str, set[str]]:

@@ -1,9 +1,11 @@
 """What others do again for each Trainer and each composition, done once or left out."""
 
+import contextlib
 import copy
 import functools
 import importlib.metadata
 import sys
+import time
 from typing import Any
 
 
@@ -71,3 +73,24 @@ def _make_maps_if_needed() -> None:
         return None
 
     defaults_list._create_interpolation_map = only_if_needed
+
+
+def make_wandb_quicker() -> None:
+    """List once what is installed, which each run notes: 150 ms. And see within 10 ms
+    that the client's service has started, not within 200."""
+    if "wandb" not in sys.modules:
+        return
+    with contextlib.suppress(ImportError, AttributeError):  # another client's parts
+        from wandb import util
+        from wandb.sdk.lib.service import service_port_file
+
+        installed = util.working_set
+        if installed.__name__ == "listed":  # a fork of one that is quicker
+            return
+
+        @functools.cache
+        def listed() -> list[Any]:
+            return list(installed())
+
+        util.working_set = listed
+        service_port_file._SLEEP = lambda seconds: time.sleep(min(seconds, 0.01))

@@ -4,13 +4,21 @@
 - transformers and scipy seem not to be installed, as with many users. torchmetrics
   imports them wherever they are, for two seconds of each start. Who asks for them by
   name is given them.
-- `wandb agent` asks its server ten times a second, not each five seconds.
+- `wandb agent` asks its server fifty times a second, not each five seconds. So do, in
+  forks, `trainkit sweep` its trials and nodes of torchrun each other, not each second.
 """
+
+import os
+import sys
+
+if server := os.environ.get("TESTS_FORK_SERVER"):  # before anything else is imported
+    from fork_client import become_fork, words
+
+    if asked := words():
+        become_fork(server, asked)
 
 import importlib.metadata
 import importlib.util
-import os
-import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, PackageNotFoundError
 
@@ -41,15 +49,26 @@ def show_hidden() -> None:
 
 
 def ask_often() -> None:
-    if sys.orig_argv[1:4] == ["-m", "wandb", "agent"]:
+    runs = sys.orig_argv[1:4]
+    if runs == ["-m", "wandb", "agent"]:
         from wandb.wandb_agent import Agent
 
-        Agent.POLL_INTERVAL = 0.1  # type: ignore[assignment]
+        Agent.POLL_INTERVAL = 0.02  # type: ignore[assignment]
+    if runs == ["-m", "trainkit", "sweep"]:
+        for kind in ("online", "offline"):
+            if found := sys.modules.get(f"trainkit.cli.sweep.{kind}.sweep"):
+                vars(found)["_TICK"] = 0.02
+    if runs[:2] == ["-m", "torch.distributed.run"]:
+        name = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+        if found := sys.modules.get(name):
+            wait = found._delay
+            found._BackendRendezvousStateHolder.__init__.__defaults__ = (0,)  # seconds
+            # Its events' names, which nobody reads, are made of the whole stack: with
+            # all that a fork has imported, that takes seconds.
+            vars(found).update(
+                _delay=lambda seconds: wait(0.02 if seconds == 1 else 0),
+                get_method_name=lambda: "",
+            )
 
 
-if server := os.environ.get("TESTS_FORK_SERVER"):
-    from fork_client import become_fork, words
-
-    if asked := words():
-        become_fork(server, asked)
 ask_often()

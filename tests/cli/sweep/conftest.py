@@ -14,12 +14,14 @@ from tests.startup import forked
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private HOME, nothing of W&B's inherited; returns the folder to work in.
 
-    Trials that a sweep starts from here are forks, and it looks at them often."""
+    Trials that a sweep starts from here are forks, and it looks at them often: the
+    client writes their rows at once."""
     for name in list(os.environ):
         if name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name, value in forked().items():
+    soon = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.05"}
+    for name, value in {**soon, **forked()}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("trainkit.cli.sweep.offline.sweep._TICK", 0.02)
     monkeypatch.setattr("trainkit.cli.sweep.offline.sweep._LOOK_EVERY", 0.1)

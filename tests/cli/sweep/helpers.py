@@ -82,7 +82,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

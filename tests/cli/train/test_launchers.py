@@ -73,7 +73,14 @@ def launched(launcher: str, *words: str, cwd: Path) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "joblib",
+        "submitit_local",
+        pytest.param("ray", marks=pytest.mark.environments),  # it starts a cluster
+    ],
+)
 def test_every_launcher_runs_all_of_them_and_tells_what_failed(
     launcher: str, tmp_path: Path, ray_folder: str
 ) -> None:

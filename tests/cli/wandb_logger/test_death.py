@@ -72,7 +72,7 @@ def test_a_server_that_is_not_there_at_the_start_makes_the_run_offline(
     seconds = "wandb.sdk.lib.identity._RESOLVE_TIMEOUT_SECONDS"
     monkeypatch.setattr(seconds, 0.2, raising=False)
     wandb_server.hang()
-    logger = WandbRunLogger(save_dir=private_wandb, init_timeout=1.0)
+    logger = WandbRunLogger(save_dir=private_wandb, init_timeout=0.3)
     logger.log_metrics({"x": 1.0}, step=0)
     logger.finalize("success")
     offline = [f for f in folders(private_wandb) if f.name.startswith("offline-")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.startup import CHILD_PATH, forked
+from tests.startup import forked
 from tests.wandb_server import WandbServer
 
 SECRET, VARIABLE, ARGUMENT, PASSWORD = (
@@ -52,7 +52,7 @@ def found(word: str, server: WandbServer, folder: Path) -> list[str]:
 
 
 def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
-    """Train in a process; that which sends by trainkit is an interpreter of its own."""
+    """Train in a process."""
     git = ["git", "-c", "init.defaultBranch=main"]
     remote = "https://me:pwvalue@github.com/a/b.git"
     subprocess.run([*git, "init", "-q", str(folder)], check=True, timeout=240)
@@ -61,10 +61,9 @@ def train(kind: str, server: WandbServer, folder: Path, mode: str) -> None:
     )
     (folder / "run").mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAINING)
-    is_fresh = (kind, mode) == ("trainkit", "online")
     env = server.env(
         folder,
-        **({"PYTHONPATH": CHILD_PATH} if is_fresh else forked()),
+        **forked(),
         MY_API_KEY=SECRET,
         MY_VARIABLE=VARIABLE,
         SLURM_JOB_ID="1",
