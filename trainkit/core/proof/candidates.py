@@ -35,12 +35,14 @@ class Candidate:
         weigh: what a batch weighs.
         simplicity: the lower, the rather it is meant, where several are equal.
         strategy: what upholds it; None where no strategy does.
+        seen: where it was seen in a call, and how to write it, as text; or None.
     """
 
     line: str
     weigh: Callable[[Any], float]
     simplicity: int
     strategy: AccumulationStrategy | None = None
+    seen: tuple[str, str] | None = None
 
 
 def line_of(strategy: AccumulationStrategy) -> str:

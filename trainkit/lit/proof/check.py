@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -190,7 +191,9 @@ def _refuse_communicating(trainer: Any, module: Any) -> None:
 def _report_of(
     module: Any, rows: FewRows, strategies: Strategies, *, in_double: bool
 ) -> Report:
-    passes = Passes(module, rows.num_rows, in_double=in_double)
+    passes = Passes(
+        module, rows.num_rows, dtype=torch.float64 if in_double else torch.float32
+    )
     with passes.prepared():
         return _report(Measurements(passes, rows), strategies)
 
@@ -205,7 +208,7 @@ def _report(found: Measurements, strategies: Strategies) -> Report:
     off = max(cut.deviation for cut in cuts if cut.deviation is not None)
     if strategies:
         cuts.append(_cut(found, "plain accumulation", found.parts, {}))
-    precision = "float64" if found.passes.in_double else "float32"
+    precision = "float64" if found.passes.dtype is torch.float64 else "float32"
     parameters = found.worst_parameters(as_run, strategies)
     rounding = found.tolerance
     causes = Causes(found, strategies)

@@ -16,15 +16,17 @@ from trainkit.core.proof.parts import telling_parts
 from trainkit.core.proof.weights import Counts, Measured
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
+from trainkit.lit.proof.denominators import SIMPLICITY, no_count
 from trainkit.lit.proof.passes import Pass, Passes
 from trainkit.lit.proof.rows import FewRows
 
 Make = Callable[[Sequence[int]], Any]
 Parts = Sequence[Sequence[int]]
 
-THRESHOLDS = {True: 1e-8, False: 1e-4}
-"""What counts as rounding, in float64 and in float32. Exact modules were off by up to
-4e-15 and 7e-7, others by 1e-3 and more."""
+THRESHOLDS = {torch.float64: 1e-8, torch.float32: 1e-4, None: 5e-2}
+"""What counts as rounding, by the arithmetic. In float64 and float32, exact modules
+were off by up to 4e-15 and 7e-7, others by 1e-3 and more. Half precision (None) hides
+less than 5e-2."""
 
 MOST_TOLERATED = 1e-3
 """However unlike two passes over the same rows are, more is never called rounding."""
@@ -53,7 +55,7 @@ class Measurements:
         self.all_rows = list(range(rows.num_rows))
         self.batch = rows.whole()
         self._passes: dict[Any, Pass] = {}
-        self.tolerance = THRESHOLDS[passes.in_double]
+        self.tolerance = THRESHOLDS[passes.dtype]
         self.whole = self.again()
         self.candidates = candidates(self.batch, _class_weights(passes.module))
         self.parts = self._telling_parts()
@@ -71,9 +73,8 @@ class Measurements:
             )
         off = size_of(repeated.gradient - self.whole.gradient) / size
         self.repeated = off
-        self.tolerance = min(
-            max(THRESHOLDS[self.passes.in_double], 30 * off), MOST_TOLERATED
-        )
+        least = THRESHOLDS[self.passes.dtype]
+        self.tolerance = max(least, min(30 * off, MOST_TOLERATED))
         return self.whole
 
     def of(self, rows: Sequence[int], make: Make) -> Pass:
@@ -112,8 +113,7 @@ class Measurements:
         """How far the window of these parts is from the whole, over all terms."""
         squares = sizes = 0.0
         for name, measured in self.terms(parts, make).items():
-            strategy = strategy_of(name, strategies)
-            off = measured.off_by(self.weights(strategy, parts, make))
+            off = measured.off_by(self.weights(name, strategies, parts, make))
             size = size_of(measured.whole)
             squares, sizes = squares + (off * size) ** 2, sizes + size**2
         return math.sqrt(squares / sizes)
@@ -127,19 +127,53 @@ class Measurements:
                 each = [candidate.weigh(batch) for batch in batches]
                 whole = candidate.weigh(self.batch)
                 found[candidate] = Counts(whole, torch.tensor(each).double())
+        return {**found, **self._seen(parts, make)}
+
+    def _seen(self, parts: Parts, make: Make) -> dict[Candidate, Counts]:
+        """What means and quotients of `training_step` have divided by."""
+        each = [self.of(rows, make).seen.denominators for rows in parts]
+        found = {}
+        for line, divisor in self.whole.seen.denominators.items():
+            if not all(line in divisors for divisors in each):
+                continue
+            totals = torch.tensor([divisors[line].total for divisors in each]).double()
+            if bool((totals != divisor.total).any()):
+                words = divisor.text, divisor.line
+                candidate = Candidate(line, no_count, SIMPLICITY, None, words)
+                found[candidate] = Counts(divisor.total, totals)
         return found
 
     def weights(
-        self, strategy: AccumulationStrategy | None, parts: Parts, make: Make
+        self,
+        term: str,
+        strategies: Mapping[str, AccumulationStrategy],
+        parts: Parts,
+        make: Make,
     ) -> Tensor:
         """The share of each part in the window; plain accumulation has no strategy."""
+        strategy = strategy_of(term, strategies)
         if strategy is None:
             return torch.full((len(parts),), 1 / len(parts), dtype=torch.float64)
         if strategy.loss_reduction != "mean":
             return torch.ones(len(parts), dtype=torch.float64)
-        each = [float(strategy.weight(make(rows))) for rows in parts]
+        each = [self._weight(term, strategy, rows, make) for rows in parts]
         weights = torch.tensor(each, dtype=torch.float64)
         return weights / weights.sum()
+
+    def _weight(
+        self,
+        name: str,
+        strategy: AccumulationStrategy,
+        rows: Sequence[int],
+        make: Make,
+    ) -> float:
+        """What a part weighs: what `accumulate` was given, or else its batch."""
+        found = self.of(rows, make)
+        weight = found.weight(name)
+        if weight is not None:
+            return weight
+        batch = next((t.batch for t in found.terms if t.name == name), None)
+        return float(strategy.weight(make(rows) if batch is None else batch))
 
     def worst_parameters(
         self, make: Make, strategies: Mapping[str, AccumulationStrategy]
@@ -149,7 +183,7 @@ class Measurements:
         assert coordinates is not None
         window = torch.zeros_like(self.whole.gradient)
         for name, measured in self.terms(self.parts, make).items():
-            weights = self.weights(strategy_of(name, strategies), self.parts, make)
+            weights = self.weights(name, strategies, self.parts, make)
             window += (measured.parts * weights[:, None]).sum(0)
         size = size_of(self.whole.gradient)
         wholes = coordinates.split(self.whole.gradient)

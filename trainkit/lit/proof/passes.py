@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.core._compat import without_gradient_hooks
 from trainkit.core.proof.gradients import Coordinates
 from trainkit.core.split.fields import with_tensors
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import replaced, step_arguments
-from trainkit.lit.proof.calls import NARROW, MeasuredCalls, Seen
+from trainkit.lit._compat import step_arguments
+from trainkit.lit.proof.by_hand import by_hand
+from trainkit.lit.proof.calls import MeasuredCalls, Seen
+from trainkit.lit.proof.draws import Draws
+from trainkit.lit.proof.host_draws import replayed
+from trainkit.lit.proof.own_values import own_values, widened
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import Snapshot
 
@@ -27,11 +32,15 @@ class Term:
         name: of the term; "" for a loss of one term.
         loss: its value.
         gradient: the coordinates that are kept.
+        batch: what `accumulate` got to be weighed, if it got a batch.
+        weight: what it got as a weight; None where there was no weight.
     """
 
     name: str
     loss: float
     gradient: Tensor
+    batch: Any = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,11 @@ class Pass:
     def gradient(self) -> Tensor:
         return torch.stack([term.gradient for term in self.terms]).sum(0)
 
+    def weight(self, name: str) -> float | None:
+        """What `accumulate` got as the weight of a term, if it got one."""
+        found = (term.weight for term in self.terms if term.name == name)
+        return next(found, None)
+
 
 class Passes:
     """Runs `training_step`, and puts everything back after each pass.
@@ -57,28 +71,33 @@ class Passes:
     Args:
         module: in `fit`, attached to its Trainer.
         num_rows: how many rows the whole has.
-        in_double: whether to compute in float64.
+        dtype: of the arithmetic; None for the run's own, with its autocast.
 
     Attributes:
         names: of the parameters that train.
         parameters: those.
         in_eval: the layers that are in eval mode during a pass.
-        identity_permutations: whether `torch.randperm` permutes nothing.
+        draws: replays random numbers by row.
+        scale: what losses are multiplied by while gradients are in half precision.
     """
 
-    def __init__(self, module: Any, num_rows: int, *, in_double: bool) -> None:
+    def __init__(
+        self, module: Any, num_rows: int, *, dtype: torch.dtype | None
+    ) -> None:
         self.module = module
-        self.in_double = in_double
-        self._num_rows = num_rows
+        self.dtype = dtype
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.coordinates: Coordinates | None = None
         self.in_eval: list[nn.Module] = []
-        self.identity_permutations = False
+        self.draws = Draws(num_rows)
+        self.scale = 1.0
         self._snapshot: Snapshot | None = None
+        self._put_back: Callable[[], None] = lambda: None
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._draw_shapes: list[list[int]] = []
+        self._terms: list[Term] = []
+        self._gradients: list[Tensor | None] | None = None
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -87,12 +106,14 @@ class Passes:
         outer = Snapshot(module, device=module.device)
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
-            stack.enter_context(_own_values(module, self.in_double))
+            stack.enter_context(without_gradient_hooks(self.parameters))
+            stack.enter_context(own_values(module, self.dtype))
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
             if not module.automatic_optimization:
-                stack.enter_context(self._by_hand())
+                stack.enter_context(by_hand(module, self._add_by_hand))
+            self._put_back = stack.enter_context(replayed(module, self.draws))
             self._snapshot = Snapshot(module, device=module.device)
             self._values = [(p, p.detach().clone()) for p in module.parameters()]
             yield
@@ -105,33 +126,58 @@ class Passes:
             rows: their numbers, for what is drawn for all.
             keep_state: leave what the pass has changed as it is.
         """
-        assert self._snapshot is not None
-        if self.in_double:
-            batch = with_tensors(batch, _in_double)
-        calls = MeasuredCalls(
-            rows,
-            self._num_rows,
-            in_double=self.in_double,
-            permutes=not self.identity_permutations,
-            shapes=self._draw_shapes,
-        )
-        self._terms: list[Term] = []
+        if self.dtype is not None:
+            batch = with_tensors(batch, lambda each: widened(each, self.dtype))
+        while True:
+            self.draws.begin(rows)
+            try:
+                found = self._run(batch)
+            finally:
+                self.draws.is_active = False
+                if not keep_state:
+                    self.restore()
+            if not self.draws.end():
+                return found
+            self.restore()
+
+    def gradients(self, batch: Any, rows: Sequence[int]) -> list[Tensor | None]:
+        """All coordinates of the gradients of a pass, over all its terms."""
+        self._gradients = [None] * len(self.parameters)
         try:
-            with _in_eval(self.in_eval), torch.enable_grad(), calls:
+            self.run(batch, rows)
+            return self._gradients
+        finally:
+            self._gradients = None
+
+    def _run(self, batch: Any) -> Pass:
+        calls = MeasuredCalls(dtype=self.dtype, draws=self.draws)
+        self._terms = []
+        if self._gradients is not None:
+            self._gradients = [None] * len(self.parameters)
+        with _in_eval(self.in_eval), torch.enable_grad(), calls:
+            with self._own_precision():
                 output = self.module.training_step(
                     *step_arguments(self.module, batch, 0)
                 )
             if self.module.automatic_optimization:
                 self._take(output)
-        finally:
-            if not keep_state:
-                self.restore()
+        if not self._terms:
+            raise TrainkitError(
+                "training_step: it went backward from no loss, so there is nothing to "
+                "compare. Check with a batch from which it trains."
+            )
         return Pass(tuple(self._terms), calls.seen)
+
+    def _own_precision(self) -> Any:
+        if self.dtype is not None:
+            return contextlib.nullcontext()
+        return self.module.trainer.precision_plugin.forward_context()
 
     def restore(self) -> None:
         """Put back what passes that kept their state have changed."""
         assert self._snapshot is not None
         self._snapshot.restore()
+        self._put_back()
         for parameter, value in self._values:
             parameter.data.copy_(value)
 
@@ -141,123 +187,55 @@ class Passes:
         for name, term in terms.items():
             self._add(name, term, retain=len(terms) > 1)
 
-    def _add(self, name: str, loss: Any, *, retain: bool) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TrainkitError(
-                f"training_step: check needs a loss of one number, received "
-                f"{type(loss).__name__}"
-                f"{list(loss.shape) if isinstance(loss, Tensor) else ''}."
-            )
-        if not loss.requires_grad:
-            raise TrainkitError(
-                "training_step: its loss has no gradient. Check that parameters take "
-                "part in it and are not frozen."
-            )
-        gradients = torch.autograd.grad(
-            loss.reshape(()), self.parameters, allow_unused=True, retain_graph=retain
+    def _add_by_hand(self, loss: Tensor, batch: Any, weight: Any) -> None:
+        self._add(str(len(self._terms)), loss, retain=True, batch=batch, weight=weight)
+
+    def _add(
+        self,
+        name: str,
+        loss: Any,
+        *,
+        retain: bool,
+        batch: Any = None,
+        weight: Any = None,
+    ) -> None:
+        _check_loss(loss)
+        for parameter in self.parameters:
+            parameter.grad = None
+        # Unlike `autograd.grad`, it runs what is computed anew with these calls seen.
+        torch.autograd.backward(
+            loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
+            inputs=self.parameters,
+            retain_graph=retain,
         )
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         if self.coordinates is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)
-        vector = self.coordinates.of(gradients)
-        self._terms.append(Term(name, float(loss.detach()), vector))
-
-    @contextlib.contextmanager
-    def _by_hand(self) -> Iterator[None]:
-        """Manual optimization: each backward call is a term; no optimizer steps."""
-
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            self._add(str(len(self._terms)), loss, retain=True)
-
-        module = self.module
-        idle = [_Idle(each) for each in module.trainer.optimizers]
-        one_or_all = idle if len(idle) != 1 else idle[0]
-        replacing = {
-            "manual_backward": backward,
-            "optimizers": lambda *args, **kwargs: one_or_all,
-            "lr_schedulers": lambda: _Idle(None),
-            "clip_gradients": _nothing,
-            "toggle_optimizer": _nothing,
-            "untoggle_optimizer": _nothing,
-            # of a mixin, whose callback is not here
-            "accumulate": backward,
-            "window_ends": lambda *args, **kwargs: False,
-            "finish_window": _nothing,
-        }
-        here = {name: it for name, it in replacing.items() if hasattr(module, name)}
-        with replaced(module, **here):
-            yield
+        vector = self.coordinates.of(gradients) / self.scale
+        given = None if weight is None else float(weight)
+        self._terms.append(Term(name, float(loss.detach()), vector, batch, given))
+        if self._gradients is not None:
+            pairs = zip(self._gradients, gradients, strict=True)
+            self._gradients = [
+                b if a is None else a if b is None else a + b for a, b in pairs
+            ]
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-class _Idle:
-    """An optimizer or scheduler whose methods do nothing."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-        self.param_groups = getattr(of, "param_groups", [])
-        self.state: dict[Any, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: contextlib.nullcontext()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self, self])
-
-
-@contextlib.contextmanager
-def _own_values(module: nn.Module, in_double: bool) -> Iterator[None]:
-    """Parameters and buffers in float64, and a little off from where they are.
-
-    A zero gate hides what stands behind it, and a copy that equals its source hides
-    that it moves.
-    """
-    generator = torch.Generator().manual_seed(1)
-    parameters = [(p, p.data) for p in module.parameters()]
-    buffers = [(each, dict(each._buffers)) for each in module.modules()]
-    attributes = [(each, dict(vars(each))) for each in module.modules()]
-    default = torch.get_default_dtype()
-    try:
-        for parameter, data in parameters:
-            parameter.data = _moved(data, generator, in_double)
-        if in_double:
-            torch.set_default_dtype(torch.float64)
-            _widen(buffers)
-            _widen(attributes)
-        yield
-    finally:
-        torch.set_default_dtype(default)
-        for parameter, data in parameters:
-            parameter.data = data
-        for each, held in buffers:
-            each._buffers.update(held)
-        for each, held in attributes:
-            vars(each).update(held)
-
-
-def _widen(held: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Give modules the float64 copies of the buffers or attributes that they hold."""
-    for module, values in held:
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.dtype in NARROW:
-                place = module._buffers if name in module._buffers else vars(module)
-                place[name] = value.double()
-
-
-def _moved(data: Tensor, generator: torch.Generator, in_double: bool) -> Tensor:
-    if not data.is_floating_point():
-        return data
-    wide = data.double() if in_double else data.clone()
-    spread = float(wide.std()) if wide.numel() > 1 else 0.0
-    noise = torch.randn(wide.shape, generator=generator, dtype=torch.float64)
-    return wide + (0.05 * spread or 0.02) * noise.to(wide)
-
-
-def _in_double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype in NARROW else tensor
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TrainkitError(
+            f"training_step: check needs a loss of one number, received "
+            f"{type(loss).__name__}"
+            f"{list(loss.shape) if isinstance(loss, Tensor) else ''}."
+        )
+    if not loss.requires_grad:
+        raise TrainkitError(
+            "training_step: its loss has no gradient. Check that parameters take "
+            "part in it and are not frozen."
+        )
 
 
 @contextlib.contextmanager
