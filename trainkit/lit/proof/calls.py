@@ -133,8 +133,11 @@ class MeasuredCalls(TorchFunctionMode):
         """What these rows get of a draw for all rows, which may be padded longer."""
 
         def make(shape: list[int], seed: int) -> Tensor:
+            # In float64 always, so that narrower arithmetic gets these numbers too.
+            wide = torch.float64 if made.is_floating_point() else made.dtype
+            wide = made.dtype if made.is_mps else wide
             with seeded(seed, made.device):
-                return draw(torch.empty(shape, dtype=made.dtype, device=made.device))
+                return draw(torch.empty(shape, dtype=wide, device=made.device))
 
         line = f"{name} at {place()}"
         values = self._draws.draw(line, made.shape, make, options)

@@ -41,24 +41,28 @@ class Measurements:
     Args:
         passes: run `training_step`.
         rows: make batches.
+        parts: which rows make a part; default: those that tell most.
 
     Attributes:
         batch: all rows as one batch.
         whole: the pass over it.
+        first: the first pass over it, when nothing was neutralised yet.
         repeated: how far a second pass over all rows was from the first.
         tolerance: the largest deviation that counts as rounding.
         parts: rows by which denominators differ as much as they can.
     """
 
-    def __init__(self, passes: Passes, rows: FewRows) -> None:
+    def __init__(
+        self, passes: Passes, rows: FewRows, *, parts: Parts | None = None
+    ) -> None:
         self.passes, self.rows = passes, rows
         self.all_rows = list(range(rows.num_rows))
         self.batch = rows.whole()
         self._passes: dict[Any, Pass] = {}
         self.tolerance = THRESHOLDS[passes.dtype]
-        self.whole = self.again()
+        self.whole = self.first = self.again()
         self.candidates = candidates(self.batch, _class_weights(passes.module))
-        self.parts = self._telling_parts()
+        self.parts = parts or self._telling_parts()
 
     def again(self) -> Pass:
         """Measure the whole, and forget what was measured before."""

@@ -58,11 +58,13 @@ def _moved(
 ) -> Tensor:
     if not data.is_floating_point():
         return data
-    is_wider = dtype is not None and is_narrow(data.dtype, dtype)
-    wide = data.to(dtype) if is_wider else data.clone()
+    wide = data.double()
     spread = float(wide.std()) if wide.numel() > 1 else 0.0
     noise = torch.randn(wide.shape, generator=generator, dtype=torch.float64)
-    return wide + (0.05 * spread or 0.02) * noise.to(wide)
+    # Rounded as the run's own value is, so that each arithmetic begins there.
+    moved = (wide + (0.05 * spread or 0.02) * noise.to(wide)).to(data.dtype)
+    is_wider = dtype is not None and is_narrow(data.dtype, dtype)
+    return moved.to(dtype) if is_wider else moved
 
 
 def widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
