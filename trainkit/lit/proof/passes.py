@@ -14,7 +14,7 @@ from trainkit.core._compat import without_gradient_hooks
 from trainkit.core.proof.gradients import Coordinates
 from trainkit.core.split.fields import with_tensors
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import step_arguments
+from trainkit.lit._compat import replaced, step_arguments
 from trainkit.lit.proof.by_hand import by_hand
 from trainkit.lit.proof.calls import MeasuredCalls, Seen
 from trainkit.lit.proof.draws import Draws
@@ -111,6 +111,8 @@ class Passes:
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
+            if module.trainer.world_size > 1:
+                stack.enter_context(replaced(module, all_gather=_refuse_gathering))
             if not module.automatic_optimization:
                 stack.enter_context(by_hand(module, self._add_by_hand))
             self._put_back = stack.enter_context(replayed(module, self.draws))
@@ -222,6 +224,13 @@ class Passes:
             self._gradients = [
                 b if a is None else a if b is None else a + b for a, b in pairs
             ]
+
+
+def _refuse_gathering(*args: Any, **kwargs: Any) -> None:
+    raise TrainkitError(
+        "training_step: self.all_gather waits for other ranks, which run other parts "
+        "of their batches. Check with one device: Trainer(devices=1, strategy='auto')."
+    )
 
 
 def _check_loss(loss: Any) -> None:
