@@ -147,4 +147,7 @@ def _is_mask(tensor: Tensor) -> bool:
 SUM = Candidate("a sum", lambda batch: 1.0, 3)
 """A loss that is a sum over rows: every part counts once, undivided."""
 
+CONSTANT = Candidate("what no row changes", lambda batch: 1.0, 3)
+"""A term of a loss that is alike for every part, such as a decay of weights."""
+
 UNIFORM = of_strategy(Uniform(), 9)

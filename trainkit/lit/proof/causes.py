@@ -19,6 +19,7 @@ from trainkit.lit.proof.state import moved, values_of
 from trainkit.lit.rerun.generators import read_states, write_states
 
 MOST_ROUNDS = 6
+NOWHERE = Located("", False, "", 0, 0)
 
 
 class Causes:
@@ -54,10 +55,25 @@ class Causes:
         self._look_at_draws()
         if not is_off:
             return
+        self._look_at_deviation()
+        if not self._has_deviation:
+            # Parts of several rows are exact, and single ones are not.
+            found.parts = [[row] for row in found.all_rows]
+            explained = self._explained(found.rows.as_run) or {}
+            if any(not each.classes for each in explained.values()):
+                self.causes.append(remedies.of_small_parts())
+            else:
+                self._look_at_deviation()
+        if not self._has_deviation:
+            self.causes.append(remedies.of_small_parts())
+
+    @property
+    def _has_deviation(self) -> bool:
+        return any(cause.kind != "state" for cause in self.causes)
+
+    def _look_at_deviation(self) -> None:
         explained = self._explained_without_layers()
-        if explained is None:
-            return
-        if not self._look_at_padding():
+        if explained is not None and not self._look_at_padding():
             self._compare_weights(explained)
 
     # ---- state and randomness --------------------------------------------------------
@@ -160,7 +176,8 @@ class Causes:
         if layer is None:
             self.causes.append(self._of_loss(located))
             return False
-        self.causes.append(remedies.of_rows(located, layer, 0))
+        if located.path not in {cause.place for cause in self.causes}:
+            self.causes.append(remedies.of_rows(located, layer, 0))
         self.notes.append("more may be behind it")
         return False
 
@@ -234,6 +251,10 @@ class Causes:
             return False
         if self._explained(found.rows.as_run) is not None:
             return False
+        unlike = sorted(found.passes.draws.unlike)
+        if unlike:
+            self.causes.append(remedies.of_unlike_draws(unlike, NOWHERE))
+            return True
         place = first_that_sees_padding(found)
         self.causes.append(remedies.of_padding(place, found.rows.is_split))
         return True
@@ -248,11 +269,10 @@ class Causes:
             if measured.off_by(weights) > found.tolerance:
                 strategy = strategy_of(name, self._strategies)
                 is_given = found.of(found.parts[0], make).weight(name) is not None
-                self.causes.append(
-                    remedies.of_weights(
-                        name, each, strategy, found.batch, is_given=is_given
-                    )
+                cause = remedies.of_weights(
+                    name, each, strategy, found.batch, is_given=is_given
                 )
+                self.causes += [cause] if cause not in self.causes else []
 
 
 def _merged(parts: Sequence[Sequence[int]], number: int) -> list[list[int]]:

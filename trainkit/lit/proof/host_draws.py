@@ -21,7 +21,9 @@ KINDS = (random.Random, np.random.RandomState, np.random.Generator)
 MIXING = frozenset("shuffle permutation permuted sample choices".split())
 """They draw among entries, whose number is that of the batch as a rule."""
 
-SIZE_AT = dict.fromkeys(("random", "random_sample", "standard_normal"), 0)
+SIZE_AT: dict[str, int] = dict.fromkeys(
+    ("random", "random_sample", "standard_normal"), 0
+)
 SIZE_AT |= dict.fromkeys(("exponential", "poisson", "choice", "geometric"), 1)
 SIZE_AT |= dict.fromkeys(("standard_gamma", "standard_exponential", "chisquare"), 1)
 SIZE_AT |= dict.fromkeys(("uniform", "normal", "beta", "gamma", "binomial"), 2)

@@ -128,8 +128,9 @@ class Passes:
             rows: their numbers, for what is drawn for all.
             keep_state: leave what the pass has changed as it is.
         """
-        if self.dtype is not None:
-            batch = with_tensors(batch, lambda each: widened(each, self.dtype))
+        dtype = self.dtype
+        if dtype is not None:
+            batch = with_tensors(batch, lambda each: widened(each, dtype))
         while True:
             self.draws.begin(rows)
             try:
@@ -144,18 +145,21 @@ class Passes:
 
     def gradients(self, batch: Any, rows: Sequence[int]) -> list[Tensor | None]:
         """All coordinates of the gradients of a pass, over all its terms."""
-        self._gradients = [None] * len(self.parameters)
+        self._gradients = self._no_gradients()
         try:
             self.run(batch, rows)
             return self._gradients
         finally:
             self._gradients = None
 
+    def _no_gradients(self) -> list[Tensor | None]:
+        return [None for _ in self.parameters]
+
     def _run(self, batch: Any) -> Pass:
         calls = MeasuredCalls(dtype=self.dtype, draws=self.draws)
         self._terms = []
         if self._gradients is not None:
-            self._gradients = [None] * len(self.parameters)
+            self._gradients = self._no_gradients()
         with _in_eval(self.in_eval), torch.enable_grad(), calls:
             with self._own_precision():
                 output = self.module.training_step(

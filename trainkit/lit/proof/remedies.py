@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainkit.core.proof.candidates import SUM, UNIFORM, Candidate, line_of
+from trainkit.core.proof.candidates import CONSTANT, SUM, UNIFORM, Candidate, line_of
 from trainkit.core.proof.weights import Explained
 from trainkit.core.split.fields import take_apart
 from trainkit.core.strategies import AccumulationStrategy
@@ -19,6 +19,7 @@ ONE_DENOMINATOR = "denominator"
 OFTEN_MEANT = 4  # a candidate's simplicity
 ROWS = "rows see each other"
 RANDOMNESS = "randomness"
+TWO_DENOMINATORS = "two denominators"
 NO_STRATEGY = "no strategy can make it exact"
 
 
@@ -84,7 +85,7 @@ def lines_for(candidate: Candidate) -> tuple[str, ...]:
         return (f"accumulation = {candidate.line}",)
     return (
         "accumulation = Weighed()",
-        f"self.weigh({candidate.seen[1]})  # in training_step, at {candidate.line}",
+        f"self.weigh({candidate.seen[1]})  # in training_step, for {candidate.line}",
     )
 
 
@@ -146,17 +147,49 @@ def _of_unknown_weights(which: str, explained: Explained) -> Cause:
 
 
 def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
+    """The loss has two terms, and no strategy divides by both denominators."""
+    terms = " and of ".join(_term(each) for each in (one, other))
+    if CONSTANT in (one, other):
+        return Cause(
+            TWO_DENOMINATORS,
+            "",
+            f"the loss is made of {terms}; each micro-batch adds the latter anew",
+            (
+                "return the mean over rows from training_step, to which a constant may "
+                "be added, or give the decay to the optimizer (weight_decay=...)",
+            ),
+        )
+    strategies = [_strategy_line(each) for each in (one, other)]
+    unseen = [each.line for each in (one, other) if each.seen is not None]
+    counted = (
+        f"for PerSample(mask='count'), let the data set count for each row what "
+        f"{' and '.join(unseen)} divides by, as the field 'count'"
+    )
     return Cause(
-        "two denominators",
+        TWO_DENOMINATORS,
         "",
-        f"the loss is a sum of two means, over {_counted(one)} and over "
-        f"{_counted(other)}",
+        f"the loss is made of {terms}",
         (
             'return {"loss": {"one": first, "other": second}} from training_step',
-            f'accumulation = {{"one": {one.line}, "other": {other.line}}}, with '
-            f"micro_batching",
+            f'accumulation = {{"one": {strategies[0]}, "other": {strategies[1]}}}, '
+            f"with micro_batching",
+            *([counted] if unseen else []),
         ),
     )
+
+
+def _term(candidate: Candidate) -> str:
+    if candidate is SUM:
+        return "a sum over rows"
+    if candidate is CONSTANT:
+        return candidate.line
+    return f"a mean over {_counted(candidate)}"
+
+
+def _strategy_line(candidate: Candidate) -> str:
+    if candidate is SUM:
+        return 'PerSample(loss_reduction="total")'
+    return candidate.line if candidate.seen is None else "PerSample(mask='count')"
 
 
 def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
@@ -190,6 +223,16 @@ def of_loss(located: Located) -> Cause:
         f"all modules treat rows apart, and the loss looks across them, as "
         f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
         ("train with this loss in whole batches, without accumulation",),
+    )
+
+
+def of_small_parts() -> Cause:
+    return Cause(
+        ROWS,
+        "training_step",
+        "parts of several rows are the whole and parts of one row are not, so it "
+        "computes something else for them",
+        ("look for a branch that depends on the number of rows",),
     )
 
 

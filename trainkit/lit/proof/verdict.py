@@ -19,7 +19,10 @@ from trainkit.lit.proof.precision import half_precision, in_own_precision
 from trainkit.lit.proof.report import Cut, Report
 from trainkit.lit.proof.rows import FewRows
 
-NAMES = {torch.float64: "float64", torch.float32: "float32"}
+NAMES: dict[torch.dtype | None, str] = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+}
 
 
 def measured(
