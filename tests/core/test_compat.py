@@ -52,6 +52,21 @@ def test_a_gradient_hook_is_found_until_it_is_removed(register: str) -> None:
     assert not _compat.has_gradient_hook(parameter)
 
 
+def test_gradient_hooks_are_taken_off_for_a_while() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    seen = []
+    parameter.register_hook(lambda gradient: 2 * gradient)
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    with _compat.without_gradient_hooks([parameter, torch.ones(1)]):
+        torch.autograd.backward(parameter.sum())
+    assert not seen
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0, 1.0]
+    torch.autograd.backward(parameter.sum())
+    assert len(seen) == 1
+    assert parameter.grad.tolist() == [3.0, 3.0]
+
+
 def test_version_counts_writes_in_place() -> None:
     tensor = torch.zeros(3)
     before = _compat.versions_of([tensor])

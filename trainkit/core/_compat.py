@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,3 +114,22 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 def has_gradient_hook(tensor: Tensor) -> bool:
     """Whether `register_hook` or `register_post_accumulate_grad_hook` was called."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it, what `register_hook` and `register_post_accumulate_grad_hook` have
+    registered does not run."""
+    kept = [
+        (hooks, dict(hooks))
+        for tensor in tensors
+        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+        if hooks
+    ]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)

@@ -94,7 +94,7 @@ def test_another_count_is_not_and_the_remedy_is_named(
         report = trainkit.check(module, token_loader(), strategy=strategy)
     assert not report.exact
     (cause,) = report.causes
-    assert "weights that nothing in the batch counts" in cause.text
+    assert "which no field of the batch counts" in cause.text
     assert "self.weigh(n)" in cause.remedy[0]
     assert "Weighed(by=...)" in cause.remedy[1]
 

@@ -35,12 +35,14 @@ class Candidate:
         weigh: what a batch weighs.
         simplicity: the lower, the rather it is meant, where several are equal.
         strategy: what upholds it; None where no strategy does.
+        seen: where it was seen in a call, and how to write it, as text; or None.
     """
 
     line: str
     weigh: Callable[[Any], float]
     simplicity: int
     strategy: AccumulationStrategy | None = None
+    seen: tuple[str, str] | None = None
 
 
 def line_of(strategy: AccumulationStrategy) -> str:
@@ -144,5 +146,8 @@ def _is_mask(tensor: Tensor) -> bool:
 
 SUM = Candidate("a sum", lambda batch: 1.0, 3)
 """A loss that is a sum over rows: every part counts once, undivided."""
+
+CONSTANT = Candidate("what no row changes", lambda batch: 1.0, 3)
+"""A term of a loss that is alike for every part, such as a decay of weights."""
 
 UNIFORM = of_strategy(Uniform(), 9)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainkit.core.proof.candidates import SUM, UNIFORM, Candidate
+from trainkit.core.proof.candidates import CONSTANT, SUM, UNIFORM, Candidate
 from trainkit.core.proof.gradients import best_fit, deviation
 
 MOST_MAGNIFIED = 1e8
@@ -96,10 +96,17 @@ def explain(
         if found is not None:
             return found
     fit = best_fit(measured.whole, measured.parts)
-    if fit.deviation > tolerance:
+    if fit.deviation > tolerance or _selects(measured, fit.weights):
         return None
     magnified = fit.condition > MOST_MAGNIFIED
     return Explained((), "", fit.weights, fit.deviation, is_free=not magnified)
+
+
+def _selects(measured: Measured, weights: Tensor) -> bool:
+    """Whether the whole is one of its parts, or a difference, as with a maximum."""
+    sizes = torch.linalg.vector_norm(measured.parts, dim=1)
+    counts = sizes > 1e-9 * sizes.max()
+    return bool((weights[counts] < 1e-6 * weights.abs().max()).any())
 
 
 def _fitting(
@@ -134,6 +141,8 @@ def two_denominators(
 ) -> tuple[Candidate, Candidate] | None:
     """Two denominators whose terms make up the gradients of all unions of parts.
 
+    A term may be a sum, or a constant that no row changes.
+
     Args:
         gradients: of unions of parts, by the parts' numbers.
         counts: what the parts weigh, by candidate.
@@ -149,16 +158,23 @@ def two_denominators(
         for candidate, each in counts.items()
         if all(value > 0 for value in each)
     }
-    best: tuple[float, Candidate, Candidate] | None = None
+    number = len(next(iter(counts.values()), ()))
+    columns[SUM] = torch.stack([_members(union, number) for union in unions])
+    columns[CONSTANT] = torch.ones(len(unions), 1, dtype=torch.float64)
+    found: list[tuple[int, float, Candidate, Candidate]] = []
     for one, other in itertools.combinations(columns, 2):
         basis = torch.cat([columns[one], columns[other]], 1)
         inside = basis @ torch.linalg.lstsq(basis, stacked, driver="gelsd").solution
         off = float(torch.linalg.matrix_norm(stacked - inside)) / size
-        if best is None or off < best[0]:
-            best = off, one, other
-    if best is None or best[0] > tolerance:
-        return None
-    return best[1], best[2]
+        if off <= tolerance:
+            found.append((basis.shape[1], off, one, other))
+    # A constant is a mean of anything: what has fewer columns says more.
+    best = min(found, key=lambda each: each[:2], default=None)
+    return None if best is None else best[2:]
+
+
+def _members(union: frozenset[int], number: int) -> Tensor:
+    return torch.tensor([float(part in union) for part in range(number)]).double()
 
 
 def _indicators(unions: Sequence[frozenset[int]], counts: Sequence[float]) -> Tensor:

@@ -21,7 +21,6 @@ from trainkit.lit.callback.table import Row, say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts
 from trainkit.lit.measure.passes import Pass, Passes
-from trainkit.lit.rerun.generators import read_states
 
 Proof = Literal["warn", "require", "off"]
 
@@ -36,7 +35,6 @@ MOST_ROUNDING = 1e-5
 """Losses that depend on the order of rows do not show what rounding does."""
 
 LABEL = "proof"
-ON_HOST = ("python", "numpy")
 
 
 def checked_proof(proof: Any) -> Proof:
@@ -167,7 +165,7 @@ class ProofAtStart:
         passes = Passes(
             self._module,
             num_rows,
-            in_double=False,
+            dtype=torch.float32,
             as_it_is=True,
             strategies=self._strategies,
             arguments=(args, kwargs),
@@ -242,20 +240,15 @@ class ProofAtStart:
 
     def _refuse_random(self, passes: Passes, batch: Any, first: Pass) -> None:
         """Refuse to compare passes that draw what cannot be handed out by row."""
-        device = self._module.device
-        before = read_states(device)
-        again = passes.run(batch, range(passes.num_rows), keep_state=True)
-        after = read_states(device)
-        passes.restore()
-        lines = sorted(again.seen.unlike_draws)
-        if any(name in before and before[name] != after[name] for name in ON_HOST):
-            lines.append("Python's or NumPy's generator")
-        if not lines and torch.equal(again.gradient, first.gradient):
-            return
-        by = ", ".join(lines) or "a generator of its own"
-        raise NotMeasured(
-            f"training_step draws by {by}, which cannot be handed out to single rows"
-        )
+        again = passes.run(batch, range(passes.num_rows))
+        lines = sorted(passes.draws.unlike)
+        if lines or not torch.equal(again.gradient, first.gradient):
+            by = ", ".join(lines) or "a generator of its own"
+            raise NotMeasured(
+                f"training_step draws by {by}, which cannot be handed out by row"
+            )
+        if first.seen.is_narrow:
+            raise NotMeasured("training_step computes in half precision by itself")
 
     def _cause(self, whole: Pass, parts: list[Pass]) -> str:
         gradients = torch.stack([each.gradient for each in parts])

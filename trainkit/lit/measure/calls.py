@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +10,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trainkit.lit.measure.denominators import Denominators
+from trainkit.lit.measure.draws import Draws, seed_of, seeded
+from trainkit.lit.measure.place import place
+
 DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ "
     "feature_alpha_dropout feature_alpha_dropout_ dropout1d dropout2d dropout3d".split()
 )
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 TO_FLOAT = frozenset(("float", "half", "bfloat16"))
-OTHER_DRAWS = frozenset(("randperm", "multinomial", "gumbel_softmax", "rrelu"))
-DENOMINATORS = frozenset(("cross_entropy", "nll_loss"))
+ACROSS_ROWS = frozenset(("randperm",))
 
 
 @dataclass
@@ -27,51 +29,34 @@ class Seen:
 
     Attributes:
         dropouts: the lines that drop out.
-        draws: the lines that draw something for each row.
-        unlike_draws: the lines whose draws cannot be handed out by row.
-        denominators: what `cross_entropy` and its like have divided by, by line.
+        denominators: what its means and quotients have divided by, by line.
+        is_narrow: whether something was computed in less than the width asked for, as
+            within an autocast of the module's own.
     """
 
     dropouts: set[str] = field(default_factory=set)
-    draws: set[str] = field(default_factory=set)
-    unlike_draws: set[str] = field(default_factory=set)
-    denominators: dict[str, float] = field(default_factory=dict)
+    denominators: Denominators = field(default_factory=Denominators)
+    is_narrow: bool = False
 
 
 class MeasuredCalls(TorchFunctionMode):
     """Makes a pass over some rows comparable with a pass over all.
 
-    - Arithmetic is in float64, also where the code asks for less.
+    - Arithmetic is in one width, also where the code asks for less.
     - Nothing drops out.
     - Random numbers are drawn for all rows, and these rows get theirs.
 
     Args:
-        rows: the rows of this pass.
-        num_rows: how many there are in all.
-        in_double: whether narrower floats become float64.
-        permutes: whether `torch.randperm` permutes; if not, it counts.
-        shapes: of the draws for all rows, in order; the first pass adds them.
+        dtype: what narrower floats become; None leaves them as they are.
+        draws: replays what was drawn for all rows.
 
     Attributes:
         seen: what was seen so far.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[int],
-        num_rows: int,
-        *,
-        in_double: bool,
-        permutes: bool = True,
-        shapes: list[list[int]],
-    ) -> None:
+    def __init__(self, *, dtype: torch.dtype | None, draws: Draws) -> None:
         super().__init__()
-        self._rows = list(rows)
-        self._num_rows = num_rows
-        self._in_double = in_double
-        self._permutes = permutes
-        self._shapes = shapes
-        self._num_draws = 0
+        self._dtype, self._draws = dtype, draws
         self.seen = Seen()
 
     def __torch_function__(
@@ -80,45 +65,52 @@ class MeasuredCalls(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in DROPOUTS:
-            return self._without_dropout(func, args, kwargs)
+            return self._without_dropout(args, kwargs)
         if name == "scaled_dot_product_attention":
             args = self._without_probability(args, kwargs, 4)
         elif name == "multi_head_attention_forward":
             args = self._without_probability(args, kwargs, 10)
-        elif name in DENOMINATORS:
-            self._see_denominator(name, args, kwargs)
-        elif name in OTHER_DRAWS:
-            self.seen.unlike_draws.add(f"{name} at {place()}")
-            if name == "randperm" and not self._permutes:
-                made = func(*args, **kwargs)
-                return made.copy_(torch.arange(len(made)))
-        elif name == "bernoulli" and kwargs.get("generator") is None:
-            chance = args[0] if args else kwargs["input"]
-            drawn = torch.empty_like(chance)
-            uniform = self._drawn(drawn, lambda full: full.uniform_())
-            return (uniform < chance).to(chance.dtype)
+        elif name in ACROSS_ROWS:
+            return self._permutation(func, args, kwargs)
+        elif name in BY_ROW:
+            return self._called_by_row(func, name, args, kwargs)
+        elif name in ("bernoulli", "bernoulli_"):
+            return self._bernoulli(name, args, kwargs)
+        self.seen.denominators.see(name, args, kwargs)
         draw = DRAWS.get(name)
-        if draw is not None and kwargs.get("generator") is None:
+        if draw is not None:
+            kwargs.pop("generator", None)
             made = self._widened(func, name, args, kwargs)
-            return self._drawn(made, lambda full: draw(full, args, kwargs))
+            given = (*args, *kwargs.values())
+            numbers = tuple(
+                each
+                for each in given
+                if isinstance(each, int | float) and name not in ("rand", "randn")
+            )
+            return self._drawn(
+                name, made, lambda full: draw(full, args, kwargs), numbers
+            )
         return self._widened(func, name, args, kwargs)
 
     def _widened(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if not self._in_double:
+        wide = self._dtype
+        if wide is None:
             return func(*args, **kwargs)
-        if kwargs.get("dtype") in NARROW:
-            kwargs["dtype"] = torch.float64
+        if is_narrow(kwargs.get("dtype"), wide):
+            kwargs["dtype"] = wide
         if name in TO_FLOAT:
-            return args[0].double()
-        args = tuple(_wide(value) for value in args)
+            return args[0].to(wide)
+        args = tuple(wide if is_narrow(value, wide) else value for value in args)
         made = func(*args, **kwargs)
-        if isinstance(made, Tensor) and made.dtype in NARROW and name in WIDENED:
-            return made.double()
+        if isinstance(made, Tensor) and is_narrow(made.dtype, wide):
+            if name in WIDENED:
+                return made.to(wide)
+            self.seen.is_narrow = True
         return made
 
     # ---- dropout ---------------------------------------------------------------------
 
-    def _without_dropout(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _without_dropout(self, args: Any, kwargs: Any) -> Any:
         values = [*args[1:], *kwargs.values()]
         is_off = any(value is False for value in values[:2]) or 0.0 in values[:1]
         if not is_off:
@@ -136,63 +128,84 @@ class MeasuredCalls(TorchFunctionMode):
 
     # ---- draws -----------------------------------------------------------------------
 
-    def _drawn(self, made: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    def _drawn(
+        self,
+        name: str,
+        made: Tensor,
+        draw: Callable[[Tensor], Tensor],
+        options: tuple[Any, ...] = (),
+    ) -> Tensor:
         """What these rows get of a draw for all rows, which may be padded longer."""
-        number, self._num_draws = self._num_draws, self._num_draws + 1
-        dim = self._row_dimension(made)
-        if dim is None:
-            return made
-        self.seen.draws.add(place())
-        shape = list(made.shape)
-        shape[dim : dim + 1] = [self._num_rows, made.shape[dim] // len(self._rows)]
-        if number == len(self._shapes):
-            self._shapes.append(shape)
-        elif number < len(self._shapes) and len(self._shapes[number]) == len(shape):
-            pairs = zip(shape, self._shapes[number], strict=True)
-            shape = [max(pair) for pair in pairs]
-        with torch.random.fork_rng(devices=_devices(made)):
-            torch.manual_seed(number)
-            full = draw(torch.empty(shape, dtype=made.dtype, device=made.device))
-        at = torch.tensor(self._rows, device=made.device)
-        values = full.index_select(dim, at)
-        for each, size in enumerate(made.shape):
-            if each != dim:
-                values = values.narrow(each + (each > dim), 0, size)
-        with torch.no_grad():
-            return made.copy_(values.reshape(made.shape))
 
-    def _row_dimension(self, made: Tensor) -> int | None:
-        number = len(self._rows)
-        if made.ndim and made.shape[0] and made.shape[0] % number == 0:
-            return 0
-        sizes = list(made.shape)
-        return sizes.index(number) if number in sizes and number > 1 else None
+        def make(shape: list[int], seed: int) -> Tensor:
+            # In float64 always, so that narrower arithmetic gets these numbers too.
+            wide = torch.float64 if made.is_floating_point() else made.dtype
+            wide = made.dtype if made.is_mps else wide
+            with seeded(seed, made.device):
+                return draw(torch.empty(shape, dtype=wide, device=made.device))
 
-    # ---- denominators ----------------------------------------------------------------
-
-    def _see_denominator(self, name: str, args: Any, kwargs: Any) -> None:
-        given = dict(zip(ORDER, args, strict=False)) | kwargs
-        target, weight = given["target"], given.get("weight")
-        if given.get("reduction", "mean") != "mean" or target.is_floating_point():
-            return
-        counted = target != given.get("ignore_index", -100)
-        if weight is None:
-            total = counted.sum()
-        else:
-            total = weight[target[counted]].double().sum()
         line = f"{name} at {place()}"
-        self.seen.denominators[line] = float(total)
+        values = self._draws.draw(line, made.shape, make, options)
+        with torch.no_grad():
+            return made.copy_(values)
+
+    def _bernoulli(self, name: str, args: Any, kwargs: Any) -> Tensor:
+        given = args[0] if args else kwargs["input"]
+        chance = given
+        if name == "bernoulli_":
+            chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        uniform = self._drawn(name, torch.empty_like(given), lambda t: t.uniform_())
+        drawn = (uniform < chance).to(given.dtype)
+        return given.copy_(drawn) if name == "bernoulli_" else drawn
+
+    def _permutation(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        line = f"{func.__name__} at {place()}"
+        self._draws.unlike.add(line)
+        kwargs.pop("generator", None)
+        with seeded(seed_of(self._draws.key(line)), torch.device("cpu")):
+            made = func(*args, **kwargs)
+        return made.copy_(torch.arange(len(made))) if self._draws.identity else made
+
+    def _called_by_row(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A draw for each entry of what it gets, such as a chance or a mean."""
+        kwargs.pop("generator", None)
+        given = (*args, *kwargs.values())
+        if name == "normal" and not any(isinstance(each, Tensor) for each in given):
+            size = kwargs.pop("size", args[2] if len(args) > 2 else ())
+            mean, std = (*args[:2], *kwargs.values())[:2]
+            made = torch.empty(size, device=kwargs.get("device"))
+            return self._drawn(name, made, lambda full: full.normal_(mean, std))
+        if name == "multinomial" and args and args[0].ndim == 1:
+            self._draws.unlike.add(f"{name} at {place()}")
+            return func(*args, **kwargs)
+        where = [i for i, each in enumerate(args) if isinstance(each, Tensor)]
+        named = [k for k, each in kwargs.items() if isinstance(each, Tensor)]
+
+        def call(*tensors: Tensor) -> Tensor:
+            own, options = list(args), dict(kwargs)
+            for at, tensor in zip((*where, *named), tensors, strict=True):
+                if isinstance(at, int):
+                    own[at] = tensor
+                else:
+                    options[at] = tensor
+            return func(*own, **options)
+
+        tensors = [*(args[i] for i in where), *(kwargs[k] for k in named)]
+        made = self._draws.call_by_row(f"{name} at {place()}", call, tensors)
+        return call(*tensors) if made is None else made
 
 
-ORDER = ("input", "target", "weight", "size_average", "ignore_index", "reduce")
+def is_narrow(dtype: Any, wide: torch.dtype) -> bool:
+    """Whether a dtype is a float narrower than another."""
+    if not isinstance(dtype, torch.dtype):  # a tensor would be compared by entries
+        return False
+    return dtype in NARROW and dtype.itemsize < wide.itemsize
 
 
-def _wide(value: Any) -> Any:
-    return (
-        torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
-    )
-
-
+BY_ROW = frozenset(
+    "normal multinomial poisson binomial _standard_gamma _sample_dirichlet "
+    "gumbel_softmax rrelu rrelu_".split()
+)
 WIDENED = frozenset(("to", "type", "type_as", "tensor", "as_tensor", "from_numpy"))
 
 
@@ -227,22 +240,14 @@ DRAWS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {
     "randint_like": _integers,
     **{
         name: _in_place(name)
-        for name in ("uniform_", "normal_", "exponential_", "random_", "log_normal_")
+        for name in (
+            "uniform_",
+            "normal_",
+            "exponential_",
+            "random_",
+            "log_normal_",
+            "cauchy_",
+            "geometric_",
+        )
     },
 }
-
-
-def _devices(tensor: Tensor) -> list[Any]:
-    return [tensor.device] if tensor.device.type == "cuda" else []
-
-
-def place() -> str:
-    """The innermost line that is not torch's or this file's, as file:line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if file != __file__ and "/torch/" not in file and "\\torch\\" not in file:
-            break
-        frame = frame.f_back
-    path = frame.f_code.co_filename.replace("\\", "/")
-    return f"{'/'.join(path.split('/')[-2:])}:{frame.f_lineno}"

@@ -11,8 +11,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.core._compat import has_gradient_hook
-from trainkit.core.batch_norm.layers import listed
 from trainkit.lit._compat import parts_of
 from trainkit.lit.rerun.snapshot import Snapshot
 
@@ -27,15 +25,12 @@ def refuse_unclean(trainer: Any, module: Any) -> None:
         raise NotMeasured("a pass communicates with other ranks")
     if not module.automatic_optimization:
         raise NotMeasured("manual optimization; trainkit.check measures it")
-    parameters = list(module.named_parameters())
-    if any(is_lazy(each) for _, each in parameters):
+    parameters = list(module.parameters())
+    if any(is_lazy(each) for each in parameters):
         raise NotMeasured("parameters get their shape in the first pass")
-    trained = [(name, each) for name, each in parameters if each.requires_grad]
-    if any(each.dtype.itemsize < 4 for _, each in trained):
-        raise NotMeasured("the parameters are in half precision; trainkit.check")
-    hooked = [name for name, each in trained if has_gradient_hook(each)]
-    if hooked:
-        raise NotMeasured(f"gradient hooks of {listed(hooked)} would run more often")
+    trained = [each for each in parameters if each.requires_grad]
+    if any(each.dtype.itemsize < 4 for each in trained):
+        raise NotMeasured("the parameters are in half precision; see trainkit.check")
 
 
 def communicates(trainer: Any, module: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.core._compat import without_gradient_hooks
 from trainkit.core.proof.gradients import Coordinates
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.strategies import Strategies
@@ -18,8 +19,13 @@ from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
 from trainkit.lit.callback.said_weight import SaidWeight, refuse_unsaid_weight
-from trainkit.lit.measure.calls import NARROW, MeasuredCalls, Seen
+from trainkit.lit.measure.by_hand import by_hand
+from trainkit.lit.measure.calls import MeasuredCalls, Seen
+from trainkit.lit.measure.draws import Draws
+from trainkit.lit.measure.host_draws import replayed
+from trainkit.lit.measure.own_values import own_values, widened
 from trainkit.lit.measure.written import PutBackWritten
+from trainkit.lit.rerun.gradients import StashedGradients
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import Snapshot
 
@@ -32,12 +38,14 @@ class Term:
         name: of the term; "" for a loss of one term.
         loss: its value.
         gradient: the coordinates that are kept.
-        weight: what the pass has said that it divides by, if it has.
+        batch: what `accumulate` got to be weighed, if it got a batch.
+        weight: what `accumulate` or `weigh` got as a weight; None where they got none.
     """
 
     name: str
     loss: float
     gradient: Tensor
+    batch: Any = None
     weight: float | None = None
 
 
@@ -58,7 +66,7 @@ class Pass:
         return torch.stack([term.gradient for term in self.terms]).sum(0)
 
     def weight(self, name: str) -> float | None:
-        """What the pass has said that a term divides by, if it has."""
+        """What `accumulate` or `weigh` got as the weight of a term, if they got one."""
         found = (term.weight for term in self.terms if term.name == name)
         return next(found, None)
 
@@ -69,20 +77,21 @@ class Passes:
     Args:
         module: in `fit`, attached to its Trainer.
         num_rows: how many rows the whole has.
-        in_double: whether to compute in float64.
-        as_it_is: use the parameters as they are, and copy none. Otherwise each pass
-            has copies that are a little off, in float64 if so asked.
+        dtype: of the arithmetic; None for the run's own, with its autocast.
+        strategies: by term; one of them may let `training_step` say weights.
+        as_it_is: use parameters and buffers as they are. Otherwise passes get copies
+            that are a little off, in the dtype.
         arguments: of `training_step` behind the batch; default: what Lightning passes
             with the first batch.
         move: brings a batch to the device; it may draw random numbers.
-        strategies: by term; one of them may let `training_step` say weights.
 
     Attributes:
         num_rows: how many rows the whole has.
         names: of the parameters that train.
         parameters: those.
         in_eval: the layers that are in eval mode during a pass.
-        identity_permutations: whether `torch.randperm` permutes nothing.
+        draws: replays random numbers by row.
+        scale: what losses are multiplied by while gradients are in half precision.
     """
 
     def __init__(
@@ -90,29 +99,31 @@ class Passes:
         module: Any,
         num_rows: int,
         *,
-        in_double: bool,
+        dtype: torch.dtype | None,
         strategies: Strategies | None = None,
         as_it_is: bool = False,
         arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         move: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
         self.module = module
+        self.num_rows, self.dtype = num_rows, dtype
         leading = next(iter((strategies or {}).values()), None)
         self._saying = leading if isinstance(leading, Weighed) else None
         self._said = SaidWeight()
-        self.in_double = in_double
         self._as_it_is = as_it_is
         self._arguments, self._move = arguments, move
-        self.num_rows = num_rows
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.coordinates: Coordinates | None = None
         self.in_eval: list[nn.Module] = []
-        self.identity_permutations = False
+        self.draws = Draws(num_rows)
+        self.scale = 1.0
         self._snapshot: Snapshot | None = None
+        self._put_back: Callable[[], None] = lambda: None
         self._written = PutBackWritten()
-        self._draw_shapes: list[list[int]] = []
+        self._terms: list[Term] = []
+        self._gradients: list[Tensor | None] | None = None
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -121,18 +132,23 @@ class Passes:
         outer = Snapshot(module, device=module.device)
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
+            stack.callback(StashedGradients(module.parameters()).put_back)
+            stack.enter_context(without_gradient_hooks(self.parameters))
             if not self._as_it_is:
-                stack.enter_context(_own_values(module, self.in_double))
+                stack.enter_context(own_values(module, self.dtype))
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
+            if module.trainer.world_size > 1:
+                stack.enter_context(replaced(module, all_gather=_refuse_gathering))
             if self._saying is not None:
                 if not hasattr(module, "weigh"):
                     refuse_unsaid_weight(module, {"": self._saying})
                 say = partial(self._said.say, strategy=self._saying)
                 stack.enter_context(replaced(module, weigh=say))
             if not module.automatic_optimization:
-                stack.enter_context(self._by_hand())
+                stack.enter_context(by_hand(module, self._add_by_hand))
+            self._put_back = stack.enter_context(replayed(module, self.draws))
             self._snapshot = Snapshot(module, device=module.device)
             yield
 
@@ -144,33 +160,55 @@ class Passes:
             rows: their numbers, for what is drawn for all.
             keep_state: leave what the pass has changed as it is.
         """
-        assert self._snapshot is not None
-        if self.in_double:
-            batch = with_tensors(batch, _in_double)
-        calls = MeasuredCalls(
-            rows,
-            self.num_rows,
-            in_double=self.in_double,
-            permutes=not self.identity_permutations,
-            shapes=self._draw_shapes,
-        )
-        self._terms: list[Term] = []
-        try:
-            with self._said.open():
-                with _in_eval(self.in_eval), torch.enable_grad(), self._written, calls:
-                    output = self._training_step(batch)
-                if self.module.automatic_optimization:
-                    self._take(output, batch)
-        finally:
-            if not keep_state:
-                self.restore()
-        return Pass(tuple(self._terms), calls.seen)
+        dtype = self.dtype
+        if dtype is not None:
+            batch = with_tensors(batch, lambda each: widened(each, dtype))
+        while True:
+            self.draws.begin(rows)
+            try:
+                found = self._run(batch)
+            finally:
+                self.draws.is_active = False
+                if not keep_state:
+                    self.restore()
+            if not self.draws.end():
+                return found
+            self.restore()
 
-    def restore(self) -> None:
-        """Put back what passes that kept their state have changed."""
-        assert self._snapshot is not None
-        self._written.put_back()
-        self._snapshot.restore()
+    def gradients(self, batch: Any, rows: Sequence[int]) -> list[Tensor | None]:
+        """All coordinates of the gradients of a pass, over all its terms."""
+        self._gradients = self._no_gradients()
+        try:
+            self.run(batch, rows)
+            return self._gradients
+        finally:
+            self._gradients = None
+
+    def _no_gradients(self) -> list[Tensor | None]:
+        return [None for _ in self.parameters]
+
+    def _run(self, batch: Any) -> Pass:
+        calls = MeasuredCalls(dtype=self.dtype, draws=self.draws)
+        self._terms = []
+        if self._gradients is not None:
+            self._gradients = self._no_gradients()
+        with (
+            self._said.open(),
+            _in_eval(self.in_eval),
+            torch.enable_grad(),
+            self._written,
+            calls,
+        ):
+            with self._own_precision():
+                output = self._training_step(batch)
+            if self.module.automatic_optimization:
+                self._take(output, batch)
+        if not self._terms:
+            raise TrainkitError(
+                "training_step: it went backward from no loss, so there is nothing to "
+                "compare. Check with a batch from which it trains."
+            )
+        return Pass(tuple(self._terms), calls.seen)
 
     def _training_step(self, batch: Any) -> Any:
         batch = self._move(batch)
@@ -179,6 +217,18 @@ class Passes:
         args, kwargs = self._arguments
         return self.module.training_step(batch, *args, **kwargs)
 
+    def _own_precision(self) -> Any:
+        if self.dtype is not None:
+            return contextlib.nullcontext()
+        return self.module.trainer.precision_plugin.forward_context()
+
+    def restore(self) -> None:
+        """Put back what passes that kept their state have changed."""
+        assert self._snapshot is not None
+        self._written.put_back()
+        self._snapshot.restore()
+        self._put_back()
+
     def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         terms = loss if isinstance(loss, Mapping) else {"": loss}
@@ -186,136 +236,68 @@ class Passes:
             weight = self._said_weight(batch)
             self._add(name, term, retain=len(terms) > 1, weight=weight)
 
-    def _said_weight(self, batch: Any) -> float | None:
+    def _said_weight(self, batch: Any) -> Any:
         if self._saying is None:
             return None
-        return float(self._said.take(self._saying, self.module, batch))
+        return self._said.take(self._saying, self.module, batch)
+
+    def _add_by_hand(self, loss: Tensor, batch: Any, weight: Any) -> None:
+        weight = self._said_weight(batch) if weight is None else weight
+        self._add(str(len(self._terms)), loss, retain=True, batch=batch, weight=weight)
 
     def _add(
-        self, name: str, loss: Any, *, retain: bool, weight: float | None = None
+        self,
+        name: str,
+        loss: Any,
+        *,
+        retain: bool,
+        batch: Any = None,
+        weight: Any = None,
     ) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TrainkitError(
-                f"training_step: check needs a loss of one number, received "
-                f"{type(loss).__name__}"
-                f"{list(loss.shape) if isinstance(loss, Tensor) else ''}."
-            )
-        if not loss.requires_grad:
-            raise TrainkitError(
-                "training_step: its loss has no gradient. Check that parameters take "
-                "part in it and are not frozen."
-            )
-        gradients = torch.autograd.grad(
-            loss.reshape(()), self.parameters, allow_unused=True, retain_graph=retain
+        _check_loss(loss)
+        for parameter in self.parameters:
+            parameter.grad = None
+        # Unlike `autograd.grad`, it runs what is computed anew with these calls seen.
+        torch.autograd.backward(
+            loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
+            inputs=self.parameters,
+            retain_graph=retain,
         )
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         if self.coordinates is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)
-        vector = self.coordinates.of(gradients)
-        self._terms.append(Term(name, float(loss.detach()), vector, weight))
-
-    @contextlib.contextmanager
-    def _by_hand(self) -> Iterator[None]:
-        """Manual optimization: each backward call is a term; no optimizer steps."""
-
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            self._add(str(len(self._terms)), loss, retain=True)
-
-        def accumulate(
-            loss: Tensor, batch: Any = None, *, weight: Any = None, **kwargs: Any
-        ) -> None:
-            said = self._said_weight(batch) if weight is None else float(weight)
-            self._add(str(len(self._terms)), loss, retain=True, weight=said)
-
-        module = self.module
-        idle = [_Idle(each) for each in module.trainer.optimizers]
-        one_or_all = idle if len(idle) != 1 else idle[0]
-        replacing = {
-            "manual_backward": backward,
-            "optimizers": lambda *args, **kwargs: one_or_all,
-            "lr_schedulers": lambda: _Idle(None),
-            "clip_gradients": _nothing,
-            "toggle_optimizer": _nothing,
-            "untoggle_optimizer": _nothing,
-            # of a mixin, whose callback is not here
-            "accumulate": accumulate,
-            "window_ends": lambda *args, **kwargs: False,
-            "finish_window": _nothing,
-        }
-        here = {name: it for name, it in replacing.items() if hasattr(module, name)}
-        with replaced(module, **here):
-            yield
+        vector = self.coordinates.of(gradients) / self.scale
+        given = None if weight is None else float(weight)
+        self._terms.append(Term(name, float(loss.detach()), vector, batch, given))
+        if self._gradients is not None:
+            pairs = zip(self._gradients, gradients, strict=True)
+            self._gradients = [
+                b if a is None else a if b is None else a + b for a, b in pairs
+            ]
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def _refuse_gathering(*args: Any, **kwargs: Any) -> None:
+    raise TrainkitError(
+        "training_step: self.all_gather waits for other ranks, which run other parts "
+        "of their batches. Check with one device: Trainer(devices=1, strategy='auto')."
+    )
 
 
-class _Idle:
-    """An optimizer or scheduler whose methods do nothing."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-        self.param_groups = getattr(of, "param_groups", [])
-        self.state: dict[Any, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: contextlib.nullcontext()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self, self])
-
-
-@contextlib.contextmanager
-def _own_values(module: nn.Module, in_double: bool) -> Iterator[None]:
-    """Parameters and buffers in float64, and a little off from where they are.
-
-    A zero gate hides what stands behind it, and a copy that equals its source hides
-    that it moves.
-    """
-    generator = torch.Generator().manual_seed(1)
-    parameters = [(p, p.data) for p in module.parameters()]
-    buffers = [(each, dict(each._buffers)) for each in module.modules()]
-    attributes = [(each, dict(vars(each))) for each in module.modules()]
-    default = torch.get_default_dtype()
-    try:
-        for parameter, data in parameters:
-            parameter.data = _moved(data, generator, in_double)
-        if in_double:
-            torch.set_default_dtype(torch.float64)
-            _widen(buffers)
-            _widen(attributes)
-        yield
-    finally:
-        torch.set_default_dtype(default)
-        for parameter, data in parameters:
-            parameter.data = data
-        for each, held in buffers:
-            each._buffers.update(held)
-        for each, held in attributes:
-            vars(each).update(held)
-
-
-def _widen(held: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Give modules the float64 copies of the buffers or attributes that they hold."""
-    for module, values in held:
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.dtype in NARROW:
-                place = module._buffers if name in module._buffers else vars(module)
-                place[name] = value.double()
-
-
-def _moved(data: Tensor, generator: torch.Generator, in_double: bool) -> Tensor:
-    if not data.is_floating_point():
-        return data
-    wide = data.double() if in_double else data.clone()
-    spread = float(wide.std()) if wide.numel() > 1 else 0.0
-    noise = torch.randn(wide.shape, generator=generator, dtype=torch.float64)
-    return wide + (0.05 * spread or 0.02) * noise.to(wide)
-
-
-def _in_double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype in NARROW else tensor
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TrainkitError(
+            f"training_step: check needs a loss of one number, received "
+            f"{type(loss).__name__}"
+            f"{list(loss.shape) if isinstance(loss, Tensor) else ''}."
+        )
+    if not loss.requires_grad:
+        raise TrainkitError(
+            "training_step: its loss has no gradient. Check that parameters take "
+            "part in it and are not frozen."
+        )
 
 
 @contextlib.contextmanager

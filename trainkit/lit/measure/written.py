@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 EMBEDDINGS = frozenset(("embedding", "embedding_bag"))
 """They write to their weight where they have a `max_norm`."""
 
@@ -24,15 +25,15 @@ class PutBackWritten(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._replaced: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._replaced: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__set__" and isinstance(args[0], Tensor):
-            self._replaced.append((args[0], args[0].detach(), args[0].grad))
+        if func == SET_DATA:
+            self._replaced.append((args[0], args[0].detach()))
         elif _writes(name):
             self._keep(args[:1])
         elif name in EMBEDDINGS:
@@ -43,8 +44,8 @@ class PutBackWritten(TorchFunctionMode):
 
     def put_back(self) -> None:
         """Put everything back, the last change first."""
-        for tensor, data, gradient in reversed(self._replaced):
-            tensor.data, tensor.grad = data, gradient
+        for tensor, data in reversed(self._replaced):
+            tensor.data = data
         for storage, kept in self._kept.values():
             storage.copy_(kept)
         self._kept.clear()

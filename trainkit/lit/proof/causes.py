@@ -19,6 +19,7 @@ from trainkit.lit.proof.state import moved, values_of
 from trainkit.lit.rerun.generators import read_states, write_states
 
 MOST_ROUNDS = 6
+NOWHERE = Located("", False, "", 0, 0)
 
 
 class Causes:
@@ -45,17 +46,34 @@ class Causes:
 
     def look(self, *, is_off: bool) -> None:
         """Run the experiments; those about the deviation only if there is one."""
-        if self._found.repeated > MOST_TOLERATED:
-            self.causes.append(remedies.of_other_draws(self._found.repeated))
+        found = self._found
+        if found.repeated > max(MOST_TOLERATED, found.tolerance):
+            unlike = sorted(found.passes.draws.unlike)
+            self.causes.append(remedies.of_other_draws(found.repeated, unlike))
             return
         self._look_at_state()
         self._look_at_draws()
         if not is_off:
             return
+        self._look_at_deviation()
+        if not self._has_deviation:
+            # Parts of several rows are exact, and single ones are not.
+            found.parts = [[row] for row in found.all_rows]
+            explained = self._explained(found.rows.as_run) or {}
+            if any(not each.classes for each in explained.values()):
+                self.causes.append(remedies.of_small_parts())
+            else:
+                self._look_at_deviation()
+        if not self._has_deviation:
+            self.causes.append(remedies.of_small_parts())
+
+    @property
+    def _has_deviation(self) -> bool:
+        return any(cause.kind != "state" for cause in self.causes)
+
+    def _look_at_deviation(self) -> None:
         explained = self._explained_without_layers()
-        if explained is None:
-            return
-        if not self._look_at_padding():
+        if explained is not None and not self._look_at_padding():
             self._compare_weights(explained)
 
     # ---- state and randomness --------------------------------------------------------
@@ -88,14 +106,12 @@ class Causes:
             self.notes.append(
                 f"training_step moves {_listed(names)}, which changed no gradient here"
             )
-        if own:
-            self.notes.append(
-                f"training_step draws from {' and '.join(own)}'s generators, which "
-                f"cannot be replayed by row"
-            )
+        for name in own:
+            found.passes.draws.unlike.add(f"{name}'s generator in training_step")
 
     def _look_at_draws(self) -> None:
         seen, redrawn = self._found.whole.seen, self._found.rows.redrawn
+        draws = self._found.passes.draws
         if redrawn:
             self.notes.append(
                 f"{redrawn!r} of a row depends on the batch that it is collated in, so "
@@ -106,10 +122,15 @@ class Causes:
                 f"dropout was left out: a window equals the big batch in expectation "
                 f"({_listed(sorted(seen.dropouts))})"
             )
-        if seen.draws:
+        if drawn := sorted(draws.by_row - draws.unlike):
             self.notes.append(
                 f"random numbers were drawn for all rows at once: a window equals the "
-                f"big batch in expectation ({_listed(sorted(seen.draws))})"
+                f"big batch in expectation ({_listed(drawn)})"
+            )
+        if draws.unlike:
+            self.notes.append(
+                f"these draws cannot be replayed by row: "
+                f"{_listed(sorted(draws.unlike))}"
             )
 
     # ---- rows that see each other ----------------------------------------------------
@@ -150,28 +171,33 @@ class Causes:
             passes.in_eval = [each for each in modules if isinstance(each, _NormBase)]
             found.again()
             return True
-        if self._is_sampling(located):
-            return True
+        if passes.draws.unlike:
+            return self._is_sampling(located)
         if layer is None:
             self.causes.append(self._of_loss(located))
             return False
-        self.causes.append(remedies.of_rows(located, layer, 0))
+        if located.path not in {cause.place for cause in self.causes}:
+            self.causes.append(remedies.of_rows(located, layer, 0))
         self.notes.append("more may be behind it")
         return False
 
     def _is_sampling(self, located: Located) -> bool:
-        """Whether draws across the rows are a cause; they are taken away."""
-        found, passes = self._found, self._found.passes
-        unlike = found.whole.seen.unlike_draws
-        if not unlike or passes.identity_permutations:
+        """Whether draws across the rows are a cause that could be taken away; what
+        cannot be is named, and is not taken for another cause."""
+        found, draws = self._found, self._found.passes.draws
+        unlike = sorted(draws.unlike)
+        if draws.identity:
+            self.causes.append(remedies.of_unlike_draws(unlike, located))
             return False
-        passes.identity_permutations = True
+        draws.identity = True
         found.again()
         if self._explained(self._make) is None and self._located() == located:
-            passes.identity_permutations = False
+            draws.identity = False
             found.again()
+            self.causes.append(remedies.of_unlike_draws(unlike, located))
             return False
-        self.causes.append(remedies.of_sampling(sorted(unlike)))
+        self.causes.append(remedies.of_sampling(unlike))
+        draws.unlike.clear()
         return True
 
     def _num_norms(self) -> int:
@@ -183,7 +209,7 @@ class Causes:
         pair = self._two_denominators()
         if pair is not None:
             return remedies.of_two_denominators(*pair)
-        return remedies.of_loss(located, sorted(self._found.whole.seen.unlike_draws))
+        return remedies.of_loss(located)
 
     def _located(self) -> Located:
         found, passes = self._found, self._found.passes
@@ -225,6 +251,10 @@ class Causes:
             return False
         if self._explained(found.rows.as_run) is not None:
             return False
+        unlike = sorted(found.passes.draws.unlike)
+        if unlike:
+            self.causes.append(remedies.of_unlike_draws(unlike, NOWHERE))
+            return True
         place = first_that_sees_padding(found)
         self.causes.append(remedies.of_padding(place, found.rows.is_split))
         return True
@@ -234,13 +264,15 @@ class Causes:
         make = found.rows.as_run
         with_run = self._explained(make) or explained
         for name, each in with_run.items():
-            strategy = strategy_of(name, self._strategies)
-            weights = found.weights(strategy, found.parts, make, term=name)
+            weights = found.weights(name, self._strategies, found.parts, make)
             measured = found.terms(found.parts, make)[name]
             if measured.off_by(weights) > found.tolerance:
-                self.causes.append(
-                    remedies.of_weights(name, each, strategy, found.batch)
+                strategy = strategy_of(name, self._strategies)
+                is_given = found.of(found.parts[0], make).weight(name) is not None
+                cause = remedies.of_weights(
+                    name, each, strategy, found.batch, is_given=is_given
                 )
+                self.causes += [cause] if cause not in self.causes else []
 
 
 def _merged(parts: Sequence[Sequence[int]], number: int) -> list[list[int]]:

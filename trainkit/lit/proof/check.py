@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import Strategies
 from trainkit.core.terms import named_strategies
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit
 from trainkit.lit.callback.said_weight import refuse_said_terms
-from trainkit.lit.measure.passes import Passes
+from trainkit.lit.measure.clean import communicates
 from trainkit.lit.probe.fit_aside import fit_aside
-from trainkit.lit.proof.causes import Causes
-from trainkit.lit.proof.measure import Measurements, Parts
-from trainkit.lit.proof.report import Cut, Gradient, Report
+from trainkit.lit.proof.ranks import of_all_ranks
+from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
+from trainkit.lit.proof.verdict import measured
 
 
 def check(
@@ -62,6 +59,7 @@ def check(
             micro_batches, "micro_batching", "micro_batching", module, trainer
         ),
         most=rows,
+        callbacks=trainer.callbacks,
     )
     fit_aside(
         trainer,
@@ -127,7 +125,9 @@ class _Check(Callback):
         strategy: Any,
         options: MicroBatching | None,
         most: int,
+        callbacks: Sequence[Any] = (),
     ) -> None:
+        self._callbacks = list(callbacks)
         self._strategies = None if strategy is None else named_strategies(strategy)
         self._options, self._most = options, most
         self.report: Report | None = None
@@ -136,10 +136,9 @@ class _Check(Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         _refuse_communicating(trainer, pl_module)
-        report = self._measured(trainer, pl_module, batch)
-        if not trainer.strategy.reduce_boolean_decision(report.exact, all=True):
-            report = replace(report, exact=False)
-        self.report = report
+        self.report = of_all_ranks(
+            trainer, lambda: self._measured(trainer, pl_module, batch)
+        )
         raise leaves_fit(trainer)
 
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
@@ -157,101 +156,14 @@ class _Check(Callback):
             raise TrainkitError(
                 f"check: needs at least 2 rows to cut, and found {rows.num_rows}."
             )
-        try:
-            return _report_of(module, rows, strategies, in_double=True)
-        except TrainkitError:
-            raise
-        except Exception as error:  # an operation that knows no float64
-            try:
-                report = _report_of(module, rows, strategies, in_double=False)
-            except TrainkitError:
-                raise
-            except Exception:
-                raise TrainkitError(
-                    f"check: training_step failed on {rows.num_rows} rows of the "
-                    f"training data: {type(error).__name__}: {error}"
-                ) from error
-            note = f"measured in float32, since float64 failed: {error}"
-            return replace(report, notes=(*report.notes, note))
+        return measured(module, rows, strategies, self._callbacks)
 
 
 def _refuse_communicating(trainer: Any, module: Any) -> None:
     """Refuse backends and layers that communicate within a pass: parts would wait."""
-    kinds = {cls.__name__ for cls in type(trainer.strategy).__mro__}
-    shards = not kinds & {"SingleDeviceStrategy", "DDPStrategy"}
-    if shards or (
-        trainer.world_size > 1
-        and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
-    ):
+    if communicates(trainer, module):
         raise TrainkitError(
             f"check: {type(trainer.strategy).__name__} or SyncBatchNorm communicates "
             f"within a pass, and parts of a batch would wait for other ranks. Check "
             f"with one device: Trainer(devices=1, strategy='auto')."
         )
-
-
-def _report_of(
-    module: Any, rows: FewRows, strategies: Strategies, *, in_double: bool
-) -> Report:
-    passes = Passes(module, rows.num_rows, in_double=in_double, strategies=strategies)
-    with passes.prepared():
-        return _report(Measurements(passes, rows), strategies)
-
-
-def _report(found: Measurements, strategies: Strategies) -> Report:
-    as_run = found.rows.as_run
-    finest = [[row] for row in found.all_rows]
-    cuts = [
-        _cut(found, "parts", found.parts, strategies),
-        _cut(found, "single rows", finest, strategies),
-    ]
-    off = max(cut.deviation for cut in cuts if cut.deviation is not None)
-    worst = found.parts if cuts[0].deviation == off else finest
-    gradients = found.by_parameter(worst, as_run, strategies)
-    if strategies:
-        cuts.append(_cut(found, "plain accumulation", found.parts, {}))
-    precision = "float64" if found.passes.in_double else "float32"
-    rounding = found.tolerance
-    causes = Causes(found, strategies)
-    causes.look(is_off=off > rounding)
-    is_moved = any(cause.kind == "state" for cause in causes.causes)
-    return Report(
-        exact=off <= rounding and not is_moved,
-        deviation=off,
-        rounding=rounding,
-        num_rows=len(found.all_rows),
-        precision=precision,
-        cuts=tuple(cuts),
-        parameters=_worst(gradients, rounding),
-        causes=tuple(causes.causes),
-        notes=tuple(causes.notes),
-        gradients=tuple(gradients),
-    )
-
-
-def _worst(
-    gradients: Sequence[Gradient], rounding: float
-) -> tuple[tuple[str, float], ...]:
-    """The parameters that are off, each as a share of its own gradient's size."""
-    off = [
-        (each.name, each.off / (each.size or 1.0))
-        for each in gradients
-        if each.off > rounding
-    ]
-    return tuple(sorted(off, key=lambda each: -each[1]))
-
-
-def _cut(found: Measurements, name: str, parts: Parts, strategies: Strategies) -> Cut:
-    sizes = tuple(len(rows) for rows in parts)
-    try:
-        off = found.off_by(parts, found.rows.as_run, strategies)
-    except TrainkitError:
-        raise
-    except Exception as error:
-        if name == "parts":
-            raise TrainkitError(
-                f"check: training_step ran on all {len(found.all_rows)} rows, and "
-                f"failed on a part of them: {error}"
-            ) from error
-        return Cut(name, sizes, None, f"training_step fails on one row: {error}")
-    return Cut(name, sizes, off)

@@ -16,6 +16,7 @@ from trainkit.core.proof.parts import telling_parts
 from trainkit.core.proof.weights import Counts, Measured
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
+from trainkit.lit.measure.denominators import SIMPLICITY, no_count
 from trainkit.lit.measure.passes import Pass, Passes
 from trainkit.lit.proof.report import Gradient
 from trainkit.lit.proof.rows import FewRows
@@ -23,9 +24,10 @@ from trainkit.lit.proof.rows import FewRows
 Make = Callable[[Sequence[int]], Any]
 Parts = Sequence[Sequence[int]]
 
-THRESHOLDS = {True: 1e-8, False: 1e-4}
-"""What counts as rounding, in float64 and in float32. Exact modules were off by up to
-4e-15 and 7e-7, others by 1e-3 and more."""
+THRESHOLDS = {torch.float64: 1e-8, torch.float32: 1e-4, None: 5e-2}
+"""What counts as rounding, by the arithmetic. In float64 and float32, exact modules
+were off by up to 4e-15 and 7e-7, others by 1e-3 and more. Half precision (None) hides
+less than 5e-2."""
 
 MOST_TOLERATED = 1e-3
 """However unlike two passes over the same rows are, more is never called rounding."""
@@ -40,24 +42,28 @@ class Measurements:
     Args:
         passes: run `training_step`.
         rows: make batches.
+        parts: which rows make a part; default: those that tell most.
 
     Attributes:
         batch: all rows as one batch.
         whole: the pass over it.
+        first: the first pass over it, when nothing was neutralised yet.
         repeated: how far a second pass over all rows was from the first.
         tolerance: the largest deviation that counts as rounding.
         parts: rows by which denominators differ as much as they can.
     """
 
-    def __init__(self, passes: Passes, rows: FewRows) -> None:
+    def __init__(
+        self, passes: Passes, rows: FewRows, *, parts: Parts | None = None
+    ) -> None:
         self.passes, self.rows = passes, rows
         self.all_rows = list(range(rows.num_rows))
         self.batch = rows.whole()
         self._passes: dict[Any, Pass] = {}
-        self.tolerance = THRESHOLDS[passes.in_double]
-        self.whole = self.again()
+        self.tolerance = THRESHOLDS[passes.dtype]
+        self.whole = self.first = self.again()
         self.candidates = candidates(self.batch, _class_weights(passes.module))
-        self.parts = self._telling_parts()
+        self.parts = parts or self._telling_parts()
 
     def again(self) -> Pass:
         """Measure the whole, and forget what was measured before."""
@@ -72,9 +78,8 @@ class Measurements:
             )
         off = size_of(repeated.gradient - self.whole.gradient) / size
         self.repeated = off
-        self.tolerance = min(
-            max(THRESHOLDS[self.passes.in_double], 30 * off), MOST_TOLERATED
-        )
+        least = THRESHOLDS[self.passes.dtype]
+        self.tolerance = max(least, min(30 * off, MOST_TOLERATED))
         return self.whole
 
     def of(self, rows: Sequence[int], make: Make) -> Pass:
@@ -113,8 +118,7 @@ class Measurements:
         """How far the window of these parts is from the whole, over all terms."""
         squares = sizes = 0.0
         for name, measured in self.terms(parts, make).items():
-            strategy = strategy_of(name, strategies)
-            off = measured.off_by(self.weights(strategy, parts, make, term=name))
+            off = measured.off_by(self.weights(name, strategies, parts, make))
             size = size_of(measured.whole)
             squares, sizes = squares + (off * size) ** 2, sizes + size**2
         return math.sqrt(squares / sizes)
@@ -128,27 +132,53 @@ class Measurements:
                 each = [candidate.weigh(batch) for batch in batches]
                 whole = candidate.weigh(self.batch)
                 found[candidate] = Counts(whole, torch.tensor(each).double())
+        return {**found, **self._seen(parts, make)}
+
+    def _seen(self, parts: Parts, make: Make) -> dict[Candidate, Counts]:
+        """What means and quotients of `training_step` have divided by."""
+        each = [self.of(rows, make).seen.denominators for rows in parts]
+        found = {}
+        for line, divisor in self.whole.seen.denominators.items():
+            if not all(line in divisors for divisors in each):
+                continue
+            totals = torch.tensor([divisors[line].total for divisors in each]).double()
+            if bool((totals != divisor.total).any()):
+                words = divisor.text, divisor.line
+                candidate = Candidate(line, no_count, SIMPLICITY, None, words)
+                found[candidate] = Counts(divisor.total, totals)
         return found
 
     def weights(
         self,
-        strategy: AccumulationStrategy | None,
+        term: str,
+        strategies: Mapping[str, AccumulationStrategy],
         parts: Parts,
         make: Make,
-        *,
-        term: str = "",
     ) -> Tensor:
         """The share of each part in the window; plain accumulation has no strategy."""
+        strategy = strategy_of(term, strategies)
         if strategy is None:
             return torch.full((len(parts),), 1 / len(parts), dtype=torch.float64)
         if strategy.loss_reduction != "mean":
             return torch.ones(len(parts), dtype=torch.float64)
-        each = []
-        for rows in parts:
-            said = self.of(rows, make).weight(term)
-            each.append(float(strategy.weight(make(rows))) if said is None else said)
+        each = [self._weight(term, strategy, rows, make) for rows in parts]
         weights = torch.tensor(each, dtype=torch.float64)
         return weights / weights.sum()
+
+    def _weight(
+        self,
+        name: str,
+        strategy: AccumulationStrategy,
+        rows: Sequence[int],
+        make: Make,
+    ) -> float:
+        """What a part weighs: what `accumulate` was given, or else its batch."""
+        found = self.of(rows, make)
+        weight = found.weight(name)
+        if weight is not None:
+            return weight
+        batch = next((t.batch for t in found.terms if t.name == name), None)
+        return float(strategy.weight(make(rows) if batch is None else batch))
 
     def by_parameter(
         self,
@@ -161,8 +191,7 @@ class Measurements:
         assert coordinates is not None
         window = torch.zeros_like(self.whole.gradient)
         for name, measured in self.terms(parts, make).items():
-            strategy = strategy_of(name, strategies)
-            weights = self.weights(strategy, parts, make, term=name)[:, None]
+            weights = self.weights(name, strategies, parts, make)[:, None]
             window += torch.where(weights == 0, 0.0, measured.parts * weights).sum(0)
         size = size_of(self.whole.gradient)
         wholes = coordinates.split(self.whole.gradient)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainkit.core.proof.candidates import SUM, UNIFORM, Candidate, line_of
+from trainkit.core.proof.candidates import CONSTANT, SUM, UNIFORM, Candidate, line_of
 from trainkit.core.proof.weights import Explained
 from trainkit.core.split.fields import take_apart
 from trainkit.core.strategies import AccumulationStrategy
@@ -18,6 +18,8 @@ from trainkit.lit.proof.report import Cause
 ONE_DENOMINATOR = "denominator"
 OFTEN_MEANT = 4  # a candidate's simplicity
 ROWS = "rows see each other"
+RANDOMNESS = "randomness"
+TWO_DENOMINATORS = "two denominators"
 NO_STRATEGY = "no strategy can make it exact"
 
 
@@ -26,9 +28,14 @@ def of_weights(
     explained: Explained,
     strategy: AccumulationStrategy | None,
     batch: Any,
+    *,
+    is_given: bool = False,
 ) -> Cause:
-    """The loss divides by something else than the strategy counts."""
+    """The loss divides by something else than the strategy counts, or than `accumulate`
+    is given, if it is given a weight."""
     said = "plain accumulation" if strategy is None else line_of(strategy)
+    if is_given:
+        said = "what self.accumulate gets"
     which = f"the term {term!r}" if term and not term.isdigit() else "the loss"
     if not explained.classes:
         return _of_unknown_weights(which, explained)
@@ -39,15 +46,13 @@ def of_weights(
         if lines:
             equal = f" (on these rows {' and '.join(lines[:2])} count as much)"
     if explained.function:
+        first_line, *more = lines_for(first)
         return Cause(
             ONE_DENOMINATOR,
             "",
-            f"{which} is the {explained.function} of a mean over {first.line}; no "
+            f"{which} is the {explained.function} of a mean over {_counted(first)}; no "
             f"weights of micro-batches make that exact",
-            (
-                f"return the mean itself from training_step, with accumulation = "
-                f"{first.line}",
-            ),
+            (f"return the mean itself from training_step, with {first_line}", *more),
         )
     if first is SUM:
         return _of_sum(which, said, strategy, batch)
@@ -58,12 +63,36 @@ def of_weights(
             f"{which} weighs every micro-batch alike, and {said} does not",
             ("accumulation = Uniform()",),
         )
+    if first.seen is not None:
+        return Cause(
+            ONE_DENOMINATOR,
+            first.line.partition(" at ")[2].partition(",")[0],
+            f"{which} divides by {_counted(first)}, which no field of the batch "
+            f"counts, and not by {said}",
+            lines_for(first),
+        )
     return Cause(
         ONE_DENOMINATOR,
         "",
         f"{which} divides by what {first.line} counts, not by {said}{equal}",
-        (f"accumulation = {first.line}",),
+        lines_for(first),
     )
+
+
+def lines_for(candidate: Candidate) -> tuple[str, ...]:
+    """What to write, so that windows are divided by a candidate."""
+    if candidate.seen is None:
+        return (f"accumulation = {candidate.line}",)
+    return (
+        "accumulation = Weighed()",
+        f"self.weigh({candidate.seen[1]})  # in training_step, for {candidate.line}",
+    )
+
+
+def _counted(candidate: Candidate) -> str:
+    if candidate.seen is None:
+        return candidate.line
+    return f"{candidate.seen[0]} in {candidate.line}"
 
 
 def _of_sum(
@@ -119,16 +148,49 @@ def _of_unknown_weights(which: str, explained: Explained) -> Cause:
 
 
 def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
+    """The loss has two terms, and no strategy divides by both denominators."""
+    terms = " and of ".join(_term(each) for each in (one, other))
+    if CONSTANT in (one, other):
+        return Cause(
+            TWO_DENOMINATORS,
+            "",
+            f"the loss is made of {terms}; each micro-batch adds the latter anew",
+            (
+                "return the mean over rows from training_step, to which a constant may "
+                "be added, or give the decay to the optimizer (weight_decay=...)",
+            ),
+        )
+    strategies = [_strategy_line(each) for each in (one, other)]
+    unseen = [each.line for each in (one, other) if each.seen is not None]
+    counted = (
+        f"for PerSample(mask='count'), let the data set count for each row what "
+        f"{' and '.join(unseen)} divides by, as the field 'count'"
+    )
     return Cause(
-        "two denominators",
+        TWO_DENOMINATORS,
         "",
-        f"the loss is a sum of two means, over {one.line} and over {other.line}",
+        f"the loss is made of {terms}",
         (
             'return {"loss": {"one": first, "other": second}} from training_step',
-            f'accumulation = {{"one": {one.line}, "other": {other.line}}}, with '
-            f"micro_batching",
+            f'accumulation = {{"one": {strategies[0]}, "other": {strategies[1]}}}, '
+            f"with micro_batching",
+            *([counted] if unseen else []),
         ),
     )
+
+
+def _term(candidate: Candidate) -> str:
+    if candidate is SUM:
+        return "a sum over rows"
+    if candidate is CONSTANT:
+        return candidate.line
+    return f"a mean over {_counted(candidate)}"
+
+
+def _strategy_line(candidate: Candidate) -> str:
+    if candidate is SUM:
+        return 'PerSample(loss_reduction="total")'
+    return candidate.line if candidate.seen is None else "PerSample(mask='count')"
 
 
 def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
@@ -155,14 +217,23 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
     )
 
 
-def of_loss(located: Located, unlike: Sequence[str]) -> Cause:
-    drawn = f" It draws by {', '.join(unlike)}." if unlike else ""
+def of_loss(located: Located) -> Cause:
     return Cause(
         ROWS,
         located.last or "training_step",
         f"all modules treat rows apart, and the loss looks across them, as "
-        f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}.{drawn}",
+        f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
         ("train with this loss in whole batches, without accumulation",),
+    )
+
+
+def of_small_parts() -> Cause:
+    return Cause(
+        ROWS,
+        "training_step",
+        "parts of several rows are the whole and parts of one row are not, so it "
+        "computes something else for them",
+        ("look for a branch that depends on the number of rows",),
     )
 
 
@@ -176,13 +247,55 @@ def of_sampling(unlike: Sequence[str]) -> Cause:
     )
 
 
-def of_other_draws(off: float) -> Cause:
+def of_unlike_draws(lines: Sequence[str], located: Located) -> Cause:
+    """Draws that cannot be replayed by row stand between the parts and the whole."""
+    where = f", first in {located.path}" if located.path else ""
     return Cause(
-        "randomness",
-        "",
+        RANDOMNESS,
+        ", ".join(lines),
+        f"a part of the batch draws other numbers than its rows get in the whole, and "
+        f"they cannot be replayed by row; outputs or the loss differ{where}. What else "
+        f"differs cannot be seen behind it",
+        ("draw for each row by itself, or in the data set, for the check at least",),
+    )
+
+
+def of_other_draws(off: float, lines: Sequence[str]) -> Cause:
+    return Cause(
+        RANDOMNESS,
+        ", ".join(lines),
         f"two passes over the same rows differ by {off:.1e}, so nothing can be "
         f"compared: training_step draws numbers whose generator is not known here",
         ("draw with torch, or take out these draws for the check",),
+    )
+
+
+def of_order(place: str, off: float, *, steps: bool) -> Cause:
+    """A hook works on the gradient of each micro-batch."""
+    text = (
+        "it steps an optimizer within the backward pass of each micro-batch"
+        if steps
+        else f"it changes the gradient of each micro-batch before the window's is "
+        f"complete, and is not linear: the step is off by {off:.1e}"
+    )
+    return Cause(
+        "order",
+        place,
+        text,
+        (
+            "move it to on_before_optimizer_step",
+            "or, if it clips: Trainer(gradient_clip_val=...)",
+        ),
+    )
+
+
+def of_precision(precision: str, why: str) -> Cause:
+    return Cause(
+        "precision",
+        "training_step",
+        f"it runs in {precision} only, where rounding hides deviations below 5e-2, so "
+        f"nobody can say that it is exact. In float32: {why}",
+        ("let training_step run in float32 for the check",),
     )
 
 

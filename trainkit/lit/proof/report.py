@@ -34,7 +34,7 @@ class Cut:
         name: what was cut, and how it was weighed.
         sizes: the rows of each part.
         deviation: as a share of the gradient's size; None where a part could not run.
-        note: why it could not.
+        note: why it could not, or what the deviation is.
     """
 
     name: str
@@ -96,8 +96,9 @@ class Report:
         for cut in self.cuts:
             sizes = " + ".join(map(str, cut.sizes[:8]))
             more = " + ..." if len(cut.sizes) > 8 else ""
-            off = cut.note if cut.deviation is None else f"off by {cut.deviation:.1e}"
-            rows.append((cut.name, f"{off} ({sizes}{more} rows)"))
+            off = "" if cut.deviation is None else f"off by {cut.deviation:.1e}"
+            text = ", ".join(filter(None, [off, cut.note]))
+            rows.append((cut.name, f"{text} ({sizes}{more} rows)"))
         for name, off in self.parameters[:5]:
             rows.append(("off", f"{name}: {off:.1e}"))
         for cause in self.causes:
@@ -115,6 +116,11 @@ class Report:
         if self.exact:
             return f"exact on {self.num_rows} rows: {measured}"
         if self.deviation <= self.rounding:
+            kinds = {cause.kind for cause in self.causes}
+            if "precision" in kinds:
+                return f"cannot say on {self.num_rows} rows: {measured}"
+            if "state" not in kinds:
+                return f"not the big batch, as other ranks have measured: {measured}"
             return f"not the big batch: state moves. Gradients alone are {measured}"
         return f"not the big batch on {self.num_rows} rows: {measured}"
 

@@ -15,7 +15,7 @@ from trainkit.core.split.fields import take_apart
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.lit._compat import before_batch_transfer
-from trainkit.lit.probe.rows import Rows, num_elements
+from trainkit.lit.probe.rows import LEAST, Rows, num_elements
 
 
 class FewRows:
@@ -52,6 +52,8 @@ class FewRows:
         self._trainer, self._module = trainer, module
         self._samples = _samples(trainer.train_dataloader, most)
         self.is_split = options is not None
+        self._options = options
+        self._size = getattr(trainer.train_dataloader, "batch_size", None) or most
         cuts = options or MicroBatching(size=1)
         self._collate = getattr(trainer.train_dataloader, "collate_fn", None)
         self._cuts_samples = cuts.collate is not None
@@ -109,6 +111,22 @@ class FewRows:
             return self.trimmed(rows)
         return self._moved(self._collated(rows))
 
+    @functools.cached_property
+    def parts_of_run(self) -> list[list[int]]:
+        """The rows of each micro-batch of the run; empty where that is not known."""
+        every = list(range(self.num_rows))
+        if not self.is_split:
+            size = self._size
+            return [every[at : at + size] for at in range(0, self.num_rows, size)]
+        if self._cuts_samples:
+            size = self._options.size if self._options is not None else None
+            step = size or self.num_rows
+            return [every[at : at + step] for at in range(0, self.num_rows, step)]
+        if self._options is None or self._options.is_auto or not self.can_cut:
+            return []
+        chosen = self._cutter.pair(self._whole, self._at(every))[1]
+        return [each.rows for each in self._cutter.cut(chosen)]
+
     def padded_alike(self, rows: Sequence[int]) -> Any:
         """Some rows, padded as in the whole batch."""
         if len(rows) == self.num_rows and self._numbers is None:
@@ -133,8 +151,9 @@ class FewRows:
 
     def _choose(self, most: int) -> None:
         if self.num_rows > most:
-            step = self.num_rows / most
-            self._numbers = [int(i * step) for i in range(most)]
+            measured = self._cutter.measure(self._whole)
+            lengths = [measured.padded_of([row]) for row in range(self.num_rows)]
+            self._numbers = _spread(lengths, most)
             self.num_rows = most
 
     def _moved(self, batch: Any) -> Any:
@@ -147,12 +166,17 @@ def _samples(loader: Any, most: int) -> list[Any]:
     """Rows of unlike lengths among the first that a loader would read."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return []
-    rows = Rows(loader).first(4 * most)
-    if len(rows) <= most:
-        return rows
-    ordered = sorted(range(len(rows)), key=lambda i: num_elements(rows[i]))
-    step = (len(rows) - 1) / (most - 1)
-    return [rows[ordered[round(i * step)]] for i in range(most)]
+    rows = Rows(loader).first(max(LEAST, most))
+    return [rows[i] for i in _spread([num_elements(row) for row in rows], most)]
+
+
+def _spread(lengths: Sequence[int], most: int) -> list[int]:
+    """The rows whose lengths differ most, in their order."""
+    if len(lengths) <= most:
+        return list(range(len(lengths)))
+    ordered = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    step = (len(lengths) - 1) / max(most - 1, 1)
+    return sorted(ordered[round(i * step)] for i in range(most))
 
 
 def _fields(batch: Any) -> list[Any]:

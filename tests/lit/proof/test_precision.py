@@ -1,0 +1,109 @@
+"""Half precision: the verdict is on exact arithmetic, and what is lost is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+from tests.lit.proof import zoo
+from tests.lit.proof.test_check import check
+from tests.lit.proof.trainers import plain_trainer
+from tests.lit.proof.zoo import NormalisedTokens, Tokens, token_loader
+from trainkit import PerSample, PerToken, Report
+
+PRECISIONS = ["bf16-mixed", "bf16-true", "16-true"]
+
+
+def row(report: Report, name: str) -> Any:
+    (found,) = [cut for cut in report.cuts if cut.name == f"in {name}"]
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rounding_alone_is_not_called_inexact(precision: str) -> None:
+    trainer = plain_trainer(precision=precision)
+    report = check(Tokens(), token_loader(), strategy=PerToken(), trainer=trainer)
+    report.assert_exact()
+    assert report.deviation < 1e-12
+    assert 1e-4 < row(report, precision).deviation < 2e-2
+    assert "one batch by itself is off by" in row(report, precision).note
+    has_advice = any("wide_gradients" in note for note in report.notes)
+    assert has_advice == precision.endswith("true")
+
+
+def test_half_precision_of_16_mixed_on_a_cpu_is_bfloat16() -> None:
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+        trainer = plain_trainer(precision="16-mixed")
+    report = check(Tokens(), token_loader(), strategy=PerToken(), trainer=trainer)
+    assert report.exact
+    assert row(report, "bf16-mixed").deviation > 1e-4
+
+
+def test_a_gradient_scaler_is_as_before() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))
+    before = scaler.state_dict()
+    trainer = plain_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    report = check(Tokens(), token_loader(), strategy=PerToken(), trainer=trainer)
+    assert report.exact
+    assert 1e-6 < row(report, "16-mixed").deviation < 1e-2
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_half_precision_hides_no_cause(precision: str) -> None:
+    trainer = plain_trainer(precision=precision)
+    report = check(Tokens(), token_loader(), strategy=PerSample(), trainer=trainer)
+    (cause,) = report.causes
+    assert cause.remedy == ("accumulation = PerToken()",)
+    trainer = plain_trainer(precision=precision)
+    report = check(
+        NormalisedTokens(), token_loader(), strategy=PerToken(), trainer=trainer
+    )
+    (cause,) = report.causes
+    assert cause.place == "norm"
+
+
+class OnlyIn(Tokens):
+    """Has an operation that knows one dtype."""
+
+    def __init__(self, dtype: torch.dtype, loss: Any = None) -> None:
+        super().__init__(loss)
+        self.only = dtype
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        hidden = super().features(batch)
+        if hidden.dtype is not self.only:
+            raise RuntimeError(f"this kernel knows {self.only} only")
+        return hidden
+
+
+def test_what_runs_in_half_precision_only_is_never_called_exact() -> None:
+    trainer = plain_trainer(precision="bf16-true")
+    module = OnlyIn(torch.bfloat16)
+    report = check(module, token_loader(), strategy=PerToken(), trainer=trainer)
+    assert not report.exact
+    assert 1e-4 < report.deviation < report.rounding == 5e-2
+    (cause,) = report.causes
+    assert cause.kind == "precision"
+    assert "cannot say on 24 rows" in str(report)
+    trainer = plain_trainer(precision="bf16-true")
+    module = OnlyIn(torch.bfloat16, zoo.token_sum)
+    report = check(module, token_loader(), strategy=PerToken(), trainer=trainer)
+    assert 'loss_reduction="total"' in str(report)
+
+
+def test_what_knows_no_float64_is_measured_in_float32() -> None:
+    trainer = plain_trainer(precision="bf16-mixed")
+    module = OnlyIn(torch.float32)
+    report = check(module, token_loader(), strategy=PerToken(), trainer=trainer)
+    assert report.exact
+    assert report.precision == "float32"
+    assert 1e-9 < report.deviation < 1e-5
+    assert any("since float64 failed" in note for note in report.notes)
+    module = OnlyIn(torch.float32)
+    assert not check(module, token_loader(), strategy=PerSample()).exact

@@ -1,0 +1,98 @@
+"""Two ranks: one verdict, and an error of one rank on both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import trainkit
+from tests.helpers import raise_rank_errors, run_ranks, trainer
+from tests.lit.proof import zoo
+from tests.lit.proof.test_check import SPLIT
+from tests.lit.proof.test_order import ClipsEarly
+from tests.lit.proof.zoo import NormalisedTokens, Tokens
+from trainkit import PerSample, PerToken
+
+
+class FailsOnOne(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1:
+            raise RuntimeError("only here")
+        return super().training_step(batch, batch_idx)
+
+
+class UnlikeOnOne(Tokens):
+    """One rank trains another loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.loss = zoo.row_mean if self.trainer.global_rank == 1 else zoo.token_mean
+        return super().training_step(batch, batch_idx)
+
+
+class Gathers(Tokens):
+    def features(self, batch: Any) -> Any:
+        hidden = super().features(batch)
+        return hidden + self.all_gather(hidden.detach().mean()).mean()
+
+
+class Synchronised(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(16)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "exact": (Tokens, {}),
+    "exact, split": (Tokens, {"micro_batches": SPLIT}),
+    "another strategy": (Tokens, {"strategy": PerSample()}),
+    "BatchNorm, split": (NormalisedTokens, {"micro_batches": SPLIT}),
+    "a hook": (ClipsEarly, {}),
+    "unlike on one rank": (UnlikeOnOne, {}),
+    "an error on one rank": (FailsOnOne, {}),
+    "gathers": (Gathers, {}),
+    "synchronised": (Synchronised, {}),
+}
+
+
+def _checked(rank: int, world_size: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for name, (module, options) in CASES.items():
+        made = module()
+        data = DataLoader(
+            zoo.sequences(),  # type: ignore[arg-type]
+            batch_size=4,
+            collate_fn=zoo.padded,
+        )
+        ddp = trainer(strategy="ddp", devices=world_size)
+        try:
+            report = trainkit.check(
+                made, data, trainer=ddp, **{"strategy": PerToken(), **options}
+            )
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = report.exact, [c.kind for c in report.causes], str(report)
+    return found
+
+
+def test_both_ranks_say_what_one_has_found() -> None:
+    one, other = raise_rank_errors(run_ranks(_checked, 2))
+    assert one["exact"][:2] == (True, [])
+    assert one["exact, split"][:2] == (True, [])
+    assert one["another strategy"][:2] == (False, ["denominator"])
+    assert one["BatchNorm, split"][:2] == (False, ["rows see each other"])
+    assert one["a hook"][:2] == (False, ["order"])
+    assert one["unlike on one rank"][:2] == (False, ["denominator"])
+    assert "these are rank 1's" in one["unlike on one rank"][2]
+    reports = [name for name in one if isinstance(one[name], tuple)]
+    assert [one[name] for name in reports] == [other[name] for name in reports]
+    assert other["an error on one rank"].startswith("TrainkitError: check: training_s")
+    assert "rank 1 failed: " in one["an error on one rank"]
+    assert "only here" in one["an error on one rank"]
+    for name, text in (("gathers", "all_gather waits"), ("synchronised", "SyncBatch")):
+        assert text in one[name]
+        assert text in other[name]

@@ -1,0 +1,186 @@
+"""Python's and NumPy's random numbers, replayed by row within a pass."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainkit.lit.measure.draws import Draws, seed_of
+from trainkit.lit.measure.place import place
+from trainkit.lit.rerun.generators import generator_keeper
+
+KINDS = (random.Random, np.random.RandomState, np.random.Generator)
+MIXING = frozenset("shuffle permutation permuted sample choices".split())
+"""They draw among entries, whose number is that of the batch as a rule."""
+
+SIZE_AT: dict[str, int] = dict.fromkeys(
+    ("random", "random_sample", "standard_normal"), 0
+)
+SIZE_AT |= dict.fromkeys(("exponential", "poisson", "choice", "geometric"), 1)
+SIZE_AT |= dict.fromkeys(("standard_gamma", "standard_exponential", "chisquare"), 1)
+SIZE_AT |= dict.fromkeys(("uniform", "normal", "beta", "gamma", "binomial"), 2)
+SIZE_AT |= dict.fromkeys(("laplace", "lognormal", "gumbel", "randint", "integers"), 2)
+"""Where the positional argument `size` stands in NumPy's draws."""
+
+BY_SHAPE = frozenset(("rand", "randn"))
+PYTHONS_OWN = frozenset(
+    "random uniform gauss normalvariate randint randrange betavariate choice triangular"
+    " expovariate gammavariate lognormvariate paretovariate vonmisesvariate getrandbits"
+    " weibullvariate".split()
+)
+
+
+@contextlib.contextmanager
+def replayed(module: nn.Module, draws: Draws) -> Iterator[Callable[[], None]]:
+    """Let the generators that a module can reach draw by row while a pass runs.
+
+    These are the functions of `random` and `numpy.random`, and generators that modules
+    or the files of their classes hold. It yields what puts those generators back to
+    where they are now.
+    """
+    put_back, owners = [], {}
+    for held in _namespaces(module):
+        for name, value in list(held.items()):
+            other = None if name == "_inst" else _replaced(value, draws)
+            if other is not None:
+                held[name] = other
+                put_back.append((held, name, value))
+                owner = getattr(value, "__self__", value)
+                owners[id(owner)] = owner
+    keepers = [generator_keeper(owner) for owner in owners.values()]
+    try:
+        yield lambda: _call(keepers)
+    finally:
+        for held, name, value in put_back:
+            held[name] = value
+
+
+def _call(functions: Iterable[Callable[[], None] | None]) -> None:
+    for function in functions:
+        if function is not None:
+            function()
+
+
+def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
+    kinds = {kind for each in module.modules() for kind in type(each).__mro__}
+    files = {kind.__module__ for kind in kinds} - {"builtins"}
+    own = [f for f in files if f.split(".")[0] not in ("torch", "lightning")]
+    modules = [random, np.random, *(sys.modules[f] for f in own if f in sys.modules)]
+    return [vars(each) for each in (*modules, *module.modules())]
+
+
+def _replaced(value: Any, draws: Draws) -> Any:
+    """What stands in for a generator or one of its methods; None for other things."""
+    if isinstance(value, KINDS):
+        return _Generator(value, draws)
+    if isinstance(value, MethodType | BuiltinMethodType):
+        owner = value.__self__
+        if isinstance(owner, KINDS):
+            return _method(owner, value.__name__, value, draws)
+    return None
+
+
+class _Generator:
+    """A generator whose draws are replayed by row while a pass runs."""
+
+    def __init__(self, own: Any, draws: Draws) -> None:
+        self._own, self._draws = own, draws
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._own, name)
+        if not callable(value):
+            return value
+        return _method(self._own, name, value, self._draws)
+
+
+def _method(
+    owner: Any, name: str, own: Callable[..., Any], draws: Draws
+) -> Callable[..., Any]:
+    is_python = isinstance(owner, random.Random)
+    is_known = name in PYTHONS_OWN if is_python else name in (*SIZE_AT, *BY_SHAPE)
+    if not is_known and name not in MIXING:
+        return own
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not draws.is_active:
+            return own(*args, **kwargs)
+        line = f"{name} at {place()}"
+        if name in MIXING:
+            return _mixed(line, name, owner, args, kwargs, draws)
+        if is_python:
+            key = draws.scalar(line, _options(args, kwargs))
+            return getattr(random.Random(seed_of(key)), name)(*args, **kwargs)
+        return _sized(line, name, owner, args, dict(kwargs), draws)
+
+    return call
+
+
+def _mixed(
+    line: str, name: str, owner: Any, args: Any, kwargs: Any, draws: Draws
+) -> Any:
+    draws.unlike.add(line)
+    if draws.identity and name == "shuffle":
+        return None
+    if draws.identity and name in ("permutation", "permuted"):
+        given = args[0]
+        return np.arange(given) if isinstance(given, int) else np.array(given)
+    return getattr(_seeded(owner, seed_of(draws.key(line))), name)(*args, **kwargs)
+
+
+def _sized(
+    line: str, name: str, owner: Any, args: Any, kwargs: Any, draws: Draws
+) -> Any:
+    """A draw of NumPy's, for all rows where its size is known."""
+    if name in BY_SHAPE:
+        size, args = args, ()
+    else:
+        at = SIZE_AT[name]
+        size = kwargs.pop("size", args[at] if len(args) > at else None)
+        args = args[:at] + args[at + 1 :]
+    among = None
+    if name == "choice":
+        among, args = args[0], args[1:]
+        args = (among if isinstance(among, int) else len(among), *args)
+    shape = () if size is None else tuple(np.atleast_1d(size).tolist())
+    for_arrays = name != "choice" and any(np.ndim(each) for each in args)
+    if for_arrays or kwargs.get("replace") is False:
+        draws.unlike.add(line)
+
+    def make(full: list[int], seed: int) -> torch.Tensor:
+        method = getattr(_seeded(owner, seed), name)
+        if name in BY_SHAPE:
+            return torch.as_tensor(np.asarray(method(*full)))
+        sized = {"size": tuple(full)} if full else {}
+        return torch.as_tensor(np.asarray(method(*args, **sized, **kwargs)))
+
+    if line in draws.unlike:
+        found = make(list(shape), seed_of(draws.key(line))).numpy()
+    else:
+        found = draws.draw(line, shape, make, _options(args, kwargs)).numpy()
+    if among is not None and not isinstance(among, int):
+        found = np.asarray(among)[found]
+    return found if found.ndim else found.item()
+
+
+def _options(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The numbers that a draw is given, and how many entries there are to choose."""
+    given = (*args, *kwargs.values())
+    numbers = [each for each in given if isinstance(each, int | float)]
+    return (*numbers, *(len(each) for each in given if isinstance(each, list | tuple)))
+
+
+def _seeded(owner: Any, seed: int) -> Any:
+    """A generator of the owner's kind that begins at a seed."""
+    if isinstance(owner, random.Random):
+        return random.Random(seed)
+    if isinstance(owner, np.random.RandomState):
+        return np.random.RandomState(seed)
+    return np.random.default_rng(seed)
