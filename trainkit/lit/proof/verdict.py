@@ -12,7 +12,7 @@ from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.causes import Causes
-from trainkit.lit.proof.measure import Measurements, Parts
+from trainkit.lit.proof.measure import MOST_OF_ORDER, Measurements, Parts
 from trainkit.lit.proof.order import EarlyHooks
 from trainkit.lit.proof.passes import Passes
 from trainkit.lit.proof.precision import half_precision, in_own_precision
@@ -89,6 +89,8 @@ def _report(found: Measurements, strategies: Strategies) -> Report:
     as_run = found.rows.as_run
     cuts = [_cut(found, name, parts, strategies) for name, parts in _cuts_of(found)]
     off = max(cut.deviation for cut in cuts if cut.deviation is not None)
+    if found.tolerance < off < 30 * MOST_OF_ORDER:
+        found.allow_for_order()
     if strategies:
         cuts.append(_cut(found, "plain accumulation", found.parts, {}))
     parameters = found.worst_parameters(as_run, strategies)
