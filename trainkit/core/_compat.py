@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,19 +117,27 @@ def has_gradient_hook(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+def without_gradient_hooks(
+    tensors: Iterable[Tensor],
+) -> Iterator[Callable[[], None]]:
     """Within it, what `register_hook` and `register_post_accumulate_grad_hook` have
-    registered does not run."""
-    kept = [
-        (hooks, dict(hooks))
-        for tensor in tensors
-        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
-        if hooks
-    ]
-    for hooks, _ in kept:
-        hooks.clear()
+    registered does not run. It yields what takes off those registered meanwhile."""
+    listed = list(tensors)
+    kept = [(hooks, dict(hooks)) for hooks in _gradient_hooks(listed)]
+
+    def clear() -> None:
+        for hooks in _gradient_hooks(listed):
+            hooks.clear()
+
+    clear()
     try:
-        yield
+        yield clear
     finally:
+        clear()
         for hooks, before in kept:
             hooks.update(before)
+
+
+def _gradient_hooks(tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
+    each = ((t._backward_hooks, t._post_accumulate_grad_hooks) for t in tensors)
+    return [hooks for pair in each for hooks in pair if hooks]

@@ -298,8 +298,8 @@ def test_it_is_printed_above_every_bar(
     capsys: pytest.CaptureFixture[str], bar: Any
 ) -> None:
     bars = () if bar is None else (bar(),)
-    options = {"enable_progress_bar": bar is not None}
-    fit(Tokens(), tokens(), PerToken(), callbacks=bars, **options)
+    shown = bar is not None
+    fit(Tokens(), tokens(), PerToken(), callbacks=bars, enable_progress_bar=shown)
     assert re.search(r"trainkit \| proof: exact on 5", capsys.readouterr().out)
 
 

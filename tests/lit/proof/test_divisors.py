@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lit.proof.test_check import check
-from tests.lit.proof.zoo import Tokens, token_loader
+from tests.lit.proof.zoo import Tokens, token_loader, token_sum
 from trainkit import AccumulationMixin, PerToken
 
 
@@ -73,6 +73,53 @@ def test_a_divisor_that_no_field_counts_is_named(
     assert f"in {place} at" in cause.text
     assert cause.remedy[0] == "accumulation = Weighed()"
     assert line in cause.remedy[1]
+
+
+def sum_and_decay(module: Any, logits: Tensor, batch: dict[str, Any]) -> Tensor:
+    decay: Any = sum(each.square().sum() for each in module.parameters())
+    return token_sum(module, logits, batch) + 0.01 * decay
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (token_sum, None),
+        (sum_and_decay, "a sum over rows and of what no row changes"),
+    ],
+)
+def test_a_decay_within_a_sum_is_told_apart(loss: Any, text: str | None) -> None:
+    strategy = PerToken(loss_reduction="total")
+    report = check(Tokens(loss), token_loader(), strategy=strategy)
+    assert report.exact == (text is None)
+    if text is not None:
+        (cause,) = report.causes
+        assert cause.kind == "two denominators"
+        assert text in cause.text
+
+
+def largest(module: Any, logits: Tensor, batch: dict[str, Any]) -> Tensor:
+    losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    return losses.max()
+
+
+def test_a_maximum_is_no_mean_with_unknown_weights() -> None:
+    (cause,) = check(Tokens(largest), token_loader(), strategy=PerToken()).causes
+    assert cause.kind == "rows see each other"
+
+
+class AloneOtherwise(Tokens):
+    """Trains a single row in another way than several."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return 2 * loss if len(batch["ids"]) == 1 else loss
+
+
+def test_a_branch_for_single_rows_is_named() -> None:
+    report = check(AloneOtherwise(), token_loader(), strategy=PerToken())
+    assert not report.exact
+    (cause,) = report.causes
+    assert "parts of one row are not" in cause.text
 
 
 class ByHand(AccumulationMixin, Tokens):

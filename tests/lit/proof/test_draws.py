@@ -49,6 +49,11 @@ def of_rows(values: Any) -> Tensor:
     return torch.as_tensor(values)[:, None, None, None]
 
 
+def dropped(module: Any, images: Tensor) -> Tensor:
+    features: Tensor = module.net(images)
+    return F.dropout(features, 0.5).mean((1, 2, 3), keepdim=True)
+
+
 BY_ROW: dict[str, Noise] = {
     "numpy rand": lambda m, x: of_rows(np.random.rand(len(x))),
     "numpy normal": lambda m, x: torch.as_tensor(np.random.normal(0, 1, x.shape)),
@@ -72,15 +77,12 @@ BY_ROW: dict[str, Noise] = {
     ),
     "normal": lambda m, x: torch.normal(x, torch.ones_like(x)),
     "gumbel": lambda m, x: F.gumbel_softmax(x, dim=1),
+    "two views": lambda m, x: torch.randn(2 * len(x), 1, 1, 1).view(2, -1, 1, 1, 1)[1],
     "a distribution": lambda m, x: of_rows(
         torch.distributions.Beta(1.0, 1.0).sample((len(x),))
     ),
     "in place": lambda m, x: torch.empty_like(x).bernoulli_(0.3),
-    "computed anew": lambda m, x: checkpoint(
-        lambda t: F.dropout(m.net[0](t), 0.5).sum(1, keepdim=True),
-        x,
-        use_reentrant=False,
-    ),
+    "computed anew": lambda m, x: checkpoint(dropped, m, x, use_reentrant=False),
 }
 
 
@@ -140,13 +142,18 @@ def test_draws_hide_no_other_cause(name: str) -> None:
     assert cause.place.startswith("after net")
 
 
+def numpys_state() -> Any:
+    state: Any = np.random.get_state()
+    return state[1].tolist()
+
+
 def test_generators_are_as_before() -> None:
     module = Noisy(BY_ROW["python, the file's"])
-    before = PYTHONS.getstate(), random.getstate(), np.random.get_state()[1].tolist()
+    before = PYTHONS.getstate(), random.getstate(), numpys_state()
     functions = random.random, np.random.rand, globals()["gauss"], NUMPYS, module.numpys
     check(module, image_loader(), strategy=PerSample())
     check(Noisy(ACROSS_ROWS["shuffle"]), image_loader(), strategy=PerSample())
-    after = PYTHONS.getstate(), random.getstate(), np.random.get_state()[1].tolist()
+    after = PYTHONS.getstate(), random.getstate(), numpys_state()
     assert before == after
     now = random.random, np.random.rand, globals()["gauss"], NUMPYS, module.numpys
     assert all(one is other for one, other in zip(functions, now, strict=True))

@@ -75,6 +75,34 @@ class StepsEarly(Tokens):
         self.early.zero_grad()
 
 
+class ClipsFeatures(Tokens):
+    """Registers its hooks in each training step."""
+
+    def features(self, batch: Any) -> Tensor:
+        hidden = super().features(batch)
+        hidden.register_hook(lambda gradient: gradient.clamp(-(CLIP_AT**2), CLIP_AT**2))
+        return hidden
+
+
+class HooksInStep(Tokens):
+    def features(self, batch: Any) -> Tensor:
+        if not self.head.weight._backward_hooks:
+            self.head.weight.register_hook(clamped)
+        return super().features(batch)
+
+
+@pytest.mark.parametrize("module", [ClipsFeatures, HooksInStep])
+def test_a_hook_that_training_step_registers_is_named_with_its_line(
+    module: Any,
+) -> None:
+    made = module()
+    report = check(made, token_loader(), strategy=PerToken())
+    (cause,) = report.causes
+    assert cause.kind == "order"
+    assert cause.place.startswith("register_hook at proof/test_order.py:")
+    assert not made.head.weight._backward_hooks  # none is left behind
+
+
 @pytest.mark.parametrize("cut", [None, SPLIT])
 @pytest.mark.parametrize(
     ("module", "callbacks", "place"),

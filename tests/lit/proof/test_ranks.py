@@ -35,7 +35,8 @@ class UnlikeOnOne(Tokens):
 class Gathers(Tokens):
     def features(self, batch: Any) -> Any:
         hidden = super().features(batch)
-        return hidden + self.all_gather(hidden.detach().mean()).mean()
+        everywhere: Any = self.all_gather(hidden.detach().mean())
+        return hidden + everywhere.mean()
 
 
 class Synchronised(Tokens):

@@ -95,8 +95,9 @@ def test_another_count_is_not_and_the_remedy_is_named(
     assert not report.exact
     (cause,) = report.causes
     assert "which no field of the batch counts" in cause.text
-    assert "self.weigh(n)" in cause.remedy[0]
-    assert "Weighed(by=...)" in cause.remedy[1]
+    assert cause.remedy[0] == "accumulation = Weighed()"
+    assert cause.remedy[1].startswith("self.weigh(divisor)")
+    assert "Weighed(by=...)" in cause.remedy[2]
 
 
 def test_a_plain_module_needs_a_function() -> None:

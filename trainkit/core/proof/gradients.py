@@ -53,6 +53,8 @@ class Coordinates:
                 continue
             flat = _dense(gradient).detach().reshape(-1)
             kept = flat if at is None else flat[at.to(flat.device)]
+            if kept.is_complex():  # one number for both, by a linear map
+                kept = kept.real + math.pi * kept.imag
             parts.append(kept.to("cpu", torch.float64))
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 

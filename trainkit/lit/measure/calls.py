@@ -29,12 +29,14 @@ class Seen:
 
     Attributes:
         dropouts: the lines that drop out.
+        hooks: the lines that register a hook for a gradient.
         denominators: what its means and quotients have divided by, by line.
         is_narrow: whether something was computed in less than the width asked for, as
             within an autocast of the module's own.
     """
 
     dropouts: set[str] = field(default_factory=set)
+    hooks: set[str] = field(default_factory=set)
     denominators: Denominators = field(default_factory=Denominators)
     is_narrow: bool = False
 
@@ -49,13 +51,17 @@ class MeasuredCalls(TorchFunctionMode):
     Args:
         dtype: what narrower floats become; None leaves them as they are.
         draws: replays what was drawn for all rows.
+        without_hooks: whether hooks of gradients do nothing.
 
     Attributes:
         seen: what was seen so far.
     """
 
-    def __init__(self, *, dtype: torch.dtype | None, draws: Draws) -> None:
+    def __init__(
+        self, *, dtype: torch.dtype | None, draws: Draws, without_hooks: bool = False
+    ) -> None:
         super().__init__()
+        self._without_hooks = without_hooks
         self._dtype, self._draws = dtype, draws
         self.seen = Seen()
 
@@ -72,6 +78,10 @@ class MeasuredCalls(TorchFunctionMode):
             args = self._without_probability(args, kwargs, 10)
         elif name in ACROSS_ROWS:
             return self._permutation(func, args, kwargs)
+        elif name == "register_hook":
+            self.seen.hooks.add(f"{name} at {place()}")
+            if self._without_hooks:
+                return func(args[0], _keep)
         elif name in BY_ROW:
             return self._called_by_row(func, name, args, kwargs)
         elif name in ("bernoulli", "bernoulli_"):
@@ -96,15 +106,17 @@ class MeasuredCalls(TorchFunctionMode):
         wide = self._dtype
         if wide is None:
             return func(*args, **kwargs)
-        if is_narrow(kwargs.get("dtype"), wide):
-            kwargs["dtype"] = wide
+        if wider := wide_for(kwargs.get("dtype"), wide):
+            kwargs["dtype"] = wider
         if name in TO_FLOAT:
             return args[0].to(wide)
-        args = tuple(wide if is_narrow(value, wide) else value for value in args)
+        args = tuple(
+            value if (w := wide_for(value, wide)) is None else w for value in args
+        )
         made = func(*args, **kwargs)
-        if isinstance(made, Tensor) and is_narrow(made.dtype, wide):
+        if isinstance(made, Tensor) and (wider := wide_for(made.dtype, wide)):
             if name in WIDENED:
-                return made.to(wide)
+                return made.to(wider)
             self.seen.is_narrow = True
         return made
 
@@ -195,11 +207,17 @@ class MeasuredCalls(TorchFunctionMode):
         return call(*tensors) if made is None else made
 
 
-def is_narrow(dtype: Any, wide: torch.dtype) -> bool:
-    """Whether a dtype is a float narrower than another."""
+def _keep(gradient: Tensor) -> None:
+    """A hook that leaves the gradient as it is."""
+
+
+def wide_for(dtype: Any, wide: torch.dtype) -> torch.dtype | None:
+    """What a narrower float, or a complex number of such, becomes; None for others."""
     if not isinstance(dtype, torch.dtype):  # a tensor would be compared by entries
-        return False
-    return dtype in NARROW and dtype.itemsize < wide.itemsize
+        return None
+    if dtype is torch.complex64 and wide is torch.float64:
+        return torch.complex128
+    return wide if dtype in NARROW and dtype.itemsize < wide.itemsize else None
 
 
 BY_ROW = frozenset(

@@ -41,6 +41,8 @@ class Draws:
     Attributes:
         is_active: whether a pass runs.
         identity: whether permutations permute nothing.
+        has_several: whether a draw has several entries for each row.
+        are_apart: whether these stand apart, as where two views are concatenated.
         by_row: the lines that were replayed.
         unlike: the lines whose draws cannot be handed out by row.
     """
@@ -52,7 +54,7 @@ class Draws:
         self._times: dict[str, int] | None = None  # that the whole drew at a line
         self._shared: set[str] = set()  # lines that do not draw row by row
         self._counts: Counter[str] = Counter()
-        self.is_active = self.identity = False
+        self.is_active = self.identity = self.are_apart = self.has_several = False
         self.by_row: set[str] = set()
         self.unlike: set[str] = set()
 
@@ -147,10 +149,13 @@ class Draws:
     def _of_rows(self, full: Tensor, dim: int) -> Tensor:
         shape = full.shape
         times = shape[dim] // self._num_rows
-        each = full.reshape(*shape[:dim], self._num_rows, times, *shape[dim + 1 :])
+        self.has_several |= times > 1
+        sizes = (times, self._num_rows) if self.are_apart else (self._num_rows, times)
+        each = full.reshape(*shape[:dim], *sizes, *shape[dim + 1 :])
         at = torch.tensor(self._rows, device=full.device)
         rest = (len(self._rows) * times, *shape[dim + 1 :])
-        return each.index_select(dim, at).reshape(*shape[:dim], *rest)
+        chosen = each.index_select(dim + self.are_apart, at)
+        return chosen.reshape(*shape[:dim], *rest)
 
     # ---- functions that draw for what they get ---------------------------------------
 

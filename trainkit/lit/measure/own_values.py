@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.lit.measure.calls import is_narrow
+from trainkit.lit.measure.calls import wide_for
 
 
 @contextlib.contextmanager
@@ -48,24 +48,23 @@ def _widen(
     """Give modules the wide copies of the buffers or attributes that they hold."""
     for module, values in held:
         for name, value in values.items():
-            if isinstance(value, Tensor) and is_narrow(value.dtype, dtype):
+            if isinstance(value, Tensor) and wide_for(value.dtype, dtype):
                 place = module._buffers if name in module._buffers else vars(module)
-                place[name] = value.to(dtype)
+                place[name] = widened(value, dtype)
 
 
 def _moved(
     data: Tensor, generator: torch.Generator, dtype: torch.dtype | None
 ) -> Tensor:
     if not data.is_floating_point():
-        return data
+        return data if dtype is None else widened(data, dtype)
     wide = data.double()
     spread = float(wide.std()) if wide.numel() > 1 else 0.0
     noise = torch.randn(wide.shape, generator=generator, dtype=torch.float64)
     # Rounded as the run's own value is, so that each arithmetic begins there.
     moved = (wide + (0.05 * spread or 0.02) * noise.to(wide)).to(data.dtype)
-    is_wider = dtype is not None and is_narrow(data.dtype, dtype)
-    return moved.to(dtype) if is_wider else moved
+    return moved if dtype is None else widened(moved, dtype)
 
 
 def widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if is_narrow(tensor.dtype, dtype) else tensor
+    return tensor.to(wide_for(tensor.dtype, dtype) or tensor.dtype)

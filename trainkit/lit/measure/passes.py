@@ -91,6 +91,7 @@ class Passes:
         parameters: those.
         in_eval: the layers that are in eval mode during a pass.
         draws: replays random numbers by row.
+        without_hooks: whether hooks that `training_step` registers do not run.
         scale: what losses are multiplied by while gradients are in half precision.
     """
 
@@ -119,9 +120,11 @@ class Passes:
         self.in_eval: list[nn.Module] = []
         self.draws = Draws(num_rows)
         self.scale = 1.0
+        self.without_hooks = False
         self._snapshot: Snapshot | None = None
         self._put_back: Callable[[], None] = lambda: None
         self._written = PutBackWritten()
+        self._clear_hooks: Callable[[], None] = lambda: None
         self._terms: list[Term] = []
         self._gradients: list[Tensor | None] | None = None
 
@@ -133,7 +136,9 @@ class Passes:
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
             stack.callback(StashedGradients(module.parameters()).put_back)
-            stack.enter_context(without_gradient_hooks(self.parameters))
+            self._clear_hooks = stack.enter_context(
+                without_gradient_hooks(self.parameters)
+            )
             if not self._as_it_is:
                 stack.enter_context(own_values(module, self.dtype))
             stack.enter_context(muted(module))
@@ -188,7 +193,9 @@ class Passes:
         return [None for _ in self.parameters]
 
     def _run(self, batch: Any) -> Pass:
-        calls = MeasuredCalls(dtype=self.dtype, draws=self.draws)
+        calls = MeasuredCalls(
+            dtype=self.dtype, draws=self.draws, without_hooks=self.without_hooks
+        )
         self._terms = []
         if self._gradients is not None:
             self._gradients = self._no_gradients()
@@ -228,6 +235,7 @@ class Passes:
         self._written.put_back()
         self._snapshot.restore()
         self._put_back()
+        self._clear_hooks()
 
     def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -260,7 +268,6 @@ class Passes:
         # Unlike `autograd.grad`, it runs what is computed anew with these calls seen.
         torch.autograd.backward(
             loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
-            inputs=self.parameters,
             retain_graph=retain,
         )
         gradients = [parameter.grad for parameter in self.parameters]

@@ -173,6 +173,8 @@ class Causes:
             return True
         if passes.draws.unlike:
             return self._is_sampling(located)
+        if found.whole.seen.hooks and not passes.without_hooks:
+            return self._is_early_hook(located)
         if layer is None:
             self.causes.append(self._of_loss(located))
             return False
@@ -198,6 +200,19 @@ class Causes:
             return False
         self.causes.append(remedies.of_sampling(unlike))
         draws.unlike.clear()
+        return True
+
+    def _is_early_hook(self, located: Located) -> bool:
+        """Whether hooks that `training_step` registers are a cause, and were taken
+        away; if not, the next round looks for another one."""
+        found, passes = self._found, self._found.passes
+        lines = sorted(found.whole.seen.hooks)
+        before = found.best_fit(self._make)
+        passes.without_hooks = True
+        found.again()
+        if found.best_fit(self._make) < 0.5 * before:
+            place = ", ".join(lines)
+            self.causes.append(remedies.of_order(place, before, steps=False))
         return True
 
     def _num_norms(self) -> int:
@@ -239,7 +254,8 @@ class Causes:
         for candidate, each in counts.items():
             shares = tuple((each.parts / each.parts.sum()).round(decimals=9).tolist())
             distinct.setdefault(shares, (candidate, each.parts.tolist()))
-        tolerance = max(found.tolerance, 1e-6)
+        single = found.best_fit(self._make)
+        tolerance = min(max(found.tolerance, 1e-6), 0.01 * single)
         return two_denominators(gradients, dict(distinct.values()), tolerance)
 
     # ---- padding and weights ---------------------------------------------------------

@@ -129,31 +129,36 @@ def _agree(one: Event, other: Event, rows: Sequence[int], num_rows: int) -> bool
     for whole, part in zip(one.values, other.values, strict=True):
         if whole.ndim == 0 or not whole.dtype.is_floating_point:
             continue
-        aligned = rows_of(whole, part, rows, num_rows)
-        if aligned is None:
+        layouts = rows_of(whole, part, rows, num_rows)
+        if not layouts:
             return None
-        found.append(alike(aligned, part))
+        found.append(any(alike(aligned, part) for aligned in layouts))
     return all(found)
 
 
 def rows_of(
     whole: Tensor, part: Tensor, rows: Sequence[int], num_rows: int
-) -> Tensor | None:
-    """The rows of a tensor of all rows that a tensor of some holds."""
+) -> list[Tensor]:
+    """The rows of a tensor of all rows that a tensor of some holds. Several entries of
+    a row may stand together, or apart, as where two views are concatenated."""
     if whole.shape == part.shape:
-        return whole  # shared by all rows, such as positions
+        return [whole]  # shared by all rows, such as positions
     if whole.ndim != part.ndim:
-        return None
+        return []
     unlike = [d for d in range(whole.ndim) if whole.shape[d] != part.shape[d]]
     if len(unlike) != 1:
-        return None
+        return []
     (dim,) = unlike
     times = whole.shape[dim] // num_rows
     if times * num_rows != whole.shape[dim] or part.shape[dim] != times * len(rows):
-        return None
-    shape = [*whole.shape[:dim], num_rows, times, *whole.shape[dim + 1 :]]
+        return []
+    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
     at = torch.tensor(list(rows), device=whole.device)
-    return whole.reshape(shape).index_select(dim, at).reshape(part.shape)
+    together = whole.reshape(*before, num_rows, times, *after).index_select(dim, at)
+    if times == 1:
+        return [together.reshape(part.shape)]
+    apart = whole.reshape(*before, times, num_rows, *after).index_select(dim + 1, at)
+    return [together.reshape(part.shape), apart.reshape(part.shape)]
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

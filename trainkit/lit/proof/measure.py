@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.proof.candidates import Candidate, candidates
-from trainkit.core.proof.gradients import size_of
+from trainkit.core.proof.gradients import best_fit, size_of
 from trainkit.core.proof.parts import telling_parts
 from trainkit.core.proof.weights import Counts, Measured
 from trainkit.core.strategies import AccumulationStrategy
@@ -31,6 +31,9 @@ less than 5e-2."""
 
 MOST_TOLERATED = 1e-3
 """However unlike two passes over the same rows are, more is never called rounding."""
+
+MOST_OF_ORDER = 1e-5
+"""More is not rounding: the loss pairs its rows, for example."""
 
 NUM_PARTS = 6
 UNCOUNTED = (TrainkitError, KeyError, IndexError, AttributeError, RuntimeError)
@@ -64,6 +67,8 @@ class Measurements:
         self.whole = self.first = self.again()
         self.candidates = candidates(self.batch, _class_weights(passes.module))
         self.parts = parts or self._telling_parts()
+        if passes.draws.has_several:
+            self._arrange_draws()
 
     def again(self) -> Pass:
         """Measure the whole, and forget what was measured before."""
@@ -81,6 +86,34 @@ class Measurements:
         least = THRESHOLDS[self.passes.dtype]
         self.tolerance = max(least, min(30 * off, MOST_TOLERATED))
         return self.whole
+
+    def best_fit(self, make: Make) -> float:
+        """What is left of the whole with weights that fit best, over all terms."""
+        each = self.terms(self.parts, make).values()
+        return max(best_fit(one.whole, one.parts).deviation for one in each)
+
+    def _arrange_draws(self) -> None:
+        """Find out whether a row's entries of a draw stand together or apart."""
+        rows, draws = self.rows, self.passes.draws
+        make = rows.padded_alike if rows.can_cut else rows.as_run
+        together = self.best_fit(make)
+        draws.are_apart = True
+        self.again()
+        if self.best_fit(make) >= together:
+            draws.are_apart = False
+            self.again()
+
+    def allow_for_order(self) -> None:
+        """Tolerate what another order of the rows changes, as far as that is little:
+        some arithmetic may have stayed in float32."""
+        order = self.all_rows[::-1]
+        batch = self.rows.reordered(order)
+        if batch is None:
+            return
+        other = self.passes.run(batch, order).gradient
+        size = size_of(self.whole.gradient)
+        off = size_of(other - self.whole.gradient) / size
+        self.tolerance = max(self.tolerance, 30 * min(off, MOST_OF_ORDER))
 
     def of(self, rows: Sequence[int], make: Make) -> Pass:
         """The pass over a part."""

@@ -20,6 +20,7 @@ OFTEN_MEANT = 4  # a candidate's simplicity
 ROWS = "rows see each other"
 RANDOMNESS = "randomness"
 TWO_DENOMINATORS = "two denominators"
+NOT_YOURS = "for a module that is not yours: AccumulationCallback(Weighed(by=...))"
 NO_STRATEGY = "no strategy can make it exact"
 
 
@@ -86,6 +87,7 @@ def lines_for(candidate: Candidate) -> tuple[str, ...]:
     return (
         "accumulation = Weighed()",
         f"self.weigh({candidate.seen[1]})  # in training_step, for {candidate.line}",
+        NOT_YOURS,
     )
 
 
@@ -142,7 +144,7 @@ def _of_unknown_weights(which: str, explained: Explained) -> Cause:
         (
             "accumulation = Weighed(), and in training_step self.weigh(n) with the "
             "number that the loss divides by",
-            "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
+            NOT_YOURS,
         ),
     )
 

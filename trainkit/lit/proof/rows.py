@@ -111,6 +111,12 @@ class FewRows:
             return self.trimmed(rows)
         return self._moved(self._collated(rows))
 
+    def reordered(self, order: Sequence[int]) -> Any:
+        """The whole with its rows in another order; None if they have to stay."""
+        if not self.can_collate or self.redrawn:
+            return None
+        return self._moved(self._collated(order))
+
     @functools.cached_property
     def parts_of_run(self) -> list[list[int]]:
         """The rows of each micro-batch of the run; empty where that is not known."""

@@ -13,7 +13,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.measure.passes import Passes
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.causes import Causes
-from trainkit.lit.proof.measure import Measurements, Parts
+from trainkit.lit.proof.measure import MOST_OF_ORDER, Measurements, Parts
 from trainkit.lit.proof.order import EarlyHooks
 from trainkit.lit.proof.precision import half_precision, in_own_precision
 from trainkit.lit.proof.report import Cut, Gradient, Report
@@ -92,6 +92,8 @@ def _report(found: Measurements, strategies: Strategies) -> Report:
     worst = max(ran, key=lambda name: ran[name])
     off = ran[worst]
     gradients = found.by_parameter(dict(_cuts_of(found))[worst], as_run, strategies)
+    if found.tolerance < off < 30 * MOST_OF_ORDER:
+        found.allow_for_order()
     if strategies:
         cuts.append(_cut(found, "plain accumulation", found.parts, {}))
     rounding = found.tolerance
