@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.core.schedulers import MAKERS, Curve
 from trainkit.core import _compat
@@ -65,6 +68,55 @@ def test_gradient_hooks_are_taken_off_for_a_while() -> None:
     torch.autograd.backward(parameter.sum())
     assert len(seen) == 1
     assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+class Counting(TorchFunctionMode):
+    """Counts the calls of a function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.times = name, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.times += func.__name__ == self.name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_modes_see_what_a_backward_pass_computes_anew(reentrant: bool) -> None:
+    weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def seen(backward: Callable[[torch.Tensor], Any]) -> int:
+        with Counting("relu") as mode:
+            made = checkpoint(
+                lambda x: torch.relu(weight * x), x, use_reentrant=reentrant
+            )
+            backward(made.sum())
+        return mode.times
+
+    found: list[Any] = []
+
+    def ours(loss: torch.Tensor) -> None:
+        found.extend(_compat.run_backward(loss, [weight], retain=False, alone=False))
+
+    assert seen(ours) == 2
+    assert found[0].tolist() == [1.0, 1.0]
+    assert weight.grad is None
+    assert seen(torch.autograd.backward) == 1  # the control
+
+
+def test_a_backward_pass_alone_runs_no_hook_of_a_leaf() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    weight.register_post_accumulate_grad_hook(seen.append)
+    (found,) = _compat.run_backward(weight.sum(), [weight], retain=False, alone=True)
+    assert found is not None
+    assert found.tolist() == [1.0, 1.0]
+    assert not seen
+    _compat.run_backward(weight.sum(), [weight], retain=False, alone=False)
+    assert len(seen) == 1  # the control
 
 
 def test_version_counts_writes_in_place() -> None:

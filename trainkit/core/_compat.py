@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -141,3 +142,38 @@ def without_gradient_hooks(
 def _gradient_hooks(tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
     each = ((t._backward_hooks, t._post_accumulate_grad_hooks) for t in tensors)
     return [hooks for pair in each for hooks in pair if hooks]
+
+
+def run_backward(
+    loss: Tensor, parameters: Sequence[Tensor], *, retain: bool, alone: bool
+) -> list[Tensor | None]:
+    """The gradients of a loss, in a pass that function modes see.
+
+    `torch.autograd.backward` and `grad` switch function modes off, also for what
+    checkpointing computes anew.
+
+    Args:
+        loss: a scalar.
+        parameters: whose gradients are returned; none of them has a `grad` afterwards.
+        retain: whether to keep the graph.
+        alone: run nothing that waits for a leaf's gradient, such as DDP's hooks;
+            reentrant checkpointing refuses that.
+    """
+    for parameter in parameters:
+        parameter.grad = None
+    leaves = tuple(parameters) if alone else ()
+    found = torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        retain,
+        False,
+        leaves,
+        allow_unreachable=True,
+        accumulate_grad=not alone,
+    )
+    if alone:
+        return list(found)
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients

@@ -83,6 +83,9 @@ BY_ROW: dict[str, Noise] = {
     ),
     "in place": lambda m, x: torch.empty_like(x).bernoulli_(0.3),
     "computed anew": lambda m, x: checkpoint(dropped, m, x, use_reentrant=False),
+    "computed anew, reentrant": lambda m, x: checkpoint(
+        dropped, m, x.clone().requires_grad_(), use_reentrant=True
+    ),
 }
 
 

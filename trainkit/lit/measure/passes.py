@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core._compat import without_gradient_hooks
+from trainkit.core._compat import run_backward, without_gradient_hooks
 from trainkit.core.proof.gradients import Coordinates
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.strategies import Strategies
@@ -263,16 +263,12 @@ class Passes:
         weight: Any = None,
     ) -> None:
         _check_loss(loss)
-        for parameter in self.parameters:
-            parameter.grad = None
-        # Unlike `autograd.grad`, it runs what is computed anew with these calls seen.
-        torch.autograd.backward(
+        gradients = run_backward(
             loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
-            retain_graph=retain,
+            self.parameters,
+            retain=retain,
+            alone=self.module.trainer.world_size > 1,
         )
-        gradients = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
         if self.coordinates is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)
