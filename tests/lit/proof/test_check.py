@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import random
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import Callback, Trainer
 from torch import nn
-from torch.utils.data import DataLoader
 
 import trainkit
 from tests.helpers import quiet_lightning
@@ -31,13 +26,11 @@ from tests.lit.proof.zoo import (
     token_loader,
 )
 from trainkit import (
-    AccumulationCallback,
     MicroBatching,
     PerClassWeight,
     PerSample,
     PerToken,
     Report,
-    TrainkitError,
     Uniform,
 )
 
@@ -51,6 +44,11 @@ CLASSES = PerClassWeight(weight=[float(n) for n in range(1, zoo.VOCABULARY + 1)]
 def check(module: Any, data: Any, *args: Any, **options: Any) -> Report:
     with quiet_lightning():
         return trainkit.check(module, data, *args, **options)
+
+
+def check_quickly(module: Any, data: Any, *args: Any, **options: Any) -> Report:
+    """With fewer rows, which tell fewer denominators apart."""
+    return check(module, data, *args, **{"rows": 10, **options})
 
 
 @pytest.mark.parametrize(
@@ -315,164 +313,3 @@ def test_dropout_and_noise_are_told_apart_from_causes() -> None:
     assert cause.remedy == ("accumulation = PerToken()",)
     assert any("dropout was left out" in note for note in report.notes)
     assert any("drawn for all rows at once" in note for note in report.notes)
-
-
-def unrepeatable(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
-    scale = 1 + int.from_bytes(os.urandom(2), "big") / 2**15
-    return scale * zoo.token_mean(module, logits, batch)
-
-
-@pytest.mark.parametrize("strategy", [PerToken(), Uniform()])
-def test_what_cannot_be_repeated_is_never_called_exact(strategy: Any) -> None:
-    """Else its own noise would be the tolerance."""
-    report = check(Tokens(unrepeatable), token_loader(), strategy=strategy)
-    assert not report.exact
-    assert [cause.kind for cause in report.causes] == ["randomness"]
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_few_rows_are_cut_too(number: int) -> None:
-    batch = zoo.padded(zoo.sequences(8)[:number])
-    assert check(Tokens(), batch, strategy=PerToken()).exact
-    assert not check(Tokens(), batch, strategy=PerSample()).exact
-    assert not check(NormalisedTokens(), batch, strategy=PerToken()).exact
-
-
-def test_three_rows_that_cannot_be_cut_are_not_called_exact() -> None:
-    """The whole alone proves nothing, and BatchNorm takes no single vector."""
-
-    class Pooled(Pooling):
-        def features(self, batch: dict[str, Any]) -> torch.Tensor:
-            return nn.BatchNorm1d(16)(super().features(batch).mean(1))[:, None]
-
-    batch = zoo.padded(zoo.sequences(3))
-    with pytest.raises(TrainkitError, match="failed on a part of them"):
-        check(Pooled(), batch, strategy=PerSample())
-
-
-def test_a_row_that_counts_nothing_has_no_mean_and_is_left_out() -> None:
-    batch = zoo.padded(zoo.sequences(12))
-    batch["labels"][3] = -100
-    report = check(Tokens(), batch, strategy=PerToken())
-    assert report.exact
-    assert not check(Tokens(), batch, strategy=PerSample()).exact
-
-
-# ---- what is left behind -------------------------------------------------------------
-
-
-class Counts(Callback):
-    """A callback of the user's, which must see nothing."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.calls += 1
-
-
-@pytest.mark.filterwarnings("ignore:training_step has changed target.weight")
-@pytest.mark.parametrize("module", [Tokens, Noisy, NormalisedTokens, WithMomentumCopy])
-def test_nothing_is_left_behind(module: Any, tmp_path: Any) -> None:
-    """Training after a check is bit by bit the training without it."""
-
-    def trained(*, checked: bool) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        random.seed(0)
-        made = module()
-        counts = Counts()
-        with quiet_lightning():
-            trainer = Trainer(
-                accelerator="cpu",
-                max_steps=3,
-                accumulate_grad_batches=2,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=tmp_path,
-                callbacks=[AccumulationCallback(PerToken()), counts],
-            )
-            data = DataLoader(
-                zoo.sequences(),  # type: ignore[arg-type]
-                batch_size=4,
-                shuffle=True,
-                collate_fn=zoo.padded,
-            )
-            if checked:
-                trainkit.check(made, data, trainer=trainer)
-                assert counts.calls == 0
-                assert not any(p.grad is not None for p in made.parameters())
-            trainer.fit(made, data)
-        return made.state_dict()
-
-    plain, after = trained(checked=False), trained(checked=True)
-    assert all(torch.equal(plain[name], after[name]) for name in plain)
-    assert all(plain[name].dtype == after[name].dtype for name in plain)
-    assert not list(tmp_path.iterdir())
-
-
-# ---- what it is given ----------------------------------------------------------------
-
-
-def test_the_strategy_is_that_of_module_or_trainer() -> None:
-    class Mixed(trainkit.AccumulationMixin, Tokens):
-        accumulation = PerToken()
-
-    assert check(Mixed(), token_loader()).exact
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        max_epochs=1,
-        callbacks=[AccumulationCallback(PerToken(), micro_batching=SPLIT)],
-    )
-    report = check(Tokens(), token_loader(), trainer=trainer)
-    assert report.exact
-    assert report.cuts[-1].name == "plain accumulation"
-
-
-def test_one_batch_is_enough() -> None:
-    batch = zoo.padded(zoo.sequences(20))
-    assert check(Tokens(), batch, strategy=PerToken()).num_rows == 20
-    assert check(Tokens(), batch, strategy=PerToken(), rows=8).exact
-    assert not check(Tokens(), batch, strategy=PerSample()).exact
-
-
-def test_the_report_reads_and_is_plain_data() -> None:
-    report = check(Tokens(), token_loader(), strategy=PerSample())
-    text = str(report)
-    assert "not the big batch on 24 rows" in text
-    assert "accumulation = PerToken()" in text
-    data = report.as_dict()
-    assert data["exact"] is False
-    assert data["causes"][0]["kind"] == "denominator"
-
-
-class Silent(Tokens):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return torch.zeros((), requires_grad=True) * 0.0
-
-
-@pytest.mark.parametrize(
-    ("module", "options", "text"),
-    [
-        (Silent, {}, "the gradient is zero on these rows"),
-        (Tokens, {"rows": 0}, "check rows: must be"),
-        (
-            lambda: Tokens(lambda m, logits, batch: logits.detach().sum()),
-            {},
-            "its loss has no gradient",
-        ),
-        (
-            lambda: Tokens(lambda m, logits, batch: logits),
-            {},
-            "check needs a loss of one number",
-        ),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(
-    module: Any, options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        check(module(), token_loader(), strategy=PerToken(), **options)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.lit.proof import zoo
-from tests.lit.proof.test_check import check
+from tests.lit.proof.test_check import check_quickly as check
 from tests.lit.proof.zoo import Images, image_loader
 from trainkit import PerSample
 

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from tests.lit.proof.test_check import SPLIT, check
+from tests.lit.proof.test_check import SPLIT
+from tests.lit.proof.test_check import check_quickly as check
 from tests.lit.proof.trainers import plain_trainer
 from tests.lit.proof.zoo import Tokens, token_loader
 from trainkit import PerSample, PerToken

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from tests.lit.proof import zoo
-from tests.lit.proof.test_check import check
+from tests.lit.proof.test_check import check_quickly as check
 from tests.lit.proof.trainers import plain_trainer
 from tests.lit.proof.zoo import NormalisedTokens, Tokens, token_loader
 from trainkit import PerSample, PerToken, Report
@@ -90,7 +90,7 @@ def test_what_runs_in_half_precision_only_is_never_called_exact() -> None:
     assert 1e-4 < report.deviation < report.rounding == 5e-2
     (cause,) = report.causes
     assert cause.kind == "precision"
-    assert "cannot say on 24 rows" in str(report)
+    assert "cannot say on 10 rows" in str(report)
     trainer = plain_trainer(precision="bf16-true")
     module = OnlyIn(torch.bfloat16, zoo.token_sum)
     report = check(module, token_loader(), strategy=PerToken(), trainer=trainer)
