@@ -17,11 +17,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from tests.cli.report.runs import WINDOW, page_of, run_folder
-from trainkit.cli.look import LIGHT
 from trainkit.cli.main import main
 from trainkit.cli.report.chart import Chart, Line
 from trainkit.cli.report.png import draw
 from trainkit.cli.report.series import LARGEST, Series
+from trainkit.pages.look import LIGHT
 
 NAN = math.nan
 

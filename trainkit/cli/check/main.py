@@ -70,10 +70,8 @@ def main(argv: list[str]) -> int:
 
 
 def _write_page(report: Any, path: Path, command: str) -> None:
-    from trainkit.cli.check.page import write_page
-
     try:
-        write_page(report, path, command=command)
+        report.to_html(path, command=command)
     except OSError as error:
         raise TrainkitError(
             f"trainkit check --html: {path} cannot be written: {error}. Name a file in "

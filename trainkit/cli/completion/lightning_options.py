@@ -16,7 +16,7 @@ from typing import Any
 from argcomplete.completers import ChoicesCompleter
 
 from trainkit.cli.arguments import Arguments
-from trainkit.config.atomic_file import write_atomically
+from trainkit.pages.atomic_file import write_atomically
 
 
 def parser_of(command: str) -> Arguments:

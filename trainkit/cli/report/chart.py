@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import cycle
 from typing import Literal
 
-from trainkit.cli.look import is_wide, number, value_text
 from trainkit.cli.report.series import Drawn, Series
+from trainkit.pages.look import is_wide, number, value_text
 
 Role = Literal["train", "validation", "plan", "other"]
 

@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from trainkit.cli.look import number
 from trainkit.cli.report.chart import Chart, Charts
-from trainkit.cli.report.frame import Row, file_here, framed, summary_table
+from trainkit.pages.frame import Row, framed, summary_table, text_of
+from trainkit.pages.look import number
 
+_HERE = Path(__file__).parent
 _MOST = 300
 """The most stretches of steps of one line, as `Series.drawn` makes them."""
 _OF_PAGE, _FEWEST = 12_000, 10
@@ -51,7 +53,7 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
     points = {name: _data(chart, stretches) for name, chart in named.items()}
     figures = [_figure(chart, name, stretches) for name, chart in named.items()]
     body = _BODY.format(
-        library=file_here("uplot/LICENSE"),
+        library=text_of(_HERE / "uplot/LICENSE"),
         summary=summary_table(summary),
         figures="\n".join(figures),
         left_out=_left_out(charts.left_out),
@@ -63,8 +65,8 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
         body,
         title=title,
         where=where,
-        style=file_here("uplot/uPlot.min.css"),
-        script=file_here("uplot/uPlot.iife.min.js") + file_here("page.js"),
+        style=text_of(_HERE / "uplot/uPlot.min.css"),
+        script=text_of(_HERE / "uplot/uPlot.iife.min.js") + text_of(_HERE / "page.js"),
     )
 
 

@@ -6,7 +6,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.cli.look import (
+from trainkit.cli.report.chart import Chart, Charts
+from trainkit.cli.report.charts import KEYS, METRIC
+from trainkit.pages.look import (
     LIGHT,
     label_decades,
     limits,
@@ -14,8 +16,6 @@ from trainkit.cli.look import (
     number,
     tidy,
 )
-from trainkit.cli.report.chart import Chart, Charts
-from trainkit.cli.report.charts import KEYS, METRIC
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.atomic_file import write_atomically
+from trainkit.pages.atomic_file import write_atomically
 
 
 class RunFolder:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.cli.look import LIGHT, is_wide, label_decades, new_figure, tidy
 from trainkit.cli.sweep.distributions import is_number
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.table import brief
 from trainkit.cli.sweep.trial import Trial, best_of
+from trainkit.pages.look import LIGHT, is_wide, label_decades, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,14 +12,14 @@ from trainkit.core.proof.weights import Explained, explain, two_denominators
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.events import Located, locate, recorded
+from trainkit.lit.proof.findings import Cause
 from trainkit.lit.proof.measure import MOST_TOLERATED, Make, Measurements, strategy_of
 from trainkit.lit.proof.padding import first_that_sees_padding
-from trainkit.lit.proof.report import Cause
 from trainkit.lit.proof.state import moved, values_of
 from trainkit.lit.rerun.generators import read_states, write_states
 
 MOST_ROUNDS = 6
-NOWHERE = Located("", False, "", 0, 0)
+NOWHERE = Located("", False, "", "", 0, 0)
 
 
 class Causes:

@@ -66,14 +66,16 @@ class Located:
     Attributes:
         path: the module's; "" where every module's output agrees.
         is_before: whether the difference arose between the module before and this one.
-        last: the module that ran last, or the one that returns the loss.
+        of_loss: the innermost module that returns one number, as a loss does.
+        after: the module that ran last, where there is no such module.
         unaligned: how many events could not be compared by rows.
         total: how many there were.
     """
 
     path: str
     is_before: bool
-    last: str
+    of_loss: str
+    after: str
     unaligned: int
     total: int
 
@@ -99,8 +101,8 @@ def locate(
     for path, is_output, agrees in verdicts:
         if agrees is not False or _is_within(path, agreeing):
             continue
-        return Located(path, not is_output, "", unaligned, len(whole))
-    return Located("", False, _last(whole), unaligned, len(whole))
+        return Located(path, not is_output, "", "", unaligned, len(whole))
+    return Located("", False, *_last(whole), unaligned, len(whole))
 
 
 def _paired(whole: Sequence[Event], part: Sequence[Event]) -> list[tuple[Event, Event]]:
@@ -175,11 +177,11 @@ def _is_within(path: str, agreeing: set[str]) -> bool:
     return any(".".join(above[:number]) in agreeing for number in range(1, len(above)))
 
 
-def _last(events: Sequence[Event]) -> str:
-    """The innermost module that returns one number, or the one that ran last."""
+def _last(events: Sequence[Event]) -> tuple[str, str]:
+    """The innermost module that returns one number; else the one that ran last."""
     for event in events:
         if event.is_output and any(
             value.ndim == 0 and value.is_floating_point() for value in event.values
         ):
-            return event.path
-    return f"after {events[-1].path}" if events else ""
+            return event.path, ""
+    return "", events[-1].path if events else ""

@@ -18,7 +18,7 @@ from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.measure.denominators import SIMPLICITY, no_count
 from trainkit.lit.measure.passes import Pass, Passes
-from trainkit.lit.proof.report import Gradient
+from trainkit.lit.proof.findings import Gradient
 from trainkit.lit.proof.rows import FewRows
 
 Make = Callable[[Sequence[int]], Any]

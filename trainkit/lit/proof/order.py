@@ -17,8 +17,9 @@ from trainkit.core.batch_norm.layers import listed
 from trainkit.core.proof.gradients import size_of
 from trainkit.lit._compat import has_own
 from trainkit.lit.proof import remedies
+from trainkit.lit.proof.findings import Cause, Cut
 from trainkit.lit.proof.measure import Measurements
-from trainkit.lit.proof.report import Cause, Cut, Report
+from trainkit.lit.proof.report import Report
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import kept
 

@@ -12,8 +12,8 @@ from trainkit.core.proof.gradients import size_of
 from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import scaler_of
 from trainkit.lit.measure.passes import Passes
+from trainkit.lit.proof.findings import Cut
 from trainkit.lit.proof.measure import Measurements
-from trainkit.lit.proof.report import Cut
 
 MOST_ALONE = 0.3
 """More is no rounding: the pass has taken another branch, or drawn other numbers."""

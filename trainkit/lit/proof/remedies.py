@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainkit.core.batch_norm.layers import listed
 from trainkit.core.proof.candidates import CONSTANT, SUM, UNIFORM, Candidate, line_of
 from trainkit.core.proof.weights import Explained
 from trainkit.core.split.fields import take_apart
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.lit.proof.events import Located
-from trainkit.lit.proof.report import Cause
+from trainkit.lit.proof.findings import Cause
 
-ONE_DENOMINATOR = "denominator"
-OFTEN_MEANT = 4  # a candidate's simplicity
-ROWS = "rows see each other"
+DENOMINATOR, LOSS, ROWS = "denominator", "loss", "rows"
 RANDOMNESS = "randomness"
-TWO_DENOMINATORS = "two denominators"
+STEP = "training_step"
+OFTEN_MEANT = 4  # a candidate's simplicity
 NOT_YOURS = "for a module that is not yours: AccumulationCallback(Weighed(by=...))"
 NO_STRATEGY = "no strategy can make it exact"
 
@@ -49,8 +49,8 @@ def of_weights(
     if explained.function:
         first_line, *more = lines_for(first)
         return Cause(
-            ONE_DENOMINATOR,
-            "",
+            LOSS,
+            STEP,
             f"{which} is the {explained.function} of a mean over {_counted(first)}; no "
             f"weights of micro-batches make that exact",
             (f"return the mean itself from training_step, with {first_line}", *more),
@@ -59,22 +59,22 @@ def of_weights(
         return _of_sum(which, said, strategy, batch)
     if first is UNIFORM:
         return Cause(
-            ONE_DENOMINATOR,
-            "",
+            DENOMINATOR,
+            STEP,
             f"{which} weighs every micro-batch alike, and {said} does not",
             ("accumulation = Uniform()",),
         )
     if first.seen is not None:
         return Cause(
-            ONE_DENOMINATOR,
-            first.line.partition(" at ")[2].partition(",")[0],
+            DENOMINATOR,
+            STEP,
             f"{which} divides by {_counted(first)}, which no field of the batch "
             f"counts, and not by {said}",
             lines_for(first),
         )
     return Cause(
-        ONE_DENOMINATOR,
-        "",
+        DENOMINATOR,
+        STEP,
         f"{which} divides by what {first.line} counts, not by {said}{equal}",
         lines_for(first),
     )
@@ -103,7 +103,7 @@ def _of_sum(
     counts = _host_counts(batch)
     if counts:
         return Cause(
-            "data on the host",
+            "host",
             counts[0],
             f"{which} adds up as a sum, or it divides by the number at "
             f"{counts[0]!r}, which counts the whole batch and is not cut",
@@ -114,8 +114,8 @@ def _of_sum(
         )
     kind = "PerSample" if strategy is None else type(strategy).__name__
     return Cause(
-        ONE_DENOMINATOR,
-        "",
+        DENOMINATOR,
+        STEP,
         f"{which} is a sum over rows, and {said} takes it for a mean",
         (f'accumulation = {kind}(..., loss_reduction="total")',),
     )
@@ -137,8 +137,8 @@ def _of_unknown_weights(which: str, explained: Explained) -> Cause:
     smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
     shares = ", ".join(f"{float(w) / smallest:.4g}" for w in explained.weights)
     return Cause(
-        ONE_DENOMINATOR,
-        "",
+        DENOMINATOR,
+        STEP,
         f"the parts of {which} add up to the whole, but with weights that nothing in "
         f"the batch counts; they are as {shares}",
         (
@@ -154,8 +154,8 @@ def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
     terms = " and of ".join(_term(each) for each in (one, other))
     if CONSTANT in (one, other):
         return Cause(
-            TWO_DENOMINATORS,
-            "",
+            DENOMINATOR,
+            STEP,
             f"the loss is made of {terms}; each micro-batch adds the latter anew",
             (
                 "return the mean over rows from training_step, to which a constant may "
@@ -169,8 +169,8 @@ def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
         f"{' and '.join(unseen)} divides by, as the field 'count'"
     )
     return Cause(
-        TWO_DENOMINATORS,
-        "",
+        DENOMINATOR,
+        STEP,
         f"the loss is made of {terms}",
         (
             'return {"loss": {"one": first, "other": second}} from training_step',
@@ -220,10 +220,11 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
 
 
 def of_loss(located: Located) -> Cause:
+    after = f" after {located.after}" if located.after else ""
     return Cause(
-        ROWS,
-        located.last or "training_step",
-        f"all modules treat rows apart, and the loss looks across them, as "
+        LOSS,
+        located.of_loss or STEP,
+        f"all modules treat rows apart, and the loss{after} looks across them, as "
         f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
         ("train with this loss in whole batches, without accumulation",),
     )
@@ -231,8 +232,8 @@ def of_loss(located: Located) -> Cause:
 
 def of_small_parts() -> Cause:
     return Cause(
-        ROWS,
-        "training_step",
+        LOSS,
+        STEP,
         "parts of several rows are the whole and parts of one row are not, so it "
         "computes something else for them",
         ("look for a branch that depends on the number of rows",),
@@ -241,7 +242,7 @@ def of_small_parts() -> Cause:
 
 def of_sampling(unlike: Sequence[str]) -> Cause:
     return Cause(
-        "sampling",
+        RANDOMNESS,
         ", ".join(unlike),
         "training_step draws across the rows of the batch: a micro-batch draws among "
         "its own rows only",
@@ -294,7 +295,7 @@ def of_order(place: str, off: float, *, steps: bool) -> Cause:
 def of_precision(precision: str, why: str) -> Cause:
     return Cause(
         "precision",
-        "training_step",
+        STEP,
         f"it runs in {precision} only, where rounding hides deviations below 5e-2, so "
         f"nobody can say that it is exact. In float32: {why}",
         ("let training_step run in float32 for the check",),
@@ -308,7 +309,7 @@ def of_padding(place: str, is_split: bool) -> Cause:
         else ("pad all rows to one length in the collate function",)
     )
     return Cause(
-        "padding is seen",
+        "padding",
         place,
         "outputs of a row change with the length that it is padded to",
         (*remedy, "or mask padding in this module"),
@@ -316,11 +317,12 @@ def of_padding(place: str, is_split: bool) -> Cause:
 
 
 def of_state(names: Sequence[str], off: float) -> Cause:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    first, *others = names
+    also = f", and so {listed(others, at_most=3)}" if others else ""
     return Cause(
         "state",
-        ", ".join(names[:3]) + more,
-        f"training_step moves it in each micro-batch, not once a step; the next "
+        first,
+        f"training_step moves it in each micro-batch, not once a step{also}; the next "
         f"micro-batch's gradient is off by {off:.1e}",
         ("move the update to on_before_optimizer_step or on_train_batch_end",),
     )

@@ -13,10 +13,11 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.measure.passes import Passes
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.causes import Causes
+from trainkit.lit.proof.findings import Cut, Gradient
 from trainkit.lit.proof.measure import MOST_OF_ORDER, Measurements, Parts
 from trainkit.lit.proof.order import EarlyHooks
 from trainkit.lit.proof.precision import half_precision, in_own_precision
-from trainkit.lit.proof.report import Cut, Gradient, Report
+from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
 
 NAMES: dict[torch.dtype | None, str] = {

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.sweep.trial import Trial
-from trainkit.config.atomic_file import write_atomically
 from trainkit.errors import TrainkitError
+from trainkit.pages.atomic_file import write_atomically
 
 _VERSION = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from trainkit.cli.look import is_wide, number
+from trainkit.pages.look import is_wide, number
 
 _LEAST = -20
 """The power of ten below which nothing is drawn."""

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli.check import page as page_module
-from trainkit.cli.check.page import page, write_page
+from trainkit.lit.proof import page as page_module
 from trainkit.lit.proof import remedies
-from trainkit.lit.proof.report import Cause, Cut, Gradient, Report
+from trainkit.lit.proof.findings import Cause, Cut, Gradient
+from trainkit.lit.proof.page import page, write_page
+from trainkit.lit.proof.report import Report
 
 EXACT = Report(
     exact=True,
@@ -42,7 +43,7 @@ OFF = replace(
     cuts=(Cut("parts", (2, 22), 0.5), Cut("single rows", (1,) * 24, None, "it fails")),
     causes=(
         Cause("denominator", "", "the loss divides", ("accumulation = PerToken()",)),
-        Cause("rows see each other", "net.0", "BatchNorm", ("f(1), or words", "words")),
+        Cause("rows", "net.0", "BatchNorm", ("f(1), or words", "words")),
     ),
     gradients=(
         Gradient("net.0.weight", 0.8, 0.3),

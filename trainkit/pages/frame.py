@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from trainkit.cli.look import DARK, LIGHT
+from trainkit.pages.look import DARK, LIGHT
 
 Row = tuple[str, str]
+
+_HERE = Path(__file__).parent
 
 _NOT_LINES = ("paper", "ink", "quiet", "faint")
 # The page fetches nothing, whatever a metric or a module is called.
@@ -51,17 +53,17 @@ def framed(
     """
     return _FRAME.format(
         policy=_POLICY,
-        style=_colours() + style + file_here("page.css"),
-        script=file_here("frame.js") + script,
+        style=_colours() + style + text_of(_HERE / "page.css"),
+        script=text_of(_HERE / "frame.js") + script,
         title=escape(title),
         where=escape(where),
         body=body,
     )
 
 
-def file_here(name: str) -> str:
-    """A file of this folder, without the address in uPlot's comment."""
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+def text_of(file: Path) -> str:
+    """The text of a style or a script, without the address in uPlot's comment."""
+    text = file.read_text(encoding="utf-8")
     return re.sub(r"/\*! https\S+ (.*?) \*/", r"/* uPlot \1 */", text)
 
 

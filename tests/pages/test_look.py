@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.cli.look import DARK, LIGHT, is_wide, limits, number
 from trainkit.cli.report.series import LARGEST
+from trainkit.pages.look import DARK, LIGHT, is_wide, limits, number
 
 numbers = st.floats(-LARGEST, LARGEST)
 

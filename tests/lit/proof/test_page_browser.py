@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.check.test_page import OFF
 from tests.cli.report.test_browser import CHROMIUM
-from trainkit.cli.check.page import page
-from trainkit.lit.proof.report import Gradient
+from tests.lit.proof.test_page import OFF
+from trainkit.lit.proof.findings import Gradient
+from trainkit.lit.proof.page import page
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 

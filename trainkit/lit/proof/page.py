@@ -11,10 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from trainkit import __version__
-from trainkit.cli.report.bars import Bar, Scale, bars
-from trainkit.cli.report.frame import framed, summary_table
-from trainkit.config.atomic_file import write_atomically
-from trainkit.lit.proof.report import Cause, Cut, Gradient, Report
+from trainkit.lit.proof.findings import LABELS, Cause, Cut, Findings, Gradient
+from trainkit.pages.atomic_file import write_atomically
+from trainkit.pages.bars import Bar, Scale, bars
+from trainkit.pages.frame import framed, summary_table
 
 _MOST = 40
 """The most layers that are shown at once."""
@@ -22,26 +22,27 @@ _MOST_SIZES = 12
 
 _FOUND_BY = {
     "denominator": "The weights with which the parts add up to the whole were compared "
-    "with what the batch counts.",
-    "two denominators": "The gradients of all unions of four parts were taken apart "
-    "into two means.",
-    "rows see each other": "Each module's outputs for a part were compared with its "
-    "outputs for the same rows among all rows.",
-    "sampling": "Without the draws across rows, the parts are the whole.",
-    "randomness": "All rows went through training_step twice, one batch each time.",
-    "padding is seen": "Parts that are padded as the whole are exact, trimmed ones are "
-    "not.",
+    "with what the batch counts, or gradients of unions of parts with two means.",
+    "rows": "Each module's outputs for a part were compared with its outputs for the "
+    "same rows among all rows.",
+    "loss": "Each module's outputs for a part are its outputs for the same rows among "
+    "all rows, and the loss still differs.",
+    "randomness": "All rows went through training_step twice, and the parts once more "
+    "without the draws across rows.",
+    "padding": "Parts that are padded as the whole are exact, trimmed ones are not.",
     "state": "A part ran after another one, and after none.",
-    "data on the host": "The parts add up as a sum does, and the batch holds a number "
-    "that is not cut.",
+    "host": "The parts add up as a sum does, and the batch holds a number that is not "
+    "cut.",
+    "order": "Each hook ran on the gradients of two parts, and once on their sum.",
+    "precision": "training_step ran in float64 and in float32, and failed.",
 }
 """The experiment by which a kind of cause is found."""
 
 
-def write_page(report: Report, path: str | Path, *, command: str = "") -> None:
+def write_page(report: Findings, path: str | Path, *, command: str = "") -> None:
     """Write a report as a page, whole or not at all.
 
-        write_page(trainkit.check(module, data), "check.html")
+        trainkit.check(module, data).to_html("check.html")
 
     The page needs no other file and no network.
 
@@ -55,7 +56,7 @@ def write_page(report: Report, path: str | Path, *, command: str = "") -> None:
     write_atomically(Path(path), text.decode("utf-8"))
 
 
-def page(report: Report, *, command: str = "") -> str:
+def page(report: Findings, *, command: str = "") -> str:
     """The text of `check.html`."""
     style = "other1" if report.exact else "validation"
     (_, verdict), *_ = report.rows()
@@ -84,7 +85,7 @@ def _section(title: str, says: str, body: str) -> str:
 # ---- causes --------------------------------------------------------------------------
 
 
-def _causes(report: Report) -> str:
+def _causes(report: Findings) -> str:
     if report.causes:
         numbered = enumerate(report.causes, 1)
         return _section("Why", "", "".join(_cause(each, n) for n, each in numbered))
@@ -98,8 +99,9 @@ def _cause(cause: Cause, number: int) -> str:
     text = cause.text[:1].upper() + cause.text[1:].rstrip(".")
     found_by = escape(_FOUND_BY.get(cause.kind, ""))
     lines = "".join(f"<li>{_remedy(line)}</li>" for line in cause.remedy)
+    kind = escape(LABELS.get(cause.kind, cause.kind))
     return (
-        f'<article class="validation"><h3>{number}. {escape(cause.kind)}{place}</h3>'
+        f'<article class="validation"><h3>{number}. {kind}{place}</h3>'
         f'<p>{escape(text)}.</p><p class="says">{found_by}</p>'
         + (f"<p>What to do:</p><ul>{lines}</ul>" if lines else "")
         + "</article>"
@@ -146,7 +148,7 @@ def _says_of(cuts: Sequence[Cut]) -> str:
     return f"How far each cut is from the gradient of all rows as one batch. {weighed}"
 
 
-def _cuts(report: Report) -> str:
+def _cuts(report: Findings) -> str:
     values = [cut.deviation for cut in report.cuts if cut.deviation is not None]
     rows = [
         Bar(
@@ -173,7 +175,7 @@ def _off(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
 
 
-def _rounding(report: Report) -> str:
+def _rounding(report: Findings) -> str:
     return f"rounding: up to {report.rounding:.0e}"
 
 
@@ -196,7 +198,7 @@ def _by_layer(gradients: Sequence[Gradient]) -> list[Gradient]:
     return sorted(layers, key=lambda each: -each.off)
 
 
-def _layers(report: Report, layers: Sequence[Gradient]) -> str:
+def _layers(report: Findings, layers: Sequence[Gradient]) -> str:
     shown = [each for each in layers if each.size or each.off]
     if not shown:
         return ""
@@ -250,7 +252,7 @@ def _name(name: str) -> str:
 # ---- the end -------------------------------------------------------------------------
 
 
-def _checked(report: Report) -> list[tuple[str, str]]:
+def _checked(report: Findings) -> list[tuple[str, str]]:
     others = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning"))
     return [
         ("rows", f"{report.num_rows} of the training data"),

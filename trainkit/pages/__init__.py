@@ -1,0 +1,1 @@
+"""Pages and pictures: their frame, bars, colours and numbers; files written whole."""
