@@ -183,7 +183,7 @@ def test_it_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "check.html"
-    write_page(OFF, path, command="seed=\udcff")  # bytes that are no text
+    OFF.to_html(path, command="seed=\udcff")  # bytes that are no text
     assert "seed=\\udcff" in path.read_text(encoding="utf-8")
     before = path.read_bytes()
     monkeypatch.setattr(page_module, "framed", lambda *_, **__: 1 / 0)
