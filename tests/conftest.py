@@ -11,6 +11,7 @@ import pytest
 from tests.startup import forget_forking, forking, share
 from tests.startup.compiled import compile_tests
 from tests.startup.quicker import (
+    begin_without_proof,
     make_hydra_quicker,
     make_quicker,
     make_wandb_quicker,
@@ -47,7 +48,7 @@ def _has_workers(config: pytest.Config) -> bool:
 
 def pytest_collection_finish() -> None:
     make_hydra_quicker()
-    without_proof()
+    begin_without_proof()
     make_wandb_quicker()
     gc.set_threshold(50_000, 20, 100)  # Trainers make many objects: a tenth of the time
     _keep()
@@ -59,17 +60,6 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         _keep()
     return done
-
-
-def without_proof() -> None:
-    """Trainings do not begin with a proof, which takes longer than tiny models' steps.
-
-    Those of tests/lit/measure, and of ranks and commands in processes, do."""
-    from trainkit.lit.split import windows
-    from trainkit.lit.windows import streamed
-
-    for user in (windows, streamed):
-        vars(user)["begin_proof"] = lambda *_, **__: lambda *_, **__: None
 
 
 def _keep() -> None:
