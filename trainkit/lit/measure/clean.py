@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.lit._compat import parts_of
-from trainkit.lit.rerun.snapshot import Snapshot
+from trainkit.lit.rerun.snapshot import FRAMEWORK, Snapshot
 
 
 class NotMeasured(Exception):  # nothing is wrong
@@ -28,6 +28,11 @@ def refuse_unclean(trainer: Any, module: Any) -> None:
     parameters = list(module.parameters())
     if any(is_lazy(each) for each in parameters):
         raise NotMeasured("parameters get their shape in the first pass")
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name not in FRAMEWORK and isinstance(value, Iterator):
+                place = f"{path}.{name}".lstrip(".")
+                raise NotMeasured(f"{place} is an iterator, which cannot be put back")
     trained = [each for each in parameters if each.requires_grad]
     if any(each.dtype.itemsize < 4 for each in trained):
         raise NotMeasured("the parameters are in half precision; see trainkit.check")

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.errors import TrainkitError
+
+MOST_TIMES = 20_000
+
 Key = tuple[str, int]
 
 
@@ -86,6 +90,11 @@ class Draws:
         """Which of the line's draws over all rows the present one is."""
         number = self._counts[line]
         self._counts[line] += 1
+        if number > MOST_TIMES:
+            raise TrainkitError(
+                f"training_step draws more than {MOST_TIMES} times by {line}: on a few "
+                f"rows it may never find what it looks for"
+            )
         each, rest = divmod((self._times or {}).get(line, 1), self._num_rows)
         if rest or not each or line in self._shared:
             return line, number

@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinMethodType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,15 @@ def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
     files = {kind.__module__ for kind in kinds} - {"builtins"}
     own = [f for f in files if f.split(".")[0] not in ("torch", "lightning")]
     modules = [random, np.random, *(sys.modules[f] for f in own if f in sys.modules)]
-    return [vars(each) for each in (*modules, *module.modules())]
+    objects = [
+        value
+        for each in module.modules()
+        for value in vars(each).values()
+        if type(getattr(value, "__dict__", None)) is dict
+        and not isinstance(value, nn.Module | type | ModuleType | FunctionType)
+        and type(value).__module__.split(".")[0] not in ("torch", "lightning")
+    ]
+    return [vars(each) for each in (*modules, *module.modules(), *objects)]
 
 
 def _replaced(value: Any, draws: Draws) -> Any:

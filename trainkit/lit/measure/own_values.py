@@ -21,8 +21,9 @@ def own_values(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """
     generator = torch.Generator().manual_seed(1)
     parameters = [(p, p.data) for p in module.parameters()]
-    buffers = [(each, dict(each._buffers)) for each in module.modules()]
-    attributes = [(each, dict(vars(each))) for each in module.modules()]
+    plain = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    buffers = [(each, dict(each._buffers)) for each in plain]
+    attributes = [(each, dict(vars(each))) for each in plain]
     default = torch.get_default_dtype()
     try:
         for parameter, data in parameters:

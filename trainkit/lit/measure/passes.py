@@ -24,6 +24,7 @@ from trainkit.lit.measure.calls import MeasuredCalls, Seen
 from trainkit.lit.measure.draws import Draws
 from trainkit.lit.measure.host_draws import replayed
 from trainkit.lit.measure.own_values import own_values, widened
+from trainkit.lit.measure.registries import Registries
 from trainkit.lit.measure.written import PutBackWritten
 from trainkit.lit.rerun.gradients import StashedGradients
 from trainkit.lit.rerun.quietly import muted
@@ -122,6 +123,7 @@ class Passes:
         self.scale = 1.0
         self.without_hooks = False
         self._snapshot: Snapshot | None = None
+        self._registries: Registries | None = None
         self._put_back: Callable[[], None] = lambda: None
         self._written = PutBackWritten()
         self._clear_hooks: Callable[[], None] = lambda: None
@@ -155,6 +157,7 @@ class Passes:
                 stack.enter_context(by_hand(module, self._add_by_hand))
             self._put_back = stack.enter_context(replayed(module, self.draws))
             self._snapshot = Snapshot(module, device=module.device)
+            self._registries = Registries(module, module.trainer.optimizers)
             yield
 
     def run(self, batch: Any, rows: Sequence[int], *, keep_state: bool = False) -> Pass:
@@ -232,7 +235,9 @@ class Passes:
     def restore(self) -> None:
         """Put back what passes that kept their state have changed."""
         assert self._snapshot is not None
+        assert self._registries is not None
         self._written.put_back()
+        self._registries.put_back()
         self._snapshot.restore()
         self._put_back()
         self._clear_hooks()

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+NORMALISING = frozenset(("batch_norm", "instance_norm"))
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 EMBEDDINGS = frozenset(("embedding", "embedding_bag"))
 """They write to their weight where they have a `max_norm`."""
@@ -38,6 +39,10 @@ class PutBackWritten(TorchFunctionMode):
             self._keep(args[:1])
         elif name in EMBEDDINGS:
             self._keep([*args, *kwargs.values()])
+        elif name in NORMALISING:  # running statistics that no module holds
+            self._keep(
+                [args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
+            )
         if "out" in kwargs:
             self._keep(kwargs["out"])
         return func(*args, **kwargs)

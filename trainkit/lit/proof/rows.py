@@ -15,6 +15,8 @@ from trainkit.core.split.fields import take_apart
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.lit._compat import before_batch_transfer
+from trainkit.lit.measure.calls import MeasuredCalls
+from trainkit.lit.measure.draws import Draws
 from trainkit.lit.probe.rows import LEAST, Rows, num_elements
 
 
@@ -71,6 +73,7 @@ class FewRows:
             self._whole = first_batch
             self.num_rows = self._cutter.measure(first_batch).num_rows
             self._choose(most)
+        self._draws = Draws(self.num_rows)
 
     @functools.cached_property
     def redrawn(self) -> str:
@@ -109,13 +112,13 @@ class FewRows:
         """Some rows as a batch of their own, as the loader makes it."""
         if not self.can_collate or self.redrawn:
             return self.trimmed(rows)
-        return self._moved(self._collated(rows))
+        return self._moved(self._collated(rows), rows)
 
     def reordered(self, order: Sequence[int]) -> Any:
         """The whole with its rows in another order; None if they have to stay."""
         if not self.can_collate or self.redrawn:
             return None
-        return self._moved(self._collated(order))
+        return self._moved(self._collated(order), order)
 
     @functools.cached_property
     def parts_of_run(self) -> list[list[int]]:
@@ -136,12 +139,12 @@ class FewRows:
     def padded_alike(self, rows: Sequence[int]) -> Any:
         """Some rows, padded as in the whole batch."""
         if len(rows) == self.num_rows and self._numbers is None:
-            return self._moved(self._whole)
-        return self._moved(self._cutter.pair(self._whole, self._at(rows))[1])
+            return self._moved(self._whole, rows)
+        return self._moved(self._cutter.pair(self._whole, self._at(rows))[1], rows)
 
     def trimmed(self, rows: Sequence[int]) -> Any:
         """Some rows, without columns that are padding in all of them."""
-        return self._moved(self._cutter.pair(self._whole, self._at(rows))[0])
+        return self._moved(self._cutter.pair(self._whole, self._at(rows))[0], rows)
 
     def _collated(self, rows: Sequence[int]) -> Any:
         """A batch as it is before it is moved; this is what split windows cut."""
@@ -162,10 +165,17 @@ class FewRows:
             self._numbers = _spread(lengths, most)
             self.num_rows = most
 
-    def _moved(self, batch: Any) -> Any:
+    def _moved(self, batch: Any, rows: Sequence[int]) -> Any:
         if not self.can_collate:  # the Trainer has moved the batch that was cut
             return batch
-        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        # Hooks of the transfer may augment at random: rows get theirs in every part.
+        self._draws.begin(rows)
+        try:
+            with MeasuredCalls(dtype=None, draws=self._draws):
+                return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        finally:
+            self._draws.is_active = False
+            self._draws.end()
 
 
 def _samples(loader: Any, most: int) -> list[Any]:

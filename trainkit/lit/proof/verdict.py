@@ -139,9 +139,9 @@ def _cut(found: Measurements, name: str, parts: Parts, strategies: Strategies) -
     sizes = tuple(len(rows) for rows in parts)
     try:
         off = found.off_by(parts, found.rows.as_run, strategies)
-    except TrainkitError:
-        raise
     except Exception as error:
+        if name == "parts" and isinstance(error, TrainkitError):
+            raise
         if name == "parts":
             raise TrainkitError(
                 f"check: training_step ran on all {len(found.all_rows)} rows, and "

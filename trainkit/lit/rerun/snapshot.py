@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ of it but the buffers, which have a public list."""
 
 VALUES = (int, float, complex, bool, str, bytes, type(None))
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+
+MOST_BYTES = 2**26
+"""A larger array of NumPy is data, which training reads."""
 
 MOST_ENTRIES = 1000
 """A longer list is a store, whose entries are not looked at."""
@@ -98,6 +102,8 @@ class Snapshot:
                 self._keep_entries(value)
         elif isinstance(value, CONTAINERS):
             self._keep_container(value)
+        elif isinstance(value, np.ndarray):
+            self._keep_array(value)
         else:
             self._keep_object(value)
 
@@ -176,6 +182,11 @@ class Snapshot:
             elif not self._was_seen(value):
                 self._keep_attributes(value, within=False)
 
+    def _keep_array(self, array: np.ndarray) -> None:
+        if array.flags.writeable and array.nbytes <= MOST_BYTES:
+            kept = array.copy()
+            self._put_back.append(lambda: np.copyto(array, kept))
+
     def _keep_object(self, value: Any) -> None:
         is_generator = self._keep_generator(value)
         if not is_generator and not self._around_steps and _holds_plain_values(value):
@@ -205,7 +216,8 @@ def _holds_plain_values(value: Any) -> bool:
         return False
     held = getattr(value, "__dict__", None)
     return type(held) is dict and all(
-        isinstance(each, (*VALUES, *CONTAINERS, tuple, Tensor))
+        isinstance(each, (*VALUES, *CONTAINERS, tuple, Tensor, np.ndarray))
+        or generator_keeper(each) is not None
         for each in held.values()
     )
 
