@@ -94,12 +94,16 @@ class SecondStep(Callback):
 
     began = took = 0.0
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        if args[3] == ACCUMULATE:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == ACCUMULATE:
             self.began = time.perf_counter()
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        if args[4] == 2 * ACCUMULATE - 1:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 2 * ACCUMULATE - 1:
             self.took = time.perf_counter() - self.began
 
 
