@@ -1,0 +1,138 @@
+"""What a first pass registers or moves out of sight is put back, or not measured."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import trainkit
+from tests.helpers import quiet_lightning
+from tests.lit.measure.starting import fit, images, said, tokens
+from tests.lit.proof import zoo
+from tests.lit.proof.zoo import Images, Tokens
+from trainkit import PerSample, PerToken
+
+
+class Capturing(Tokens):
+    """Installs a hook in its first pass, and notes that it did."""
+
+    installed = False
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        if not self.installed:
+            self.installed, self.seen = True, []
+            self.body.register_forward_hook(lambda *a: self.seen.append(1))
+        hidden = super().features(batch)
+        return hidden * len(self.seen)
+
+
+class Buffering(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        hidden = super().features(batch)
+        if self.mean is None:
+            self.mean: Any = hidden.detach().mean()
+        return hidden - self.mean
+
+
+class Decaying(Tokens):
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        return super().features(batch)
+
+
+class Hidden(Tokens):
+    """A teacher in a tuple, whose statistics move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = (nn.BatchNorm1d(16),)
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        hidden = super().features(batch)
+        self.teacher[0](hidden.detach().flatten(0, 1))
+        return hidden
+
+
+@pytest.mark.filterwarnings(
+    "ignore:proof. a window", "ignore:training_step has changed"
+)
+@pytest.mark.parametrize("module", [Capturing, Buffering, Decaying, Hidden])
+def test_training_is_as_without_the_proof(module: Any) -> None:
+    def trained(proof: str) -> list[Any]:
+        torch.manual_seed(0)
+        made = module()
+        fit(made, tokens(), PerToken(), proof=proof)
+        others = [made.teacher[0].running_mean] if module is Hidden else []
+        rate = made.trainer.optimizers[0].param_groups[0]["lr"]
+        return [*made.state_dict().values(), *others, rate]
+
+    pairs = zip(trained("warn"), trained("off"), strict=True)
+    for one, other in pairs:
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def steps_first(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: value.T for name, value in zoo.padded(rows).items()}
+
+
+class Iterating(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+
+class Endless(Tokens):
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        while random.random() < len(batch["ids"]) < 8:
+            pass
+        return super().features(batch)
+
+
+@pytest.mark.parametrize(
+    ("module", "collate", "text"),
+    [
+        (Tokens, steps_first, "the first dimension of the batch is"),
+        (Iterating, zoo.padded, "numbers is an iterator"),
+        (Endless, zoo.padded, "draws more than 20000 times by random at"),
+    ],
+)
+def test_what_would_mislead_is_not_measured(
+    capsys: pytest.CaptureFixture[str], module: Any, collate: Any, text: str
+) -> None:
+    data = DataLoader(zoo.sequences(), 16, collate_fn=collate)  # type: ignore[arg-type]
+    fit(module(), data, PerToken())
+    assert text in said(capsys)
+
+
+def test_a_small_term_across_rows_is_noticed() -> None:
+    def loss(module: Any, maps: Tensor, batch: Any) -> Tensor:
+        logits = module.head(maps.mean((2, 3)))
+        balance = logits.softmax(1).mean(0).square().sum()
+        return F.cross_entropy(logits, batch[1]) + balance
+
+    with pytest.warns(UserWarning, match="across the rows"):
+        fit(Images(loss), images(), PerSample())
+
+
+def test_check_replays_what_a_transfer_hook_draws() -> None:
+    class Augmented(Images):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] + torch.randn_like(batch[0]), *batch[1:]]
+
+    with quiet_lightning():
+        report = trainkit.check(
+            Augmented(zoo.classified), images(), strategy=PerSample()
+        )
+    report.assert_exact()
