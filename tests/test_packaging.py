@@ -152,7 +152,7 @@ def test_the_wheel_holds_every_file(built: Built) -> None:
             if is_held and plugin not in name:
                 expected.add(name)
     assert {"trainkit/conf/train.yaml", "trainkit/py.typed"} < expected
-    assert {f"trainkit/cli/report/page.{kind}" for kind in ("js", "css")} < expected
+    assert {"trainkit/cli/report/page.js", "trainkit/pages/page.css"} < expected
     assert set(contents(built.wheel_of_sdist)) == expected
 
 

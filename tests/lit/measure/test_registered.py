@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import Any
@@ -124,6 +125,22 @@ def test_a_small_term_across_rows_is_noticed() -> None:
 
     with pytest.warns(UserWarning, match="across the rows"):
         fit(Images(loss), images(), PerSample())
+
+
+def test_check_leaves_no_wide_constants_in_caches() -> None:
+    @functools.lru_cache
+    def scale(length: int) -> Tensor:
+        return torch.ones(length, 1)
+
+    class Caching(Tokens):
+        def features(self, batch: dict[str, Any]) -> Tensor:
+            return super().features(batch) * scale(batch["ids"].shape[1])
+
+    with quiet_lightning():
+        trainkit.check(Caching(), tokens(), strategy=PerToken()).assert_exact()
+    assert scale.cache_info().currsize == 0
+    fit(Caching(), tokens(), PerToken())
+    assert scale(5).dtype == torch.float32
 
 
 def test_check_replays_what_a_transfer_hook_draws() -> None:

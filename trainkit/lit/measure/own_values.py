@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.lit.measure.calls import wide_for
+
+CACHING = type(functools.lru_cache(len))
 
 
 @contextlib.contextmanager
@@ -24,7 +28,7 @@ def own_values(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     plain = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
     buffers = [(each, dict(each._buffers)) for each in plain]
     attributes = [(each, dict(vars(each))) for each in plain]
-    default = torch.get_default_dtype()
+    default, sizes = torch.get_default_dtype(), _cached()
     try:
         for parameter, data in parameters:
             parameter.data = _moved(data, generator, dtype)
@@ -35,12 +39,25 @@ def own_values(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(default)
+        for cache, (function, size) in _cached().items():
+            if size > sizes.get(cache, (None, 0))[1]:
+                function.cache_clear()  # it may hold constants of the wide dtype
         for parameter, data in parameters:
             parameter.data = data
         for each, held in buffers:
             each._buffers.update(held)
         for each, held in attributes:
             vars(each).update(held)
+
+
+def _cached() -> dict[int, tuple[Any, int]]:
+    """The functions of the user's code that cache results, and how many they hold."""
+    return {
+        id(each): (each, each.cache_info().currsize)
+        for each in gc.get_objects()
+        if type(each) is CACHING
+        and str(each.__module__).split(".")[0] not in ("torch", "lightning", "numpy")
+    }
 
 
 def _widen(
