@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from trainkit.lit.measure.draws import Draws, seed_of
+from trainkit.lit.measure.own_code import files_of, is_of_framework
 from trainkit.lit.measure.place import place
 from trainkit.lit.rerun.generators import generator_keeper
 
@@ -70,17 +70,14 @@ def _call(functions: Iterable[Callable[[], None] | None]) -> None:
 
 
 def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
-    kinds = {kind for each in module.modules() for kind in type(each).__mro__}
-    files = {kind.__module__ for kind in kinds} - {"builtins"}
-    own = [f for f in files if f.split(".")[0] not in ("torch", "lightning")]
-    modules = [random, np.random, *(sys.modules[f] for f in own if f in sys.modules)]
+    modules = [random, np.random, *files_of(module)]
     objects = [
         value
         for each in module.modules()
         for value in vars(each).values()
         if type(getattr(value, "__dict__", None)) is dict
         and not isinstance(value, nn.Module | type | ModuleType | FunctionType)
-        and type(value).__module__.split(".")[0] not in ("torch", "lightning")
+        and not is_of_framework(type(value).__module__)
     ]
     return [vars(each) for each in (*modules, *module.modules(), *objects)]
 
@@ -98,6 +95,8 @@ def _replaced(value: Any, draws: Draws) -> Any:
 
 class _Generator:
     """A generator whose draws are replayed by row while a pass runs."""
+
+    __slots__ = ("_draws", "_own")  # a snapshot of its attributes would undo the replay
 
     def __init__(self, own: Any, draws: Draws) -> None:
         self._own, self._draws = own, draws

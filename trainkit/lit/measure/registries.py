@@ -1,4 +1,4 @@
-"""What modules and optimizers have registered, put back after a pass."""
+"""What modules, optimizers, classes and files hold, put back after a pass."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.lit.rerun.snapshot import FRAMEWORK
+from trainkit.lit.measure.own_code import classes_of, files_of
+from trainkit.lit.rerun.generators import generator_keeper
+from trainkit.lit.rerun.snapshot import FRAMEWORK, VALUES
 
 
 class Registries:
-    """The parts, buffers and hooks of modules, and the options of optimizers.
+    """The parts, buffers and hooks of modules, the options of optimizers, and the
+    numbers and generators that stand in classes and files of the user's own.
 
     A first pass may register what later ones use: a buffer, or hooks that collect
     outputs. Without this the training would find them registered, or twice.
@@ -30,6 +33,15 @@ class Registries:
         self._kept = [(value, dict(value)) for value in held]
         groups = [group for each in optimizers for group in each.param_groups]
         self._groups = [(group, dict(group)) for group in groups]
+        owners = [*classes_of(module), *files_of(module)]
+        self._plain = [
+            (owner, name, value)
+            for owner in owners
+            for name, value in vars(owner).items()
+            if type(value) in VALUES
+        ]
+        held = [value for owner in owners for value in list(vars(owner).values())]
+        self._generators = [k for k in map(generator_keeper, held) if k is not None]
 
     def put_back(self) -> None:
         for value, kept in self._kept:
@@ -38,3 +50,8 @@ class Registries:
             value.update(kept)
         for group, kept in self._groups:
             group.update(kept)
+        for owner, name, value in self._plain:
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
+        for put_back in self._generators:
+            put_back()

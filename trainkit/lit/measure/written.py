@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 NORMALISING = frozenset(("batch_norm", "instance_norm"))
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+OUT_OF_SIGHT = frozenset("numpy __array__ data_ptr untyped_storage __dlpack__".split())
+"""They hand out memory, to which anybody may write afterwards."""
 EMBEDDINGS = frozenset(("embedding", "embedding_bag"))
 """They write to their weight where they have a `max_norm`."""
 
@@ -35,7 +37,7 @@ class PutBackWritten(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func == SET_DATA:
             self._replaced.append((args[0], args[0].detach()))
-        elif _writes(name):
+        elif name in OUT_OF_SIGHT or _writes(name):
             self._keep(args[:1])
         elif name in EMBEDDINGS:
             self._keep([*args, *kwargs.values()])

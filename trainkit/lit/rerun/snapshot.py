@@ -28,7 +28,7 @@ MOST_BYTES = 2**26
 """A larger array of NumPy is data, which training reads."""
 
 MOST_ENTRIES = 1000
-"""A longer list is a store, whose entries are not looked at."""
+"""A longer list or dict is a store, whose entries are not looked at."""
 
 
 class Snapshot:
@@ -147,14 +147,17 @@ class Snapshot:
         put = kind.extend if issubclass(kind, list | deque) else kind.update
 
         def put_back() -> None:
-            kind.clear(value)
-            put(value, kept)
+            if not _is_as_before(kind, value, kept):  # a set would change its order
+                kind.clear(value)
+                put(value, kept)
 
         self._put_back.append(put_back)
+        if not self._around_steps and len(kept) > MOST_ENTRIES:
+            return
         if isinstance(kept, dict):
             for each in kept.values():
                 self._keep(each)
-        elif self._around_steps or len(kept) <= MOST_ENTRIES:
+        else:
             self._keep_entries(kept)
 
     def _keep_entries(self, entries: Iterable[Any]) -> None:
@@ -210,14 +213,28 @@ def kept(*things: Any, **options: Any) -> Iterator[None]:
         snapshot.restore()
 
 
-def _holds_plain_values(value: Any) -> bool:
-    """Whether it is an object that nothing else works on, such as a thread."""
-    if isinstance(value, type | nn.Module) or callable(value):
+def _is_as_before(kind: Any, value: Any, kept: Any) -> bool:
+    """Whether a container holds the very objects that it held, in that order."""
+    keys = list(kind.__iter__(value))
+    if len(keys) != len(kept) or any(
+        a is not b for a, b in zip(keys, kept, strict=True)
+    ):
+        return False
+    if not isinstance(kept, dict):
+        return True
+    return all(kind.__getitem__(value, key) is each for key, each in kept.items())
+
+
+def _holds_plain_values(value: Any, depth: int = 3) -> bool:
+    """Whether it is an object that nothing else works on, as on a lock; objects in it
+    may be such again."""
+    if isinstance(value, type | nn.Module) or callable(value) or not depth:
         return False
     held = getattr(value, "__dict__", None)
     return type(held) is dict and all(
         isinstance(each, (*VALUES, *CONTAINERS, tuple, Tensor, np.ndarray))
         or generator_keeper(each) is not None
+        or _holds_plain_values(each, depth - 1)
         for each in held.values()
     )
 
