@@ -55,13 +55,26 @@ def aside(trainer: Any, module: Any) -> Iterator[None]:
     kind = module.device.type
     precision = torch.get_float32_matmul_precision()
     try:
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        trainer.loggers = [_Silent(each) for each in trainer.loggers]
         torch.set_float32_matmul_precision("highest")
         with torch.autocast(kind, enabled=False), _exact_convolutions():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
         kept.restore()
+
+
+class _Silent(DummyLogger):
+    """Logs nothing, and has the folders and names of the logger that it stands for."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self._own = own
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("name", "version", "save_dir", "log_dir", "root_dir"):
+            return getattr(self._own, name)
+        return super().__getattribute__(name)
 
 
 @contextlib.contextmanager

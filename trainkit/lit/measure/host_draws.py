@@ -17,7 +17,8 @@ from trainkit.lit.measure.own_code import files_of, is_of_framework
 from trainkit.lit.measure.place import place
 from trainkit.lit.rerun.generators import generator_keeper
 
-KINDS = (random.Random, np.random.RandomState, np.random.Generator)
+PYTHONS, NUMPYS, MAKER = random.Random, np.random.RandomState, np.random.default_rng
+KINDS = (PYTHONS, NUMPYS, np.random.Generator)
 MIXING = frozenset("shuffle permutation permuted sample choices".split())
 """They draw among entries, whose number is that of the batch as a rule."""
 
@@ -69,6 +70,26 @@ def _call(functions: Iterable[Callable[[], None] | None]) -> None:
             function()
 
 
+def drawn_unseen(before: dict[str, Any]) -> list[str]:
+    """The global generators that are no longer where they were: a pass has drawn from
+    them by a function that is not replayed."""
+    return [
+        f"{name}'s generator"
+        for name, state in global_states().items()
+        if state != before[name]
+    ]
+
+
+def global_states() -> dict[str, Any]:
+    """Where the global generators of Python and NumPy are."""
+    numpys: Any = np.random.get_state(legacy=False)
+    own = numpys["state"]
+    return {
+        "Python": random.getstate(),
+        "NumPy": (own["pos"], own["key"].tobytes(), numpys["has_gauss"]),
+    }
+
+
 def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
     modules = [random, np.random, *files_of(module)]
     objects = [
@@ -83,9 +104,14 @@ def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _replaced(value: Any, draws: Draws) -> Any:
-    """What stands in for a generator or one of its methods; None for other things."""
+    """What stands in for a generator, for one of its methods, or for what makes one;
+    None for other things."""
     if isinstance(value, KINDS):
         return _Generator(value, draws)
+    if value is MAKER:
+        return lambda *args: _Generator(MAKER(*args), draws)
+    if value is PYTHONS or value is NUMPYS:
+        return _replaying(value, draws)
     if isinstance(value, MethodType | BuiltinMethodType):
         owner = value.__self__
         if isinstance(owner, KINDS):
@@ -108,10 +134,23 @@ class _Generator:
         return _method(self._own, name, value, self._draws)
 
 
+def _replaying(kind: Any, draws: Draws) -> type:
+    """A class that stands in for a class of generators, and makes replayed ones."""
+
+    class Replaying(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, kind)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> _Generator:
+            return _Generator(kind(*args, **kwargs), draws)
+
+    return Replaying(kind.__name__, (kind,), {})
+
+
 def _method(
     owner: Any, name: str, own: Callable[..., Any], draws: Draws
 ) -> Callable[..., Any]:
-    is_python = isinstance(owner, random.Random)
+    is_python = isinstance(owner, PYTHONS)
     is_known = name in PYTHONS_OWN if is_python else name in (*SIZE_AT, *BY_SHAPE)
     if not is_known and name not in MIXING:
         return own
@@ -124,7 +163,7 @@ def _method(
             return _mixed(line, name, owner, args, kwargs, draws)
         if is_python:
             key = draws.scalar(line, _options(args, kwargs))
-            return getattr(random.Random(seed_of(key)), name)(*args, **kwargs)
+            return getattr(PYTHONS(seed_of(key)), name)(*args, **kwargs)
         return _sized(line, name, owner, args, dict(kwargs), draws)
 
     return call
@@ -186,8 +225,6 @@ def _options(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 def _seeded(owner: Any, seed: int) -> Any:
     """A generator of the owner's kind that begins at a seed."""
-    if isinstance(owner, random.Random):
-        return random.Random(seed)
-    if isinstance(owner, np.random.RandomState):
-        return np.random.RandomState(seed)
-    return np.random.default_rng(seed)
+    if isinstance(owner, PYTHONS):
+        return PYTHONS(seed)
+    return NUMPYS(seed) if isinstance(owner, NUMPYS) else MAKER(seed)

@@ -22,7 +22,7 @@ from trainkit.lit.callback.said_weight import SaidWeight, refuse_unsaid_weight
 from trainkit.lit.measure.by_hand import by_hand
 from trainkit.lit.measure.calls import MeasuredCalls, Seen
 from trainkit.lit.measure.draws import Draws
-from trainkit.lit.measure.host_draws import replayed
+from trainkit.lit.measure.host_draws import drawn_unseen, global_states, replayed
 from trainkit.lit.measure.own_values import own_values, widened
 from trainkit.lit.measure.registries import Registries
 from trainkit.lit.measure.written import PutBackWritten
@@ -173,8 +173,10 @@ class Passes:
             batch = with_tensors(batch, lambda each: widened(each, dtype))
         while True:
             self.draws.begin(rows)
+            states = global_states()
             try:
                 found = self._run(batch)
+                self.draws.unlike.update(drawn_unseen(states))
             finally:
                 self.draws.is_active = False
                 if not keep_state:

@@ -89,11 +89,6 @@ class Causes:
         before = values_of(module)
         found.passes.run(self._make(one), one, keep_state=True)
         names = moved(before, values_of(module))
-        own = [
-            name
-            for name, state in read_states(module.device).items()
-            if name in ("python", "numpy") and state != drawn[name]
-        ]
         write_states(drawn, module.device)  # draws are another cause
         after = found.passes.run(self._make(other), other)
         size = size_of(fresh.gradient) or 1.0
@@ -106,8 +101,6 @@ class Causes:
             self.notes.append(
                 f"training_step moves {_listed(names)}, which changed no gradient here"
             )
-        for name in own:
-            found.passes.draws.unlike.add(f"{name}'s generator in training_step")
 
     def _look_at_draws(self) -> None:
         seen, redrawn = self._found.whole.seen, self._found.rows.redrawn

@@ -317,7 +317,7 @@ def of_padding(place: str, is_split: bool) -> Cause:
 
 
 def of_state(names: Sequence[str], off: float) -> Cause:
-    first, *others = names
+    first, *others = names or ["an object that is not known here"]
     also = f", and so {listed(others, at_most=3)}" if others else ""
     return Cause(
         "state",

@@ -192,7 +192,7 @@ class Snapshot:
 
     def _keep_object(self, value: Any) -> None:
         is_generator = self._keep_generator(value)
-        if not is_generator and not self._around_steps and _holds_plain_values(value):
+        if not is_generator and not self._around_steps and holds_plain_values(value):
             self._keep_container(vars(value))
 
     def _keep_generator(self, value: Any) -> bool:
@@ -225,7 +225,7 @@ def _is_as_before(kind: Any, value: Any, kept: Any) -> bool:
     return all(kind.__getitem__(value, key) is each for key, each in kept.items())
 
 
-def _holds_plain_values(value: Any, depth: int = 3) -> bool:
+def holds_plain_values(value: Any, depth: int = 3) -> bool:
     """Whether it is an object that nothing else works on, as on a lock; objects in it
     may be such again."""
     if isinstance(value, type | nn.Module) or callable(value) or not depth:
@@ -234,7 +234,7 @@ def _holds_plain_values(value: Any, depth: int = 3) -> bool:
     return type(held) is dict and all(
         isinstance(each, (*VALUES, *CONTAINERS, tuple, Tensor, np.ndarray))
         or generator_keeper(each) is not None
-        or _holds_plain_values(each, depth - 1)
+        or holds_plain_values(each, depth - 1)
         for each in held.values()
     )
 
