@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,10 +67,42 @@ class Hidden(Tokens):
         return hidden
 
 
+NUMBER = 0
+GENERATOR = random.Random(0)
+
+
+class Elsewhere(Tokens):
+    """What it moves stands in its file, its class, an object in an object, a set, or is
+    written through NumPy."""
+
+    number = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        global NUMBER
+        Elsewhere.number = NUMBER = 0
+        GENERATOR.seed(0)
+        self.outer = SimpleNamespace(inner=SimpleNamespace(number=0))
+        self.ids = set(range(0, 4000, 8)) - set(range(0, 3900, 8)) | {24577, 1, 8193}
+        self.written = (torch.zeros(3),)
+
+    def features(self, batch: dict[str, Any]) -> Tensor:
+        global NUMBER
+        NUMBER += 1
+        Elsewhere.number += 1
+        self.outer.inner.number += 1
+        self.written[0].detach().numpy()[0] += 1
+        moved = NUMBER + self.number + self.outer.inner.number
+        moved += float(self.written[0][0])
+        for each in self.ids:
+            moved = 0.9 * moved + 1e-4 * each
+        return super().features(batch) * (moved + GENERATOR.random())
+
+
 @pytest.mark.filterwarnings(
     "ignore:proof. a window", "ignore:training_step has changed"
 )
-@pytest.mark.parametrize("module", [Capturing, Buffering, Decaying, Hidden])
+@pytest.mark.parametrize("module", [Capturing, Buffering, Decaying, Hidden, Elsewhere])
 def test_training_is_as_without_the_proof(module: Any) -> None:
     def trained(proof: str) -> list[Any]:
         torch.manual_seed(0)

@@ -61,7 +61,11 @@ BY_ROW: dict[str, Noise] = {
     "numpy, for all rows": lambda m, x: np.random.beta(1, 1) * x,
     "numpy, the module's": lambda m, x: of_rows(m.numpys.normal(size=len(x))),
     "numpy, the file's": lambda m, x: of_rows(NUMPYS.standard_normal(len(x))),
+    "numpy, made anew": lambda m, x: np.random.default_rng(len(x)).random(x.shape),
     "python": lambda m, x: of_rows([random.random() for _ in x]),
+    "python, made anew": lambda m, x: (lambda own: of_rows([own.random() for _ in x]))(
+        random.Random(len(x))
+    ),
     "python, imported": lambda m, x: of_rows([gauss(0, 1) for _ in x]),
     "python, the file's": lambda m, x: of_rows([PYTHONS.random() for _ in x]),
     "torch, the module's": lambda m, x: of_rows(
@@ -133,6 +137,23 @@ def test_other_draws_are_the_cause_and_not_taken_for_another(
     others = report.causes[1:]
     is_taken_away = name in ("permutation", "shuffle")  # others stay in the way
     assert len(others) == (is_taken_away and loss is zoo.dice)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda m, x: torch.func.vmap(
+            lambda each: torch.rand_like(each), randomness="different"
+        )(x),
+        lambda m, x: torch.native_dropout(x, 0.5, True)[0],
+    ],
+)
+def test_draws_that_are_not_seen_leave_no_verdict(noise: Noise) -> None:
+    report = check(Noisy(noise), image_loader(), strategy=PerSample())
+    assert not report.exact
+    assert str(report).startswith("verdict             cannot say on 10 rows")
+    (cause,) = report.causes
+    assert cause.kind == "randomness"
 
 
 @pytest.mark.parametrize("name", ["numpy rand", "python", "torch, the module's"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainkit
@@ -165,6 +166,19 @@ def test_the_report_reads_and_is_plain_data() -> None:
     assert data["causes"][0]["kind"] == "denominator"
 
 
+@pytest.mark.filterwarnings("ignore:std")
+def test_single_rows_without_a_number_are_not_called_exact() -> None:
+    """Of one row there is no standard deviation; of more, this one changes nothing."""
+
+    def loss(module: Any, logits: Tensor, batch: Any) -> Tensor:
+        return zoo.classified(module, logits, batch) + 0 * logits.std(0).sum()
+
+    report = check(zoo.Images(loss), zoo.image_loader(), strategy=PerSample())
+    assert not report.exact
+    assert report.deviation == math.inf
+    assert "parts of one row are not" in report.causes[0].text
+
+
 class Silent(Tokens):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return torch.zeros((), requires_grad=True) * 0.0
@@ -174,6 +188,11 @@ class Silent(Tokens):
     ("module", "options", "text"),
     [
         (Silent, {}, "the gradient is zero on these rows"),
+        (
+            lambda: Tokens(lambda m, logits, batch: logits.sum() * math.nan),
+            {},
+            "the gradient is not finite on these rows",
+        ),
         (Tokens, {"rows": 0}, "check rows: must be"),
         (
             lambda: Tokens(lambda m, logits, batch: logits.detach().sum()),

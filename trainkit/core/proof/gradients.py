@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ class Coordinates:
 def _indices(gradient: Tensor | None, size: int, most: int) -> Tensor | None:
     if size <= most:
         return None
-    # By Python: torch's draws are watched while this runs.
-    drawn = torch.tensor(random.Random(0).choices(range(size), k=most))
+    # By Python's own class: draws of torch and of `random` are watched meanwhile.
+    drawn = torch.tensor(Random(0).choices(range(size), k=most))
     if gradient is None:
         return drawn
     flat = _dense(gradient).detach().reshape(-1).abs().float()
@@ -119,7 +119,9 @@ def deviation(whole: Tensor, parts: Tensor, weights: Tensor) -> float:
 
 
 def best_fit(whole: Tensor, parts: Tensor) -> Fit:
-    """The weights by which the parts come nearest to the whole."""
+    """The weights by which the parts come nearest to the whole; a part that is not
+    finite, such as a mean of nothing, gets none."""
+    parts = torch.where(torch.isfinite(parts).all(1)[:, None], parts, 0.0)
     sizes = torch.linalg.vector_norm(parts, dim=1).clamp_min(1e-300)
     basis = (parts / sizes[:, None]).T
     values = torch.linalg.svdvals(basis)

@@ -82,25 +82,37 @@ class MeasuredCalls(TorchFunctionMode):
             self.seen.hooks.add(f"{name} at {place()}")
             if self._without_hooks:
                 return func(args[0], _keep)
-        elif name in BY_ROW:
-            return self._called_by_row(func, name, args, kwargs)
-        elif name in ("bernoulli", "bernoulli_"):
-            return self._bernoulli(name, args, kwargs)
+        elif name in BY_ROW or name in DRAWS or name.startswith("bernoulli"):
+            return self._replayed(func, name, args, kwargs)
         self.seen.denominators.see(name, args, kwargs)
-        draw = DRAWS.get(name)
-        if draw is not None:
-            kwargs.pop("generator", None)
-            made = self._widened(func, name, args, kwargs)
-            given = (*args, *kwargs.values())
-            numbers = tuple(
-                each
-                for each in given
-                if isinstance(each, int | float) and name not in ("rand", "randn")
-            )
-            return self._drawn(
-                name, made, lambda full: draw(full, args, kwargs), numbers
-            )
         return self._widened(func, name, args, kwargs)
+
+    def _replayed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What these rows get of a draw; within vmap, what it draws by itself."""
+        try:
+            if name in BY_ROW:
+                return self._called_by_row(func, name, args, dict(kwargs))
+            if name not in DRAWS:
+                return self._bernoulli(name, args, kwargs)
+            return self._drawn_alike(func, name, args, dict(kwargs))
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            self._draws.unlike.add(f"{name} at {place()}")
+            return self._widened(func, name, args, kwargs)
+
+    def _drawn_alike(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
+        """A draw of numbers that are all drawn in one way."""
+        kwargs.pop("generator", None)
+        made = self._widened(func, name, args, kwargs)
+        given = (*args, *kwargs.values())
+        numbers = tuple(
+            each
+            for each in given
+            if isinstance(each, int | float) and name not in ("rand", "randn")
+        )
+        draw = DRAWS[name]
+        return self._drawn(name, made, lambda full: draw(full, args, kwargs), numbers)
 
     def _widened(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         wide = self._dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,9 @@ class Causes:
             # Parts of several rows are exact, and single ones are not.
             found.parts = [[row] for row in found.all_rows]
             explained = self._explained(found.rows.as_run) or {}
-            if any(not each.classes for each in explained.values()):
+            alone = [found.of(rows, found.rows.as_run) for rows in found.parts]
+            is_finite = all(math.isfinite(size_of(each.gradient)) for each in alone)
+            if not is_finite or any(not each.classes for each in explained.values()):
                 self.causes.append(remedies.of_small_parts())
             else:
                 self._look_at_deviation()

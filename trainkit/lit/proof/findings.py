@@ -34,12 +34,14 @@ class Cause:
             for the loss; "" where there is none.
         text: what was found.
         remedy: what to do, as lines that can be pasted where there are such.
+        hides: whether nobody can say what else differs before it is gone.
     """
 
     kind: str
     place: str
     text: str
     remedy: tuple[str, ...] = ()
+    hides: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ class Findings:
         )
         if self.exact:
             return f"exact on {self.num_rows} rows: {measured}"
+        if self.causes and all(cause.hides for cause in self.causes):
+            return f"cannot say on {self.num_rows} rows: {measured}"
         if self.deviation <= self.rounding:
             kinds = {cause.kind for cause in self.causes}
-            if "precision" in kinds:
-                return f"cannot say on {self.num_rows} rows: {measured}"
             if "state" not in kinds:
                 return f"not the big batch, as other ranks have measured: {measured}"
             return f"not the big batch: state moves. Gradients alone are {measured}"

@@ -78,10 +78,10 @@ class Measurements:
         seed(1)  # what is drawn unseen is then drawn otherwise
         repeated = self.passes.run(self.batch, self.all_rows)
         size = size_of(self.whole.gradient)
-        if not size:
+        if not size or not math.isfinite(size):
             raise TrainkitError(
-                "check: the gradient is zero on these rows, so there is nothing to "
-                "compare. Give rows that count."
+                f"check: the gradient is {'zero' if not size else 'not finite'} on "
+                f"these rows, so there is nothing to compare. Give rows that count."
             )
         off = size_of(repeated.gradient - self.whole.gradient) / size
         self.repeated = off
@@ -156,7 +156,7 @@ class Measurements:
             off = measured.off_by(self.weights(name, strategies, parts, make))
             size = size_of(measured.whole)
             squares, sizes = squares + (off * size) ** 2, sizes + size**2
-        return math.sqrt(squares / sizes)
+        return _or_infinity(math.sqrt(squares / sizes))
 
     def counts(self, parts: Parts, make: Make) -> dict[Candidate, Counts]:
         """What each candidate counts in the whole and in the parts."""

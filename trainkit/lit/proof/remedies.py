@@ -236,7 +236,7 @@ def of_small_parts() -> Cause:
         STEP,
         "parts of several rows are the whole and parts of one row are not, so it "
         "computes something else for them",
-        ("look for a branch that depends on the number of rows",),
+        ("look for a branch or a standard deviation that needs several rows",),
     )
 
 
@@ -260,6 +260,7 @@ def of_unlike_draws(lines: Sequence[str], located: Located) -> Cause:
         f"they cannot be replayed by row; outputs or the loss differ{where}. What else "
         f"differs cannot be seen behind it",
         ("draw for each row by itself, or in the data set, for the check at least",),
+        hides=True,
     )
 
 
@@ -270,6 +271,7 @@ def of_other_draws(off: float, lines: Sequence[str]) -> Cause:
         f"two passes over the same rows differ by {off:.1e}, so nothing can be "
         f"compared: training_step draws numbers whose generator is not known here",
         ("draw with torch, or take out these draws for the check",),
+        hides=True,
     )
 
 
@@ -299,6 +301,7 @@ def of_precision(precision: str, why: str) -> Cause:
         f"it runs in {precision} only, where rounding hides deviations below 5e-2, so "
         f"nobody can say that it is exact. In float32: {why}",
         ("let training_step run in float32 for the check",),
+        hides=True,
     )
 
 
