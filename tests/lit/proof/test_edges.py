@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -154,6 +155,18 @@ def test_one_batch_is_enough() -> None:
     assert check(Tokens(), batch, strategy=PerToken()).num_rows == 20
     assert check(Tokens(), batch, strategy=PerToken(), rows=8).exact
     assert not check(Tokens(), batch, strategy=PerSample()).exact
+
+
+@pytest.mark.parametrize("combine", [CombinedLoader, dict])
+def test_several_loaders_give_one_batch(combine: Any) -> None:
+    class Two(Tokens):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["one"], batch_idx)
+
+    loaders = combine({"one": token_loader(), "other": token_loader()})
+    labels = "one.labels"
+    check(Two(), loaders, strategy=PerToken(labels=labels)).assert_exact()
+    assert not check(Two(), loaders, strategy=PerSample(size=labels)).exact
 
 
 def test_the_report_reads_and_is_plain_data() -> None:

@@ -265,9 +265,13 @@ class ProofAtStart:
             again = passes.run(batch, range(passes.num_rows))
             is_repeated = torch.equal(again.gradient, first.gradient)
         if lines or not is_repeated:
-            by = ", ".join(lines) or "a generator of its own"
+            unseen = "a generator, or moves an object, that is not known here"
+            by = ", ".join(lines)
             raise NotMeasured(
                 f"training_step draws by {by}, which cannot be handed out by row"
+                if lines
+                else f"two passes over the same rows differ: training_step draws from "
+                f"{unseen}"
             )
         if first.seen.is_narrow:
             raise NotMeasured("training_step computes in half precision by itself")

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
+from torch.utils._pytree import tree_leaves
 
 from trainkit.lit._compat import parts_of
 from trainkit.lit.front.own_hooks import no_callbacks
@@ -57,7 +58,8 @@ def _put_back(
 ) -> Iterator[None]:
     strategy = trainer.strategy
     device = strategy.root_device
-    others = [*parts_of(trainer), *([] if data is None else [data])]
+    loaders = [each for each in tree_leaves(data) if hasattr(each, "__dict__")]
+    others = [*parts_of(trainer), *loaders]
     snapshot = Snapshot(
         module, trainer.callbacks, others=others, around_steps=True, device=device
     )

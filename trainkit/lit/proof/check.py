@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -104,16 +104,16 @@ def _option(
 
 
 def _as_loader(data: Any) -> Any:
-    is_loader = hasattr(data, "__iter__") and hasattr(data, "__len__")
-    if data is None or hasattr(data, "train_dataloader"):
-        return data
-    if isinstance(data, DataLoader) or not is_loader or _is_loader(data):
+    """What Lightning takes for a loader; one batch becomes a loader of it."""
+    is_sized = hasattr(data, "__iter__") and hasattr(data, "__len__")
+    held = data.values() if isinstance(data, Mapping) else data
+    has_loaders = isinstance(data, Mapping | list | tuple) and any(
+        isinstance(each, DataLoader) for each in held
+    )
+    marks = ("train_dataloader", "dataset", "iterables")  # of CombinedLoader the last
+    if not is_sized or has_loaders or any(hasattr(data, name) for name in marks):
         return data
     return DataLoader([data], batch_size=None)  # type: ignore[arg-type]
-
-
-def _is_loader(data: Any) -> bool:
-    return hasattr(data, "dataset") or hasattr(data, "loaders")
 
 
 class _Check(Callback):
