@@ -11,6 +11,15 @@ from torch import Tensor
 from trainkit.core.strategies import Weight
 from trainkit.lit._compat import replaced
 
+PLAIN = 1.0
+"""The weight of a loss that a module with the mixin gives to `manual_backward`, which
+divides nothing."""
+
+
+def has_mixin(module: Any) -> bool:
+    """Whether the module has `AccumulationMixin`."""
+    return hasattr(module, "accumulate") and hasattr(module, "finish_window")
+
 
 @contextlib.contextmanager
 def by_hand(
@@ -22,9 +31,10 @@ def by_hand(
         module: with manual optimization, attached to its Trainer.
         add: gets the loss, the batch, and the weight, where `accumulate` gets them.
     """
+    plain = PLAIN if has_mixin(module) else None
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        add(loss, None, None)
+        add(loss, None, plain)
 
     def accumulate(
         loss: Tensor, batch: Any = None, *, weight: Weight | None = None, **_: Any

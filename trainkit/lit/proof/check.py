@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from trainkit.core.terms import named_strategies
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit
+from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.said_weight import refuse_said_terms
+from trainkit.lit.measure.by_hand import has_mixin
 from trainkit.lit.measure.clean import communicates
 from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.ranks import of_all_ranks
@@ -93,7 +96,8 @@ def _option(
     """An option as it is given, or as the module or the Trainer's callback has it."""
     if given is not None:
         return given
-    found = getattr(module, of_module, None)
+    # In a module without the mixin, nothing reads such an attribute.
+    found = getattr(module, of_module, None) if has_mixin(module) else None
     if found is not None:
         return found
     for callback in trainer.callbacks:
@@ -128,18 +132,35 @@ class _Check(Callback):
         callbacks: Sequence[Any] = (),
     ) -> None:
         self._callbacks = list(callbacks)
+        guards = [each for each in callbacks if isinstance(each, BatchNormGuard)]
+        self._guards = [copy.deepcopy(each) for each in guards]
         self._strategies = None if strategy is None else named_strategies(strategy)
         self._options, self._most = options, most
         self.report: Report | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for guard in self._guards:
+            guard.convert(pl_module, trainer)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         _refuse_communicating(trainer, pl_module)
+        for guard in self._guards:
+            guard.freeze(trainer, pl_module)
         self.report = of_all_ranks(
             trainer, lambda: self._measured(trainer, pl_module, batch)
         )
         raise leaves_fit(trainer)
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for guard in self._guards:
+            guard.teardown(trainer, pl_module, stage)
 
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
         strategies = self._strategies or {}

@@ -21,6 +21,8 @@ LABELS = {
 }
 """The kinds of causes, in words."""
 
+MOST_SIZES = 12
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -60,6 +62,15 @@ class Cut:
     deviation: float | None
     note: str = ""
 
+    @property
+    def sizes_text(self) -> str:
+        """The rows of each part, in words."""
+        sizes = self.sizes
+        if len(sizes) > 3 and len(set(sizes)) == 1:
+            return f"{len(sizes)} x {sizes[0]}"
+        more = " + ..." if len(sizes) > MOST_SIZES else ""
+        return " + ".join(map(str, sizes[:MOST_SIZES])) + more
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -79,7 +90,7 @@ class Gradient:
     off: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Findings:
     """How far the gradient of a window is from that of one batch, and why.
 
@@ -112,11 +123,9 @@ class Findings:
         """The report as rows of a table."""
         rows = [("verdict", self._verdict())]
         for cut in self.cuts:
-            sizes = " + ".join(map(str, cut.sizes[:8]))
-            more = " + ..." if len(cut.sizes) > 8 else ""
             off = "" if cut.deviation is None else f"off by {cut.deviation:.1e}"
             text = ", ".join(filter(None, [off, cut.note]))
-            rows.append((cut.name, f"{text} ({sizes}{more} rows)"))
+            rows.append((cut.name, f"{text} ({cut.sizes_text} rows)"))
         for name, off in self.parameters[:5]:
             rows.append(("off", f"{name}: {off:.1e}"))
         for cause in self.causes:
@@ -146,6 +155,8 @@ class Findings:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+    __repr__ = __str__  # what a notebook shows
 
     def assert_exact(self) -> None:
         """Raise an AssertionError with the whole report unless it is exact."""

@@ -18,7 +18,6 @@ from trainkit.pages.frame import framed, summary_table
 
 _MOST = 40
 """The most layers that are shown at once."""
-_MOST_SIZES = 12
 
 _FOUND_BY = {
     "denominator": "The weights with which the parts add up to the whole were compared "
@@ -154,7 +153,7 @@ def _cuts(report: Findings) -> str:
         Bar(
             escape(cut.name),
             cut.deviation,
-            (_off(cut.deviation), _sizes(cut.sizes)),
+            (_off(cut.deviation), cut.sizes_text),
             note=cut.note,
         )
         for cut in report.cuts
@@ -162,13 +161,6 @@ def _cuts(report: Findings) -> str:
     heads = ("cut", "off by", "rows of each part")
     scale = Scale(values, report.rounding)
     return bars(rows, scale, heads, threshold=_rounding(report), style="cuts")
-
-
-def _sizes(sizes: Sequence[int]) -> str:
-    if len(sizes) > 3 and len(set(sizes)) == 1:
-        return f"{len(sizes)} x {sizes[0]}"
-    more = " + ..." if len(sizes) > _MOST_SIZES else ""
-    return " + ".join(map(str, sizes[:_MOST_SIZES])) + more
 
 
 def _off(value: float | None) -> str:

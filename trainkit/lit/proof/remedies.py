@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,14 @@ from trainkit.core.batch_norm.layers import listed
 from trainkit.core.proof.candidates import CONSTANT, SUM, UNIFORM, Candidate, line_of
 from trainkit.core.proof.weights import Explained
 from trainkit.core.split.fields import take_apart
-from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    PerSample,
+    PerToken,
+    Strategies,
+)
+from trainkit.lit.measure.by_hand import PLAIN, has_mixin
+from trainkit.lit.measure.passes import Pass
 from trainkit.lit.proof.events import Located
 from trainkit.lit.proof.findings import Cause
 
@@ -21,6 +29,15 @@ RANDOMNESS = "randomness"
 STEP = "training_step"
 OFTEN_MEANT = 4  # a candidate's simplicity
 NOT_YOURS = "for a module that is not yours: AccumulationCallback(Weighed(by=...))"
+WITH_MIXIN = (
+    "where it stands: in a class of (AccumulationMixin, LightningModule); or, for a "
+    "module that is not yours, in Trainer(callbacks=[AccumulationCallback(...)])"
+)
+BY_HAND = (
+    "self.accumulate(loss, batch, optimizer=...)  # of AccumulationMixin, in place of "
+    "self.manual_backward(loss)"
+)
+GIVEN = "what self.accumulate gets"
 NO_STRATEGY = "no strategy can make it exact"
 
 
@@ -32,11 +49,11 @@ def of_weights(
     *,
     is_given: bool = False,
 ) -> Cause:
-    """The loss divides by something else than the strategy counts, or than `accumulate`
-    is given, if it is given a weight."""
+    """The loss divides by something else than the strategy counts, or than its backward
+    call is given as a weight."""
     said = "plain accumulation" if strategy is None else line_of(strategy)
     if is_given:
-        said = "what self.accumulate gets"
+        said = GIVEN
     which = f"the term {term!r}" if term and not term.isdigit() else "the loss"
     if not explained.classes:
         return _of_unknown_weights(which, explained)
@@ -45,7 +62,8 @@ def of_weights(
     if others and first not in (SUM, UNIFORM):
         lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT and e is not SUM]
         if lines:
-            equal = f" (on these rows {' and '.join(lines[:2])} count as much)"
+            count = "counts" if len(lines) == 1 else "count"
+            equal = f" (on these rows {' and '.join(lines[:2])} {count} as much)"
     if explained.function:
         first_line, *more = lines_for(first)
         return Cause(
@@ -83,12 +101,36 @@ def of_weights(
 def lines_for(candidate: Candidate) -> tuple[str, ...]:
     """What to write, so that windows are divided by a candidate."""
     if candidate.seen is None:
-        return (f"accumulation = {candidate.line}",)
+        return (_assigned(candidate.line),)
     return (
         "accumulation = Weighed()",
-        f"self.weigh({candidate.seen[1]})  # in training_step, for {candidate.line}",
+        f"self.weigh({candidate.seen[1]})  # in training_step, with what "
+        f"{candidate.line} gets",
         NOT_YOURS,
     )
+
+
+def _assigned(strategy: str) -> str:
+    """The line that sets a strategy; one that names the module stands in a method."""
+    if "self." in strategy:
+        return f"self.accumulation = {strategy}  # in __init__, at its end"
+    return f"accumulation = {strategy}"
+
+
+def with_ways_in(
+    cause: Cause, module: Any, whole: Pass, strategies: Strategies
+) -> Cause:
+    """A cause with the line that a module needs before a strategy counts in it."""
+    if not any("accumulation = " in line for line in cause.remedy):
+        return cause
+    is_plain = any(term.weight == PLAIN and term.batch is None for term in whole.terms)
+    more, text = (), cause.text
+    if not module.automatic_optimization and (is_plain or not has_mixin(module)):
+        more = (BY_HAND,)
+        text = text.replace(GIVEN, "self.manual_backward, which weighs nothing")
+    elif not (strategies or has_mixin(module)):
+        more = (WITH_MIXIN,)
+    return replace(cause, text=text, remedy=(*cause.remedy, *more))
 
 
 def _counted(candidate: Candidate) -> str:
@@ -112,12 +154,13 @@ def _of_sum(
                 'or, if it is meant as a sum: loss_reduction="total"',
             ),
         )
-    kind = "PerSample" if strategy is None else type(strategy).__name__
+    kept = strategy if isinstance(strategy, PerSample | PerToken) else PerSample()
+    line = line_of(replace(kept, loss_reduction="total"))
     return Cause(
         DENOMINATOR,
         STEP,
         f"{which} is a sum over rows, and {said} takes it for a mean",
-        (f'accumulation = {kind}(..., loss_reduction="total")',),
+        (_assigned(line.replace("'total'", '"total"')),),
     )
 
 
@@ -174,8 +217,8 @@ def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
         f"the loss is made of {terms}",
         (
             'return {"loss": {"one": first, "other": second}} from training_step',
-            f'accumulation = {{"one": {strategies[0]}, "other": {strategies[1]}}}, '
-            f"with micro_batching",
+            _assigned(f'{{"one": {strategies[0]}, "other": {strategies[1]}}}'),
+            'micro_batching = MicroBatching("auto")',
             *([counted] if unseen else []),
         ),
     )
@@ -199,7 +242,7 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
     """A module's output for a row changes with the other rows."""
     name = type(layer).__name__
     if isinstance(layer, _NormBase):
-        more = f", the first of {num_norms}" if num_norms > 1 else ""
+        more = f" (the first of {num_norms} such layers)" if num_norms > 1 else ""
         return Cause(
             ROWS,
             located.path,
@@ -320,12 +363,19 @@ def of_padding(place: str, is_split: bool) -> Cause:
 
 
 def of_state(names: Sequence[str], off: float) -> Cause:
-    first, *others = names or ["an object that is not known here"]
+    """What a micro-batch leaves behind changes the gradient of the next one.
+
+    Args:
+        names: of what moves; none where they are not known.
+        off: how far the next micro-batch's gradient is off.
+    """
+    first, *others = names or ("running statistics, or an object that is not known",)
     also = f", and so {listed(others, at_most=3)}" if others else ""
+    move = "move the update to on_before_optimizer_step or on_train_batch_end"
     return Cause(
         "state",
         first,
         f"training_step moves it in each micro-batch, not once a step{also}; the next "
         f"micro-batch's gradient is off by {off:.1e}",
-        ("move the update to on_before_optimizer_step or on_train_batch_end",),
+        (move if names else "normalise by something else than running statistics",),
     )

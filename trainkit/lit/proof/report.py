@@ -9,7 +9,7 @@ from trainkit.lit.proof.findings import Findings
 from trainkit.lit.proof.page import write_page
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(Findings):
     """How far the gradient of a window is from that of one batch, and why.
 

@@ -109,7 +109,10 @@ def _report(found: Measurements, strategies: Strategies) -> Report:
         precision=NAMES.get(found.passes.dtype, "half precision"),
         cuts=tuple(cuts),
         parameters=_worst(gradients, rounding),
-        causes=tuple(causes.causes),
+        causes=tuple(
+            remedies.with_ways_in(each, found.passes.module, found.first, strategies)
+            for each in causes.causes
+        ),
         notes=tuple(causes.notes),
         gradients=tuple(gradients),
     )

@@ -1,0 +1,118 @@
+"""What a check advises works: with it, the next check says exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.lit.proof.trainers import plain_trainer
+from tests.lit.proof.zoo import (
+    Images,
+    Tokens,
+    class_weighted,
+    classified,
+    image_loader,
+    token_loader,
+)
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    BatchNormGuard,
+    PerClassWeight,
+    PerSample,
+    PerToken,
+    check,
+)
+
+
+def checked(module: Any, guard: BatchNormGuard) -> Any:
+    callbacks = [AccumulationCallback(PerSample()), guard]
+    return check(module, image_loader(), trainer=plain_trainer(callbacks))
+
+
+@pytest.mark.parametrize("options", [{}, {"freeze_affine": True}])
+@pytest.mark.parametrize("policy", ["group_norm", "freeze", "ignore"])
+def test_a_guard_that_makes_rows_independent_is_exact(
+    policy: Any, options: dict[str, bool]
+) -> None:
+    """The control: a guard that leaves the layers as they are."""
+    if options and policy != "freeze":
+        return
+    module = Images(classified, nn.BatchNorm2d)
+    layer, held = module.net[1], set(vars(module.net[1]))
+    report = checked(module, BatchNormGuard(policy, **options))
+    assert report.exact == (policy != "ignore")
+    assert module.net[1] is layer
+    assert layer.training
+    assert set(vars(layer)) == held
+    assert all(each.requires_grad for each in module.parameters())
+
+
+def test_batch_renormalisation_moves_statistics_that_the_next_part_feels() -> None:
+    report = checked(Images(classified, nn.BatchNorm2d), BatchNormGuard("renorm"))
+    assert {cause.kind for cause in report.causes} == {"state", "rows"}
+
+
+def test_an_attribute_that_nothing_reads_is_no_strategy() -> None:
+    """A module without the mixin trains as plain Lightning does, whatever it sets."""
+
+    class Unread(Tokens):
+        accumulation = PerToken()
+
+    class Read(AccumulationMixin, Tokens):
+        accumulation = PerToken()
+
+    report = check(Unread(), token_loader())
+    assert not report.exact
+    (cause,) = report.causes
+    first, second = cause.remedy
+    assert first == "accumulation = PerToken()"
+    assert "AccumulationMixin" in second
+    assert "AccumulationCallback" in second
+    assert check(Read(), token_loader()).exact
+
+
+class ByHand(Tokens):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.backward_of(super().training_step(batch, batch_idx), batch)
+
+    def backward_of(self, loss: Tensor, batch: Any) -> None:
+        self.manual_backward(loss)
+
+
+class Mixed(AccumulationMixin, ByHand):
+    accumulation = PerToken()
+
+
+class Accumulated(Mixed):
+    def backward_of(self, loss: Tensor, batch: Any) -> None:
+        self.accumulate(loss, batch)
+
+
+@pytest.mark.parametrize("kind", [ByHand, Mixed])
+def test_what_goes_backward_by_itself_is_not_weighed(kind: Any) -> None:
+    report = check(kind(), token_loader())
+    assert not report.exact
+    (cause,) = report.causes
+    assert "self.accumulate(loss, batch, optimizer=...)" in cause.remedy[-1]
+    assert check(Accumulated(), token_loader()).exact
+
+
+def test_a_strategy_that_needs_the_module_is_set_in_its_init() -> None:
+    (cause,) = check(Tokens(class_weighted), token_loader(), strategy=PerToken()).causes
+    (line,) = cause.remedy
+    name = "self.accumulation = PerClassWeight(weight=self.class_weights"
+    assert line.startswith(name)
+
+    class Pasted(AccumulationMixin, Tokens):
+        def __init__(self) -> None:
+            super().__init__(class_weighted)
+            exec(line, {"self": self, "PerClassWeight": PerClassWeight})
+
+    assert check(Pasted(), token_loader()).exact
