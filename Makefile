@@ -24,7 +24,7 @@ demo: $(READY)  ## train a small language model, with a table before and after
 side_by_side: $(READY)  ## the same training by plain Lightning, trainkit and the big batch
 	$(BIN)/python recipes/side_by_side.py
 
-test: $(READY)  ## run the tests, on every core
+test: $(READY)  ## run the tests, with a worker more than there are cores
 	# write bytecode in any case: many processes read what one has compiled
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
 		--numprocesses auto --dist worksteal --durations 10

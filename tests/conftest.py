@@ -71,5 +71,5 @@ def _keep() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """As many as there are cores; by itself, pytest-xdist counts physical ones."""
-    return os.cpu_count() or 1
+    """One more than there are cores: tests of ranks and processes wait for them."""
+    return (os.cpu_count() or 1) + 1
