@@ -372,6 +372,11 @@ def of_state(names: Sequence[str], off: float) -> Cause:
     first, *others = names or ("running statistics, or an object that is not known",)
     also = f", and so {listed(others, at_most=3)}" if others else ""
     move = "move the update to on_before_optimizer_step or on_train_batch_end"
+    if ".parametrizations." in first:
+        move = (
+            "this parametrization, such as spectral norm, moves in each forward pass: "
+            "no strategy can make it exact, and its estimate is what differs"
+        )
     return Cause(
         "state",
         first,
