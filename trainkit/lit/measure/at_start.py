@@ -19,7 +19,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
-from trainkit.lit.measure.first_rows import FirstRows, InParts
+from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
 from trainkit.lit.measure.passes import Pass, Passes
 from trainkit.lit.rerun.quietly import seed
 
@@ -219,6 +219,7 @@ class ProofAtStart:
         most = MOST if rounding is None else max(LEAST, min(30 * rounding, MOST))
         if off > most:
             self._refuse_random(passes, cut.whole, whole)
+            refuse_kept_counts(cut, self._strategies.values())
         cause = self._cause(whole, parts) if off > most else ""
         return Found(off, off_in_loss, rounding, most, len(all_rows), cause)
 
