@@ -108,3 +108,70 @@ def test_batch_norm_on_the_nodes_of_graphs_is_named(norm: Any, place: Any) -> No
     assert report.exact == (place is None)
     assert [cause.place for cause in report.causes] == ([place] if place else [])
     assert all("BatchNorm1d normalises" in cause.text for cause in report.causes)
+
+
+class GraphBatch:
+    """Tensors by key or attribute, and no mapping, as a batch of torch_geometric."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        vars(self).update(tensors)
+
+    def keys(self) -> list[str]:
+        return list(vars(self))
+
+    def __getitem__(self, key: str) -> Tensor:
+        return vars(self)[key]
+
+    def apply(self, convert: Callable[[Tensor], Tensor]) -> GraphBatch:
+        vars(self).update({key: convert(self[key]) for key in self.keys()})
+        return self
+
+    def to(self, *args: Any, **options: Any) -> GraphBatch:
+        return self
+
+
+def graph_batch(rows: list[dict[str, Tensor]]) -> GraphBatch:
+    batch = graphs(rows)
+    shapes = [torch.linspace(-1, 1, 8).expand(len(row["ids"]), 8) for row in rows]
+    x = torch.cat(shapes) * batch["nodes"][:, None]
+    edges = torch.stack([batch["nodes"], batch["nodes"]])
+    return GraphBatch(edge_index=edges[:, ::2], x=x, ny=batch["nodes"])
+
+
+class Nodes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, zoo.VOCABULARY)
+
+    def training_step(self, batch: GraphBatch, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]), batch["ny"])
+
+
+def test_an_object_of_tensors_is_measured_in_float64_and_its_fields_counted() -> None:
+    loader = DataLoader(zoo.sequences(), batch_size=4, collate_fn=graph_batch)  # type: ignore[arg-type]
+    (cause,) = check(Nodes(), loader).causes
+    assert cause.remedy[0] == "accumulation = PerToken(labels='ny')"
+    report = check(Nodes(), loader, strategy=PerToken(labels="ny"))
+    assert report.exact
+    assert report.precision == "float64"
+
+
+def scaled_in_collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = zoo.padded(rows)
+    batch["scale"] = 0.1 + torch.arange(1, batch["ids"].shape[1] + 1) / 7
+    batch["scale"] = batch["scale"].expand(len(rows), -1).clone()
+    return batch
+
+
+class Scaled(Tokens):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        logits = self.head(self.features(batch)) * batch["scale"][..., None]
+        return zoo.token_mean(self, logits, batch)
+
+
+def test_floats_that_collate_makes_are_as_wide_in_every_batch() -> None:
+    loader = token_loader(scaled_in_collate)
+    report = check(Scaled(), loader, strategy=PerToken())
+    assert report.exact
+    assert report.deviation < 1e-12
+    assert not any("collated" in note for note in report.notes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batches import Path
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import holds_named_tensors, take_apart
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerClassWeight,
@@ -24,6 +24,9 @@ from trainkit.errors import TrainkitError
 
 IGNORED = (-100, 0, -1, 255, 1)
 """Labels that often do not count: cross_entropy's own, and paddings."""
+
+STRUCTURE = ("edge_index", "batch", "ptr")
+"""Fields of graphs that are seldom what a loss counts."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,10 @@ def _tensors(batch: Any) -> Iterable[tuple[str, Tensor]]:
     for path, value in take_apart(batch)[0]:
         if isinstance(value, Tensor) and path and not value.is_nested:
             yield path, value
+        elif holds_named_tensors(value):
+            for key in sorted(value.keys(), key=STRUCTURE.__contains__):
+                if isinstance(value[key], Tensor):
+                    yield f"{path}.{key}".lstrip("."), value[key]
 
 
 def _is_whole(tensor: Tensor) -> bool:

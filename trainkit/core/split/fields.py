@@ -78,8 +78,28 @@ def with_tensors(batch: Any, convert: Callable[[Tensor], Any]) -> Any:
     {'x': torch.Size([2]), 'y': [1]}
     """
     fields, build = take_apart(batch)
-    values = [field.value for field in fields]
-    return build(convert(v) if isinstance(v, Tensor) else v for v in values)
+    return build(_converted(field.value, convert) for field in fields)
+
+
+def _converted(value: Any, convert: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return convert(value)
+    if holds_named_tensors(value) and hasattr(value, "apply"):
+        return copy.copy(value).apply(convert)  # a batch of torch_geometric
+    return value
+
+
+def holds_named_tensors(value: Any) -> bool:
+    """Whether an object that is no mapping has tensors by key, as graphs have them.
+
+    >>> holds_named_tensors({"x": torch.zeros(2)}), holds_named_tensors("text")
+    (False, False)
+    """
+    if isinstance(value, Mapping | Tensor | type):
+        return False
+    if not (callable(getattr(value, "keys", None)) and hasattr(value, "__getitem__")):
+        return False
+    return any(isinstance(value[key], Tensor) for key in value.keys())
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:

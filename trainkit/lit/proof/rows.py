@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class FewRows:
         strategy: AccumulationStrategy | None = None,
     ) -> None:
         self._trainer, self._module = trainer, module
+        self._default = torch.get_default_dtype()
         self._samples = _samples(trainer.train_dataloader, most)
         self.is_split = options is not None
         self._options = options
@@ -149,9 +151,20 @@ class FewRows:
     def _collated(self, rows: Sequence[int]) -> Any:
         """A batch as it is before it is moved; this is what split windows cut."""
         assert self._collate is not None
-        batch = self._collate([self._samples[row] for row in rows])
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        return before_batch_transfer(self._module, batch)
+        with self._in_width_of_run():
+            batch = self._collate([self._samples[row] for row in rows])
+            batch = self._trainer.precision_plugin.convert_input(batch)
+            return before_batch_transfer(self._module, batch)
+
+    @contextlib.contextmanager
+    def _in_width_of_run(self) -> Iterator[None]:
+        """Floats that batches are made of are as wide as in the run, in every batch."""
+        present = torch.get_default_dtype()
+        torch.set_default_dtype(self._default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(present)
 
     def _at(self, rows: Sequence[int]) -> list[int]:
         if self._numbers is None:
@@ -171,7 +184,7 @@ class FewRows:
         # Hooks of the transfer may augment at random: rows get theirs in every part.
         self._draws.begin(rows)
         try:
-            with MeasuredCalls(dtype=None, draws=self._draws):
+            with self._in_width_of_run(), MeasuredCalls(dtype=None, draws=self._draws):
                 return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         finally:
             self._draws.is_active = False
