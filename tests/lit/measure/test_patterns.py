@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.lit.measure.starting import ALARM, SPLIT, fit, said
+from tests.lit.measure.starting import ALARM, SPLIT, fit, images, said
 from tests.lit.proof import zoo
 from trainkit import PerSample, PerToken
+
+SHARE = 2e-3
+"""Of a term that looks across rows, in a loss that does not."""
 
 
 def counted() -> DataLoader:
@@ -32,3 +38,17 @@ def test_a_count_that_the_run_itself_keeps_is_an_alarm() -> None:
         pytest.warns(UserWarning, match="num_targets"),
     ):
         fit(zoo.Tokens(zoo.by_host_count), counted(), PerToken(), SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, "exact on 5"), (SHARE, "may be more than rounding")]
+)
+def test_a_little_more_than_rounding_is_not_called_exact(
+    share: float, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(module: Any, maps: Tensor, batch: Any) -> Tensor:
+        looks_across = maps.mean().square()
+        return zoo.classified(module, maps, batch) + share * looks_across
+
+    fit(zoo.Images(loss), images(), PerSample())
+    assert text in said(capsys)

@@ -32,6 +32,9 @@ by up to 3e-6, others by 1e-3 and more."""
 LEAST = 3e-5
 """However little rows in another order make of a difference, less is never an alarm."""
 
+DOUBTFUL = 1e-5
+"""A larger deviation is not called exact if it is ten times what rounding does."""
+
 MOST_OF_FIT = 3e-5
 """With the best weights, parts of a loss that looks across rows are off by 1e-3."""
 
@@ -383,6 +386,11 @@ def shares_of(
 
 
 def _exact(found: Found, off: float) -> str:
+    if found.rounding is not None and off > max(DOUBTFUL, 10 * found.rounding):
+        return (
+            f"off by {off:.0e} on {found.num_rows} of your rows, which may be more than "
+            f"rounding ({found.rounding:.0e}); trainkit.check measures it in float64"
+        )
     beside = "" if found.rounding is None else f" (rounding {found.rounding:.0e})"
     loss = ""
     if found.off_in_loss > MOST:
