@@ -133,8 +133,9 @@ def _of_classes(
 
 def _tensors(batch: Any) -> Iterable[tuple[str, Tensor]]:
     for path, value in take_apart(batch)[0]:
-        if isinstance(value, Tensor) and path and not value.is_nested:
-            yield path, value
+        if isinstance(value, Tensor):
+            if path and not value.is_nested:
+                yield path, value
         elif holds_named_tensors(value):
             for key in sorted(value.keys(), key=STRUCTURE.__contains__):
                 if isinstance(value[key], Tensor):

@@ -388,8 +388,8 @@ def shares_of(
 def _exact(found: Found, off: float) -> str:
     if found.rounding is not None and off > max(DOUBTFUL, 10 * found.rounding):
         return (
-            f"off by {off:.0e} on {found.num_rows} of your rows, which may be more than "
-            f"rounding ({found.rounding:.0e}); trainkit.check measures it in float64"
+            f"off by {off:.0e} on {found.num_rows} of your rows, which may be more "
+            f"than rounding ({found.rounding:.0e}); trainkit.check measures it in float64"
         )
     beside = "" if found.rounding is None else f" (rounding {found.rounding:.0e})"
     loss = ""
