@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from tests.lit.measure.starting import ALARM, SPLIT, fit, images, said
 from tests.lit.proof import zoo
+from tests.lit.proof.test_no_share import by_root_of_rows
 from trainkit import PerSample, PerToken
 
 SHARE = 2e-3
@@ -52,3 +53,17 @@ def test_a_little_more_than_rounding_is_not_called_exact(
 
     fit(zoo.Images(loss), images(), PerSample())
     assert text in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (zoo.sample_weighted, "does not divide by what"),
+        (by_root_of_rows, "looks across the rows"),
+    ],
+)
+def test_a_divisor_that_does_not_add_up_is_no_wrong_strategy(
+    loss: Any, text: str
+) -> None:
+    with pytest.warns(UserWarning, match=text):
+        fit(zoo.Images(loss), images(), PerSample())

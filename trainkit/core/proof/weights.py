@@ -104,18 +104,18 @@ def explain(
         found = _of_function(measured, known, tolerance, function, scale)
         if found is not None:
             return found
-    fit = best_fit(*_with_sum(measured))
+    fit = best_fit(*with_sum(measured.whole, measured.parts))
     if fit.deviation > tolerance or _selects(measured, fit.weights):
         return None
     magnified = fit.condition > MOST_MAGNIFIED
     return Explained((), "", fit.weights, fit.deviation, is_free=not magnified)
 
 
-def _with_sum(measured: Measured) -> tuple[Tensor, Tensor]:
+def with_sum(whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     """The whole and its parts, with one coordinate by which weights add up to 1."""
-    size = torch.linalg.vector_norm(measured.whole)
-    whole = torch.cat([measured.whole, size[None]])
-    return whole, torch.cat([measured.parts, size.expand(len(measured.parts), 1)], 1)
+    size = torch.linalg.vector_norm(whole)
+    ones = size.expand(len(parts), 1)
+    return torch.cat([whole, size[None]]), torch.cat([parts, ones], 1)
 
 
 def _selects(measured: Measured, weights: Tensor) -> bool:

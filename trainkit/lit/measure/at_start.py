@@ -13,6 +13,7 @@ import torch
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.proof.candidates import line_of
 from trainkit.core.proof.gradients import best_fit, deviation, size_of
+from trainkit.core.proof.weights import with_sum
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.errors import TrainkitError
@@ -282,7 +283,9 @@ class ProofAtStart:
 
     def _cause(self, whole: Pass, parts: list[Pass]) -> str:
         gradients = torch.stack([each.gradient for each in parts])
-        if best_fit(whole.gradient, gradients).deviation <= MOST_OF_FIT:
+        off = best_fit(*with_sum(whole.gradient, gradients)).deviation
+        of_sum = deviation(whole.gradient, gradients, torch.ones(len(parts)).double())
+        if min(off, of_sum) <= MOST_OF_FIT:
             said = ", ".join(map(line_of, self._strategies.values()))
             return f"The loss does not divide by what {said} counts."
         names = normalising_by_batch(self._module)
@@ -389,7 +392,7 @@ def _exact(found: Found, off: float) -> str:
     if found.rounding is not None and off > max(DOUBTFUL, 10 * found.rounding):
         return (
             f"off by {off:.0e} on {found.num_rows} of your rows, which may be more "
-            f"than rounding ({found.rounding:.0e}); trainkit.check measures it in float64"
+            f"than rounding ({found.rounding:.0e}); trainkit.check measures in float64"
         )
     beside = "" if found.rounding is None else f" (rounding {found.rounding:.0e})"
     loss = ""
