@@ -67,3 +67,14 @@ def test_weights_that_add_up_can_still_be_said() -> None:
     (cause,) = report.causes
     assert cause.kind == "denominator"
     assert "Weighed()" in cause.remedy[0]
+
+
+def by_deviation(module: Any, maps: Tensor, batch: Any) -> Tensor:
+    return errors(module, maps, batch).mean() / batch[2].std(unbiased=len(maps) > 1)
+
+
+def test_a_part_without_a_finite_gradient_is_said_in_words() -> None:
+    report = check(Images(by_deviation), image_loader(), strategy=PerSample())
+    assert not report.exact
+    assert "the gradient of a part is not finite" in str(report)
+    assert "off by inf" not in str(report)

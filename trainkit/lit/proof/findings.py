@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -123,7 +124,7 @@ class Findings:
         """The report as rows of a table."""
         rows = [("verdict", self._verdict())]
         for cut in self.cuts:
-            off = "" if cut.deviation is None else f"off by {cut.deviation:.1e}"
+            off = "" if cut.deviation is None else _off(cut.deviation)
             text = ", ".join(filter(None, [off, cut.note]))
             rows.append((cut.name, f"{text} ({cut.sizes_text} rows)"))
         for name, off in self.parameters[:5]:
@@ -137,7 +138,7 @@ class Findings:
 
     def _verdict(self) -> str:
         measured = (
-            f"off by {self.deviation:.1e} (rounding: up to {self.rounding:.0e}, "
+            f"{_off(self.deviation)} (rounding: up to {self.rounding:.0e}, "
             f"{self.precision})"
         )
         if self.exact:
@@ -166,3 +167,9 @@ class Findings:
     def as_dict(self) -> dict[str, Any]:
         """The report as plain numbers, texts and lists."""
         return json.loads(json.dumps(asdict(self)))
+
+
+def _off(deviation: float) -> str:
+    if math.isinf(deviation):
+        return "the gradient of a part is not finite"
+    return f"off by {deviation:.1e}"
