@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -20,17 +20,17 @@ from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts
+from trainkit.lit.measure.found import (
+    MOST_IN_FLOAT64,
+    Found,
+    Proof,
+    exact_text,
+    most_of,
+    not_exact_text,
+    sure,
+)
 from trainkit.lit.measure.passes import Pass, Passes
 from trainkit.lit.rerun.quietly import seed
-
-Proof = Literal["warn", "require", "off"]
-
-MOST = 2e-4
-"""The largest deviation in float32 that is taken for rounding. Exact modules were off
-by up to 3e-6, others by 1e-3 and more."""
-
-LEAST = 3e-5
-"""However little rows in another order make of a difference, less is never an alarm."""
 
 MOST_OF_FIT = 3e-5
 """With the best weights, parts of a loss that looks across rows are off by 1e-3."""
@@ -38,40 +38,10 @@ MOST_OF_FIT = 3e-5
 MOST_ROUNDING = 1e-5
 """Losses that depend on the order of rows do not show what rounding does."""
 
+MOST_WIDE = 2**27
+"""With more parameters, none are copied to float64."""
+
 LABEL = "proof"
-
-
-def checked_proof(proof: Any) -> Proof:
-    """The option; YAML reads a bare `off` as false."""
-    if proof in (False, "False"):
-        return "off"
-    if proof not in get_args(Proof):
-        raise TrainkitError(
-            f'proof: must be "warn", "require" or "off", received {proof!r}.'
-        )
-    return proof
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was measured at the beginning of a run.
-
-    Attributes:
-        off: how far the window's gradient is from the whole's, as a share of its size.
-        off_in_loss: how far its loss is.
-        rounding: how far a gradient moves when rows change their order; None if there
-            were too few rows to see it.
-        most: the largest deviation that counts as rounding.
-        num_rows: how many rows were used.
-        cause: why it is not exact, in one sentence.
-    """
-
-    off: float
-    off_in_loss: float
-    rounding: float | None
-    most: float
-    num_rows: int
-    cause: str = ""
 
 
 class ProofAtStart:
@@ -176,15 +146,7 @@ class ProofAtStart:
     def _measured(
         self, rows: FirstRows, num_rows: int, args: Any, kwargs: Any
     ) -> Found:
-        passes = Passes(
-            self._module,
-            num_rows,
-            dtype=torch.float32,
-            as_it_is=True,
-            strategies=self._strategies,
-            arguments=(args, kwargs),
-            move=self._move,
-        )
+        passes = self._passes(num_rows, args, kwargs, torch.float32)
         trims = [True, False] if self._options is None else [True]
         ways = [(sizes, trimmed) for sizes in rows.sizes[num_rows] for trimmed in trims]
         if self._is_alone:
@@ -196,31 +158,60 @@ class ProofAtStart:
                 try:
                     cut = rows.in_parts(sizes, trims=trimmed)
                     once_more = least + sizes[1] <= self._rows_in_step(rows)
-                    return self._compared(passes, cut, sees_rounding=once_more)
+                    found = self._compared(passes, cut, sees_rounding=once_more)
+                    break
                 except Exception as error:
                     is_last = number + 1 == len(ways)
                     if is_last or isinstance(error, NotMeasured):
                         raise
-        raise AssertionError("unreachable")
+        if found.is_open and self._is_alone:
+            wide = self._passes(num_rows, args, kwargs, torch.float64)
+            with contextlib.suppress(Exception):  # not every operation knows float64
+                return found.decided(*self._in_float64(wide, cut))
+        return found
+
+    def _passes(
+        self, num_rows: int, args: Any, kwargs: Any, dtype: torch.dtype
+    ) -> Passes:
+        return Passes(
+            self._module,
+            num_rows,
+            dtype=dtype,
+            as_it_is=dtype is torch.float32,
+            strategies=self._strategies,
+            arguments=(args, kwargs),
+            move=self._move,
+        )
+
+    def _in_float64(self, passes: Passes, cut: InParts) -> tuple[float, str]:
+        """How far the window's gradient is off in float64, and why."""
+        if sum(each.numel() for each in passes.parameters) > MOST_WIDE:
+            raise NotMeasured("too many parameters to copy")
+        with passes.prepared():
+            whole, parts = self._run(passes, cut)
+            off, _ = self._off_by(whole, parts, cut)
+        return off, self._cause(whole, parts, MOST_IN_FLOAT64)
+
+    def _run(self, passes: Passes, cut: InParts) -> tuple[Pass, list[Pass]]:
+        """Passes over the whole and over its parts."""
+        whole = passes.run(cut.whole, sorted(sum(cut.rows, [])))
+        pairs = zip(cut.parts, cut.rows, strict=True)
+        return whole, [passes.run(batch, rows) for batch, rows in pairs]
 
     def _compared(self, passes: Passes, cut: InParts, *, sees_rounding: bool) -> Found:
-        all_rows = sorted(sum(cut.rows, []))
-        whole = passes.run(cut.whole, all_rows)
-        parts = [
-            passes.run(batch, rows)
-            for batch, rows in zip(cut.parts, cut.rows, strict=True)
-        ]
+        whole, parts = self._run(passes, cut)
         if not math.isfinite(sum(term.loss for term in whole.terms)):
             raise NotMeasured("the loss of these rows is not finite")
         if not size_of(whole.gradient):
             raise NotMeasured("the gradient of these rows is zero")
         off, off_in_loss = self._off_by(whole, parts, cut)
         rounding = self._rounding(passes, cut, parts) if sees_rounding else None
-        most = MOST if rounding is None else max(LEAST, min(30 * rounding, MOST))
-        if off > most:
+        cause = ""
+        if off > sure(rounding):
             self._refuse_random(passes, cut.whole, whole)
-        cause = self._cause(whole, parts) if off > most else ""
-        return Found(off, off_in_loss, rounding, most, len(all_rows), cause)
+            cause = self._cause(whole, parts)
+        num_rows = passes.num_rows
+        return Found(off, off_in_loss, rounding, most_of(rounding), num_rows, cause)
 
     def _off_by(
         self, whole: Pass, parts: list[Pass], cut: InParts
@@ -276,9 +267,11 @@ class ProofAtStart:
         if first.seen.is_narrow:
             raise NotMeasured("training_step computes in half precision by itself")
 
-    def _cause(self, whole: Pass, parts: list[Pass]) -> str:
+    def _cause(
+        self, whole: Pass, parts: list[Pass], most_of_fit: float = MOST_OF_FIT
+    ) -> str:
         gradients = torch.stack([each.gradient for each in parts])
-        if best_fit(whole.gradient, gradients).deviation <= MOST_OF_FIT:
+        if best_fit(whole.gradient, gradients).deviation <= most_of_fit:
             said = ", ".join(map(line_of, self._strategies.values()))
             return f"The loss does not divide by what {said} counts."
         names = normalising_by_batch(self._module)
@@ -302,13 +295,13 @@ class ProofAtStart:
             self._say((LABEL, text))
             return
         if off > found.most:
-            text = _not_exact(found, off)
+            text = not_exact_text(found, off)
             if self._proof == "require":
                 raise TrainkitError(f'proof="require": {text}')
             if trainer.is_global_zero:
                 warnings.warn(text, stacklevel=2)
             return
-        self._say((LABEL, _exact(found, off)))
+        self._say((LABEL, exact_text(found, off)))
 
     def _say(self, row: Row) -> None:
         if self._trainer.is_global_zero:
@@ -379,24 +372,6 @@ def shares_of(
     ]
     weights = torch.tensor(each, dtype=torch.float64)
     return weights / weights.sum()
-
-
-def _exact(found: Found, off: float) -> str:
-    beside = "" if found.rounding is None else f" (rounding {found.rounding:.0e})"
-    loss = ""
-    if found.off_in_loss > MOST:
-        loss = f"; the loss's value is off by {found.off_in_loss:.1g}, its gradient not"
-    return f"exact on {found.num_rows} of your rows: off by {off:.0e}{beside}{loss}"
-
-
-def _not_exact(found: Found, off: float) -> str:
-    cause = found.cause or "It was found on another rank."
-    return (
-        f"proof: a window of this training is not the big batch. On {found.num_rows} "
-        f"rows of the first batch, cut in two, its gradient is off by {off:.2g} of its "
-        f"size. {cause} `trainkit check`, before the words of a command, or "
-        f"trainkit.check(module, data) says where and why."
-    )
 
 
 def _in_one_line(error: BaseException) -> str:
