@@ -15,6 +15,25 @@ def make_quicker() -> None:
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 
+def make_logs_quicker() -> None:
+    """Leave a logged number's metric where it is, if the number is there as well: to
+    move it copies all that it holds, which is a tenth of a tiny training."""
+    name = "lightning.pytorch.trainer.connectors.logger_connector.result"
+    if name not in sys.modules:
+        return
+    metric: Any = vars(sys.modules[name])["_ResultMetric"]
+    real = metric.to
+    if real.__name__ == "move":  # a fork of one that is quicker
+        return
+
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and self.is_tensor and args == (self.value.device,):
+            return self
+        return real(self, *args, **kwargs)
+
+    metric.to = move
+
+
 def make_hydra_quicker() -> None:
     """Read YAML in C, parse each text once, copy less, and compose a job once: together
     five sixths of its time.
