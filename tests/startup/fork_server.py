@@ -235,8 +235,8 @@ def import_all() -> None:
     # This file's folder is on the path.
     from quicker import (
         make_hydra_quicker,
-        make_logs_quicker,
         make_quicker,
+        make_trainings_quicker,
         make_wandb_quicker,
     )
 
@@ -251,7 +251,7 @@ def import_all() -> None:
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
     make_hydra_quicker()
-    make_logs_quicker()
+    make_trainings_quicker()
     make_wandb_quicker()
     importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
     compose_once()
