@@ -261,6 +261,7 @@ def import_all() -> None:
         finalizer.atexit = False  # torch would take its operators down: 40 ms
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # as in `conftest`
 
 
 def compose_once() -> None:
