@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,11 +30,7 @@ def announce_whole_counts(
     Returns:
         Whether there was such a number.
     """
-    allowed = set(map(str, shared))
-    for path, number in _same_numbers(whole, part, ""):
-        count = _count(number)
-        if count is None or count < 2 or count not in counts or path in allowed:
-            continue
+    for path, number, count in whole_counts(whole, part, counts, shared):
         seen, divided = str(count), "divided"
         if number < 1:
             seen, divided = f"1 / {count}", "multiplied"
@@ -49,6 +45,25 @@ def announce_whole_counts(
         )
         return True
     return False
+
+
+def whole_counts(
+    whole: Any, part: Any, counts: Container[int], shared: Sequence[Path] = ()
+) -> Iterator[tuple[str, float, int]]:
+    """The numbers that count a batch and are unchanged in a part of it: the path, the
+    number, and what it or one over it counts.
+
+    Args:
+        whole: a batch.
+        part: fewer rows of it.
+        counts: what the batch has.
+        shared: paths that do not matter.
+    """
+    allowed = set(map(str, shared))
+    for path, number in _same_numbers(whole, part, ""):
+        count = _count(number)
+        if count is not None and count > 1 and count in counts and path not in allowed:
+            yield path, number, count
 
 
 def _count(number: float) -> int | None:

@@ -19,7 +19,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
-from trainkit.lit.measure.first_rows import FirstRows, InParts
+from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
 from trainkit.lit.measure.found import (
     MOST_IN_FLOAT64,
     Found,
@@ -209,6 +209,7 @@ class ProofAtStart:
         cause = ""
         if off > sure(rounding):
             self._refuse_random(passes, cut.whole, whole)
+            refuse_kept_counts(cut, self._strategies.values())
             cause = self._cause(whole, parts)
         num_rows = passes.num_rows
         return Found(off, off_in_loss, rounding, most_of(rounding), num_rows, cause)

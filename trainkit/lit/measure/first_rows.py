@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from trainkit.core.proof.parts import telling_rows
 from trainkit.core.split.cutting import Cutter
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.whole_counts import whole_counts
 from trainkit.core.strategies import AccumulationStrategy, Uniform
+from trainkit.lit.measure.clean import NotMeasured
 
 POOL = 15
 """The rows are chosen among so many of the shortest."""
@@ -37,11 +39,13 @@ class InParts:
         whole: the batch of all of them.
         parts: the batches of the two parts.
         rows: the rows of each part, by their place in the whole.
+        loader_batch: what they were cut from, where the run itself cuts nothing.
     """
 
     whole: Any
     parts: list[Any]
     rows: list[list[int]]
+    loader_batch: Any = None
 
 
 class FirstRows:
@@ -98,7 +102,8 @@ class FirstRows:
             return InParts(self._collated(all_rows), parts, within)
         whole = self._cutter.pair(self._batch, all_rows)[0 if trims else 1]
         parts = [self._cutter.pair(whole, part)[1] for part in within]
-        return InParts(whole, parts, within)
+        loader_batch = self._batch if self._options is None else None
+        return InParts(whole, parts, within, loader_batch)
 
     def _collated(self, rows: Sequence[int]) -> Any:
         assert self._collate is not None
@@ -131,3 +136,25 @@ def _weight(weigh: Any, batch: Any) -> float:
         found = float(weigh(batch))
         return found if math.isfinite(found) else 0.0
     return 0.0
+
+
+def refuse_kept_counts(
+    cut: InParts, strategies: Iterable[AccumulationStrategy]
+) -> None:
+    """Refuse a count that is right for each loader batch of the run, and that rows cut
+    from one keep."""
+    if cut.loader_batch is None:
+        return
+    whole, part = (
+        with_tensors(batch, lambda tensor: tensor.detach().cpu())
+        for batch in (cut.loader_batch, cut.parts[0])
+    )
+    counts = set()
+    for strategy in strategies:
+        with contextlib.suppress(Exception):
+            counts.add(int(strategy.weight(whole)))
+    for path, number, _ in whole_counts(whole, part, counts):
+        raise NotMeasured(
+            f"field {path!r} is {number:g} and counts the loader batch, also for rows "
+            f"that are cut from it; trainkit.check batches rows anew"
+        )
