@@ -35,7 +35,7 @@ def checked(module: Any, guard: BatchNormGuard) -> Any:
 @pytest.mark.parametrize("options", [{}, {"freeze_affine": True}])
 @pytest.mark.parametrize("policy", ["group_norm", "freeze", "ignore"])
 def test_a_guard_that_makes_rows_independent_is_exact(
-    policy: Any, options: dict[str, bool]
+    policy: Any, options: dict[str, Any]
 ) -> None:
     """The control: a guard that leaves the layers as they are."""
     if options and policy != "freeze":

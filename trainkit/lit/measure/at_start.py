@@ -147,28 +147,31 @@ class ProofAtStart:
         self, rows: FirstRows, num_rows: int, args: Any, kwargs: Any
     ) -> Found:
         passes = self._passes(num_rows, args, kwargs, torch.float32)
-        trims = [True, False] if self._options is None else [True]
-        ways = [(sizes, trimmed) for sizes in rows.sizes[num_rows] for trimmed in trims]
-        if self._is_alone:
-            least = 2 * num_rows
-        else:  # a pass may wait for other ranks, so each runs as many
-            ways, least = [(rows.sizes[num_rows][0], False)], math.inf
         with passes.prepared():
-            for number, (sizes, trimmed) in enumerate(ways):
-                try:
-                    cut = rows.in_parts(sizes, trims=trimmed)
-                    once_more = least + sizes[1] <= self._rows_in_step(rows)
-                    found = self._compared(passes, cut, sees_rounding=once_more)
-                    break
-                except Exception as error:
-                    is_last = number + 1 == len(ways)
-                    if is_last or isinstance(error, NotMeasured):
-                        raise
+            found, cut = self._in_float32(passes, rows)
         if found.is_open and self._is_alone:
             wide = self._passes(num_rows, args, kwargs, torch.float64)
             with contextlib.suppress(Exception):  # not every operation knows float64
                 return found.decided(*self._in_float64(wide, cut))
         return found
+
+    def _in_float32(self, passes: Passes, rows: FirstRows) -> tuple[Found, InParts]:
+        """The first way to cut the rows in which `training_step` runs."""
+        trims = [True, False] if self._options is None else [True]
+        several = rows.sizes[passes.num_rows]
+        ways = [(sizes, trimmed) for sizes in several for trimmed in trims]
+        least: float = 2 * passes.num_rows
+        if not self._is_alone:  # a pass may wait for other ranks, so each runs as many
+            ways, least = [(several[0], False)], math.inf
+        for sizes, trimmed in ways:
+            try:
+                cut = rows.in_parts(sizes, trims=trimmed)
+                once_more = least + sizes[1] <= self._rows_in_step(rows)
+                return self._compared(passes, cut, sees_rounding=once_more), cut
+            except Exception as error:
+                if (sizes, trimmed) == ways[-1] or isinstance(error, NotMeasured):
+                    raise
+        raise AssertionError("unreachable")
 
     def _passes(
         self, num_rows: int, args: Any, kwargs: Any, dtype: torch.dtype
