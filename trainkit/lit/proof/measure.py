@@ -179,7 +179,7 @@ class Measurements:
             totals = torch.tensor([divisors[line].total for divisors in each]).double()
             if bool((totals != divisor.total).any()):
                 words = divisor.text, divisor.line
-                candidate = Candidate(line, no_count, SIMPLICITY, None, words)
+                candidate = Candidate(line, no_count, SIMPLICITY, words)
                 found[candidate] = Counts(divisor.total, totals)
         return found
 

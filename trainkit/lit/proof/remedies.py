@@ -177,13 +177,16 @@ def _host_counts(batch: Any) -> list[str]:
 
 
 def _of_unknown_weights(which: str, explained: Explained) -> Cause:
-    smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
-    shares = ", ".join(f"{float(w) / smallest:.4g}" for w in explained.weights)
+    shares = ""
+    if explained.is_clear:
+        smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
+        each = (f"{float(w) / smallest:.4g}" for w in explained.weights)
+        shares = f"; they are as {', '.join(each)}"
     return Cause(
         DENOMINATOR,
         STEP,
         f"the parts of {which} add up to the whole, but with weights that nothing in "
-        f"the batch counts; they are as {shares}",
+        f"the batch counts{shares}",
         (
             "accumulation = Weighed(), and in training_step self.weigh(n) with the "
             "number that the loss divides by",
