@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import run_backward, without_gradient_hooks
-from trainkit.core.proof.gradients import Coordinates
+from trainkit.core.proof.gradients import Coordinates, added
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.strategies import Strategies
 from trainkit.core.weighed import Weighed
@@ -282,9 +282,7 @@ class Passes:
         self._terms.append(Term(name, float(loss.detach()), vector, batch, given))
         if self._gradients is not None:
             pairs = zip(self._gradients, gradients, strict=True)
-            self._gradients = [
-                b if a is None else a if b is None else a + b for a, b in pairs
-            ]
+            self._gradients = [added(one, other) for one, other in pairs]
 
 
 def _refuse_gathering(*args: Any, **kwargs: Any) -> None:
