@@ -108,20 +108,19 @@ def _option(
 
 
 def _as_loader(data: Any) -> Any:
-    is_loader = hasattr(data, "__iter__") and hasattr(data, "__len__")
-    if data is None or hasattr(data, "train_dataloader"):
-        return data
-    if isinstance(data, DataLoader) or not is_loader or _is_loader(data):
+    """What `fit` takes: a batch becomes a loader that yields it."""
+    kinds = ("train_dataloader", "dataset", "loaders")
+    is_loader = isinstance(data, DataLoader) or any(hasattr(data, k) for k in kinds)
+    if is_loader or not (hasattr(data, "__iter__") and hasattr(data, "__len__")):
         return data
     return DataLoader([data], batch_size=None)  # type: ignore[arg-type]
 
 
-def _is_loader(data: Any) -> bool:
-    return hasattr(data, "dataset") or hasattr(data, "loaders")
-
-
 class _Check(Callback):
-    """Measures before the first step, as the Trainer's only callback, and ends fit."""
+    """Measures before the first step, as the Trainer's only callback, and ends `fit`.
+
+    Copies of the run's BatchNorm guards change the layers first.
+    """
 
     def __init__(
         self,
@@ -145,7 +144,13 @@ class _Check(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        _refuse_communicating(trainer, pl_module)
+        if communicates(trainer, pl_module):
+            raise TrainkitError(
+                f"check: {type(trainer.strategy).__name__} or SyncBatchNorm "
+                f"communicates within a pass, and parts of a batch would wait for "
+                f"other ranks. Check with one device: "
+                f"Trainer(devices=1, strategy='auto')."
+            )
         for guard in self._guards:
             guard.freeze(trainer, pl_module)
         self.report = of_all_ranks(
@@ -178,13 +183,3 @@ class _Check(Callback):
                 f"check: needs at least 2 rows to cut, and found {rows.num_rows}."
             )
         return measured(module, rows, strategies, self._callbacks)
-
-
-def _refuse_communicating(trainer: Any, module: Any) -> None:
-    """Refuse backends and layers that communicate within a pass: parts would wait."""
-    if communicates(trainer, module):
-        raise TrainkitError(
-            f"check: {type(trainer.strategy).__name__} or SyncBatchNorm communicates "
-            f"within a pass, and parts of a batch would wait for other ranks. Check "
-            f"with one device: Trainer(devices=1, strategy='auto')."
-        )

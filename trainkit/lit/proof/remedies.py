@@ -76,26 +76,24 @@ def of_weights(
     if first is SUM:
         return _of_sum(which, said, strategy, batch)
     if first is UNIFORM:
-        return Cause(
-            DENOMINATOR,
-            STEP,
+        return _denominator(
             f"{which} weighs every micro-batch alike, and {said} does not",
             ("accumulation = Uniform()",),
         )
     if first.seen is not None:
-        return Cause(
-            DENOMINATOR,
-            STEP,
+        return _denominator(
             f"{which} divides by {_counted(first)}, which no field of the batch "
             f"counts, and not by {said}",
             lines_for(first),
         )
-    return Cause(
-        DENOMINATOR,
-        STEP,
+    return _denominator(
         f"{which} divides by what {first.line} counts, not by {said}{equal}",
         lines_for(first),
     )
+
+
+def _denominator(text: str, remedy: tuple[str, ...]) -> Cause:
+    return Cause(DENOMINATOR, STEP, text, remedy)
 
 
 def lines_for(candidate: Candidate) -> tuple[str, ...]:
@@ -156,9 +154,7 @@ def _of_sum(
         )
     kept = strategy if isinstance(strategy, PerSample | PerToken) else PerSample()
     line = line_of(replace(kept, loss_reduction="total"))
-    return Cause(
-        DENOMINATOR,
-        STEP,
+    return _denominator(
         f"{which} is a sum over rows, and {said} takes it for a mean",
         (_assigned(line.replace("'total'", '"total"')),),
     )
@@ -182,9 +178,7 @@ def _of_unknown_weights(which: str, explained: Explained) -> Cause:
         smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
         each = (f"{float(w) / smallest:.4g}" for w in explained.weights)
         shares = f"; they are as {', '.join(each)}"
-    return Cause(
-        DENOMINATOR,
-        STEP,
+    return _denominator(
         f"the parts of {which} add up to the whole, but with weights that nothing in "
         f"the batch counts{shares}",
         (
@@ -199,9 +193,7 @@ def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
     """The loss has two terms, and no strategy divides by both denominators."""
     terms = " and of ".join(_term(each) for each in (one, other))
     if CONSTANT in (one, other):
-        return Cause(
-            DENOMINATOR,
-            STEP,
+        return _denominator(
             f"the loss is made of {terms}; each micro-batch adds the latter anew",
             (
                 "return the mean over rows from training_step, to which a constant may "
@@ -214,9 +206,7 @@ def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
         f"for PerSample(mask='count'), let the data set count for each row what "
         f"{' and '.join(unseen)} divides by, as the field 'count'"
     )
-    return Cause(
-        DENOMINATOR,
-        STEP,
+    return _denominator(
         f"the loss is made of {terms}",
         (
             'return {"loss": {"one": first, "other": second}} from training_step',
@@ -266,6 +256,7 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
 
 
 def of_loss(located: Located) -> Cause:
+    """The rows agree up to the loss, which looks across them."""
     after = f" after {located.after}" if located.after else ""
     return Cause(
         LOSS,
@@ -277,6 +268,7 @@ def of_loss(located: Located) -> Cause:
 
 
 def of_small_parts() -> Cause:
+    """The loss computes something else for parts of one row."""
     return Cause(
         LOSS,
         STEP,
