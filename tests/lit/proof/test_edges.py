@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -146,6 +147,19 @@ def test_the_strategy_is_that_of_module_or_trainer() -> None:
     report = check(Tokens(), token_loader(), trainer=trainer)
     assert report.exact
     assert report.cuts[-1].name == "plain accumulation"
+
+
+class OfTwo(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["tokens"], batch_idx)
+
+
+@pytest.mark.parametrize("combined", [dict, CombinedLoader])
+def test_several_loaders_are_no_batch(combined: Any) -> None:
+    loaders = combined({"tokens": token_loader(), "others": token_loader()})
+    labels = "tokens.labels"
+    assert check(OfTwo(), loaders, strategy=PerToken(labels=labels)).exact
+    assert not check(OfTwo(), loaders, strategy=PerSample()).exact
 
 
 def test_one_batch_is_enough() -> None:

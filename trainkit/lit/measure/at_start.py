@@ -297,7 +297,7 @@ class ProofAtStart:
             if self._proof == "require":
                 raise TrainkitError(f'proof="require": {text}')
             if trainer.is_global_zero:
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(f"proof: {text}", stacklevel=2)
             return
         self._say((LABEL, _exact(found, off)))
 
@@ -354,10 +354,10 @@ def _exact(found: Found, off: float) -> str:
 def _not_exact(found: Found, off: float) -> str:
     cause = found.cause or "It was found on another rank."
     return (
-        f"proof: a window of this training is not the big batch. On {found.num_rows} "
+        f"a window of this training is not the big batch. On {found.num_rows} "
         f"rows of the first batch, cut in two, its gradient is off by {off:.2g} of its "
-        f"size. {cause} `trainkit check`, before the words of a command, or "
-        f"trainkit.check(module, data) says where and why."
+        f"size. {cause} trainkit.check(module, data) names the place and the remedy, "
+        f"and so does `trainkit check`, before the words of your command."
     )
 
 

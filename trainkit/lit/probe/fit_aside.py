@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -33,7 +33,7 @@ def fit_aside(
     Args:
         trainer: as it will train.
         module: the module that it will train.
-        data: a LightningDataModule, the training loader, or None.
+        data: a LightningDataModule, the training loader, several of them, or None.
         callback: ends `fit` itself, with `leaves_fit`.
         prepare: called once Trainer and module are prepared.
         last: called when everything is put back.
@@ -57,7 +57,10 @@ def _put_back(
 ) -> Iterator[None]:
     strategy = trainer.strategy
     device = strategy.root_device
-    others = [*parts_of(trainer), *([] if data is None else [data])]
+    several = data.values() if isinstance(data, Mapping) else data
+    loaders = several if isinstance(data, Mapping | list | tuple) else [data]
+    given = [each for each in loaders if hasattr(each, "__dict__")]
+    others = [*parts_of(trainer), *given]
     snapshot = Snapshot(
         module, trainer.callbacks, others=others, around_steps=True, device=device
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -109,11 +109,18 @@ def _option(
 
 def _as_loader(data: Any) -> Any:
     """What `fit` takes: a batch becomes a loader that yields it."""
-    kinds = ("train_dataloader", "dataset", "loaders")
-    is_loader = isinstance(data, DataLoader) or any(hasattr(data, k) for k in kinds)
-    if is_loader or not (hasattr(data, "__iter__") and hasattr(data, "__len__")):
+    has_many = hasattr(data, "__iter__") and hasattr(data, "__len__")
+    several = data.values() if isinstance(data, Mapping) else data
+    is_several = isinstance(data, Mapping | list | tuple) and any(map(_loads, several))
+    if not has_many or _loads(data) or is_several:
         return data
     return DataLoader([data], batch_size=None)  # type: ignore[arg-type]
+
+
+def _loads(data: Any) -> bool:
+    """Whether it is a data module, a loader, or Lightning's loader of several."""
+    kinds = ("train_dataloader", "dataset", "loaders", "flattened")
+    return isinstance(data, DataLoader) or any(hasattr(data, kind) for kind in kinds)
 
 
 class _Check(Callback):
@@ -180,6 +187,7 @@ class _Check(Callback):
         )
         if rows.num_rows < 2:
             raise TrainkitError(
-                f"check: needs at least 2 rows to cut, and found {rows.num_rows}."
+                f"check: needs at least 2 rows to cut, and found {rows.num_rows}. Give "
+                f"a loader or a batch with more rows, and leave rows= at its default."
             )
         return measured(module, rows, strategies, self._callbacks)
