@@ -19,6 +19,7 @@ from trainkit.core.strategies import (
     PerToken,
     Strategies,
 )
+from trainkit.core.weighed import Weighed
 from trainkit.lit.measure.by_hand import PLAIN, has_mixin
 from trainkit.lit.measure.passes import Pass
 from trainkit.lit.proof.events import Located
@@ -52,7 +53,9 @@ def of_weights(
     """The loss divides by something else than the strategy counts, or than its backward
     call is given as a weight."""
     said = "plain accumulation" if strategy is None else line_of(strategy)
-    if is_given:
+    if isinstance(strategy, Weighed):
+        said = "what self.weigh gets" if strategy.is_said else "what by= counts"
+    elif is_given:
         said = GIVEN
     which = f"the term {term!r}" if term and not term.isdigit() else "the loss"
     if not explained.classes:
