@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,8 +94,7 @@ class MeasuredCalls(TorchFunctionMode):
             # The numbers that rand and randn get are the shape.
             given = () if name in ("rand", "randn") else (*args, *kwargs.values())
             numbers = tuple(each for each in given if isinstance(each, int | float))
-            call = functools.partial(draw, args=args, kwargs=kwargs)
-            return self._drawn(name, made, call, numbers)
+            return self._drawn(name, made, lambda t: draw(t, args, kwargs), numbers)
         return self._widened(func, name, args, kwargs)
 
     def _widened(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -185,15 +185,12 @@ class Passes:
 
     def gradients(self, batch: Any, rows: Sequence[int]) -> list[Tensor | None]:
         """All coordinates of the gradients of a pass, over all its terms."""
-        self._gradients = self._no_gradients()
+        self._gradients = [None for _ in self.parameters]
         try:
             self.run(batch, rows)
             return self._gradients
         finally:
             self._gradients = None
-
-    def _no_gradients(self) -> list[Tensor | None]:
-        return [None for _ in self.parameters]
 
     def _run(self, batch: Any) -> Pass:
         calls = MeasuredCalls(
@@ -201,7 +198,7 @@ class Passes:
         )
         self._terms = []
         if self._gradients is not None:
-            self._gradients = self._no_gradients()
+            self._gradients = [None for _ in self.parameters]
         with (
             self._said.open(),
             _in_eval(self.in_eval),

@@ -23,6 +23,7 @@ from trainkit.lit.proof.ranks import of_all_ranks
 from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.verdict import measured
+from trainkit.lit.rerun.quietly import without_advice
 
 
 def check(
@@ -55,6 +56,13 @@ def check(
         rows: how many rows to use at most.
     """
     check_whole_number("check rows", rows)
+    with without_advice():
+        return _checked(module, data, strategy, micro_batches, trainer, rows)
+
+
+def _checked(
+    module: Any, data: Any, strategy: Any, micro_batches: Any, trainer: Any, rows: int
+) -> Report:
     trainer = trainer or _trainer()
     checked = _Check(
         strategy=_option(strategy, "accumulation", "strategy", module, trainer),
