@@ -38,6 +38,7 @@ BY_HAND = (
     "self.accumulate(loss, batch, optimizer=...)  # of AccumulationMixin, in place of "
     "self.manual_backward(loss)"
 )
+PLAINLY = "plain accumulation"
 GIVEN = "what self.accumulate gets"
 NO_STRATEGY = "no strategy can make it exact"
 
@@ -52,21 +53,14 @@ def of_weights(
 ) -> Cause:
     """The loss divides by something else than the strategy counts, or than its backward
     call is given as a weight."""
-    said = "plain accumulation" if strategy is None else line_of(strategy)
-    if isinstance(strategy, Weighed):
-        said = "what self.weigh gets" if strategy.is_said else "what by= counts"
-    elif is_given:
-        said = GIVEN
+    said = _said(strategy, is_given=is_given)
+    unlike = f", and not by {said}"
+    if said == PLAINLY:
+        unlike = f"; {said} divides by the number of micro-batches"
     which = f"the term {term!r}" if term and not term.isdigit() else "the loss"
     if not explained.classes:
         return _of_unknown_weights(which, explained)
     first, *others = explained.classes
-    equal = ""
-    if others and first not in (SUM, UNIFORM):
-        lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT and e is not SUM]
-        if lines:
-            count = "counts" if len(lines) == 1 else "count"
-            equal = f" (on these rows {' and '.join(lines[:2])} {count} as much)"
     if explained.function:
         first_line, *more = lines_for(first)
         return Cause(
@@ -86,13 +80,31 @@ def of_weights(
     if first.seen is not None:
         return _denominator(
             f"{which} divides by {_counted(first)}, which no field of the batch "
-            f"counts, and not by {said}",
+            f"counts{unlike}",
             lines_for(first),
         )
     return _denominator(
-        f"{which} divides by what {first.line} counts, not by {said}{equal}",
+        f"{which} divides by what {first.line} counts{unlike}{_equal(others)}",
         lines_for(first),
     )
+
+
+def _said(strategy: AccumulationStrategy | None, *, is_given: bool) -> str:
+    """What the parts were weighed by."""
+    if isinstance(strategy, Weighed):
+        return "what self.weigh gets" if strategy.is_said else "what by= counts"
+    if is_given:
+        return GIVEN
+    return PLAINLY if strategy is None else line_of(strategy)
+
+
+def _equal(others: Sequence[Candidate]) -> str:
+    """The candidates that are often meant, and count as much as the simplest."""
+    lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT and e is not SUM]
+    if not lines:
+        return ""
+    count = "counts" if len(lines) == 1 else "count"
+    return f" (on these rows {' and '.join(lines[:2])} {count} as much)"
 
 
 def _denominator(text: str, remedy: tuple[str, ...]) -> Cause:
