@@ -12,9 +12,9 @@ import torch
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.proof.candidates import line_of
-from trainkit.core.proof.gradients import best_fit, deviation, size_of
+from trainkit.core.proof.gradients import best_fit, deviation, share_of, size_of
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import AccumulationStrategy, Strategies
+from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import Row, say
@@ -30,6 +30,12 @@ from trainkit.lit.measure.found import (
     sure,
 )
 from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.measure.window import (
+    shares_of,
+    strategy_of,
+    terms_of,
+    window_off_by,
+)
 from trainkit.lit.rerun.quietly import seed
 
 MOST_OF_FIT = 3e-5
@@ -73,6 +79,7 @@ class ProofAtStart:
         self._trainer, self._module = trainer, pl_module
         self._strategies, self._proof = strategies, proof
         self._options, self._move = options, move
+        self._is_alone = trainer.world_size == 1
         self._is_done = False
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,23 +93,22 @@ class ProofAtStart:
         if self._is_done:
             return
         self._is_done = True
-        reason, rows, number = "", None, 0
+        found, rows, number, reason = None, None, 0, "another rank cannot measure"
         try:
             refuse_unclean(self._trainer, self._module)
             rows = self._first_rows(batch)
             number = self._number_of(rows)
         except Exception as error:
             reason = _in_one_line(error)
-        num_rows = self._least(number)
-        found = None
-        if num_rows:
-            assert rows is not None
+        # The number of rows that every rank can measure with.
+        number = -int(largest(self._trainer, -number))
+        if rows is not None and number:
             try:
                 with aside(self._trainer, self._module):
-                    found = self._measured(rows, num_rows, args, kwargs)
+                    found = self._measured(rows, number, args, kwargs)
             except Exception as error:
                 reason = _in_one_line(error)
-        self._tell(found, reason or "another rank cannot measure")
+        self._tell(found, reason)
 
     # ---- the rows --------------------------------------------------------------------
 
@@ -130,16 +136,8 @@ class ProofAtStart:
             f"a step {in_step}: too few to cut"
         )
 
-    @property
-    def _is_alone(self) -> bool:
-        return self._trainer.world_size == 1
-
     def _rows_in_step(self, rows: FirstRows) -> int:
         return rows.num_rows * self._trainer.accumulate_grad_batches
-
-    def _least(self, num_rows: int) -> int:
-        """The number of rows that every rank can measure with."""
-        return -int(largest(self._trainer, -num_rows))
 
     # ---- passes ----------------------------------------------------------------------
 
@@ -221,21 +219,18 @@ class ProofAtStart:
         self, whole: Pass, parts: list[Pass], cut: InParts
     ) -> tuple[float, float]:
         """How far the window's gradient and its loss are from the whole's."""
-        squares = sizes = in_loss = 0.0
-        for number, term in enumerate(whole.terms):
-            strategy = self._strategies.get(
-                term.name, next(iter(self._strategies.values()))
+        terms = terms_of(whole, parts)
+        shares = {
+            name: shares_of(name, strategy_of(name, self._strategies), parts, cut.parts)
+            for name in terms
+        }
+        in_loss = max(
+            deviation(
+                each.losses.new_tensor([each.loss]), each.losses[:, None], shares[name]
             )
-            gradients = torch.stack([each.terms[number].gradient for each in parts])
-            said = [each.weight(term.name) for each in parts]
-            shares = shares_of(strategy, cut.parts, said)
-            off = deviation(term.gradient, gradients, shares)
-            size = size_of(term.gradient)
-            squares, sizes = squares + (off * size) ** 2, sizes + size**2
-            losses = torch.tensor([[each.terms[number].loss] for each in parts])
-            loss = torch.tensor([term.loss], dtype=torch.float64)
-            in_loss = max(in_loss, deviation(loss, losses.double(), shares))
-        return math.sqrt(squares / sizes), in_loss
+            for name, each in terms.items()
+        )
+        return window_off_by(terms, shares), in_loss
 
     def _rounding(
         self, passes: Passes, cut: InParts, parts: list[Pass]
@@ -248,9 +243,9 @@ class ProofAtStart:
         order = list(reversed(range(len(rows))))
         reversed_batch = FirstRows(cut.parts[-1], self._options, strategy).take(order)
         found = passes.run(reversed_batch, [rows[n] for n in order])
-        size = size_of(parts[-1].gradient)
-        moved = size_of(found.gradient - parts[-1].gradient)
-        return min(moved / size, MOST_ROUNDING) if size else None
+        own = parts[-1].gradient
+        moved = share_of(found.gradient - own, own)
+        return min(moved, MOST_ROUNDING) if size_of(own) else None
 
     def _refuse_random(self, passes: Passes, batch: Any, first: Pass) -> None:
         """Refuse to compare passes that draw what cannot be handed out by row."""
@@ -303,7 +298,7 @@ class ProofAtStart:
             if self._proof == "require":
                 raise TrainkitError(f'proof="require": {text}')
             if trainer.is_global_zero:
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(f"proof: {text}", stacklevel=2)
             return
         self._say((LABEL, exact_text(found, off)))
 
@@ -313,12 +308,7 @@ class ProofAtStart:
 
 
 def begin_proof(
-    trainer: Any,
-    pl_module: Any,
-    windows: Any,
-    *,
-    options: MicroBatching | None = None,
-    move: Callable[[Any], Any] = lambda batch: batch,
+    trainer: Any, pl_module: Any, windows: Any, **options: Any
 ) -> Callable[..., None]:
     """What proves a run in its first `training_step`.
 
@@ -328,17 +318,13 @@ def begin_proof(
         trainer: about to train.
         pl_module: what it trains.
         windows: the callback that divides windows.
-        options: how split windows cut; None for streamed ones.
-        move: brings a part of a batch to the device.
+        **options: of `ProofAtStart`.
     """
     has_parts = trainer.world_size > 1 or may_be_several(trainer, pl_module, windows)
     if windows.proof == "off" or not has_parts:
         return _nothing
-    strategies = windows.strategies
-    proof = ProofAtStart(
-        trainer, pl_module, strategies, windows.proof, options=options, move=move
-    )
-    return proof.run
+    strategies, proof = windows.strategies, windows.proof
+    return ProofAtStart(trainer, pl_module, strategies, proof, **options).run
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -356,26 +342,6 @@ def _check_number(rows: FirstRows, options: MicroBatching | None, loader: Any) -
             f"the first dimension of the batch is {rows.num_rows}, and the loader's "
             f"batch size {size}: it may not be that of the rows"
         )
-
-
-def shares_of(
-    strategy: AccumulationStrategy, batches: list[Any], said: list[float | None]
-) -> torch.Tensor:
-    """The share that each part has in its window.
-
-    Args:
-        strategy: weighs them.
-        batches: the parts.
-        said: what `training_step` has said that each weighs, if it has.
-    """
-    if strategy.loss_reduction != "mean":
-        return torch.ones(len(batches), dtype=torch.float64)
-    each = [
-        float(strategy.weight(batch)) if weight is None else weight
-        for batch, weight in zip(batches, said, strict=True)
-    ]
-    weights = torch.tensor(each, dtype=torch.float64)
-    return weights / weights.sum()
 
 
 def _in_one_line(error: BaseException) -> str:

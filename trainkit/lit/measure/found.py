@@ -92,8 +92,8 @@ def not_exact_text(found: Found, off: float) -> str:
     """The warning of a run that is not."""
     cause = found.cause or "It was found on another rank."
     return (
-        f"proof: a window of this training is not the big batch. On {found.num_rows} "
+        f"a window of this training is not the big batch. On {found.num_rows} "
         f"rows of the first batch, cut in two, its gradient is off by {off:.2g} of its "
-        f"size. {cause} `trainkit check`, before the words of a command, or "
-        f"trainkit.check(module, data) says where and why."
+        f"size. {cause} trainkit.check(module, data) names the place and the remedy, "
+        f"and so does `trainkit check`, before the words of your command."
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import run_backward, without_gradient_hooks
-from trainkit.core.proof.gradients import Coordinates
+from trainkit.core.proof.gradients import Coordinates, added
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.strategies import Strategies
 from trainkit.core.weighed import Weighed
@@ -187,15 +187,12 @@ class Passes:
 
     def gradients(self, batch: Any, rows: Sequence[int]) -> list[Tensor | None]:
         """All coordinates of the gradients of a pass, over all its terms."""
-        self._gradients = self._no_gradients()
+        self._gradients = [None for _ in self.parameters]
         try:
             self.run(batch, rows)
             return self._gradients
         finally:
             self._gradients = None
-
-    def _no_gradients(self) -> list[Tensor | None]:
-        return [None for _ in self.parameters]
 
     def _run(self, batch: Any) -> Pass:
         calls = MeasuredCalls(
@@ -203,7 +200,7 @@ class Passes:
         )
         self._terms = []
         if self._gradients is not None:
-            self._gradients = self._no_gradients()
+            self._gradients = [None for _ in self.parameters]
         with (
             self._said.open(),
             _in_eval(self.in_eval),
@@ -284,9 +281,7 @@ class Passes:
         self._terms.append(Term(name, float(loss.detach()), vector, batch, given))
         if self._gradients is not None:
             pairs = zip(self._gradients, gradients, strict=True)
-            self._gradients = [
-                b if a is None else a if b is None else a + b for a, b in pairs
-            ]
+            self._gradients = [added(one, other) for one, other in pairs]
 
 
 def _refuse_gathering(*args: Any, **kwargs: Any) -> None:

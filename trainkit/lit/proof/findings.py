@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainkit.lit.callback.table import Row
@@ -116,7 +116,7 @@ class Findings:
     cuts: tuple[Cut, ...]
     parameters: tuple[tuple[str, float], ...] = ()
     causes: tuple[Cause, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     gradients: tuple[Gradient, ...] = ()
 
     def rows(self) -> list[Row]:
