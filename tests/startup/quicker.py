@@ -24,9 +24,12 @@ def make_trainings_quicker() -> None:
     training's time."""
     if "lightning.pytorch" not in sys.modules:
         return
+    from lightning.fabric.utilities import registry
     from lightning.pytorch.trainer.connectors.logger_connector import result
     from lightning.pytorch.utilities import signature_utils as signatures
 
+    # `make_quicker` was called before Lightning was imported.
+    assert hasattr(registry.entry_points, "cache_info")  # type: ignore[attr-defined]
     metric: Any = result._ResultMetric
     if metric.to.__name__ == "move":  # a fork of one that is quicker
         return

@@ -12,6 +12,9 @@ from torch import Tensor
 from trainkit.core.proof.candidates import CONSTANT, SUM, UNIFORM, Candidate
 from trainkit.core.proof.gradients import best_fit, deviation
 
+MOST_OFF_ONE = 1e-5
+"""The shares of a window's parts add up to 1, whatever a strategy counts."""
+
 MOST_MAGNIFIED = 1e8
 """A fit of a worse condition says nothing about the weights."""
 
@@ -46,6 +49,12 @@ class Counts:
     @property
     def weights(self) -> Tensor:
         return self.parts / self.whole if self.whole else torch.zeros_like(self.parts)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the parts count as much as the whole; a spread or a padded size of
+        parts does not."""
+        return abs(float(self.weights.sum()) - 1) <= MOST_OFF_ONE
 
 
 @dataclass(frozen=True)
@@ -83,11 +92,18 @@ def explain(
         found = _of_function(measured, known, tolerance, function, scale)
         if found is not None:
             return found
-    fit = best_fit(measured.whole, measured.parts)
+    fit = best_fit(*_with_sum(measured))
     if fit.deviation > tolerance or _selects(measured, fit.weights):
         return None
     is_clear = fit.condition <= MOST_MAGNIFIED
     return Explained((), "", fit.weights, fit.deviation, is_clear)
+
+
+def _with_sum(measured: Measured) -> tuple[Tensor, Tensor]:
+    """The whole and its parts, with one coordinate by which weights add up to 1."""
+    size = torch.linalg.vector_norm(measured.whole)
+    whole = torch.cat([measured.whole, size[None]])
+    return whole, torch.cat([measured.parts, size.expand(len(measured.parts), 1)], 1)
 
 
 def _selects(measured: Measured, weights: Tensor) -> bool:
@@ -101,7 +117,7 @@ def _fitting(
     measured: Measured, known: Mapping[Candidate, Counts], tolerance: float
 ) -> list[tuple[Candidate, Tensor]]:
     number = len(measured.parts)
-    weights = {each: counts.weights for each, counts in known.items()}
+    weights = {each: counts.weights for each, counts in known.items() if counts.adds_up}
     weights[SUM] = torch.ones(number, dtype=torch.float64)
     weights[UNIFORM] = weights[SUM] / number
     fits = [each for each in weights.items() if measured.off_by(each[1]) <= tolerance]
@@ -117,6 +133,8 @@ def _of_function(
 ) -> Explained | None:
     whole = scale(torch.tensor(measured.loss, dtype=torch.float64))
     for candidate, counts in known.items():
+        if not counts.adds_up:
+            continue
         weights = counts.weights * scale(measured.losses) / whole
         if torch.isfinite(weights).all():
             off = measured.off_by(weights)

@@ -60,10 +60,12 @@ class Causes:
         if not self._has_deviation:
             # Parts of several rows are exact, and single ones are not.
             found.parts = [[row] for row in found.all_rows]
-            explained = self._explained(found.rows.as_run) or {}
+            explained = self._explained(found.rows.as_run)
+            explained = explained or self._explained(self._make) or {}
             alone = [found.of(rows, found.rows.as_run) for rows in found.parts]
             is_finite = all(math.isfinite(size_of(each.gradient)) for each in alone)
-            if not is_finite or any(not each.classes for each in explained.values()):
+            is_known = explained and all(each.classes for each in explained.values())
+            if not is_finite or not is_known:
                 self.causes.append(remedies.of_small_parts())
             else:
                 self._look_at_deviation()
