@@ -201,6 +201,8 @@ class ProofAtStart:
 
     def _compared(self, passes: Passes, cut: InParts, *, sees_rounding: bool) -> Found:
         whole, parts = self._run(passes, cut)
+        if any(term.is_plain for term in whole.terms):
+            raise NotMeasured("manual_backward divides nothing; accumulate is measured")
         if not math.isfinite(sum(term.loss for term in whole.terms)):
             raise NotMeasured("the loss of these rows is not finite")
         if not size_of(whole.gradient):
@@ -269,8 +271,9 @@ class ProofAtStart:
     def _cause(
         self, whole: Pass, parts: list[Pass], most_of_fit: float = MOST_OF_FIT
     ) -> str:
-        gradients = torch.stack([each.gradient for each in parts])
-        if best_fit(whole.gradient, gradients).deviation <= most_of_fit:
+        terms = terms_of(whole, parts).values()
+        fits = [best_fit(each.whole, each.parts).deviation for each in terms]
+        if max(fits) <= most_of_fit:
             said = ", ".join(map(line_of, self._strategies.values()))
             return f"The loss does not divide by what {said} counts."
         names = normalising_by_batch(self._module)

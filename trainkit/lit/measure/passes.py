@@ -19,7 +19,7 @@ from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
 from trainkit.lit.callback.said_weight import SaidWeight, refuse_unsaid_weight
-from trainkit.lit.measure.by_hand import by_hand
+from trainkit.lit.measure.by_hand import Plain, by_hand
 from trainkit.lit.measure.calls import MeasuredCalls, Seen
 from trainkit.lit.measure.draws import Draws
 from trainkit.lit.measure.host_draws import drawn_unseen, global_states, replayed
@@ -41,6 +41,7 @@ class Term:
         gradient: the coordinates that are kept.
         batch: what `accumulate` got to be weighed, if it got a batch.
         weight: what `accumulate` or `weigh` got as a weight; None where they got none.
+        is_plain: whether a module with the mixin gave it to `manual_backward`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Term:
     gradient: Tensor
     batch: Any = None
     weight: float | None = None
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,8 @@ class Passes:
             self.coordinates = Coordinates(gradients, sizes=sizes)
         vector = self.coordinates.of(gradients) / self.scale
         given = None if weight is None else float(weight)
-        self._terms.append(Term(name, float(loss.detach()), vector, batch, given))
+        value, is_plain = float(loss.detach()), isinstance(weight, Plain)
+        self._terms.append(Term(name, value, vector, batch, given, is_plain))
         if self._gradients is not None:
             pairs = zip(self._gradients, gradients, strict=True)
             self._gradients = [added(one, other) for one, other in pairs]

@@ -20,7 +20,7 @@ from trainkit.core.strategies import (
     Strategies,
 )
 from trainkit.core.weighed import Weighed
-from trainkit.lit.measure.by_hand import PLAIN, has_mixin
+from trainkit.lit.measure.by_hand import has_mixin
 from trainkit.lit.measure.passes import Pass
 from trainkit.lit.proof.events import Located
 from trainkit.lit.proof.findings import Cause
@@ -136,7 +136,7 @@ def with_ways_in(
     """A cause with the line that a module needs before a strategy counts in it."""
     if not any("accumulation = " in line for line in cause.remedy):
         return cause
-    is_plain = any(term.weight == PLAIN and term.batch is None for term in whole.terms)
+    is_plain = any(term.is_plain for term in whole.terms)
     more, text = (), cause.text
     if not module.automatic_optimization and (is_plain or not has_mixin(module)):
         more = (BY_HAND,)
