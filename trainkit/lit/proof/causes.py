@@ -14,7 +14,13 @@ from trainkit.core.strategies import AccumulationStrategy
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.events import Located, locate, recorded
 from trainkit.lit.proof.findings import Cause
-from trainkit.lit.proof.measure import MOST_TOLERATED, Make, Measurements, strategy_of
+from trainkit.lit.proof.measure import (
+    MOST_TOLERATED,
+    Make,
+    Measurements,
+    Parts,
+    strategy_of,
+)
 from trainkit.lit.proof.padding import first_that_sees_padding
 from trainkit.lit.proof.state import moved, values_of
 from trainkit.lit.rerun.generators import read_states, write_states
@@ -52,6 +58,7 @@ class Causes:
             unlike = sorted(found.passes.draws.unlike)
             self.causes.append(remedies.of_other_draws(found.repeated, unlike))
             return
+        self._look_for_a_way(found.parts if is_off else found.parts[:2])
         self._look_at_state()
         self._look_at_draws()
         if not is_off:
@@ -81,6 +88,20 @@ class Causes:
         if explained is not None and not self._look_at_padding():
             self._compare_weights(explained)
 
+    def _look_for_a_way(self, parts: Parts) -> None:
+        """A model may refuse rows that are padded more than the longest of them."""
+        if self._make == self._found.rows.as_run:
+            return
+        try:
+            for rows in parts:
+                self._found.of(rows, self._make)
+        except Exception as error:
+            self._make = self._found.rows.as_run
+            self.notes.append(
+                f"training_step fails on parts that are padded as the whole is, so "
+                f"they were batched anew: {error}"
+            )
+
     # ---- state and randomness --------------------------------------------------------
 
     def _look_at_state(self) -> None:
@@ -99,7 +120,10 @@ class Causes:
         size = size_of(fresh.gradient) or 1.0
         off = size_of(after.gradient - fresh.gradient) / size
         parameters = dict(module.named_parameters())
-        frozen = [name for name in names if name in parameters]
+        # One that trains may be made in the first pass, and then it stays.
+        frozen = [
+            n for n in names if n in parameters and not parameters[n].requires_grad
+        ]
         if off > found.tolerance or frozen:
             self.causes.append(remedies.of_state(names, off))
         elif names:
@@ -169,6 +193,8 @@ class Causes:
             passes.in_eval = [each for each in modules if isinstance(each, _NormBase)]
             found.again()
             return True
+        if located.unaligned and not passes.in_eval and self._is_hidden_norm():
+            return True
         if passes.draws.unlike:
             return self._is_sampling(located)
         if found.whole.seen.hooks and not passes.without_hooks:
@@ -179,6 +205,26 @@ class Causes:
         if located.path not in {cause.place for cause in self.causes}:
             self.causes.append(remedies.of_rows(located, layer, 0))
         self.notes.append("more may be behind it")
+        return False
+
+    def _is_hidden_norm(self) -> bool:
+        """Whether BatchNorm that no event shows, as on the nodes of graphs, is a cause
+        that was taken away."""
+        found, passes = self._found, self._found.passes
+        named = dict(passes.module.named_modules())
+        norms = [p for p, m in named.items() if isinstance(m, _NormBase) and m.training]
+        if not norms:
+            return False
+        before = found.best_fit(self._make)
+        number = self._num_norms()
+        passes.in_eval = [named[path] for path in norms]
+        found.again()
+        if found.best_fit(self._make) < 0.5 * before:
+            located = Located(norms[0], False, "", "", 0, 0)
+            self.causes.append(remedies.of_rows(located, named[norms[0]], number))
+            return True
+        passes.in_eval = []
+        found.again()
         return False
 
     def _is_sampling(self, located: Located) -> bool:

@@ -204,6 +204,10 @@ class MetricCalls:
             self._copies.append(copy.deepcopy(self._fresh))
         self._num_calls += 1
         self._num_used = max(self._num_used, self._num_calls)
+        own = vars(self._copies[number])
+        for name, value in vars(self.metric).items():
+            if name not in NAMES:  # an option that training_step has set
+                own.setdefault(name, value)
         self._weighed(self._copies[number].update)(*args, **kwargs)
         return self._remember(result, number)
 

@@ -1,0 +1,110 @@
+"""`check` on patterns of widely used packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.lit.proof import zoo
+from tests.lit.proof.test_check import check
+from tests.lit.proof.zoo import Base, Tokens, token_loader
+from trainkit import PerSample, PerToken
+
+
+class MadeInFirstPass(Tokens):
+    """Gives a parameter its first value in the first pass, as Gaussian processes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(1))
+        self.is_made = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        if not self.is_made:
+            self.gain.data.fill_(2.0)
+            self.is_made = True
+        logits = self.head(self.gain * self.features(batch))
+        return zoo.token_mean(self, logits, batch)
+
+
+def test_a_parameter_that_is_made_in_the_first_pass_is_no_state() -> None:
+    report = check(MadeInFirstPass(), token_loader(), strategy=PerToken())
+    assert report.exact, report
+    assert "is_made" in " ".join(report.notes)
+
+
+class Decaying(MadeInFirstPass):
+    """The control: every pass moves what trains."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.gain.data.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_parameter_that_every_pass_moves_is_state() -> None:
+    module = Decaying()
+    module.gain.data.fill_(1.0)
+    module.is_made = True
+    (cause,) = check(module, token_loader(), strategy=PerToken()).causes
+    assert (cause.kind, cause.place) == ("state", "gain")
+
+
+class Strict(Tokens):
+    """Refuses rows that are padded more than the longest of them, as packing does."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        if int(batch["attention_mask"].sum(1).max()) != batch["ids"].shape[1]:
+            raise RuntimeError("the longest row is shorter")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [(zoo.token_mean, ""), (zoo.root, "loss"), (zoo.masked, "")]
+)
+def test_rows_that_only_run_when_batched_anew_are_measured(
+    loss: Callable[..., Tensor], kind: str
+) -> None:
+    strategy = PerToken(mask="attention_mask") if loss is zoo.masked else PerToken()
+    report = check(Strict(loss), token_loader(), strategy=strategy)
+    assert [cause.kind for cause in report.causes] == ([kind] if kind else [])
+    assert report.exact == (not kind)
+    assert "the longest row is shorter" in " ".join(report.notes)
+
+
+def graphs(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The nodes of all rows in one tensor, as batches of graphs have them."""
+    owners = [torch.full((len(row["ids"]),), n) for n, row in enumerate(rows)]
+    return {
+        "nodes": torch.cat([row["ids"] for row in rows]),
+        "owner": torch.cat(owners),
+        "y": torch.stack([row["ids"][0] for row in rows]),
+    }
+
+
+class Graphs(Base):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(zoo.VOCABULARY, 8), norm
+        self.head = nn.Linear(8, zoo.VOCABULARY)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        nodes = self.norm(self.embed(batch["nodes"])).relu()
+        sums = nodes.new_zeros(len(batch["y"]), 8).index_add(0, batch["owner"], nodes)
+        return F.cross_entropy(self.head(sums), batch["y"])
+
+
+@pytest.mark.parametrize(
+    ("norm", "place"), [(nn.LayerNorm, None), (nn.BatchNorm1d, "norm")]
+)
+def test_batch_norm_on_the_nodes_of_graphs_is_named(norm: Any, place: Any) -> None:
+    loader = DataLoader(zoo.sequences(), batch_size=4, collate_fn=graphs)  # type: ignore[arg-type]
+    report = check(Graphs(norm(8)), loader, strategy=PerSample(size="y"))
+    assert report.exact == (place is None)
+    assert [cause.place for cause in report.causes] == ([place] if place else [])
+    assert all("BatchNorm1d normalises" in cause.text for cause in report.causes)
