@@ -58,6 +58,16 @@ def test_batch_renormalisation_moves_statistics_that_the_next_part_feels() -> No
     assert {cause.kind for cause in report.causes} == {"state", "rows"}
 
 
+def test_spectral_norm_is_not_told_to_move_its_update() -> None:
+    """Each forward pass moves its estimate; no hook of the user's could do it later."""
+    module = Images(classified)
+    nn.utils.parametrizations.spectral_norm(module.net[0])
+    (cause,) = check(module, image_loader(), strategy=PerSample()).causes
+    assert (cause.kind, cause.place) == ("state", "net.0.parametrizations.weight.0._u")
+    (line,) = cause.remedy
+    assert "no strategy can make it exact" in line
+
+
 def test_an_attribute_that_nothing_reads_is_no_strategy() -> None:
     """A module without the mixin trains as plain Lightning does, whatever it sets."""
 
