@@ -14,6 +14,7 @@ from tests.startup.quicker import (
     begin_without_proof,
     make_hydra_quicker,
     make_quicker,
+    make_trainings_quicker,
     make_wandb_quicker,
 )
 
@@ -48,6 +49,7 @@ def _has_workers(config: pytest.Config) -> bool:
 
 def pytest_collection_finish() -> None:
     make_hydra_quicker()
+    make_trainings_quicker()
     begin_without_proof()
     make_wandb_quicker()
     gc.set_threshold(50_000, 20, 100)  # Trainers make many objects: a tenth of the time

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 
 from tests.helpers import deviation, loader, quiet_lightning, ragged_sequences, trainer
 from trainkit.cli.main import main
@@ -376,6 +377,9 @@ def test_table_of_groups_names_every_group_and_option() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sweeps
 
 
+MODULES_OWN = frozenset(vars(nn.Module()))
+
+
 def private_names_of_torch() -> set[str]:
     """Those that stand in trainkit outside of every `_compat.py`."""
     found = set()
@@ -387,6 +391,8 @@ def private_names_of_torch() -> set[str]:
                 module, names = node.module or "", [alias.name for alias in node.names]
             elif isinstance(node, ast.Attribute):
                 module, names = ast.unparse(node.value), [node.attr]
+                if node.attr in MODULES_OWN and module != "self":
+                    module = "torch"
             else:
                 continue
             if module.partition(".")[0] in ("torch", "lightning", "hydra", "wandb"):

@@ -232,6 +232,15 @@ def _run(words: list[str]) -> None:
 
 
 def import_all() -> None:
+    # This file's folder is on the path.
+    from quicker import (
+        make_hydra_quicker,
+        make_quicker,
+        make_trainings_quicker,
+        make_wandb_quicker,
+    )
+
+    make_quicker()  # before Lightning takes the function that this one changes
     for name in IMPORTED:
         importlib.import_module(name)
     for name in OPTIONAL:
@@ -241,11 +250,8 @@ def import_all() -> None:
     for found in pkgutil.walk_packages(package.__path__, "trainkit."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
-    # This file's folder is on the path.
-    from quicker import make_hydra_quicker, make_quicker, make_wandb_quicker
-
-    make_quicker()
     make_hydra_quicker()
+    make_trainings_quicker()
     make_wandb_quicker()
     importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
     compose_once()
@@ -255,6 +261,7 @@ def import_all() -> None:
         finalizer.atexit = False  # torch would take its operators down: 40 ms
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # as in `conftest`
 
 
 def compose_once() -> None:

@@ -13,7 +13,7 @@ from trainkit.core.strategies import AccumulationStrategy, check_strategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.front.accumulation_callback import AccumulationCallback
 from trainkit.lit.front.mixin import AccumulationMixin
-from trainkit.lit.measure.at_start import Proof
+from trainkit.lit.measure.found import Proof
 
 Interval = Literal["epoch", "step"]
 MakeOptimizer = Callable[[Iterable[Any]], Any]

@@ -22,7 +22,7 @@ from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.logs.monitor import WindowMonitor
-from trainkit.lit.measure.at_start import checked_proof
+from trainkit.lit.measure.found import checked_proof
 from trainkit.lit.schedule.total_steps import total_steps
 
 

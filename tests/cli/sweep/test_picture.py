@@ -93,7 +93,7 @@ def test_best_so_far_follows_the_goal_and_crashed_trials_are_at_the_edge_of_the_
 ) -> None:
     trials = [trial(n) for n in range(4)] + [trial(4, state="crashed", metric=[])]
 
-    picture.draw(sweep(goal), trials, tmp_path / "s.png")
+    picture.draw(sweep(goal, of=["lr", "kind"]), trials, tmp_path / "s.png")
 
     (line,) = (x for x in drawn[0].axes[0].lines if x.get_label() == "best so far")
     assert list(line.get_ydata())[-1] == last  # type: ignore[arg-type]
@@ -133,16 +133,22 @@ def test_labels_of_a_logarithmic_axis_do_not_run_into_each_other(
 
 
 @pytest.mark.parametrize(
-    "trials",
+    ("trials", "of"),
     [
-        [trial(0, state="crashed", metric=[])],
-        [trial(1)],  # the zero in the list of `decay` is not among what was drawn
-        [trial(0, metric=[math.nan]), trial(1, metric=[math.inf])],
-        [trial(0, metric=[-1.0]), trial(1, metric=[1e9])],
-        [Trial(name="bare", arguments={}, state="finished", metric=[1.0])],
+        ([trial(0, state="crashed", metric=[])], ["lr", "kind"]),
+        # the zero in the list of `decay` is not among what was drawn
+        ([trial(1)], ["decay", "batch"]),
+        ([trial(0, metric=[math.nan]), trial(1, metric=[math.inf])], ["lr", "kind"]),
+        ([trial(0, metric=[-1.0]), trial(1, metric=[1e9])], ["batch", "decay"]),
+        (
+            [Trial(name="bare", arguments={}, state="finished", metric=[1.0])],
+            PARAMETERS,
+        ),
     ],
 )
-def test_odd_results_are_drawn(tmp_path: Path, trials: list[Trial]) -> None:
-    path = picture.draw(sweep(), trials, tmp_path / "s.png")
+def test_odd_results_are_drawn(
+    tmp_path: Path, trials: list[Trial], of: Collection[str]
+) -> None:
+    path = picture.draw(sweep(of=of), trials, tmp_path / "s.png")
 
     assert path.stat().st_size > 1000

@@ -208,7 +208,7 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
     assert train(*bare) == 0
     assert not (the_run(tmp_path) / "metrics.csv").exists()
     small = ["trainer=debug", "data.num_train=16", "data.num_val=8", "model.d_model=8"]
-    small += ["trainer.max_steps=1", "pictures=false"]
+    small += ["trainer.max_steps=1", "pictures=false", "data.max_length=128"]
     assert train(*bare, "callbacks=none", "metric=null", small=small) == 0
 
 

@@ -20,6 +20,7 @@ from tests.lit.measure.starting import fit, images, said, tokens
 from tests.lit.proof import zoo
 from tests.lit.proof.zoo import Images, Tokens
 from trainkit import PerSample, PerToken
+from trainkit.lit.measure.found import Found, exact_text
 
 
 class Capturing(Tokens):
@@ -150,14 +151,24 @@ def test_what_would_mislead_is_not_measured(
     assert text in said(capsys)
 
 
-def test_a_small_term_across_rows_is_noticed() -> None:
+@pytest.mark.parametrize("share", [1.0, 0.1, 0.01])
+def test_a_small_term_across_rows_is_noticed(share: float) -> None:
     def loss(module: Any, maps: Tensor, batch: Any) -> Tensor:
         logits = module.head(maps.mean((2, 3)))
         balance = logits.softmax(1).mean(0).square().sum()
-        return F.cross_entropy(logits, batch[1]) + balance
+        return F.cross_entropy(logits, batch[1]) + share * balance
 
     with pytest.warns(UserWarning, match="across the rows"):
         fit(Images(loss), images(), PerSample())
+
+
+def test_float64_decides_where_float32_cannot() -> None:
+    found = Found(2e-5, 0.0, rounding=5e-8, most=3e-5, num_rows=5)
+    assert found.is_open
+    exact, other = found.decided(4e-16, ""), found.decided(2e-5, "")
+    assert exact.off <= exact.most
+    assert "off by 2e-05 in float32, and by 4e-16 in float64" in exact_text(exact, 2e-5)
+    assert other.off > other.most
 
 
 def test_check_leaves_no_wide_constants_in_caches() -> None:

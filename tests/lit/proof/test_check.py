@@ -86,7 +86,8 @@ def test_what_is_exact_is_called_exact(
     module: Any, data: Any, strategy: Any, micro_batches: Any
 ) -> None:
     """The control: plain accumulation of the same parts, or its own line below."""
-    report = check(module(), data(), strategy=strategy, micro_batches=micro_batches)
+    how = {"strategy": strategy, "micro_batches": micro_batches}
+    report = check_quickly(module(), data(), **how)
     report.assert_exact()
     assert report.deviation < ROUNDING
     assert report.causes == ()
@@ -265,7 +266,7 @@ def test_what_is_exact_is_called_exact(
 def test_what_is_not_exact_is_explained(
     module: Any, data: Any, strategy: Any, kind: str, place: str, line: str
 ) -> None:
-    report = check(module(), data(), strategy=strategy)
+    report = check_quickly(module(), data(), strategy=strategy)
     assert not report.exact
     (cause,) = report.causes
     assert cause.kind == kind

@@ -150,23 +150,24 @@ def test_the_strategy_is_that_of_module_or_trainer() -> None:
     assert report.cuts[-1].name == "plain accumulation"
 
 
+class OfTwo(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["tokens"], batch_idx)
+
+
+@pytest.mark.parametrize("combined", [dict, CombinedLoader])
+def test_several_loaders_are_no_batch(combined: Any) -> None:
+    loaders = combined({"tokens": token_loader(), "others": token_loader()})
+    labels = "tokens.labels"
+    assert check(OfTwo(), loaders, strategy=PerToken(labels=labels)).exact
+    assert not check(OfTwo(), loaders, strategy=PerSample()).exact
+
+
 def test_one_batch_is_enough() -> None:
     batch = zoo.padded(zoo.sequences(20))
     assert check(Tokens(), batch, strategy=PerToken()).num_rows == 20
     assert check(Tokens(), batch, strategy=PerToken(), rows=8).exact
     assert not check(Tokens(), batch, strategy=PerSample()).exact
-
-
-@pytest.mark.parametrize("combine", [CombinedLoader, dict])
-def test_several_loaders_give_one_batch(combine: Any) -> None:
-    class Two(Tokens):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch["one"], batch_idx)
-
-    loaders = combine({"one": token_loader(), "other": token_loader()})
-    labels = "one.labels"
-    check(Two(), loaders, strategy=PerToken(labels=labels)).assert_exact()
-    assert not check(Two(), loaders, strategy=PerSample(size=labels)).exact
 
 
 def test_the_report_reads_and_is_plain_data() -> None:

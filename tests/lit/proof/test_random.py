@@ -66,7 +66,9 @@ def test_verdicts_are_right(seed: int) -> None:
     module, cut = Drawn(draw, loss), CUTS[seed % len(CUTS)]
     with quiet_lightning():
         found = [
-            trainkit.check(module, token_loader(), strategy=each, micro_batches=cut)
+            trainkit.check(
+                module, token_loader(), strategy=each, micro_batches=cut, rows=10
+            )
             for each in (right, wrong)
         ]
     assert [report.exact for report in found] == [True, False], module.kind

@@ -95,6 +95,7 @@ def test_another_count_is_not_and_the_remedy_is_named(
     assert not report.exact
     (cause,) = report.causes
     assert "which no field of the batch counts" in cause.text
+    assert "not by " + ("PerToken()" if strategy else "what self.weigh") in cause.text
     assert cause.remedy[0] == "accumulation = Weighed()"
     assert cause.remedy[1].startswith("self.weigh(divisor)")
     assert "Weighed(by=...)" in cause.remedy[2]

@@ -71,7 +71,7 @@ class Case:
     branches: bool = False
     memory: list[Memory] = field(default_factory=list)
     norm: bool = False
-    epochs: int = 2
+    epochs: int = 1
     only_short: Sequence[int] = ()
     searches: bool = False
     metrics: bool = False

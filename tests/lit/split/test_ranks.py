@@ -21,30 +21,28 @@ AUTO = MicroBatching("auto")
 SEEKS = {"find_unused_parameters": True}
 
 EQUAL = {
-    "tokens": Case(cut=TOKENS),
-    "sums": Case(loss="sums"),
+    "tokens": Case(cut=TOKENS, epochs=2),
     "terms, tokens, adamw": Case(loss="terms", cut=TOKENS, optimizer="adamw"),
-    "metrics": Case(metrics=True),
-    "said": Case(loss="said"),
+    "sums, metrics": Case(loss="sums", metrics=True),
     "said, streamed": Case(loss="said", cut=None, window=2),
     "said, windows of two": Case(loss="said", window=2, optimizer="adamw"),
     "said, nearly nothing on rank 0": Case(loss="said", silent=0),
-    "auto, said": Case(cut=AUTO, loss="said", epochs=3),
+    "auto, said": Case(cut=AUTO, loss="said", epochs=2),
     "nearly nothing on rank 0": Case(silent=0),
     "nearly nothing on rank 1": Case(silent=1, loss="terms"),
-    "windows of two": Case(window=2),
+    "windows of two": Case(window=2, epochs=2),
     "windows of two, samples": Case(window=2, loss="samples"),
     "bucket views, windows of two": Case(
         window=2, ddp={"gradient_as_bucket_view": True}
     ),
     "branches, windows of two": Case(branches=True, window=2, ddp=SEEKS),
     "branches, some windows without": Case(
-        branches=True, ddp=SEEKS, only_short=(1, 3), optimizer="adamw"
+        branches=True, ddp=SEEKS, only_short=(1, 3), optimizer="adamw", epochs=2
     ),
-    "auto": Case(cut=AUTO, epochs=3),
-    "auto, windows of two": Case(cut=AUTO, window=2, epochs=4),
+    "auto": Case(cut=AUTO, epochs=2),
+    "auto, windows of two": Case(cut=AUTO, window=2, epochs=3),
     "auto, terms, bucket views": Case(
-        cut=AUTO, loss="terms", ddp={"gradient_as_bucket_view": True}
+        cut=AUTO, loss="terms", ddp={"gradient_as_bucket_view": True}, epochs=2
     ),
     "auto, branches": Case(
         cut=AUTO,
@@ -52,7 +50,7 @@ EQUAL = {
         ddp=SEEKS,
         only_short=(1, 3),
         optimizer="adamw",
-        epochs=4,
+        epochs=3,
     ),
 }
 
@@ -75,15 +73,14 @@ RAN_OUT = {
         cut=AUTO, window=window, memory=MEMORIES[name], epochs=epochs
     )
     for name, window, epochs in (
-        ("at once, on rank 0", 1, 3),
-        ("at once, on rank 1", 2, 4),
-        ("on both", 1, 3),
-        ("on both", 2, 4),
-        ("of single micro-batches", 1, 3),
+        ("at once, on rank 0", 1, 2),
+        ("at once, on rank 1", 2, 3),
+        ("on both", 2, 3),
+        ("of single micro-batches", 1, 2),
     )
 }
 RAN_OUT["at once, on rank 1, said"] = Case(
-    cut=AUTO, loss="said", memory=MEMORIES["at once, on rank 1"], epochs=3
+    cut=AUTO, loss="said", memory=MEMORIES["at once, on rank 1"], epochs=2
 )
 
 IN_FORWARD = [Memory(fits={0: 60}, place="transfer"), Memory()]
@@ -93,9 +90,9 @@ OTHERS = {
     "plain": Case(naive=True),
     "float32": Case(dtype=torch.float32, loss="terms"),
     "fp16 hook": Case(dtype=torch.float32, hook=fp16_compress_hook),
-    "norm": Case(cut=AUTO, norm=True, memory=IN_FORWARD),
-    "norm, of that size": Case(cut=MicroBatching(start=42), norm=True),
-    "norm, searching": Case(cut=AUTO, norm=True, searches=True),
+    "norm": Case(cut=AUTO, norm=True, memory=IN_FORWARD, epochs=2),
+    "norm, of that size": Case(cut=MicroBatching(start=42), norm=True, epochs=2),
+    "norm, searching": Case(cut=AUTO, norm=True, searches=True, epochs=2),
     "a sample too long": Case(cut=AUTO, memory=[Memory(), Memory(fits={1: 5})]),
     "static graph": Case(ddp={"static_graph": True}),
 }
@@ -122,11 +119,11 @@ def at_random(seed: int) -> Case:
         silent=silent,
         memory=memory,
         searches=True,
-        epochs=3,
+        epochs=2,
     )
 
 
-SEEDS = (2, 4, 5, 6)
+SEEDS = (2, 4, 6)
 RANDOM = {f"random {seed}": at_random(seed) for seed in SEEDS}
 CASES = EQUAL | RAN_OUT | RANDOM | OTHERS
 

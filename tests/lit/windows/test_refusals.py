@@ -283,7 +283,6 @@ def train_stream(
         (Stream, [6, 3]),
         (Stream, [0, 3]),
         (Announced, [4, 6]),
-        (Announced, [3, 0]),
     ],
 )
 def test_stream_that_ends_early_on_one_rank_is_refused(

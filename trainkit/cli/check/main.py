@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,9 +47,11 @@ def main(argv: list[str]) -> int:
     if options is None:
         print(HELP, end="")
         return 0
+    from trainkit.lit.rerun.quietly import without_advice
+
     find_modules_here()
-    _quieten()
-    with tempfile.TemporaryDirectory(prefix="trainkit-check-") as folder:
+    folders = tempfile.TemporaryDirectory(prefix="trainkit-check-")
+    with without_advice(), folders as folder:
         build = {"train": _of_train, "fit": _of_fit}[words[0]]
         trainer, report = build(words[1:], folder, options["rows"])
     if not trainer.is_global_zero:
@@ -168,17 +168,3 @@ def _page(text: str) -> Path:
             f"exists, received {text!r}. For example: --html=check.html"
         )
     return path
-
-
-def _quieten() -> None:
-    """Silence Lightning's advice, which is for a training."""
-    import lightning.pytorch  # noqa: F401  # it sets the level of its logger
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for known in (
-        r".*treespec, LeafSpec.*",
-        r".*does not have many workers.*",
-        r".*max_epochs. was not set.*",
-        r".*smaller than the logging interval.*",
-    ):
-        warnings.filterwarnings("ignore", known)

@@ -20,7 +20,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
-from trainkit.lit.measure.at_start import Proof
+from trainkit.lit.measure.found import Proof
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
 

@@ -37,14 +37,12 @@ class Candidate:
         line: the Python text of a strategy, or a phrase.
         weigh: what a batch weighs.
         simplicity: the lower, the rather it is meant, where several are equal.
-        strategy: what upholds it; None where no strategy does.
         seen: where it was seen in a call, and how to write it, as text; or None.
     """
 
     line: str
     weigh: Callable[[Any], float]
     simplicity: int
-    strategy: AccumulationStrategy | None = None
     seen: tuple[str, str] | None = None
 
 
@@ -68,7 +66,7 @@ def of_strategy(strategy: AccumulationStrategy, simplicity: int) -> Candidate:
     def weigh(batch: Any) -> float:
         return float(strategy.weight(batch))
 
-    return Candidate(line_of(strategy), weigh, simplicity, strategy)
+    return Candidate(line_of(strategy), weigh, simplicity)
 
 
 def candidates(batch: Any, vectors: Mapping[str, Tensor]) -> list[Candidate]:
@@ -120,7 +118,7 @@ def _of_classes(
     at: Path, labels: Tensor, name: str, vector: Tensor
 ) -> Iterator[Candidate]:
     """Weights of classes, which the module holds under a name."""
-    for ignored in (-100, 0, -1, 255):
+    for ignored in IGNORED[:4]:
         within = labels[labels != ignored]
         if within.numel() and bool(((within >= 0) & (within < len(vector))).all()):
             strategy = PerClassWeight(weight=vector, labels=at, ignore_index=ignored)

@@ -99,21 +99,36 @@ def size_of(vector: Tensor) -> float:
     return float(torch.linalg.vector_norm(vector))
 
 
+def share_of(off: Tensor, whole: Tensor) -> float:
+    """The size of a vector, as a share of the whole's if that is not zero."""
+    return size_of(off) / (size_of(whole) or 1.0)
+
+
+def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two gradients of a parameter; None where it has neither."""
+    return other if one is None else one if other is None else one + other
+
+
+def weighted(parts: Tensor, weights: Tensor) -> Tensor:
+    """The parts times their weights. A part of weight 0 counts nothing, also if the
+    mean of nothing is not a number there."""
+    return torch.where(weights[:, None] == 0, 0.0, parts * weights[:, None])
+
+
 def deviation(whole: Tensor, parts: Tensor, weights: Tensor) -> float:
     """How far the weighted parts are from the whole, as a share of its size.
 
-    A whole that nearly vanishes is measured against a tenth of its parts. A part of
-    weight 0 counts nothing, also if the mean of nothing is not a number there.
+    A whole that nearly vanishes is measured against a tenth of its parts.
 
     Args:
         whole: a vector.
         parts: one row for each part.
         weights: one for each part.
     """
-    weighted = torch.where(weights[:, None] == 0, 0.0, parts * weights[:, None])
-    of_parts = torch.linalg.vector_norm(weighted, dim=1).sum()
+    each = weighted(parts, weights)
+    of_parts = torch.linalg.vector_norm(each, dim=1).sum()
     size = max(size_of(whole), 0.1 * float(of_parts))
-    off = size_of(whole - weighted.sum(0))
+    off = size_of(whole - each.sum(0))
     found = off / size if size else off
     return math.inf if math.isnan(found) else found  # never below a tolerance
 

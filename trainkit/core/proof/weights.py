@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,16 +57,6 @@ class Counts:
         return abs(float(self.weights.sum()) - 1) <= MOST_OFF_ONE
 
 
-def count(candidate: Candidate, num_parts: int, counts: Counts | None) -> Tensor:
-    """The weights that a candidate gives to the parts."""
-    if candidate is SUM:
-        return torch.ones(num_parts, dtype=torch.float64)
-    if candidate is UNIFORM:
-        return torch.full((num_parts,), 1 / num_parts, dtype=torch.float64)
-    assert counts is not None
-    return counts.weights
-
-
 @dataclass(frozen=True)
 class Explained:
     """The weights that were found, in words of denominators.
@@ -77,14 +67,14 @@ class Explained:
         function: what of the mean the loss is: "", "square root" or "logarithm".
         weights: one for each part.
         deviation: how far the weighted parts are from the whole.
-        is_free: whether the weights are no denominator known, but those that fit.
+        is_clear: whether a little more rounding would find about these weights.
     """
 
     classes: tuple[Candidate, ...]
     function: str
     weights: Tensor
     deviation: float
-    is_free: bool = False
+    is_clear: bool = True
 
 
 def explain(
@@ -93,10 +83,8 @@ def explain(
     """What makes the parts add up to the whole; None where nothing does."""
     fits = _fitting(measured, known, tolerance)
     if fits:
-        best = min(off for _, _, off in fits)
-        return Explained(
-            tuple(candidate for candidate, _, _ in fits), "", fits[0][1], best
-        )
+        best = min(measured.off_by(weights) for _, weights in fits)
+        return Explained(tuple(each for each, _ in fits), "", fits[0][1], best)
     for function, scale in (
         ("square root", lambda loss: loss),
         ("logarithm", torch.exp),
@@ -107,8 +95,8 @@ def explain(
     fit = best_fit(*with_sum(measured.whole, measured.parts))
     if fit.deviation > tolerance or _selects(measured, fit.weights):
         return None
-    magnified = fit.condition > MOST_MAGNIFIED
-    return Explained((), "", fit.weights, fit.deviation, is_free=not magnified)
+    is_clear = fit.condition <= MOST_MAGNIFIED
+    return Explained((), "", fit.weights, fit.deviation, is_clear)
 
 
 def with_sum(whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,6 +104,13 @@ def with_sum(whole: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     size = torch.linalg.vector_norm(whole)
     ones = size.expand(len(parts), 1)
     return torch.cat([whole, size[None]]), torch.cat([parts, ones], 1)
+
+
+def least_off(whole: Tensor, parts: Tensor) -> float:
+    """How far the parts are from the whole with the best shares, or as a sum."""
+    as_sum = torch.ones(len(parts), dtype=torch.float64)
+    fit = best_fit(*with_sum(whole, parts))
+    return min(fit.deviation, deviation(whole, parts, as_sum))
 
 
 def _selects(measured: Measured, weights: Tensor) -> bool:
@@ -127,29 +122,31 @@ def _selects(measured: Measured, weights: Tensor) -> bool:
 
 def _fitting(
     measured: Measured, known: Mapping[Candidate, Counts], tolerance: float
-) -> list[tuple[Candidate, Tensor, float]]:
+) -> list[tuple[Candidate, Tensor]]:
     number = len(measured.parts)
-    fits = []
-    counted = [candidate for candidate, counts in known.items() if counts.adds_up]
-    for candidate in (*counted, SUM, UNIFORM):
-        weights = count(candidate, number, known.get(candidate))
-        off = measured.off_by(weights)
-        if off <= tolerance:
-            fits.append((candidate, weights, off))
+    weights = {each: counts.weights for each, counts in known.items() if counts.adds_up}
+    weights[SUM] = torch.ones(number, dtype=torch.float64)
+    weights[UNIFORM] = weights[SUM] / number
+    fits = [each for each in weights.items() if measured.off_by(each[1]) <= tolerance]
     return sorted(fits, key=lambda each: each[0].simplicity)
 
 
-def _of_function(measured, known, tolerance, function, scale):  # type: ignore[no-untyped-def]
+def _of_function(
+    measured: Measured,
+    known: Mapping[Candidate, Counts],
+    tolerance: float,
+    function: str,
+    scale: Callable[[Tensor], Tensor],
+) -> Explained | None:
     whole = scale(torch.tensor(measured.loss, dtype=torch.float64))
     for candidate, counts in known.items():
         if not counts.adds_up:
             continue
         weights = counts.weights * scale(measured.losses) / whole
-        if not torch.isfinite(weights).all():
-            continue
-        off = measured.off_by(weights)
-        if off <= tolerance:
-            return Explained((candidate,), function, weights, off)
+        if torch.isfinite(weights).all():
+            off = measured.off_by(weights)
+            if off <= tolerance:
+                return Explained((candidate,), function, weights, off)
     return None
 
 
@@ -197,11 +194,6 @@ def _members(union: frozenset[int], number: int) -> Tensor:
 
 
 def _indicators(unions: Sequence[frozenset[int]], counts: Sequence[float]) -> Tensor:
-    rows = [
-        [
-            float(part in union) / sum(counts[each] for each in union)
-            for part in range(len(counts))
-        ]
-        for union in unions
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
+    members = torch.stack([_members(union, len(counts)) for union in unions])
+    totals = members @ torch.tensor(counts, dtype=torch.float64)
+    return members / totals[:, None]

@@ -12,7 +12,7 @@ from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import refuse_unsaid_weight
 from trainkit.lit.front.held_schedulers import SchedulerHolder
-from trainkit.lit.measure.at_start import Proof
+from trainkit.lit.measure.found import Proof
 from trainkit.lit.windows import refusals
 
 

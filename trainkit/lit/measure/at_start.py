@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.proof.candidates import line_of
-from trainkit.core.proof.gradients import best_fit, deviation, size_of
-from trainkit.core.proof.weights import with_sum
+from trainkit.core.proof.gradients import deviation, share_of, size_of
+from trainkit.core.proof.weights import least_off
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import AccumulationStrategy, Strategies
+from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
+from trainkit.lit.measure.found import (
+    MOST_IN_FLOAT64,
+    Found,
+    Proof,
+    exact_text,
+    most_of,
+    not_exact_text,
+    sure,
+)
 from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.measure.window import (
+    shares_of,
+    strategy_of,
+    terms_of,
+    window_off_by,
+)
 from trainkit.lit.rerun.quietly import seed
-
-Proof = Literal["warn", "require", "off"]
-
-MOST = 2e-4
-"""The largest deviation in float32 that is taken for rounding. Exact modules were off
-by up to 3e-6, others by 1e-3 and more."""
-
-LEAST = 3e-5
-"""However little rows in another order make of a difference, less is never an alarm."""
-
-DOUBTFUL = 1e-5
-"""A larger deviation is not called exact if it is ten times what rounding does."""
 
 MOST_OF_FIT = 3e-5
 """With the best weights, parts of a loss that looks across rows are off by 1e-3."""
@@ -42,40 +45,10 @@ MOST_OF_FIT = 3e-5
 MOST_ROUNDING = 1e-5
 """Losses that depend on the order of rows do not show what rounding does."""
 
+MOST_WIDE = 2**27
+"""With more parameters, none are copied to float64."""
+
 LABEL = "proof"
-
-
-def checked_proof(proof: Any) -> Proof:
-    """The option; YAML reads a bare `off` as false."""
-    if proof in (False, "False"):
-        return "off"
-    if proof not in get_args(Proof):
-        raise TrainkitError(
-            f'proof: must be "warn", "require" or "off", received {proof!r}.'
-        )
-    return proof
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was measured at the beginning of a run.
-
-    Attributes:
-        off: how far the window's gradient is from the whole's, as a share of its size.
-        off_in_loss: how far its loss is.
-        rounding: how far a gradient moves when rows change their order; None if there
-            were too few rows to see it.
-        most: the largest deviation that counts as rounding.
-        num_rows: how many rows were used.
-        cause: why it is not exact, in one sentence.
-    """
-
-    off: float
-    off_in_loss: float
-    rounding: float | None
-    most: float
-    num_rows: int
-    cause: str = ""
 
 
 class ProofAtStart:
@@ -107,6 +80,7 @@ class ProofAtStart:
         self._trainer, self._module = trainer, pl_module
         self._strategies, self._proof = strategies, proof
         self._options, self._move = options, move
+        self._is_alone = trainer.world_size == 1
         self._is_done = False
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,23 +94,22 @@ class ProofAtStart:
         if self._is_done:
             return
         self._is_done = True
-        reason, rows, number = "", None, 0
+        found, rows, number, reason = None, None, 0, "another rank cannot measure"
         try:
             refuse_unclean(self._trainer, self._module)
             rows = self._first_rows(batch)
             number = self._number_of(rows)
         except Exception as error:
             reason = _in_one_line(error)
-        num_rows = self._least(number)
-        found = None
-        if num_rows:
-            assert rows is not None
+        # The number of rows that every rank can measure with.
+        number = -int(largest(self._trainer, -number))
+        if rows is not None and number:
             try:
                 with aside(self._trainer, self._module):
-                    found = self._measured(rows, num_rows, args, kwargs)
+                    found = self._measured(rows, number, args, kwargs)
             except Exception as error:
                 reason = _in_one_line(error)
-        self._tell(found, reason or "another rank cannot measure")
+        self._tell(found, reason)
 
     # ---- the rows --------------------------------------------------------------------
 
@@ -164,88 +137,103 @@ class ProofAtStart:
             f"a step {in_step}: too few to cut"
         )
 
-    @property
-    def _is_alone(self) -> bool:
-        return self._trainer.world_size == 1
-
     def _rows_in_step(self, rows: FirstRows) -> int:
         return rows.num_rows * self._trainer.accumulate_grad_batches
-
-    def _least(self, num_rows: int) -> int:
-        """The number of rows that every rank can measure with."""
-        return -int(largest(self._trainer, -num_rows))
 
     # ---- passes ----------------------------------------------------------------------
 
     def _measured(
         self, rows: FirstRows, num_rows: int, args: Any, kwargs: Any
     ) -> Found:
-        passes = Passes(
+        passes = self._passes(num_rows, args, kwargs, torch.float32)
+        with passes.prepared():
+            found, cut = self._in_float32(passes, rows)
+        if found.is_open and self._is_alone:
+            wide = self._passes(num_rows, args, kwargs, torch.float64)
+            with contextlib.suppress(Exception):  # not every operation knows float64
+                return found.decided(*self._in_float64(wide, cut))
+        return found
+
+    def _in_float32(self, passes: Passes, rows: FirstRows) -> tuple[Found, InParts]:
+        """The first way to cut the rows in which `training_step` runs."""
+        trims = [True, False] if self._options is None else [True]
+        several = rows.sizes[passes.num_rows]
+        ways = [(sizes, trimmed) for sizes in several for trimmed in trims]
+        least: float = 2 * passes.num_rows
+        if not self._is_alone:  # a pass may wait for other ranks, so each runs as many
+            ways, least = [(several[0], False)], math.inf
+        for sizes, trimmed in ways:
+            try:
+                cut = rows.in_parts(sizes, trims=trimmed)
+                once_more = least + sizes[1] <= self._rows_in_step(rows)
+                return self._compared(passes, cut, sees_rounding=once_more), cut
+            except Exception as error:
+                if (sizes, trimmed) == ways[-1] or isinstance(error, NotMeasured):
+                    raise
+        raise AssertionError("unreachable")
+
+    def _passes(
+        self, num_rows: int, args: Any, kwargs: Any, dtype: torch.dtype
+    ) -> Passes:
+        return Passes(
             self._module,
             num_rows,
-            dtype=torch.float32,
-            as_it_is=True,
+            dtype=dtype,
+            as_it_is=dtype is torch.float32,
             strategies=self._strategies,
             arguments=(args, kwargs),
             move=self._move,
         )
-        trims = [True, False] if self._options is None else [True]
-        ways = [(sizes, trimmed) for sizes in rows.sizes[num_rows] for trimmed in trims]
-        if self._is_alone:
-            least = 2 * num_rows
-        else:  # a pass may wait for other ranks, so each runs as many
-            ways, least = [(rows.sizes[num_rows][0], False)], math.inf
+
+    def _in_float64(self, passes: Passes, cut: InParts) -> tuple[float, str]:
+        """How far the window's gradient is off in float64, and why."""
+        if sum(each.numel() for each in passes.parameters) > MOST_WIDE:
+            raise NotMeasured("too many parameters to copy")
         with passes.prepared():
-            for number, (sizes, trimmed) in enumerate(ways):
-                try:
-                    cut = rows.in_parts(sizes, trims=trimmed)
-                    once_more = least + sizes[1] <= self._rows_in_step(rows)
-                    return self._compared(passes, cut, sees_rounding=once_more)
-                except Exception as error:
-                    is_last = number + 1 == len(ways)
-                    if is_last or isinstance(error, NotMeasured):
-                        raise
-        raise AssertionError("unreachable")
+            whole, parts = self._run(passes, cut)
+            off, _ = self._off_by(whole, parts, cut)
+        return off, self._cause(whole, parts, MOST_IN_FLOAT64)
+
+    def _run(self, passes: Passes, cut: InParts) -> tuple[Pass, list[Pass]]:
+        """Passes over the whole and over its parts."""
+        whole = passes.run(cut.whole, sorted(sum(cut.rows, [])))
+        pairs = zip(cut.parts, cut.rows, strict=True)
+        return whole, [passes.run(batch, rows) for batch, rows in pairs]
 
     def _compared(self, passes: Passes, cut: InParts, *, sees_rounding: bool) -> Found:
-        all_rows = sorted(sum(cut.rows, []))
-        whole = passes.run(cut.whole, all_rows)
-        parts = [
-            passes.run(batch, rows)
-            for batch, rows in zip(cut.parts, cut.rows, strict=True)
-        ]
+        whole, parts = self._run(passes, cut)
+        if any(term.is_plain for term in whole.terms):
+            raise NotMeasured("manual_backward divides nothing; accumulate is measured")
         if not math.isfinite(sum(term.loss for term in whole.terms)):
             raise NotMeasured("the loss of these rows is not finite")
         if not size_of(whole.gradient):
             raise NotMeasured("the gradient of these rows is zero")
         off, off_in_loss = self._off_by(whole, parts, cut)
         rounding = self._rounding(passes, cut, parts) if sees_rounding else None
-        most = MOST if rounding is None else max(LEAST, min(30 * rounding, MOST))
-        if off > most:
+        cause = ""
+        if off > sure(rounding):
             self._refuse_random(passes, cut.whole, whole)
             refuse_kept_counts(cut, self._strategies.values())
-        cause = self._cause(whole, parts) if off > most else ""
-        return Found(off, off_in_loss, rounding, most, len(all_rows), cause)
+            cause = self._cause(whole, parts)
+        num_rows = passes.num_rows
+        return Found(off, off_in_loss, rounding, most_of(rounding), num_rows, cause)
 
     def _off_by(
         self, whole: Pass, parts: list[Pass], cut: InParts
     ) -> tuple[float, float]:
         """How far the window's gradient and its loss are from the whole's."""
-        squares = sizes = in_loss = 0.0
-        for number, term in enumerate(whole.terms):
-            strategy = self._strategies.get(
-                term.name, next(iter(self._strategies.values()))
+        terms = terms_of(whole, parts)
+        shares = {
+            name: shares_of(name, strategy_of(name, self._strategies), parts, cut.parts)
+            for name in terms
+        }
+        in_loss = max(
+            deviation(
+                each.losses.new_tensor([each.loss]), each.losses[:, None], shares[name]
             )
-            gradients = torch.stack([each.terms[number].gradient for each in parts])
-            said = [each.weight(term.name) for each in parts]
-            shares = shares_of(strategy, cut.parts, said)
-            off = deviation(term.gradient, gradients, shares)
-            size = size_of(term.gradient)
-            squares, sizes = squares + (off * size) ** 2, sizes + size**2
-            losses = torch.tensor([[each.terms[number].loss] for each in parts])
-            loss = torch.tensor([term.loss], dtype=torch.float64)
-            in_loss = max(in_loss, deviation(loss, losses.double(), shares))
-        return math.sqrt(squares / sizes), in_loss
+            for name, each in terms.items()
+        )
+        return window_off_by(terms, shares), in_loss
 
     def _rounding(
         self, passes: Passes, cut: InParts, parts: list[Pass]
@@ -258,9 +246,9 @@ class ProofAtStart:
         order = list(reversed(range(len(rows))))
         reversed_batch = FirstRows(cut.parts[-1], self._options, strategy).take(order)
         found = passes.run(reversed_batch, [rows[n] for n in order])
-        size = size_of(parts[-1].gradient)
-        moved = size_of(found.gradient - parts[-1].gradient)
-        return min(moved / size, MOST_ROUNDING) if size else None
+        own = parts[-1].gradient
+        moved = share_of(found.gradient - own, own)
+        return min(moved, MOST_ROUNDING) if size_of(own) else None
 
     def _refuse_random(self, passes: Passes, batch: Any, first: Pass) -> None:
         """Refuse to compare passes that draw what cannot be handed out by row."""
@@ -281,11 +269,11 @@ class ProofAtStart:
         if first.seen.is_narrow:
             raise NotMeasured("training_step computes in half precision by itself")
 
-    def _cause(self, whole: Pass, parts: list[Pass]) -> str:
-        gradients = torch.stack([each.gradient for each in parts])
-        off = best_fit(*with_sum(whole.gradient, gradients)).deviation
-        of_sum = deviation(whole.gradient, gradients, torch.ones(len(parts)).double())
-        if min(off, of_sum) <= MOST_OF_FIT:
+    def _cause(
+        self, whole: Pass, parts: list[Pass], most_of_fit: float = MOST_OF_FIT
+    ) -> str:
+        terms = terms_of(whole, parts).values()
+        if max(least_off(each.whole, each.parts) for each in terms) <= most_of_fit:
             said = ", ".join(map(line_of, self._strategies.values()))
             return f"The loss does not divide by what {said} counts."
         names = normalising_by_batch(self._module)
@@ -309,13 +297,13 @@ class ProofAtStart:
             self._say((LABEL, text))
             return
         if off > found.most:
-            text = _not_exact(found, off)
+            text = not_exact_text(found, off)
             if self._proof == "require":
                 raise TrainkitError(f'proof="require": {text}')
             if trainer.is_global_zero:
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(f"proof: {text}", stacklevel=2)
             return
-        self._say((LABEL, _exact(found, off)))
+        self._say((LABEL, exact_text(found, off)))
 
     def _say(self, row: Row) -> None:
         if self._trainer.is_global_zero:
@@ -323,12 +311,7 @@ class ProofAtStart:
 
 
 def begin_proof(
-    trainer: Any,
-    pl_module: Any,
-    windows: Any,
-    *,
-    options: MicroBatching | None = None,
-    move: Callable[[Any], Any] = lambda batch: batch,
+    trainer: Any, pl_module: Any, windows: Any, **options: Any
 ) -> Callable[..., None]:
     """What proves a run in its first `training_step`.
 
@@ -338,17 +321,13 @@ def begin_proof(
         trainer: about to train.
         pl_module: what it trains.
         windows: the callback that divides windows.
-        options: how split windows cut; None for streamed ones.
-        move: brings a part of a batch to the device.
+        **options: of `ProofAtStart`.
     """
     has_parts = trainer.world_size > 1 or may_be_several(trainer, pl_module, windows)
     if windows.proof == "off" or not has_parts:
         return _nothing
-    strategies = windows.strategies
-    proof = ProofAtStart(
-        trainer, pl_module, strategies, windows.proof, options=options, move=move
-    )
-    return proof.run
+    strategies, proof = windows.strategies, windows.proof
+    return ProofAtStart(trainer, pl_module, strategies, proof, **options).run
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -366,49 +345,6 @@ def _check_number(rows: FirstRows, options: MicroBatching | None, loader: Any) -
             f"the first dimension of the batch is {rows.num_rows}, and the loader's "
             f"batch size {size}: it may not be that of the rows"
         )
-
-
-def shares_of(
-    strategy: AccumulationStrategy, batches: list[Any], said: list[float | None]
-) -> torch.Tensor:
-    """The share that each part has in its window.
-
-    Args:
-        strategy: weighs them.
-        batches: the parts.
-        said: what `training_step` has said that each weighs, if it has.
-    """
-    if strategy.loss_reduction != "mean":
-        return torch.ones(len(batches), dtype=torch.float64)
-    each = [
-        float(strategy.weight(batch)) if weight is None else weight
-        for batch, weight in zip(batches, said, strict=True)
-    ]
-    weights = torch.tensor(each, dtype=torch.float64)
-    return weights / weights.sum()
-
-
-def _exact(found: Found, off: float) -> str:
-    if found.rounding is not None and off > max(DOUBTFUL, 10 * found.rounding):
-        return (
-            f"off by {off:.0e} on {found.num_rows} of your rows, which may be more "
-            f"than rounding ({found.rounding:.0e}); trainkit.check measures in float64"
-        )
-    beside = "" if found.rounding is None else f" (rounding {found.rounding:.0e})"
-    loss = ""
-    if found.off_in_loss > MOST:
-        loss = f"; the loss's value is off by {found.off_in_loss:.1g}, its gradient not"
-    return f"exact on {found.num_rows} of your rows: off by {off:.0e}{beside}{loss}"
-
-
-def _not_exact(found: Found, off: float) -> str:
-    cause = found.cause or "It was found on another rank."
-    return (
-        f"proof: a window of this training is not the big batch. On {found.num_rows} "
-        f"rows of the first batch, cut in two, its gradient is off by {off:.2g} of its "
-        f"size. {cause} `trainkit check`, before the words of a command, or "
-        f"trainkit.check(module, data) says where and why."
-    )
 
 
 def _in_one_line(error: BaseException) -> str:

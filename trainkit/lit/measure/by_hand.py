@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainkit.core.strategies import Weight
+from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
 
-PLAIN = 1.0
-"""The weight of a loss that a module with the mixin gives to `manual_backward`, which
-divides nothing."""
+
+class Plain(float):
+    """The weight of a loss that a module with the mixin gives to `manual_backward`,
+    which divides nothing."""
 
 
 def has_mixin(module: Any) -> bool:
@@ -31,7 +34,7 @@ def by_hand(
         module: with manual optimization, attached to its Trainer.
         add: gets the loss, the batch, and the weight, where `accumulate` gets them.
     """
-    plain = PLAIN if has_mixin(module) else None
+    plain = Plain(1) if has_mixin(module) else None
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         add(loss, None, plain)
@@ -56,8 +59,19 @@ def by_hand(
         "finish_window": _nothing,
     }
     here = {name: it for name, it in replacing.items() if hasattr(module, name)}
-    with replaced(module, **here):
-        yield
+    refusing = register_optimizer_step_pre_hook(_refuse_step)
+    try:
+        with replaced(module, **here):
+            yield
+    finally:
+        refusing.remove()
+
+
+def _refuse_step(*args: Any) -> None:
+    raise TrainkitError(
+        "training_step steps an optimizer that it does not take from "
+        "self.optimizers(), so a pass would change the weights. Take it from there."
+    )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

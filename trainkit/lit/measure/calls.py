@@ -105,12 +105,9 @@ class MeasuredCalls(TorchFunctionMode):
         """A draw of numbers that are all drawn in one way."""
         kwargs.pop("generator", None)
         made = self._widened(func, name, args, kwargs)
-        given = (*args, *kwargs.values())
-        numbers = tuple(
-            each
-            for each in given
-            if isinstance(each, int | float) and name not in ("rand", "randn")
-        )
+        # The numbers that rand and randn get are the shape.
+        given = () if name in ("rand", "randn") else (*args, *kwargs.values())
+        numbers = tuple(each for each in given if isinstance(each, int | float))
         draw = DRAWS[name]
         return self._drawn(name, made, lambda full: draw(full, args, kwargs), numbers)
 
@@ -239,14 +236,6 @@ BY_ROW = frozenset(
 WIDENED = frozenset(("to", "type", "type_as", "tensor", "as_tensor", "from_numpy"))
 
 
-def _uniform(full: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return full.uniform_()
-
-
-def _normal(full: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return full.normal_()
-
-
 def _integers(full: Tensor, args: Any, kwargs: Any) -> Tensor:
     numbers = [value for value in args if isinstance(value, int)]
     high = kwargs.get("high", numbers[-1] if numbers else 1)
@@ -261,23 +250,10 @@ def _in_place(name: str) -> Callable[[Tensor, Any, Any], Tensor]:
     return draw
 
 
+IN_PLACE = "uniform_ normal_ exponential_ random_ log_normal_ cauchy_ geometric_"
 DRAWS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {
-    "rand": _uniform,
-    "rand_like": _uniform,
-    "randn": _normal,
-    "randn_like": _normal,
-    "randint": _integers,
-    "randint_like": _integers,
-    **{
-        name: _in_place(name)
-        for name in (
-            "uniform_",
-            "normal_",
-            "exponential_",
-            "random_",
-            "log_normal_",
-            "cauchy_",
-            "geometric_",
-        )
-    },
+    **dict.fromkeys(("rand", "rand_like"), lambda full, args, kwargs: full.uniform_()),
+    **dict.fromkeys(("randn", "randn_like"), lambda full, args, kwargs: full.normal_()),
+    **dict.fromkeys(("randint", "randint_like"), _integers),
+    **{name: _in_place(name) for name in IN_PLACE.split()},
 }

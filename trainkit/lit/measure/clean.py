@@ -23,8 +23,6 @@ def refuse_unclean(trainer: Any, module: Any) -> None:
     """Refuse where passes of a few rows would not be cheap or leave no trace."""
     if communicates(trainer, module):
         raise NotMeasured("a pass communicates with other ranks")
-    if not module.automatic_optimization:
-        raise NotMeasured("manual optimization; trainkit.check measures it")
     parameters = list(module.parameters())
     if any(is_lazy(each) for each in parameters):
         raise NotMeasured("parameters get their shape in the first pass")

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import run_backward, without_gradient_hooks
-from trainkit.core.proof.gradients import Coordinates
+from trainkit.core.proof.gradients import Coordinates, added
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.strategies import Strategies
 from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
 from trainkit.lit.callback.said_weight import SaidWeight, refuse_unsaid_weight
-from trainkit.lit.measure.by_hand import by_hand
+from trainkit.lit.measure.by_hand import Plain, by_hand
 from trainkit.lit.measure.calls import MeasuredCalls, Seen
 from trainkit.lit.measure.draws import Draws
 from trainkit.lit.measure.host_draws import drawn_unseen, global_states, replayed
@@ -41,6 +41,7 @@ class Term:
         gradient: the coordinates that are kept.
         batch: what `accumulate` got to be weighed, if it got a batch.
         weight: what `accumulate` or `weigh` got as a weight; None where they got none.
+        is_plain: whether a module with the mixin gave it to `manual_backward`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Term:
     gradient: Tensor
     batch: Any = None
     weight: float | None = None
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,15 +189,12 @@ class Passes:
 
     def gradients(self, batch: Any, rows: Sequence[int]) -> list[Tensor | None]:
         """All coordinates of the gradients of a pass, over all its terms."""
-        self._gradients = self._no_gradients()
+        self._gradients = [None for _ in self.parameters]
         try:
             self.run(batch, rows)
             return self._gradients
         finally:
             self._gradients = None
-
-    def _no_gradients(self) -> list[Tensor | None]:
-        return [None for _ in self.parameters]
 
     def _run(self, batch: Any) -> Pass:
         calls = MeasuredCalls(
@@ -203,7 +202,7 @@ class Passes:
         )
         self._terms = []
         if self._gradients is not None:
-            self._gradients = self._no_gradients()
+            self._gradients = [None for _ in self.parameters]
         with (
             self._said.open(),
             _in_eval(self.in_eval),
@@ -281,12 +280,11 @@ class Passes:
             self.coordinates = Coordinates(gradients, sizes=sizes)
         vector = self.coordinates.of(gradients) / self.scale
         given = None if weight is None else float(weight)
-        self._terms.append(Term(name, float(loss.detach()), vector, batch, given))
+        value, is_plain = float(loss.detach()), isinstance(weight, Plain)
+        self._terms.append(Term(name, value, vector, batch, given, is_plain))
         if self._gradients is not None:
             pairs = zip(self._gradients, gradients, strict=True)
-            self._gradients = [
-                b if a is None else a if b is None else a + b for a, b in pairs
-            ]
+            self._gradients = [added(one, other) for one, other in pairs]
 
 
 def _refuse_gathering(*args: Any, **kwargs: Any) -> None:

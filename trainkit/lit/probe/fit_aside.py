@@ -34,7 +34,7 @@ def fit_aside(
     Args:
         trainer: as it will train.
         module: the module that it will train.
-        data: a LightningDataModule, the training loader, or None.
+        data: a LightningDataModule, the training loader, several of them, or None.
         callback: ends `fit` itself, with `leaves_fit`.
         prepare: called once Trainer and module are prepared.
         last: called when everything is put back.

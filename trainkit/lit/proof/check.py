@@ -23,6 +23,7 @@ from trainkit.lit.proof.ranks import of_all_ranks
 from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.verdict import measured
+from trainkit.lit.rerun.quietly import without_advice
 
 
 def check(
@@ -55,6 +56,13 @@ def check(
         rows: how many rows to use at most.
     """
     check_whole_number("check rows", rows)
+    with without_advice():
+        return _checked(module, data, strategy, micro_batches, trainer, rows)
+
+
+def _checked(
+    module: Any, data: Any, strategy: Any, micro_batches: Any, trainer: Any, rows: int
+) -> Report:
     trainer = trainer or _trainer()
     checked = _Check(
         strategy=_option(strategy, "accumulation", "strategy", module, trainer),
@@ -108,20 +116,26 @@ def _option(
 
 
 def _as_loader(data: Any) -> Any:
-    """What Lightning takes for a loader; one batch becomes a loader of it."""
-    is_sized = hasattr(data, "__iter__") and hasattr(data, "__len__")
-    held = data.values() if isinstance(data, Mapping) else data
-    has_loaders = isinstance(data, Mapping | list | tuple) and any(
-        isinstance(each, DataLoader) for each in held
-    )
-    marks = ("train_dataloader", "dataset", "iterables")  # of CombinedLoader the last
-    if not is_sized or has_loaders or any(hasattr(data, name) for name in marks):
+    """What `fit` takes: a batch becomes a loader that yields it."""
+    has_many = hasattr(data, "__iter__") and hasattr(data, "__len__")
+    several = data.values() if isinstance(data, Mapping) else data
+    is_several = isinstance(data, Mapping | list | tuple) and any(map(_loads, several))
+    if not has_many or _loads(data) or is_several:
         return data
     return DataLoader([data], batch_size=None)  # type: ignore[arg-type]
 
 
+def _loads(data: Any) -> bool:
+    """Whether it is a data module, a loader, or Lightning's loader of several."""
+    kinds = ("train_dataloader", "dataset", "loaders", "flattened")
+    return isinstance(data, DataLoader) or any(hasattr(data, kind) for kind in kinds)
+
+
 class _Check(Callback):
-    """Measures before the first step, as the Trainer's only callback, and ends fit."""
+    """Measures before the first step, as the Trainer's only callback, and ends `fit`.
+
+    Copies of the run's BatchNorm guards change the layers first.
+    """
 
     def __init__(
         self,
@@ -145,7 +159,13 @@ class _Check(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        _refuse_communicating(trainer, pl_module)
+        if communicates(trainer, pl_module):
+            raise TrainkitError(
+                f"check: {type(trainer.strategy).__name__} or SyncBatchNorm "
+                f"communicates within a pass, and parts of a batch would wait for "
+                f"other ranks. Check with one device: "
+                f"Trainer(devices=1, strategy='auto')."
+            )
         for guard in self._guards:
             guard.freeze(trainer, pl_module)
         self.report = of_all_ranks(
@@ -175,16 +195,7 @@ class _Check(Callback):
         )
         if rows.num_rows < 2:
             raise TrainkitError(
-                f"check: needs at least 2 rows to cut, and found {rows.num_rows}."
+                f"check: needs at least 2 rows to cut, and found {rows.num_rows}. Give "
+                f"a loader or a batch with more rows, and leave rows= at its default."
             )
         return measured(module, rows, strategies, self._callbacks)
-
-
-def _refuse_communicating(trainer: Any, module: Any) -> None:
-    """Refuse backends and layers that communicate within a pass: parts would wait."""
-    if communicates(trainer, module):
-        raise TrainkitError(
-            f"check: {type(trainer.strategy).__name__} or SyncBatchNorm communicates "
-            f"within a pass, and parts of a batch would wait for other ranks. Check "
-            f"with one device: Trainer(devices=1, strategy='auto')."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainkit.lit.callback.table import Row
@@ -117,7 +117,7 @@ class Findings:
     cuts: tuple[Cut, ...]
     parameters: tuple[tuple[str, float], ...] = ()
     causes: tuple[Cause, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     gradients: tuple[Gradient, ...] = ()
 
     def rows(self) -> list[Row]:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.proof.candidates import Candidate, candidates
-from trainkit.core.proof.gradients import best_fit, size_of
+from trainkit.core.proof.gradients import best_fit, share_of, size_of, weighted
 from trainkit.core.proof.parts import telling_parts
 from trainkit.core.proof.weights import Counts, Measured
-from trainkit.core.strategies import AccumulationStrategy
+from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.measure.denominators import SIMPLICITY, no_count
 from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.measure.window import (
+    shares_of,
+    strategy_of,
+    terms_of,
+    window_off_by,
+)
 from trainkit.lit.proof.findings import Gradient
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.rerun.quietly import seed
@@ -83,11 +89,14 @@ class Measurements:
                 f"check: the gradient is {'zero' if not size else 'not finite'} on "
                 f"these rows, so there is nothing to compare. Give rows that count."
             )
-        off = size_of(repeated.gradient - self.whole.gradient) / size
-        self.repeated = off
+        self.repeated = self._off(repeated)
         least = THRESHOLDS[self.passes.dtype]
-        self.tolerance = max(least, min(30 * off, MOST_TOLERATED))
+        self.tolerance = max(least, min(30 * self.repeated, MOST_TOLERATED))
         return self.whole
+
+    def _off(self, other: Pass) -> float:
+        """How far another pass over all rows is from the whole."""
+        return share_of(other.gradient - self.whole.gradient, self.whole.gradient)
 
     def best_fit(self, make: Make) -> float:
         """What is left of the whole with weights that fit best, over all terms."""
@@ -112,9 +121,7 @@ class Measurements:
         batch = self.rows.reordered(order)
         if batch is None:
             return
-        other = self.passes.run(batch, order).gradient
-        size = size_of(self.whole.gradient)
-        off = size_of(other - self.whole.gradient) / size
+        off = self._off(self.passes.run(batch, order))
         self.tolerance = max(self.tolerance, 30 * min(off, MOST_OF_ORDER))
 
     def of(self, rows: Sequence[int], make: Make) -> Pass:
@@ -126,37 +133,13 @@ class Measurements:
 
     def terms(self, parts: Parts, make: Make) -> dict[str, Measured]:
         """The whole and its parts, for each backward call."""
-        found = [self.of(rows, make) for rows in parts]
-        names = [term.name for term in self.whole.terms]
-        for each in found:
-            if [term.name for term in each.terms] != names:
-                raise TrainkitError(
-                    f"training_step: it goes backward {len(names)} times for all "
-                    f"rows, and {len(each.terms)} times for a part of them."
-                )
-        return {
-            term.name: Measured(
-                term.gradient,
-                torch.stack([each.terms[number].gradient for each in found]),
-                term.loss,
-                torch.tensor([each.terms[number].loss for each in found]).double(),
-            )
-            for number, term in enumerate(self.whole.terms)
-        }
+        return terms_of(self.whole, [self.of(rows, make) for rows in parts])
 
-    def off_by(
-        self,
-        parts: Parts,
-        make: Make,
-        strategies: Mapping[str, AccumulationStrategy],
-    ) -> float:
+    def off_by(self, parts: Parts, make: Make, strategies: Strategies) -> float:
         """How far the window of these parts is from the whole, over all terms."""
-        squares = sizes = 0.0
-        for name, measured in self.terms(parts, make).items():
-            off = measured.off_by(self.weights(name, strategies, parts, make))
-            size = size_of(measured.whole)
-            squares, sizes = squares + (off * size) ** 2, sizes + size**2
-        return _or_infinity(math.sqrt(squares / sizes))
+        terms = self.terms(parts, make)
+        each = {name: self.weights(name, strategies, parts, make) for name in terms}
+        return window_off_by(terms, each)
 
     def counts(self, parts: Parts, make: Make) -> dict[Candidate, Counts]:
         """What each candidate counts in the whole and in the parts."""
@@ -179,55 +162,28 @@ class Measurements:
             totals = torch.tensor([divisors[line].total for divisors in each]).double()
             if bool((totals != divisor.total).any()):
                 words = divisor.text, divisor.line
-                candidate = Candidate(line, no_count, SIMPLICITY, None, words)
+                candidate = Candidate(line, no_count, SIMPLICITY, words)
                 found[candidate] = Counts(divisor.total, totals)
         return found
 
     def weights(
-        self,
-        term: str,
-        strategies: Mapping[str, AccumulationStrategy],
-        parts: Parts,
-        make: Make,
+        self, term: str, strategies: Strategies, parts: Parts, make: Make
     ) -> Tensor:
-        """The share of each part in the window; plain accumulation has no strategy."""
-        strategy = strategy_of(term, strategies)
-        if strategy is None:
-            return torch.full((len(parts),), 1 / len(parts), dtype=torch.float64)
-        if strategy.loss_reduction != "mean":
-            return torch.ones(len(parts), dtype=torch.float64)
-        each = [self._weight(term, strategy, rows, make) for rows in parts]
-        weights = torch.tensor(each, dtype=torch.float64)
-        return weights / weights.sum()
-
-    def _weight(
-        self,
-        name: str,
-        strategy: AccumulationStrategy,
-        rows: Sequence[int],
-        make: Make,
-    ) -> float:
-        """What a part weighs: what `accumulate` was given, or else its batch."""
-        found = self.of(rows, make)
-        weight = found.weight(name)
-        if weight is not None:
-            return weight
-        batch = next((t.batch for t in found.terms if t.name == name), None)
-        return float(strategy.weight(make(rows) if batch is None else batch))
+        """The share of each part in the window."""
+        found = [self.of(rows, make) for rows in parts]
+        batches = (make(rows) for rows in parts)
+        return shares_of(term, strategy_of(term, strategies), found, batches)
 
     def by_parameter(
-        self,
-        parts: Parts,
-        make: Make,
-        strategies: Mapping[str, AccumulationStrategy],
+        self, parts: Parts, make: Make, strategies: Strategies
     ) -> list[Gradient]:
         """How far the window of these parts is off in each parameter, worst first."""
         coordinates = self.passes.coordinates
         assert coordinates is not None
         window = torch.zeros_like(self.whole.gradient)
         for name, measured in self.terms(parts, make).items():
-            weights = self.weights(name, strategies, parts, make)[:, None]
-            window += torch.where(weights == 0, 0.0, measured.parts * weights).sum(0)
+            weights = self.weights(name, strategies, parts, make)
+            window += weighted(measured.parts, weights).sum(0)
         size = size_of(self.whole.gradient)
         wholes = coordinates.split(self.whole.gradient)
         off = coordinates.split(self.whole.gradient - window)
@@ -246,15 +202,6 @@ class Measurements:
         counts = torch.tensor(columns or [[1.0] * len(singles)]).double().T
         # Of two or three rows, one part would be the whole, and prove nothing.
         return telling_parts(counts, NUM_PARTS, least=2 if len(singles) > 3 else 1)
-
-
-def strategy_of(
-    term: str, strategies: Mapping[str, AccumulationStrategy]
-) -> AccumulationStrategy | None:
-    """The strategy of a term; a module with one has it for all backward calls."""
-    if term in strategies:
-        return strategies[term]
-    return next(iter(strategies.values()), None)
 
 
 def _or_infinity(number: float) -> float:

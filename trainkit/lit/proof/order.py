@@ -14,18 +14,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainkit.core._compat import has_gradient_hook, without_gradient_hooks
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.proof.gradients import size_of
+from trainkit.core.proof.gradients import added, size_of
 from trainkit.lit._compat import has_own
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.findings import Cause, Cut
-from trainkit.lit.proof.measure import Measurements
+from trainkit.lit.proof.measure import THRESHOLDS, Measurements
 from trainkit.lit.proof.report import Report
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import kept
 
 HOOKS = ("on_before_backward", "on_after_backward", "backward")
-WIDE_ENOUGH = {torch.float64: 1e-8, torch.float32: 1e-4}
-IN_HALF = 5e-2
 
 Gradients = Sequence[Tensor | None]
 
@@ -125,7 +123,7 @@ class EarlyHooks:
     @property
     def _tolerance(self) -> float:
         kinds = {parameter.dtype for parameter in self._parameters}
-        return max(WIDE_ENOUGH.get(kind, IN_HALF) for kind in kinds)
+        return max(THRESHOLDS.get(kind, THRESHOLDS[None]) for kind in kinds)
 
     def _places(self) -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
         """Each place of a hook, with the methods that run around a backward pass."""
@@ -156,7 +154,7 @@ class EarlyHooks:
             for size, gradients in zip(halves.sizes, halves.gradients, strict=True)
         ]
         pairs = zip(*shares, strict=True)
-        whole = [b if a is None else a if b is None else a + b for a, b in pairs]
+        whole = [added(one, other) for one, other in pairs]
         without = contextlib.nullcontext()
         if hooks:
             without = without_gradient_hooks(self._parameters)

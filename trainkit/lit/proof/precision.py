@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.gradients import HALF
-from trainkit.core.proof.gradients import size_of
+from trainkit.core.proof.gradients import share_of, weighted
 from trainkit.core.strategies import Strategies
 from trainkit.lit._compat import scaler_of
 from trainkit.lit.measure.passes import Passes
@@ -52,19 +52,16 @@ def in_own_precision(
             off = _off_by(found, strategies, dtype)
     except Exception as error:
         return None, f"training_step could not be compared in {name}: {error}"
-    alone = found.whole.gradient - wide.first.gradient
-    alone = size_of(alone) / size_of(wide.first.gradient)
+    alone = share_of(found.whole.gradient - wide.first.gradient, wide.first.gradient)
     note = ""
     if alone < MOST_ALONE:
         note = f"where one batch by itself is off by {alone:.1e}"
-    advice = ""
-    if dtype in HALF:
-        advice = (
-            f"in {name} gradients are added up in half precision; wide_gradients=True "
-            f"adds them up in float32"
-        )
+    advice = (
+        f"in {name} gradients are added up in half precision; wide_gradients=True adds "
+        f"them up in float32"
+    )
     sizes = tuple(len(rows) for rows in wide.parts)
-    return Cut(f"in {name}", sizes, off, note), advice
+    return Cut(f"in {name}", sizes, off, note), advice if dtype in HALF else ""
 
 
 def _dtype_of_sum(module: Any) -> torch.dtype:
@@ -80,13 +77,11 @@ def _off_by(found: Measurements, strategies: Strategies, dtype: torch.dtype) -> 
     each = torch.zeros(len(parts), len(found.whole.gradient), dtype=torch.float64)
     for name, measured in found.terms(parts, make).items():
         weights = found.weights(name, strategies, parts, make)
-        each += (
-            torch.where(weights[:, None] == 0, 0.0, measured.parts) * (weights[:, None])
-        )
+        each += weighted(measured.parts, weights)
     window = torch.zeros_like(found.whole.gradient)
     for gradient in each:
         window = _rounded(window + _rounded(gradient, dtype), dtype)
-    return size_of(window - found.whole.gradient) / size_of(found.whole.gradient)
+    return share_of(window - found.whole.gradient, found.whole.gradient)
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,8 @@ from trainkit.core.strategies import (
     PerToken,
     Strategies,
 )
-from trainkit.lit.measure.by_hand import PLAIN, has_mixin
+from trainkit.core.weighed import Weighed
+from trainkit.lit.measure.by_hand import has_mixin
 from trainkit.lit.measure.passes import Pass
 from trainkit.lit.proof.events import Located
 from trainkit.lit.proof.findings import Cause
@@ -37,6 +38,7 @@ BY_HAND = (
     "self.accumulate(loss, batch, optimizer=...)  # of AccumulationMixin, in place of "
     "self.manual_backward(loss)"
 )
+PLAINLY = "plain accumulation"
 GIVEN = "what self.accumulate gets"
 NO_STRATEGY = "no strategy can make it exact"
 
@@ -51,19 +53,14 @@ def of_weights(
 ) -> Cause:
     """The loss divides by something else than the strategy counts, or than its backward
     call is given as a weight."""
-    said = "plain accumulation" if strategy is None else line_of(strategy)
-    if is_given:
-        said = GIVEN
+    said = _said(strategy, is_given=is_given)
+    unlike = f", and not by {said}"
+    if said == PLAINLY:
+        unlike = f"; {said} divides by the number of micro-batches"
     which = f"the term {term!r}" if term and not term.isdigit() else "the loss"
     if not explained.classes:
         return _of_unknown_weights(which, explained)
     first, *others = explained.classes
-    equal = ""
-    if others and first not in (SUM, UNIFORM):
-        lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT and e is not SUM]
-        if lines:
-            count = "counts" if len(lines) == 1 else "count"
-            equal = f" (on these rows {' and '.join(lines[:2])} {count} as much)"
     if explained.function:
         first_line, *more = lines_for(first)
         return Cause(
@@ -76,26 +73,42 @@ def of_weights(
     if first is SUM:
         return _of_sum(which, said, strategy, batch)
     if first is UNIFORM:
-        return Cause(
-            DENOMINATOR,
-            STEP,
+        return _denominator(
             f"{which} weighs every micro-batch alike, and {said} does not",
             ("accumulation = Uniform()",),
         )
     if first.seen is not None:
-        return Cause(
-            DENOMINATOR,
-            STEP,
+        return _denominator(
             f"{which} divides by {_counted(first)}, which no field of the batch "
-            f"counts, and not by {said}",
+            f"counts{unlike}",
             lines_for(first),
         )
-    return Cause(
-        DENOMINATOR,
-        STEP,
-        f"{which} divides by what {first.line} counts, not by {said}{equal}",
+    return _denominator(
+        f"{which} divides by what {first.line} counts{unlike}{_equal(others)}",
         lines_for(first),
     )
+
+
+def _said(strategy: AccumulationStrategy | None, *, is_given: bool) -> str:
+    """What the parts were weighed by."""
+    if isinstance(strategy, Weighed):
+        return "what self.weigh gets" if strategy.is_said else "what by= counts"
+    if is_given:
+        return GIVEN
+    return PLAINLY if strategy is None else line_of(strategy)
+
+
+def _equal(others: Sequence[Candidate]) -> str:
+    """The candidates that are often meant, and count as much as the simplest."""
+    lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT and e is not SUM]
+    if not lines:
+        return ""
+    count = "counts" if len(lines) == 1 else "count"
+    return f" (on these rows {' and '.join(lines[:2])} {count} as much)"
+
+
+def _denominator(text: str, remedy: tuple[str, ...]) -> Cause:
+    return Cause(DENOMINATOR, STEP, text, remedy)
 
 
 def lines_for(candidate: Candidate) -> tuple[str, ...]:
@@ -123,7 +136,7 @@ def with_ways_in(
     """A cause with the line that a module needs before a strategy counts in it."""
     if not any("accumulation = " in line for line in cause.remedy):
         return cause
-    is_plain = any(term.weight == PLAIN and term.batch is None for term in whole.terms)
+    is_plain = any(term.is_plain for term in whole.terms)
     more, text = (), cause.text
     if not module.automatic_optimization and (is_plain or not has_mixin(module)):
         more = (BY_HAND,)
@@ -156,9 +169,7 @@ def _of_sum(
         )
     kept = strategy if isinstance(strategy, PerSample | PerToken) else PerSample()
     line = line_of(replace(kept, loss_reduction="total"))
-    return Cause(
-        DENOMINATOR,
-        STEP,
+    return _denominator(
         f"{which} is a sum over rows, and {said} takes it for a mean",
         (_assigned(line.replace("'total'", '"total"')),),
     )
@@ -177,13 +188,14 @@ def _host_counts(batch: Any) -> list[str]:
 
 
 def _of_unknown_weights(which: str, explained: Explained) -> Cause:
-    smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
-    shares = ", ".join(f"{float(w) / smallest:.4g}" for w in explained.weights)
-    return Cause(
-        DENOMINATOR,
-        STEP,
+    shares = ""
+    if explained.is_clear:
+        smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
+        each = (f"{float(w) / smallest:.4g}" for w in explained.weights)
+        shares = f"; they are as {', '.join(each)}"
+    return _denominator(
         f"the parts of {which} add up to the whole, but with weights that nothing in "
-        f"the batch counts; they are as {shares}",
+        f"the batch counts{shares}",
         (
             "accumulation = Weighed(), and in training_step self.weigh(n) with the "
             "number that the loss divides by",
@@ -196,9 +208,7 @@ def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
     """The loss has two terms, and no strategy divides by both denominators."""
     terms = " and of ".join(_term(each) for each in (one, other))
     if CONSTANT in (one, other):
-        return Cause(
-            DENOMINATOR,
-            STEP,
+        return _denominator(
             f"the loss is made of {terms}; each micro-batch adds the latter anew",
             (
                 "return the mean over rows from training_step, to which a constant may "
@@ -211,9 +221,7 @@ def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
         f"for PerSample(mask='count'), let the data set count for each row what "
         f"{' and '.join(unseen)} divides by, as the field 'count'"
     )
-    return Cause(
-        DENOMINATOR,
-        STEP,
+    return _denominator(
         f"the loss is made of {terms}",
         (
             'return {"loss": {"one": first, "other": second}} from training_step',
@@ -263,6 +271,7 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
 
 
 def of_loss(located: Located) -> Cause:
+    """The rows agree up to the loss, which looks across them."""
     after = f" after {located.after}" if located.after else ""
     return Cause(
         LOSS,
@@ -274,6 +283,7 @@ def of_loss(located: Located) -> Cause:
 
 
 def of_small_parts() -> Cause:
+    """The loss computes something else for parts of one row."""
     return Cause(
         LOSS,
         STEP,

@@ -125,18 +125,17 @@ class FewRows:
     @functools.cached_property
     def parts_of_run(self) -> list[list[int]]:
         """The rows of each micro-batch of the run; empty where that is not known."""
-        every = list(range(self.num_rows))
-        if not self.is_split:
-            size = self._size
-            return [every[at : at + size] for at in range(0, self.num_rows, size)]
-        if self._cuts_samples:
-            size = self._options.size if self._options is not None else None
-            step = size or self.num_rows
-            return [every[at : at + step] for at in range(0, self.num_rows, step)]
-        if self._options is None or self._options.is_auto or not self.can_cut:
-            return []
-        chosen = self._cutter.pair(self._whole, self._at(every))[1]
-        return [each.rows for each in self._cutter.cut(chosen)]
+        every, options = list(range(self.num_rows)), self._options
+        size: int | None = self._size
+        if options is not None:
+            if not self._cuts_samples:
+                if options.is_auto or not self.can_cut:
+                    return []
+                chosen = self._cutter.pair(self._whole, self._at(every))[1]
+                return [each.rows for each in self._cutter.cut(chosen)]
+            size = options.size
+        size = size or self.num_rows
+        return [every[at : at + size] for at in range(0, self.num_rows, size)]
 
     def padded_alike(self, rows: Sequence[int]) -> Any:
         """Some rows, padded as in the whole batch."""
