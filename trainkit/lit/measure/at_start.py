@@ -215,8 +215,15 @@ class ProofAtStart:
             self._refuse_random(passes, cut.whole, whole)
             refuse_kept_counts(cut, self._strategies.values())
             cause = self._cause(whole, parts)
-        num_rows = passes.num_rows
-        return Found(off, off_in_loss, rounding, most_of(rounding), num_rows, cause)
+        return Found(
+            off,
+            off_in_loss,
+            rounding,
+            most_of(rounding),
+            passes.num_rows,
+            cause,
+            are_padded=cut.are_padded,
+        )
 
     def _off_by(
         self, whole: Pass, parts: list[Pass], cut: InParts

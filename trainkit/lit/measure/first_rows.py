@@ -40,12 +40,15 @@ class InParts:
         parts: the batches of the two parts.
         rows: the rows of each part, by their place in the whole.
         loader_batch: what they were cut from, where the run itself cuts nothing.
+        are_padded: whether rows of the parts are padded as in the whole, and in the
+            run by the loader batch that they are in.
     """
 
     whole: Any
     parts: list[Any]
     rows: list[list[int]]
     loader_batch: Any = None
+    are_padded: bool = False
 
 
 class FirstRows:
@@ -102,8 +105,11 @@ class FirstRows:
             return InParts(self._collated(all_rows), parts, within)
         whole = self._cutter.pair(self._batch, all_rows)[0 if trims else 1]
         parts = [self._cutter.pair(whole, part)[1] for part in within]
-        loader_batch = self._batch if self._options is None else None
-        return InParts(whole, parts, within, loader_batch)
+        if self._options is not None:
+            return InParts(whole, parts, within)
+        lengths = [{each.lengths[n] for n in all_rows} for each in self._rows.groups]
+        are_padded = any(len(unlike) > 1 for unlike in lengths)
+        return InParts(whole, parts, within, self._batch, are_padded)
 
     def _collated(self, rows: Sequence[int]) -> Any:
         assert self._collate is not None

@@ -45,6 +45,7 @@ class Found:
         cause: why it is not exact, in one sentence.
         in_float64: how far the gradient is in float64; None where that was not needed,
             or could not be measured.
+        are_padded: whether rows of unlike length were padded alike.
     """
 
     off: float
@@ -54,6 +55,7 @@ class Found:
     num_rows: int
     cause: str = ""
     in_float64: float | None = None
+    are_padded: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +87,8 @@ def exact_text(found: Found, off: float) -> str:
     loss = ""
     if found.off_in_loss > MOST:
         loss = f"; the loss's value is off by {found.off_in_loss:.1g}, its gradient not"
-    return f"exact on {found.num_rows} of your rows: off by {off:.0e}{beside}{loss}"
+    rows = f"{found.num_rows} of your rows{', padded alike' * found.are_padded}"
+    return f"exact on {rows}: off by {off:.0e}{beside}{loss}"
 
 
 def not_exact_text(found: Found, off: float) -> str:
