@@ -190,6 +190,14 @@ class WrongOnOne(Tokens):
 
 
 RANKS = {"strategy": "ddp", "devices": 2, "limit_train_batches": 2}
+class Coupled(Tokens):
+    """So little that float32 cannot tell it from rounding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        across = self.features(batch)[:, 0].mean(0).square().sum()
+        return super().training_step(batch, batch_idx) + 1e-3 * across
+
+
 CASES = {
     "exact": (Tokens, PerToken(), 16, None),
     "split": (Tokens, PerToken(), 16, SPLIT),
@@ -197,6 +205,7 @@ CASES = {
     "wrong on one": (WrongOnOne, PerToken(), 16, None),
     "fussy on one": (FussyOnOne, PerToken(), 16, None),
     "few": (Tokens, PerToken(), 1, None),
+    "coupled a little": (Coupled, PerToken(), 16, None),
 }
 
 
@@ -230,6 +239,8 @@ def test_all_ranks_measure_or_none() -> None:
         (alarm,) = first[name][1]
         assert "PerSample() counts" in alarm or "found on another rank" in alarm
         assert first[name][0] == ""
+    (alarm,) = first["coupled a little"][1]
+    assert "across the rows" in alarm or "found on another rank" in alarm
     assert "not measured: another rank" in first["fussy on one"][0]
     assert "not measured: a loader batch has 1 row" in first["few"][0]
     for name in CASES:

@@ -19,7 +19,7 @@ from tests.helpers import quiet_lightning
 from tests.lit.measure.starting import fit, images, said, tokens
 from tests.lit.proof import zoo
 from tests.lit.proof.zoo import Images, Tokens
-from trainkit import PerSample, PerToken
+from trainkit import PerSample, PerToken, TrainkitError
 from trainkit.lit.measure.found import Found, exact_text
 
 
@@ -160,6 +160,29 @@ def test_a_small_term_across_rows_is_noticed(share: float) -> None:
 
     with pytest.warns(UserWarning, match="across the rows"):
         fit(Images(loss), images(), PerSample())
+
+
+class Narrow(Images):
+    """Something in it knows no float64."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.head.weight.dtype is torch.float32
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_float64_cannot_decide_is_not_called_exact(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loss(module: Any, maps: Tensor, batch: Any) -> Tensor:
+        logits = module.head(maps.mean((2, 3)))
+        balance = logits.softmax(1).mean(0).square().sum()
+        return F.cross_entropy(logits, batch[1]) + 0.02 * balance
+
+    fit(Narrow(loss), images(), PerSample())
+    assert "may be more than rounding" in said(capsys)
+    torch.manual_seed(0)  # as before the first one
+    with pytest.raises(TrainkitError, match="may be more than rounding"):
+        fit(Narrow(loss), images(), PerSample(), proof="require")
 
 
 def test_float64_decides_where_float32_cannot() -> None:

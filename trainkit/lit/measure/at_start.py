@@ -18,13 +18,14 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import may_be_several
-from trainkit.lit.callback.table import Row, say
+from trainkit.lit.callback.table import say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
 from trainkit.lit.measure.found import (
     MOST_IN_FLOAT64,
     Found,
     Proof,
+    doubtful_text,
     exact_text,
     most_of,
     not_exact_text,
@@ -94,7 +95,7 @@ class ProofAtStart:
         if self._is_done:
             return
         self._is_done = True
-        found, rows, number, reason = None, None, 0, "another rank cannot measure"
+        rows, number, reason = None, 0, "another rank cannot measure"
         try:
             refuse_unclean(self._trainer, self._module)
             rows = self._first_rows(batch)
@@ -103,12 +104,20 @@ class ProofAtStart:
             reason = _in_one_line(error)
         # The number of rows that every rank can measure with.
         number = -int(largest(self._trainer, -number))
+        found, cut = None, None
         if rows is not None and number:
             try:
-                with aside(self._trainer, self._module):
-                    found = self._measured(rows, number, args, kwargs)
+                passes = self._passes(number, args, kwargs, torch.float32)
+                with aside(self._trainer, self._module), passes.prepared():
+                    found, cut = self._in_float32(passes, rows)
             except Exception as error:
                 reason = _in_one_line(error)
+        is_open = largest(self._trainer, float(found is not None and found.is_open))
+        if is_open and found is not None and cut is not None:
+            passes = self._passes(number, args, kwargs, torch.float64)
+            with contextlib.suppress(Exception):  # not every operation knows float64
+                with aside(self._trainer, self._module):
+                    found = found.decided(*self._in_float64(passes, cut))
         self._tell(found, reason)
 
     # ---- the rows --------------------------------------------------------------------
@@ -141,18 +150,6 @@ class ProofAtStart:
         return rows.num_rows * self._trainer.accumulate_grad_batches
 
     # ---- passes ----------------------------------------------------------------------
-
-    def _measured(
-        self, rows: FirstRows, num_rows: int, args: Any, kwargs: Any
-    ) -> Found:
-        passes = self._passes(num_rows, args, kwargs, torch.float32)
-        with passes.prepared():
-            found, cut = self._in_float32(passes, rows)
-        if found.is_open and self._is_alone:
-            wide = self._passes(num_rows, args, kwargs, torch.float64)
-            with contextlib.suppress(Exception):  # not every operation knows float64
-                return found.decided(*self._in_float64(wide, cut))
-        return found
 
     def _in_float32(self, passes: Passes, rows: FirstRows) -> tuple[Found, InParts]:
         """The first way to cut the rows in which `training_step` runs."""
@@ -294,27 +291,25 @@ class ProofAtStart:
         trainer = self._trainer
         off = largest(trainer, -1.0 if found is None else found.off)
         is_measured = largest(trainer, float(found is None)) == 0
+        own = found is not None and (2 * (found.off > found.most) or found.is_doubtful)
+        worst = largest(trainer, float(own))
         if found is None or not is_measured:
             text = f"not measured: {reason}"
-            if self._proof == "require":
-                raise TrainkitError(
-                    f'proof="require": {text}. Check with trainkit.check, or choose '
-                    f'proof="warn".'
-                )
-            self._say((LABEL, text))
+            refusal = f'{text}. Check with trainkit.check, or choose proof="warn".'
+        elif worst == 2:
+            text = refusal = not_exact_text(found, off)
+        elif worst == 1:
+            text = refusal = doubtful_text(found, off)
+        else:
+            text, refusal = exact_text(found, off), ""
+        if refusal and self._proof == "require":
+            raise TrainkitError(f'proof="require": {refusal}')
+        if not trainer.is_global_zero:
             return
-        if off > found.most:
-            text = not_exact_text(found, off)
-            if self._proof == "require":
-                raise TrainkitError(f'proof="require": {text}')
-            if trainer.is_global_zero:
-                warnings.warn(f"proof: {text}", stacklevel=2)
-            return
-        self._say((LABEL, exact_text(found, off)))
-
-    def _say(self, row: Row) -> None:
-        if self._trainer.is_global_zero:
-            say(self._trainer, row)
+        if worst == 2 and is_measured:
+            warnings.warn(f"proof: {text}", stacklevel=2)
+        else:
+            say(trainer, (LABEL, text))
 
 
 def begin_proof(

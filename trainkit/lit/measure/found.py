@@ -16,6 +16,9 @@ lies between is measured in float64."""
 LEAST = 3e-5
 """Without float64, less is never an alarm."""
 
+DOUBTFUL = 1e-5
+"""Without float64, more is not called exact if it is ten times what rounding does."""
+
 MOST_IN_FLOAT64 = 1e-6
 """Some arithmetic may stay in float32."""
 
@@ -62,6 +65,12 @@ class Found:
         """Whether float32 cannot tell rounding from a small cause."""
         return sure(self.rounding) < self.off <= MOST
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it may be more than rounding, and float64 could not decide."""
+        known = sure(self.rounding)
+        return self.in_float64 is None and self.off > max(DOUBTFUL, known)
+
     def decided(self, in_float64: float, cause: str) -> Found:
         """What float64 says, and why if it is not exact."""
         is_rounding = in_float64 <= MOST_IN_FLOAT64
@@ -89,6 +98,14 @@ def exact_text(found: Found, off: float) -> str:
         loss = f"; the loss's value is off by {found.off_in_loss:.1g}, its gradient not"
     rows = f"{found.num_rows} of your rows{', padded alike' * found.are_padded}"
     return f"exact on {rows}: off by {off:.0e}{beside}{loss}"
+
+
+def doubtful_text(found: Found, off: float) -> str:
+    """The line of a run of which float64 could not decide."""
+    return (
+        f"off by {off:.0e} on {found.num_rows} of your rows, which may be more than "
+        f"rounding; trainkit.check measures more of them"
+    )
 
 
 def not_exact_text(found: Found, off: float) -> str:
