@@ -190,6 +190,8 @@ class WrongOnOne(Tokens):
 
 
 RANKS = {"strategy": "ddp", "devices": 2, "limit_train_batches": 2}
+
+
 class Coupled(Tokens):
     """So little that float32 cannot tell it from rounding."""
 

@@ -61,17 +61,18 @@ def test_start_is_the_first_limit() -> None:
 
 
 def test_a_search_that_goes_on_and_one_that_ends_are_exact(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    caplog.set_level("INFO")
+    said: list[str] = []
+    monkeypatch.setattr("trainkit.lit.split.sizes.rank_zero_info", said.append)
     module, whole = Short(cut=MicroBatching("auto")), Short(cut=None)
     fitted = fit(module, max_epochs=20)  # 60 windows
     fit(whole, max_epochs=20)
     split = windows_of(fitted).split  # type: ignore[attr-defined]
     assert not split.sizes.search.is_searching
     assert deviation(module, whole, START) <= EXACT
-    assert caplog.text.count("windows run fastest") == 1
-    assert f"of at most {split.sizes.search.limit} tokens" in caplog.text
+    (line,) = said
+    assert f"fastest in micro-batches of at most {split.sizes.search.limit}" in line
 
 
 def test_a_larger_loader_batch_later_is_cut_by_what_was_found(
