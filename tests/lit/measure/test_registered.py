@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,8 +69,15 @@ class Hidden(Tokens):
         return hidden
 
 
+class Lazy(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("lazily") if name == "__file__" else AttributeError(name)
+
+
 NUMBER = 0
 GENERATOR = random.Random(0)
+STORE: dict[str, Any] = {}
+LAZY = Lazy("lazy")
 
 
 class Elsewhere(Tokens):
@@ -83,6 +91,7 @@ class Elsewhere(Tokens):
         global NUMBER
         Elsewhere.number = NUMBER = 0
         GENERATOR.seed(0)
+        STORE.clear()
         self.outer = SimpleNamespace(inner=SimpleNamespace(number=0))
         self.ids = set(range(0, 4000, 8)) - set(range(0, 3900, 8)) | {24577, 1, 8193}
         self.written = (torch.zeros(3),)
@@ -93,7 +102,10 @@ class Elsewhere(Tokens):
         Elsewhere.number += 1
         self.outer.inner.number += 1
         self.written[0].detach().numpy()[0] += 1
-        moved = NUMBER + self.number + self.outer.inner.number
+        own = STORE.setdefault("made in the first pass", random.Random(1))
+        assert type(copy.deepcopy(own)) is type(own)
+        self.__class__.made = getattr(self.__class__, "made", 0) + 1  # type: ignore
+        moved = NUMBER + self.number + self.outer.inner.number + own.random()
         moved += float(self.written[0][0])
         for each in self.ids:
             moved = 0.9 * moved + 1e-4 * each
@@ -110,6 +122,11 @@ def test_training_is_as_without_the_proof(module: Any) -> None:
         made = module()
         fit(made, tokens(), PerToken(), proof=proof)
         others = [made.teacher[0].running_mean] if module is Hidden else []
+        if module is Elsewhere:
+            (generator,) = STORE.values()
+            assert type(generator) is random.Random
+            others = [Elsewhere.__dict__["made"], Elsewhere.number, NUMBER]
+            del Elsewhere.made  # type: ignore[attr-defined]
         rate = made.trainer.optimizers[0].param_groups[0]["lr"]
         return [*made.state_dict().values(), *others, rate]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -107,9 +108,9 @@ def _replaced(value: Any, draws: Draws) -> Any:
     """What stands in for a generator, for one of its methods, or for what makes one;
     None for other things."""
     if isinstance(value, KINDS):
-        return _Generator(value, draws)
+        return Replayed(value, draws)
     if value is MAKER:
-        return lambda *args: _Generator(MAKER(*args), draws)
+        return lambda *args: Replayed(MAKER(*args), draws)
     if value is PYTHONS or value is NUMPYS:
         return _replaying(value, draws)
     if isinstance(value, MethodType | BuiltinMethodType):
@@ -119,13 +120,19 @@ def _replaced(value: Any, draws: Draws) -> Any:
     return None
 
 
-class _Generator:
+class Replayed:
     """A generator whose draws are replayed by row while a pass runs."""
 
     __slots__ = ("_draws", "_own")  # a snapshot of its attributes would undo the replay
 
     def __init__(self, own: Any, draws: Draws) -> None:
         self._own, self._draws = own, draws
+
+    def __deepcopy__(self, memo: Any) -> Replayed:
+        return Replayed(copy.deepcopy(self._own, memo), self._draws)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._own.__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._own, name)
@@ -141,8 +148,8 @@ def _replaying(kind: Any, draws: Draws) -> type:
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, kind)
 
-        def __call__(cls, *args: Any, **kwargs: Any) -> _Generator:
-            return _Generator(kind(*args, **kwargs), draws)
+        def __call__(cls, *args: Any, **kwargs: Any) -> Replayed:
+            return Replayed(kind(*args, **kwargs), draws)
 
     return Replaying(kind.__name__, (kind,), {})
 

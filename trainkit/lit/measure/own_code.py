@@ -6,7 +6,7 @@ import functools
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -45,16 +45,18 @@ def is_of_framework(name: str) -> bool:
 
 
 def _file_of(value: Any) -> ModuleType | None:
-    name = getattr(value, "__module__", None)
-    is_code = isinstance(value, type) or callable(value)
-    return sys.modules.get(name) if is_code and isinstance(name, str) else None
+    # Of other objects nothing is asked: they may import what they are asked for.
+    if not isinstance(value, type | FunctionType):
+        return None
+    name = value.__module__
+    return sys.modules.get(name) if isinstance(name, str) else None
 
 
 def _is_own(file: ModuleType) -> bool:
     """Whether it is neither a framework nor installed."""
     if is_of_framework(file.__name__):
         return False
-    path = getattr(file, "__file__", None)
+    path = vars(file).get("__file__")
     return path is not None and not path.startswith(_installed())
 
 

@@ -140,17 +140,7 @@ class Snapshot:
             self._put_back.append(put)
 
     def _keep_container(self, value: Any) -> None:
-        # By the methods of Python's own types: a subclass may refuse, count, or take
-        # other arguments.
-        kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
-        kept = dict(value) if issubclass(kind, dict) else list(value)
-        put = kind.extend if issubclass(kind, list | deque) else kind.update
-
-        def put_back() -> None:
-            if not _is_as_before(kind, value, kept):  # a set would change its order
-                kind.clear(value)
-                put(value, kept)
-
+        put_back, kept = container_keeper(value)
         self._put_back.append(put_back)
         if not self._around_steps and len(kept) > MOST_ENTRIES:
             return
@@ -211,6 +201,22 @@ def kept(*things: Any, **options: Any) -> Iterator[None]:
         yield
     finally:
         snapshot.restore()
+
+
+def container_keeper(value: Any) -> tuple[Callable[[], None], Any]:
+    """What puts the very entries of a container back, and these entries."""
+    # By the methods of Python's own types: a subclass may refuse, count, or take
+    # other arguments.
+    kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
+    kept = dict(value) if issubclass(kind, dict) else list(value)
+    put = kind.extend if issubclass(kind, list | deque) else kind.update
+
+    def put_back() -> None:
+        if not _is_as_before(kind, value, kept):  # a set would change its order
+            kind.clear(value)
+            put(value, kept)
+
+    return put_back, kept
 
 
 def _is_as_before(kind: Any, value: Any, kept: Any) -> bool:
