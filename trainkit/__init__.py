@@ -20,6 +20,7 @@ __all__ = [
     "AccumulationStrategy",
     "Accumulator",
     "BatchNormGuard",
+    "Chunked",
     "ExactResume",
     "LRScaling",
     "MicroBatching",

@@ -5,6 +5,7 @@ from .core.batch_plan import BatchPlan as BatchPlan
 from .core.curves import warmup_cosine as warmup_cosine
 from .core.effective import EffectiveBatch as EffectiveBatch
 from .core.epoch_plan import EpochPlan as EpochPlan
+from .core.inside.chunked import Chunked as Chunked
 from .core.split.micro_batching import MicroBatching as MicroBatching
 from .core.strategies import AccumulationStrategy as AccumulationStrategy
 from .core.strategies import PerClassWeight as PerClassWeight

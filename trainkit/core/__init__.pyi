@@ -3,6 +3,7 @@ from .batch_plan import BatchPlan as BatchPlan
 from .curves import warmup_cosine as warmup_cosine
 from .effective import EffectiveBatch as EffectiveBatch
 from .epoch_plan import EpochPlan as EpochPlan
+from .inside.chunked import Chunked as Chunked
 from .split.micro_batching import MicroBatching as MicroBatching
 from .strategies import AccumulationStrategy as AccumulationStrategy
 from .strategies import PerClassWeight as PerClassWeight

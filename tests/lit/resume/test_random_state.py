@@ -20,9 +20,9 @@ from tests.lit.resume.interrupting import (
     state_of,
     train,
 )
+from trainkit.core.generators import read_states, write_states
 from trainkit.lit.logs.metric_rows import _cut
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
-from trainkit.lit.rerun.generators import read_states, write_states
 from trainkit.lit.resume.epoch_sums import EpochSums
 from trainkit.lit.resume.random_state import KEY, RandomState
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainkit.core.generators import generator_keeper
 from trainkit.lit.measure.draws import Draws, seed_of
 from trainkit.lit.measure.own_code import files_of, is_of_framework
 from trainkit.lit.measure.place import place
-from trainkit.lit.rerun.generators import generator_keeper
 
 PYTHONS, NUMPYS, MAKER = random.Random, np.random.RandomState, np.random.default_rng
 KINDS = (PYTHONS, NUMPYS, np.random.Generator)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from trainkit.core.generators import generator_keeper
 from trainkit.lit.measure.host_draws import Replayed
 from trainkit.lit.measure.own_code import classes_of, files_of
-from trainkit.lit.rerun.generators import generator_keeper
 from trainkit.lit.rerun.snapshot import CONTAINERS, FRAMEWORK, VALUES, container_keeper
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainkit.core.generators import read_states, write_states
 from trainkit.core.proof.gradients import size_of
 from trainkit.core.proof.weights import Explained, explain, two_denominators
 from trainkit.core.strategies import AccumulationStrategy
@@ -23,7 +24,6 @@ from trainkit.lit.proof.measure import (
 )
 from trainkit.lit.proof.padding import first_that_sees_padding
 from trainkit.lit.proof.state import moved, values_of
-from trainkit.lit.rerun.generators import read_states, write_states
 
 MOST_ROUNDS = 6
 NOWHERE = Located("", False, "", "", 0, 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import LearningRateMonitor
 
+from trainkit.core.generators import read_states, same_states, write_states
 from trainkit.core.rate_plan import RatePlan
 from trainkit.core.scaling import warmed_up
 from trainkit.core.stages import Stages
@@ -20,7 +21,6 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback, has_callback
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.rates.scheduler_copies import copy_schedulers
-from trainkit.lit.rerun.generators import read_states, same_states, write_states
 from trainkit.lit.schedule.callback import AccumulationSchedule
 from trainkit.lit.schedule.total_steps import total_steps
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainkit.lit.rerun.generators import generator_keeper, read_states, write_states
+from trainkit.core.generators import generator_keeper, read_states, write_states
 
 FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 """What torch, Lightning and torchmetrics keep in a module; `training_step` changes none

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from trainkit.core.generators import read_states, write_states
 from trainkit.lit._compat import restore_loaders
-from trainkit.lit.rerun.generators import read_states, write_states
 from trainkit.lit.resume.rank_states import gather, own
 
 KEY = "trainkit_random"

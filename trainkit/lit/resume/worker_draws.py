@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit.lit.rerun.generators import read_states, same_states
+from trainkit.core.generators import read_states, same_states
 
 
 def draws_in_workers(loader: Any) -> bool:

@@ -1,0 +1,86 @@
+"""The rows of a call, cut into chunks, and how large a chunk may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainkit.core.split.partition import even_runs
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Some rows of a call that run together.
+
+    Attributes:
+        start: the first row.
+        stop: the row behind the last.
+        put_back: restores the random states that it began with.
+        states: those states of torch's generators.
+        is_on_host: whether its second pass keeps its graph in the host's memory.
+    """
+
+    start: int
+    stop: int
+    put_back: Callable[[], None] = field(default=lambda: None, repr=False)
+    states: list[Tensor] = field(default_factory=list, repr=False)
+    is_on_host: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    def part(self, whole: Tensor, dim: int, multiple: int) -> Tensor:
+        """A view of its rows of an argument or an output, or of their gradient."""
+        return whole.narrow(dim, self.start * multiple, self.num_rows * multiple)
+
+
+class Sizes:
+    """How many rows a chunk may have; fewer once memory ran out.
+
+    Args:
+        size: the most rows; None: as many as fit.
+        start: the first size tried, if it is to be found; default: all rows.
+        grow_after: a size twice as large is tried again after so many calls.
+
+    Attributes:
+        limit: the most rows at present; None for all.
+        is_auto: whether memory errors are answered by finer chunks.
+    """
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        start: int | None = None,
+        grow_after: int | None = None,
+    ) -> None:
+        self.is_auto = size is None
+        self.limit = size or start
+        self._grow_after, self._calls = grow_after, 0
+
+    def cut(self, start: int, stop: int) -> list[Chunk]:
+        """Rows in order, in as few chunks as the limit allows, of like size."""
+        rows = stop - start
+        runs = even_runs(rows, -(-rows // (self.limit or max(rows, 1)))) if rows else []
+        return [Chunk(start + first, start + behind) for first, behind in runs]
+
+    def failed(self, rows: int) -> None:
+        """Memory ran out with a chunk of so many rows."""
+        self.limit, self._calls = max(1, rows // 2), 0
+
+    def passed(self, rows: int) -> None:
+        """A call of so many rows has passed."""
+        if self.limit is None or self._grow_after is None or not self.is_auto:
+            return
+        self._calls += rows > self.limit
+        if self._calls >= self._grow_after:
+            self.limit, self._calls = 2 * self.limit, 0
+
+
+def are_same(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether nothing was drawn between two readings of random states."""
+    return all(map(torch.equal, states, others))

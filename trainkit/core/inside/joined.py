@@ -1,0 +1,90 @@
+"""The outputs of a call, written chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.inside.chunks import Chunk
+from trainkit.core.inside.rows import Plan, output_name
+from trainkit.errors import TrainkitError
+
+
+class Joined:
+    """The leaves of a call's output, with room for all rows.
+
+    Args:
+        plan: along which dimension each one is joined.
+        num_rows: of the call.
+        name: of the module, for messages.
+
+    Attributes:
+        values: the leaves; complete when each chunk was added.
+    """
+
+    def __init__(self, plan: Plan, num_rows: int, name: str) -> None:
+        self._plan, self._num_rows, self._name = plan, num_rows, name
+        self.values: list[Any] = []
+
+    def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
+        """Write a chunk's outputs to their place."""
+        if len(outputs) != len(self._plan.joints):
+            raise TrainkitError(
+                f"{self._name}: the number of its outputs depends on the rows: "
+                f"{len(self._plan.joints)} before, {len(outputs)} now. Name a module "
+                f"within it, or around it."
+            )
+        if not self.values:
+            self.values = [None] * len(outputs)
+        for index, (joint, value) in enumerate(
+            zip(self._plan.joints, outputs, strict=True)
+        ):
+            if joint.dim is None:
+                same = value.detach().clone() if isinstance(value, Tensor) else value
+                self.values[index] = same
+                continue
+            whole = self.values[index]
+            if whole is None:
+                self._check(index, value, chunk.num_rows)
+                whole = self.values[index] = self._room(value, joint.dim, chunk)
+            place = chunk.part(whole, joint.dim, joint.multiple)
+            if place.shape != value.shape or whole.dtype != value.dtype:
+                self._refuse(index, list(place.shape), value)
+            place.copy_(value.detach())
+
+    def _room(self, value: Tensor, dim: int, chunk: Chunk) -> Tensor:
+        shape = list(value.shape)
+        shape[dim] = shape[dim] // chunk.num_rows * self._num_rows
+        return torch.empty(
+            shape,
+            dtype=value.dtype,
+            device=value.device,
+            memory_format=_format_of(value),
+        )
+
+    def _check(self, index: int, value: Any, rows: int) -> None:
+        joint = self._plan.joints[index]
+        wanted = rows * joint.multiple
+        if not isinstance(value, Tensor) or value.ndim <= (joint.dim or 0):
+            self._refuse(index, [wanted], value)
+        if value.shape[joint.dim] != wanted:
+            self._refuse(index, [wanted, *value.shape[1:]], value)
+
+    def _refuse(self, index: int, wanted: list[int], value: Any) -> None:
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        name = output_name(self._plan.paths[index])
+        raise TrainkitError(
+            f"{self._name}: {name} must have one shape and dtype beside its rows, to "
+            f"be joined: {wanted} was expected for a chunk, received {got}. Name a "
+            f"module within it, or around it."
+        )
+
+
+def _format_of(value: Tensor) -> torch.memory_format:
+    if value.ndim == 4 and not value.is_contiguous():
+        if value.is_contiguous(memory_format=torch.channels_last):
+            return torch.channels_last
+    return torch.contiguous_format

@@ -1,0 +1,145 @@
+"""What a forward pass depends on besides its arguments: kept, and put back for the
+second pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.core.batch_norm.layers import listed
+from trainkit.errors import TrainkitError
+
+Autocast = tuple[str, bool, torch.dtype]
+
+
+class Moment:
+    """A module at the moment of a call.
+
+    In the second pass the modes of its layers, what trains, and autocast are as they
+    were. Weights must not have changed: that is refused, as torch refuses it.
+
+    Args:
+        module: which is called.
+        name: of the module, for messages.
+        devices: of its arguments.
+
+    Attributes:
+        parameters: the parameters that train.
+        has_hooks: whether one of them has a hook on its gradient, which would see each
+            chunk's.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, devices: Iterable[torch.device]
+    ) -> None:
+        self._module, self._name = module, name
+        self._modes = [(each, each.training) for each in module.modules()]
+        self._flags = [(p, p.requires_grad) for p in module.parameters()]
+        self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
+        self._versions = [p._version for p in self.parameters]
+        self.has_hooks = any(p._backward_hooks for p in self.parameters)
+        self._buffers = [(id(b), b._version) for b in module.buffers()]
+        kinds = {"cpu", *(device.type for device in devices)}
+        self._autocast = [_autocast_of(kind) for kind in sorted(kinds)]
+        self._caches = torch.is_autocast_cache_enabled()
+
+    def check_weights(self) -> None:
+        """Refuse weights that were changed in place since."""
+        for parameter, version in zip(self.parameters, self._versions, strict=True):
+            if parameter._version != version:
+                raise TrainkitError(
+                    f"{self._name}: its weights must stay as they are between the "
+                    f"forward and the backward pass, and "
+                    f"{_name_in(self._module, parameter)} was changed in place. Call "
+                    f"backward before the optimizer steps."
+                )
+
+    def check_state(self) -> None:
+        """Refuse buffers that the forward pass has moved: once for each chunk."""
+        now = [(id(b), b._version) for b in self._module.buffers()]
+        if now == self._buffers:
+            return
+        names = [name for name, _ in self._module.named_buffers()]
+        pairs = zip(names, now, self._buffers, strict=False)
+        moved = [name for name, one, other in pairs if one != other] or names
+        raise TrainkitError(
+            f"{self._name}: its forward pass must not move buffers, which each chunk "
+            f"would do once more, and it moved {listed(moved)}. Name a module within "
+            f"it, or put the layer into evaluation mode."
+        )
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Modes, flags and autocast as they were, for a while."""
+        now = [(each, each.training) for each, _ in self._modes]
+        flags = [(p, p.requires_grad) for p, _ in self._flags]
+        _set_modes(now, self._modes)
+        _set_flags(flags, self._flags)
+        try:
+            with ExitStack() as stack:
+                for kind, is_on, dtype in self._autocast:
+                    stack.enter_context(
+                        torch.autocast(
+                            kind, dtype, enabled=is_on, cache_enabled=self._caches
+                        )
+                    )
+                yield
+        finally:
+            _set_modes(self._modes, now)
+            _set_flags(self._flags, flags)
+
+
+@contextlib.contextmanager
+def replaced_parameters(
+    module: nn.Module, others: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """A module with other tensors in place of some of its parameters, for a while.
+
+    Args:
+        module: whose parameters they are.
+        others: pairs of a parameter and what takes its place.
+    """
+    by_id = {id(parameter): other for parameter, other in others}
+    held = [
+        (each._parameters, name, parameter)
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if id(parameter) in by_id
+    ]
+    try:
+        for place, name, parameter in held:
+            place[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        yield
+    finally:
+        for place, name, parameter in held:
+            place[name] = parameter
+
+
+def _autocast_of(kind: str) -> Autocast:
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _set_modes(
+    now: Sequence[tuple[nn.Module, bool]], wanted: Sequence[tuple[nn.Module, bool]]
+) -> None:
+    for (module, is_on), (_, mode) in zip(now, wanted, strict=True):
+        if is_on != mode:
+            module.training = mode
+
+
+def _set_flags(
+    now: Sequence[tuple[Any, bool]], wanted: Sequence[tuple[Any, bool]]
+) -> None:
+    for (parameter, is_on), (_, flag) in zip(now, wanted, strict=True):
+        if is_on != flag:
+            parameter.requires_grad_(flag)
+
+
+def _name_in(module: nn.Module, parameter: Tensor) -> str:
+    found = [name for name, each in module.named_parameters() if each is parameter]
+    return found[0] if found else "a weight"

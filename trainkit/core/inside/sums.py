@@ -1,0 +1,85 @@
+"""The gradients of a call, added up over its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainkit.core.inside.chunks import Chunk
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Sums:
+    """One gradient for each parameter, of which every chunk adds its share.
+
+    Sums of half precision are kept in float32 and rounded once: in bfloat16 a chunk's
+    share may be too small to move the sum.
+
+    Args:
+        parameters: which get a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._is_own = [False] * len(parameters)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add a chunk's gradients; None for a parameter that it did not use."""
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            total = self._sums[index]
+            if gradient.dtype in HALVES:
+                gradient = gradient.float()
+            if total is None:
+                self._sums[index] = gradient
+            elif self._is_own[index]:
+                total.add_(gradient)
+            else:
+                # Out of place: autograd may have given one tensor to two parameters, or
+                # an expanded one.
+                self._sums[index] = total + gradient
+                self._is_own[index] = not gradient.is_sparse
+
+    def results(self) -> list[Tensor | None]:
+        """The sums, in the parameters' own precision."""
+        return [
+            None if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(self._sums, self._parameters, strict=True)
+        ]
+
+
+class Pieces:
+    """One gradient for each argument: a chunk writes its rows, or adds its share.
+
+    Args:
+        arguments: pairs of an argument and how many entries of it belong to a row; 0 if
+            every chunk got it whole.
+    """
+
+    def __init__(self, arguments: Sequence[tuple[Tensor, int]]) -> None:
+        self._arguments = arguments
+        self._shared = Sums([value for value, _ in arguments])
+        self._rows: dict[int, Tensor] = {}
+
+    def add(self, chunk: Chunk, gradients: Sequence[Tensor | None]) -> None:
+        """Take a chunk's gradients; None for an argument that it did not use."""
+        shared: list[Tensor | None] = [None] * len(gradients)
+        for index, (value, multiple) in enumerate(self._arguments):
+            gradient = gradients[index]
+            if not multiple or gradient is None:
+                shared[index] = gradient
+                continue
+            if index not in self._rows:
+                self._rows[index] = torch.zeros_like(value)
+            chunk.part(self._rows[index], 0, multiple).copy_(gradient)
+        self._shared.add(shared)
+
+    def results(self) -> list[Tensor | None]:
+        """The gradients of all arguments."""
+        shared = self._shared.results()
+        return [self._rows.get(index, each) for index, each in enumerate(shared)]
