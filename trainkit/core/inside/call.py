@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ from trainkit.core.split.fields import Build, take_apart
 from trainkit.errors import TrainkitError
 
 
+Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
+
+
 @dataclass(frozen=True)
 class Cut:
     """A module that is cut, as each of its calls knows it.
@@ -36,6 +39,7 @@ class Cut:
         draws: keeps random states.
         check: of the first calls.
         keeper: measures the graph of a chunk.
+        around: a context for each run of a chunk of a call.
     """
 
     module: nn.Module
@@ -45,6 +49,7 @@ class Cut:
     draws: Draws
     check: Check
     keeper: Keeper
+    around: Around
 
 
 @dataclass
@@ -134,7 +139,8 @@ class Call:
                 graph = self._graph(chunk, values)
                 outputs = graph.outputs
             else:
-                graph, outputs = None, self._outputs(self._taken(chunk, values))
+                arguments = self._taken(chunk, values)
+                graph, outputs = None, self._outputs(chunk, arguments)
         except Exception as error:
             is_memory = cut.sizes.is_auto and is_out_of_memory(error)
             if not is_memory or chunk.num_rows == 1:
@@ -161,8 +167,9 @@ class Call:
         pairs = zip(values, self._plan.multiples, strict=True)
         return [chunk.part(each, 0, m) if m else each for each, m in pairs]
 
-    def _outputs(self, arguments: list[Any]) -> list[Any]:
-        fields, self.build = take_apart(self._cut.run(arguments))
+    def _outputs(self, chunk: Chunk, arguments: list[Any]) -> list[Any]:
+        with self._cut.around(self, chunk):
+            fields, self.build = take_apart(self._cut.run(arguments))
         return [field.value for field in fields]
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
@@ -180,7 +187,7 @@ class Call:
                 parameters = shadows
             stack.enter_context(torch.enable_grad())
             stack.enter_context(cut.keeper.weighed(parameters))
-            outputs = self._outputs(arguments)
+            outputs = self._outputs(chunk, arguments)
         sources = [*parameters, *(arguments[index] for index in self.trained)]
         return Graph(sources, outputs)
 
@@ -208,8 +215,8 @@ class Call:
         pieces = Pieces([(values[i], self._plan.multiples[i]) for i in self.trained])
         now = self._cut.draws.keep(self._devices)
         kept, self._kept = self._kept, {}
-        # Kept graphs come first, since they make room.
-        waiting = [*kept, *(each for each in self._done if each not in kept)]
+        # The last comes first: its graph may be kept, and the sum's order is always one.
+        waiting = self._done[::-1]
         try:
             with self.moment.again():
                 while waiting:
@@ -253,7 +260,7 @@ class Call:
             halves = sizes.cut(chunk.start, chunk.stop)
             for half in halves:
                 half.put_back, half.states = chunk.put_back, chunk.states
-            waiting[:1] = halves
+            waiting[:1] = halves[::-1]
             at = self._done.index(chunk)
             self._done[at : at + 1] = halves
             return None

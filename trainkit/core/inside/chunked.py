@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.batches import Path
-from trainkit.core.inside.call import Call, Cut, run_in_chunks
+from trainkit.core.inside.call import Around, Call, Cut, run_in_chunks
 from trainkit.core.inside.checks import Check, foreign_leaves
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.draws import Draws
@@ -46,6 +47,9 @@ class ChunkedForward:
         sizes: how large a chunk may be.
         keeper: how many chunks keep their graph.
         shared: paths of the arguments that every chunk gets whole.
+
+    Attributes:
+        around: makes a context for each run of a chunk, and of the rows of a probe.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class ChunkedForward:
     ) -> None:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
+        self.around: Around = _nothing
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
         self._names = _argument_names(self._original())
@@ -96,7 +101,14 @@ class ChunkedForward:
         plan = self._plan(run, values, paths, rows, shared)
         number = self.keeper.begin({x.device for x in values if isinstance(x, Tensor)})
         cut = Cut(
-            module, run, self.name, self.sizes, self._draws, self._check, self.keeper
+            module,
+            run,
+            self.name,
+            self.sizes,
+            self._draws,
+            self._check,
+            self.keeper,
+            self.around,
         )
         return run_in_chunks(Call(cut, plan, values, rows, number))
 
@@ -146,7 +158,8 @@ class ChunkedForward:
             put_back()
             tensors = [each for each in given if isinstance(each, Tensor)]
             versions = [each._version for each in tensors]
-            output = run(given)
+            with self.around(None, None):
+                output = run(given)
             if versions != [each._version for each in tensors]:
                 raise Unfit("it changes its arguments in place")
             return output
@@ -272,6 +285,10 @@ class Chunked(nn.Module):
 
     def __exit__(self, *error: Any) -> None:
         self.remove()
+
+
+def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _argument_names(function: Any) -> list[str]:
