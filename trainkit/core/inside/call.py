@@ -23,7 +23,6 @@ from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build, take_apart
 from trainkit.errors import TrainkitError
 
-
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
 
 
@@ -215,7 +214,7 @@ class Call:
         pieces = Pieces([(values[i], self._plan.multiples[i]) for i in self.trained])
         now = self._cut.draws.keep(self._devices)
         kept, self._kept = self._kept, {}
-        # The last comes first: its graph may be kept, and the sum's order is always one.
+        # The last comes first: its graph may be kept, and the order is always the same.
         waiting = self._done[::-1]
         try:
             with self.moment.again():
