@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
@@ -33,6 +34,29 @@ from trainkit.errors import TrainkitError
 
 NUM_PROBES = 2
 """How often the rows of one kind of call are looked at."""
+
+
+@dataclass
+class Arguments:
+    """The arguments of a call, taken apart.
+
+    Attributes:
+        run: the module's own forward, on a list of values.
+        values: the arguments.
+        paths: of them, as a user writes them.
+        shared: the indices of those that every chunk gets whole.
+        rows: how many rows they have.
+    """
+
+    run: Callable[[list[Any]], Any]
+    values: list[Any]
+    paths: list[str]
+    shared: set[int]
+    rows: int
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {each.device for each in self.values if isinstance(each, Tensor)}
 
 
 class ChunkedForward:
@@ -85,24 +109,14 @@ class ChunkedForward:
         original, module = self._original(), self.module
         if not module.training and not torch.is_grad_enabled():
             return original(*args, **kwargs)  # an evaluation
-        fields, build = take_apart((args, kwargs))
-        values = [each.value for each in fields]
-        paths = [self._path(each.path) for each in fields]
-        shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
-        rows = num_rows(values, shared)
-        limit = rows if self.sizes.limit is None else self.sizes.limit
-        if rows <= 1 or (rows <= limit and not self.sizes.is_auto):
+        call = self._read(args, kwargs)
+        limit = call.rows if self.sizes.limit is None else self.sizes.limit
+        if call.rows <= 1 or (call.rows <= limit and not self.sizes.is_auto):
             return original(*args, **kwargs)
-
-        def run(given: list[Any]) -> Any:
-            positional, named = build(iter(given))
-            return original(*positional, **named)
-
-        plan = self._plan(run, values, paths, rows, shared)
-        number = self.keeper.begin({x.device for x in values if isinstance(x, Tensor)})
+        plan = self._plan(call)
         cut = Cut(
             module,
-            run,
+            call.run,
             self.name,
             self.sizes,
             self._draws,
@@ -110,7 +124,26 @@ class ChunkedForward:
             self.keeper,
             self.around,
         )
-        return run_in_chunks(Call(cut, plan, values, rows, number))
+        number = self.keeper.begin(call.devices)
+        return run_in_chunks(Call(cut, plan, call.values, call.rows, number))
+
+    def probe(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a module that cannot run in chunks, as one call of it shows."""
+        _refuse_module(self.module, self.name)
+        self._probe(self._read(args, kwargs))
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        fields, build = take_apart((args, kwargs))
+        original = self._original()
+
+        def run(given: list[Any]) -> Any:
+            positional, named = build(iter(given))
+            return original(*positional, **named)
+
+        paths = [self._path(each.path) for each in fields]
+        shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
+        values = [each.value for each in fields]
+        return Arguments(run, values, paths, shared, num_rows(values, shared))
 
     def _original(self) -> Any:
         if self._before is not None:
@@ -119,29 +152,20 @@ class ChunkedForward:
 
     # ---- which arguments have rows ---------------------------------------------------
 
-    def _plan(
-        self, run: Any, values: list[Any], paths: list[str], rows: int, shared: set[int]
-    ) -> Plan:
-        key = (
-            self.module.training,
-            *(
-                (path, value.ndim, multiple)
-                if isinstance(value, Tensor)
-                else (path, type(value))
-                for path, value, multiple in zip(
-                    paths, values, multiples_of(values, rows, shared), strict=True
-                )
-            ),
-        )
+    def _plan(self, call: Arguments) -> Plan:
+        multiples = multiples_of(call.values, call.rows, call.shared)
+        kinds = [
+            (value.ndim, multiple) if isinstance(value, Tensor) else type(value)
+            for value, multiple in zip(call.values, multiples, strict=True)
+        ]
+        key = self.module.training, *call.paths, *kinds
         plan, times = self._plans.get(key, (None, 0))
         if plan is None or times < NUM_PROBES:
-            plan = self._probe(run, values, paths, rows, shared)
+            plan = self._probe(call)
             self._plans[key] = plan, times + 1
         return plan
 
-    def _probe(
-        self, run: Any, values: list[Any], paths: list[str], rows: int, shared: set[int]
-    ) -> Plan:
+    def _probe(self, call: Arguments) -> Plan:
         """Run a few rows, to see that they do not see each other."""
         if names := normalising_by_batch(self.module):
             raise TrainkitError(
@@ -149,7 +173,7 @@ class ChunkedForward:
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
                 f'BatchNormGuard("groupnorm"), or name a module without it.'
             )
-        devices = {each.device for each in values if isinstance(each, Tensor)}
+        devices = call.devices
         moment = Moment(self.module, self.name, devices)
         note = self._draws.look(self.module)
         put_back = self._draws.keep(devices)
@@ -159,22 +183,24 @@ class ChunkedForward:
             tensors = [each for each in given if isinstance(each, Tensor)]
             versions = [each._version for each in tensors]
             with self.around(None, None):
-                output = run(given)
+                output = call.run(given)
             if versions != [each._version for each in tensors]:
                 raise Unfit("it changes its arguments in place")
             return output
 
         try:
+            if call.rows <= 1:
+                raise Unfit("none of its arguments has rows")
             with torch.no_grad():
-                plan = settle(again, values, rows, shared)
+                plan = settle(again, call.values, call.rows, call.shared)
             note()
             moment.check_state()
             if torch.is_grad_enabled():
-                self._refuse_foreign(again, plan, values, rows)
+                self._refuse_foreign(again, plan, call)
         except Unfit as error:
             raise TrainkitError(
                 f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
-                f"are {listed(paths, at_most=9)}, of {rows} rows. Name a module within "
+                f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a module within "
                 f"it or around it, or list in shared= the arguments that all rows need."
             ) from error
         finally:
@@ -183,11 +209,9 @@ class ChunkedForward:
                 torch.clear_autocast_cache()
         return plan
 
-    def _refuse_foreign(
-        self, again: Any, plan: Plan, values: list[Any], rows: int
-    ) -> None:
-        pairs = zip(values, plan.multiples, strict=True)
-        given = [taken(x, [0, rows - 1], m, rows) if m else x for x, m in pairs]
+    def _refuse_foreign(self, again: Any, plan: Plan, call: Arguments) -> None:
+        pairs, ends = zip(call.values, plan.multiples, strict=True), [0, call.rows - 1]
+        given = [taken(x, ends, m, call.rows) if m else x for x, m in pairs]
         given = [
             x.detach().requires_grad_()
             if isinstance(x, Tensor) and x.requires_grad
