@@ -70,6 +70,7 @@ class Call:
         num_kept: how many chunks keep their graph until the backward pass.
 
     Attributes:
+        num_rows: of the arguments.
         values: None once autograd holds them.
         moment: what the module was like.
         trained: the indices of the arguments that get a gradient.
@@ -81,7 +82,7 @@ class Call:
     def __init__(
         self, cut: Cut, plan: Plan, values: list[Any], num_rows: int, num_kept: int
     ) -> None:
-        self._cut, self._plan, self._num_rows = cut, plan, num_rows
+        self._cut, self._plan, self.num_rows = cut, plan, num_rows
         self._num_kept = num_kept
         self.values: list[Any] | None = values
         tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
@@ -110,8 +111,8 @@ class Call:
                 output has a gradient.
         """
         assert self.values is not None
-        joined = Joined(self._plan, self._num_rows, self._cut.name)
-        waiting = self._cut.sizes.cut(0, self._num_rows)
+        joined = Joined(self._plan, self.num_rows, self._cut.name)
+        waiting = self._cut.sizes.cut(0, self.num_rows)
         num_kept = max(self._num_kept, 1) if has_graph else 0
         with torch.no_grad():
             while len(waiting) > num_kept:
@@ -147,7 +148,7 @@ class Call:
             release(error)
             cut.sizes.failed(chunk.num_rows)
             chunk.put_back()
-            waiting[:] = cut.sizes.cut(chunk.start, self._num_rows)
+            waiting[:] = cut.sizes.cut(chunk.start, self.num_rows)
             return
         joined.add(chunk, outputs)
         self._done.append(waiting.pop(0))
@@ -288,7 +289,7 @@ class Call:
                 )
             if joint.dim is not None and gradient is not None:
                 gradient = chunk.part(gradient, joint.dim, joint.multiple)
-            elif chunk.stop != self._num_rows:
+            elif chunk.stop != self.num_rows:
                 continue  # a value that all chunks share is the last one's
             if gradient is not None:
                 outputs.append(output)

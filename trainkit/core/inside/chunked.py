@@ -74,6 +74,7 @@ class ChunkedForward:
 
     Attributes:
         around: makes a context for each run of a chunk, and of the rows of a probe.
+        is_off: whether the module runs uncut for a while.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ChunkedForward:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
         self.around: Around = _nothing
+        self.is_off = False
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
         self._names = _argument_names(self._original())
@@ -107,8 +109,9 @@ class ChunkedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original, module = self._original(), self.module
-        if not module.training and not torch.is_grad_enabled():
-            return original(*args, **kwargs)  # an evaluation
+        is_evaluation = not module.training and not torch.is_grad_enabled()
+        if self.is_off or is_evaluation:
+            return original(*args, **kwargs)
         call = self._read(args, kwargs)
         limit = call.rows if self.sizes.limit is None else self.sizes.limit
         if call.rows <= 1 or (call.rows <= limit and not self.sizes.is_auto):
@@ -200,8 +203,9 @@ class ChunkedForward:
         except Unfit as error:
             raise TrainkitError(
                 f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
-                f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a module within "
-                f"it or around it, or list in shared= the arguments that all rows need."
+                f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a "
+                f"module within it or around it, or list in shared= the arguments that "
+                f"all rows need."
             ) from error
         finally:
             put_back()

@@ -197,6 +197,11 @@ class MicroBatching(_Chosen):
             )
 
 
+def is_inside(options: Any) -> bool:
+    """Whether these are options of the inner cut."""
+    return isinstance(options, MicroBatching) and options.inside is not None
+
+
 def _check_cost(name: str, value: Any, *, above_zero: bool) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = is_number and math.isfinite(value) and value >= 0

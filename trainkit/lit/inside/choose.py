@@ -1,4 +1,4 @@
-"""Which submodules may run in chunks of rows, found on a few rows of the first batch."""
+"""Finding the submodules that may run in chunks of rows, on rows of a batch."""
 
 from __future__ import annotations
 

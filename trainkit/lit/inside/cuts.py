@@ -85,12 +85,12 @@ class InsideCuts:
     def whole(self) -> Iterator[None]:
         """The submodules run uncut, for a while."""
         for cut in self._cuts:
-            cut.remove()
+            cut.is_off = True
         try:
             yield
         finally:
             for cut in self._cuts:
-                cut.install()
+                cut.is_off = False
 
     @contextmanager
     def measured(self, size: int, around: Callable[..., Any]) -> Iterator[None]:
@@ -109,16 +109,18 @@ class InsideCuts:
             for cut, sizes, keeper, before in held:
                 cut.sizes, cut.keeper, cut.around = sizes, keeper, before
 
-    def table_row(self) -> Row:
+    def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
         """How the step runs, for the table before training."""
         options = self._options
         names = listed(list(paths_of(options)))
         what = "the modules found" if options.inside == "auto" else names
         how = "as many rows as fit" if options.is_auto else f"{options.size} rows"
+        alike = "; the losses of the ranks count alike"
         return (
             "inside",
             f"training_step runs once on the whole loader batch; {what} in chunks of "
-            f"{how}, and once more in the backward pass",
+            f"{how}, and once more in the backward pass"
+            f"{alike * (num_ranks > 1 and not has_strategy)}",
         )
 
     def state_dict(self) -> dict[str, Any]:

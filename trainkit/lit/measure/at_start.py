@@ -17,7 +17,6 @@ from trainkit.core.proof.weights import least_off
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
@@ -310,30 +309,6 @@ class ProofAtStart:
             warnings.warn(f"proof: {text}", stacklevel=2)
         else:
             say(trainer, (LABEL, text))
-
-
-def begin_proof(
-    trainer: Any, pl_module: Any, windows: Any, **options: Any
-) -> Callable[..., None]:
-    """What proves a run in its first `training_step`.
-
-    It does nothing where that is off, or where a window is always one batch.
-
-    Args:
-        trainer: about to train.
-        pl_module: what it trains.
-        windows: the callback that divides windows.
-        **options: of `ProofAtStart`.
-    """
-    has_parts = trainer.world_size > 1 or may_be_several(trainer, pl_module, windows)
-    if windows.proof == "off" or not has_parts:
-        return _nothing
-    strategies, proof = windows.strategies, windows.proof
-    return ProofAtStart(trainer, pl_module, strategies, proof, **options).run
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 def _check_number(rows: FirstRows, options: MicroBatching | None, loader: Any) -> None:

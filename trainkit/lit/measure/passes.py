@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +132,8 @@ class Passes:
         self._clear_hooks: Callable[[], None] = lambda: None
         self._terms: list[Term] = []
         self._gradients: list[Tensor | None] | None = None
+        self._calls: Any = contextlib.nullcontext()
+        self._thread = threading.get_ident()
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -197,7 +200,7 @@ class Passes:
             self._gradients = None
 
     def _run(self, batch: Any) -> Pass:
-        calls = MeasuredCalls(
+        calls = self._calls = MeasuredCalls(
             dtype=self.dtype, draws=self.draws, without_hooks=self.without_hooks
         )
         self._terms = []
@@ -232,6 +235,24 @@ class Passes:
         if self.dtype is not None:
             return contextlib.nullcontext()
         return self.module.trainer.precision_plugin.forward_context()
+
+    @contextlib.contextmanager
+    def around_chunk(self, call: Any, chunk: Any) -> Iterator[None]:
+        """The context of a chunk of a module's call; without one, of its probe.
+
+        Its second pass may run in a thread of autograd's, where no call is seen.
+        """
+        if chunk is None:
+            was_active, self.draws.is_active = self.draws.is_active, False
+            try:
+                yield
+            finally:
+                self.draws.is_active = was_active
+            return
+        is_here = threading.get_ident() == self._thread
+        own = self.draws.of_chunk(call, chunk.start, chunk.stop, call.num_rows)
+        with contextlib.nullcontext() if is_here else self._calls, own:
+            yield
 
     def restore(self) -> None:
         """Put back what passes that kept their state have changed."""
