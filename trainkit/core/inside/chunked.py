@@ -174,7 +174,7 @@ class ChunkedForward:
             raise TrainkitError(
                 f"{self.name}: its rows must not see each other, and BatchNorm "
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
-                f'BatchNormGuard("groupnorm"), or name a module without it.'
+                f'BatchNormGuard("group_norm"), or name a module without it.'
             )
         devices = call.devices
         moment = Moment(self.module, self.name, devices)

@@ -33,7 +33,7 @@ class _Called:
 
 
 def choose(
-    trainer: Any, pl_module: Any, batch: Any, arguments: tuple[Any, Any]
+    trainer: Any, pl_module: Any, batch: Any, arguments: tuple[Any, Any] | None
 ) -> list[str]:
     """The outermost submodules whose rows do not see each other, by their paths.
 
@@ -41,7 +41,7 @@ def choose(
         trainer: in `fit`.
         pl_module: what trains.
         batch: the first one.
-        arguments: of `training_step` behind the batch.
+        arguments: of `training_step` behind the batch; default: Lightning's.
 
     Raises:
         TrainkitError: there is none.

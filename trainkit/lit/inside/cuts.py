@@ -51,7 +51,9 @@ class InsideCuts:
         """Find the submodules on rows of the first batch, if they are to be found."""
         if self._cuts:
             return
-        paths = choose(trainer, self._module, batch, (args, kwargs))
+        paths = choose(
+            trainer, self._module, batch, (args, kwargs) if args or kwargs else None
+        )
         self._install(paths)
         if trainer.is_global_zero:
             show([("inside", f'found by inside="auto": {listed(paths)}')])
