@@ -170,7 +170,8 @@ class ChunkedForward:
 
     def _probe(self, call: Arguments) -> Plan:
         """Run a few rows, to see that they do not see each other."""
-        if names := normalising_by_batch(self.module):
+        if found := normalising_by_batch(self.module):
+            names = [name or "the module itself" for name in found]
             raise TrainkitError(
                 f"{self.name}: its rows must not see each other, and BatchNorm "
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "

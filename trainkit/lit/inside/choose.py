@@ -113,18 +113,19 @@ def _fitting(
     module: nn.Module, watch: _Watch, reasons: dict[str, str], path: str = ""
 ) -> Iterator[str]:
     """The paths of the outermost submodules that fit, from `module` on."""
-    called = watch.calls.pop(module, None)
+    called, name = watch.calls.pop(module, None), path or "self"
     if called is not None:
         if called.bytes < LEAST_SHARE * watch.total:
             return
-        cut = ChunkedForward(module, path or "self", Sizes(1), Keeper(0))
+        cut = ChunkedForward(module, name, Sizes(1), Keeper(0))
         try:
             cut.probe(*called.arguments[0], **called.arguments[1])
-            yield path or "self"
+            yield name
             return
         except TrainkitError as error:
-            reasons[path or "self"] = str(error.__cause__ or error).split("\n")[0]
+            text = str(error.__cause__ or error).removeprefix(f"{name}: ")
+            reasons[name] = text.split(". ")[0]
         except Exception as error:
-            reasons[path or "self"] = f"{type(error).__name__}: {error}"[:200]
+            reasons[name] = f"{type(error).__name__}: {error}"[:200]
     for name, child in module.named_children():
         yield from _fitting(child, watch, reasons, f"{path}.{name}".lstrip("."))

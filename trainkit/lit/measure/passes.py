@@ -305,7 +305,11 @@ class Passes:
         self._terms.append(Term(name, value, vector, batch, given, is_plain))
         if self._gradients is not None:
             pairs = zip(self._gradients, gradients, strict=True)
-            self._gradients = [added(one, other) for one, other in pairs]
+            # Copies: what was written in a pass is put back after it.
+            self._gradients = [
+                added(one, None if other is None else other.clone())
+                for one, other in pairs
+            ]
 
 
 def _refuse_gathering(*args: Any, **kwargs: Any) -> None:
