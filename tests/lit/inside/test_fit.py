@@ -148,7 +148,8 @@ def test_a_copy_and_a_pickle_made_in_fit_stand_alone() -> None:
 def test_hooks_of_the_module_see_all_rows_once() -> None:
     module, seen = Foreign(), []
     module.net.register_forward_hook(lambda net, args, out: seen.append(len(out)))
-    fit(module, MicroBatching(size=4, inside="net"))
+    options = MicroBatching(size=4, inside="net")
+    fit(module, None, AccumulationCallback(micro_batching=options, proof="off"))
     assert seen == [22] * 6
 
 

@@ -93,7 +93,10 @@ def test_auto_refuses_where_all_rows_see_each_other() -> None:
     module = Whole()
     module.net = nn.BatchNorm1d(WIDTH).double()  # type: ignore[assignment]
     module.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(TrainkitError, match='inside="auto": no submodule of Whole can run in chunks of rows. net: its rows must'):
+    with pytest.raises(
+        TrainkitError,
+        match='inside="auto": no submodule of Whole can run in chunks of rows. net: its rows must',
+    ):
         fit(module, MicroBatching(size=4, inside="auto"))
 
 
