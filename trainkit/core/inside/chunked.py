@@ -19,6 +19,11 @@ from trainkit.core.inside.checks import Check, foreign_leaves
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keep, Keeper
+from trainkit.core.inside.left_behind import (
+    announce_hooks,
+    held_tensors,
+    moved_between,
+)
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.rows import (
     Plan,
@@ -177,10 +182,14 @@ class ChunkedForward:
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
                 f'BatchNormGuard("group_norm"), or name a module without it.'
             )
+        if not self._plans:
+            announce_hooks(self.module, self.name)
         devices = call.devices
         moment = Moment(self.module, self.name, devices)
         note = self._draws.look(self.module)
         put_back = self._draws.keep(devices)
+
+        held: list[dict[str, Any]] = []
 
         def again(given: list[Any]) -> Any:
             put_back()
@@ -190,6 +199,12 @@ class ChunkedForward:
                 output = call.run(given)
             if versions != [each._version for each in tensors]:
                 raise Unfit("it changes its arguments in place")
+            held[:] = [*held[-1:], held_tensors(self.module)]
+            if len(held) > 1 and (left := moved_between(*held)):
+                raise Unfit(
+                    f"its forward leaves tensors in {listed(left)}, which would hold "
+                    f"those of one chunk; return them instead"
+                )
             return output
 
         try:
