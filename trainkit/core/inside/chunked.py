@@ -16,8 +16,8 @@ from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.batches import Path
 from trainkit.core.inside.call import Around, Call, Cut, run_in_chunks
 from trainkit.core.inside.checks import Check, foreign_leaves
-from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.draws import Draws
+from trainkit.core.inside.chunks import Sizes, are_same
+from trainkit.core.inside.draws import Draws, torch_states
 from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.left_behind import (
     announce_hooks,
@@ -187,7 +187,7 @@ class ChunkedForward:
         devices = call.devices
         moment = Moment(self.module, self.name, devices)
         note = self._draws.look(self.module)
-        put_back = self._draws.keep(devices)
+        put_back, states = self._draws.keep(devices), torch_states(devices)
 
         held: list[dict[str, Any]] = []
 
@@ -211,7 +211,13 @@ class ChunkedForward:
             if call.rows <= 1:
                 raise Unfit("none of its arguments has rows")
             with torch.no_grad():
-                plan = settle(again, call.values, call.rows, call.shared)
+                plan = settle(
+                    again,
+                    call.values,
+                    call.rows,
+                    call.shared,
+                    lambda: not are_same(states, torch_states(devices)),
+                )
             note()
             moment.check_state()
             if torch.is_grad_enabled():

@@ -44,9 +44,9 @@ def announce_hooks(module: nn.Module, name: str) -> None:
     ]
     if paths:
         warnings.warn(
-            f"trainkit | {name}: forward hooks of {listed(paths)} run for each chunk of "
-            f"rows, in the forward and in the backward pass. What they collect is that "
-            f"of a chunk. A hook of {name} itself sees all rows, once.",
+            f"trainkit | {name}: forward hooks of {listed(paths)} run for each chunk "
+            f"of rows, in the forward and in the backward pass. What they collect is "
+            f"that of a chunk. A hook of {name} itself sees all rows, once.",
             stacklevel=2,
         )
 
