@@ -91,7 +91,7 @@ class Passes:
     Attributes:
         num_rows: how many rows the whole has.
         names: of the parameters that train.
-        parameters: those.
+        parameters: those, or within `prepared` what stands in for them.
         in_eval: the layers that are in eval mode during a pass.
         draws: replays random numbers by row.
         without_hooks: whether hooks that `training_step` registers do not run.
@@ -118,7 +118,7 @@ class Passes:
         self._arguments, self._move = arguments, move
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.parameters = self._own_parameters = [parameter for _, parameter in named]
         self.coordinates: Coordinates | None = None
         self.in_eval: list[nn.Module] = []
         self.draws = Draws(num_rows)
@@ -140,11 +140,13 @@ class Passes:
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
             stack.callback(StashedGradients(module.parameters()).put_back)
-            self._clear_hooks = stack.enter_context(
-                without_gradient_hooks(self.parameters)
-            )
             if not self._as_it_is:
                 stack.enter_context(own_values(module, self.dtype))
+            stack.callback(setattr, self, "parameters", self.parameters)
+            self.parameters = [p for p in module.parameters() if p.requires_grad]
+            self._clear_hooks = stack.enter_context(
+                without_gradient_hooks([*self.parameters, *self._own_parameters])
+            )
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
@@ -269,12 +271,17 @@ class Passes:
         weight: Any = None,
     ) -> None:
         _check_loss(loss)
+        own = {id(each) for each in self.parameters}
+        others = [each for each in self._own_parameters if id(each) not in own]
         gradients = run_backward(
             loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
-            self.parameters,
+            [*self.parameters, *others],
             retain=retain,
             alone=self.module.trainer.world_size > 1,
         )
+        if any(each is not None for each in gradients[len(self.parameters) :]):
+            raise TypeError("training_step reaches parameters outside of their modules")
+        del gradients[len(self.parameters) :]
         if self.coordinates is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)
