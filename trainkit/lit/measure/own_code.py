@@ -18,6 +18,20 @@ FRAMEWORKS = frozenset(
 PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
+def is_a(value: Any, *kinds: type) -> bool:
+    """`isinstance`, which asks nothing of the value: code of its own may fail."""
+    return issubclass(type(value), kinds)
+
+
+def names_in(value: Any) -> Any:
+    """What a module, a class or an object holds, without any code of its own."""
+    kind = type if is_a(value, type) else object
+    try:
+        return kind.__getattribute__(value, "__dict__")
+    except Exception:  # it has none, or it is a property that fails
+        return {}
+
+
 def classes_of(module: nn.Module) -> list[type]:
     """The classes of a module and its parts that no framework defines."""
     kinds = {kind: None for each in module.modules() for kind in type(each).__mro__}
@@ -26,38 +40,42 @@ def classes_of(module: nn.Module) -> list[type]:
 
 def files_of(module: nn.Module) -> list[ModuleType]:
     """The files of those classes, and the user's own files that these import."""
-    names = dict.fromkeys(kind.__module__ for kind in classes_of(module))
-    found = {name: sys.modules[name] for name in names if name in sys.modules}
-    waiting: list[Any] = [*classes_of(module), *found.values()]
+    waiting: list[Any] = classes_of(module)
+    found = {id(file): file for file in map(_file_of, waiting) if file is not None}
+    waiting += found.values()
     while waiting:
-        for value in list(vars(waiting.pop()).values()):
-            file = value if isinstance(value, ModuleType) else _file_of(value)
-            if file is None or file.__name__ in found or not _is_own(file):
+        for value in list(names_in(waiting.pop()).values()):
+            file = value if is_a(value, ModuleType) else _file_of(value)
+            if file is None or id(file) in found or not _is_own(file):
                 continue
-            found[file.__name__] = file
+            found[id(file)] = file
             waiting.append(file)
     return list(found.values())
 
 
-def is_of_framework(name: str) -> bool:
+def is_of_framework(name: Any) -> bool:
     """Whether a module of this name belongs to a framework, and not to the user."""
-    return name.split(".")[0] in FRAMEWORKS
+    return is_a(name, str) and name.split(".")[0] in FRAMEWORKS
 
 
-def _file_of(value: Any) -> ModuleType | None:
+def _file_of(value: Any) -> Any:
     # Of other objects nothing is asked: they may import what they are asked for.
-    if not isinstance(value, type | FunctionType):
+    if is_a(value, type):
+        name = names_in(value).get("__module__")
+    elif is_a(value, FunctionType):
+        name = value.__module__
+    else:
         return None
-    name = value.__module__
-    return sys.modules.get(name) if isinstance(name, str) else None
+    file = sys.modules.get(name) if is_a(name, str) else None
+    return file if is_a(file, ModuleType) else None
 
 
 def _is_own(file: ModuleType) -> bool:
     """Whether it is neither a framework nor installed."""
-    if is_of_framework(file.__name__):
+    path = names_in(file).get("__file__")
+    if not is_a(path, str, Path) or is_of_framework(names_in(file).get("__name__")):
         return False
-    path = vars(file).get("__file__")
-    return path is not None and not path.startswith(_installed())
+    return not str(path).startswith(_installed())
 
 
 @functools.cache

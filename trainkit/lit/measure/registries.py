@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.lit.measure.host_draws import Replayed
 from trainkit.lit.measure.own_code import classes_of, files_of
 from trainkit.lit.rerun.generators import generator_keeper
 from trainkit.lit.rerun.snapshot import CONTAINERS, FRAMEWORK, VALUES, container_keeper
@@ -70,6 +69,4 @@ class Registries:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in (*VALUES, *CONTAINERS, Replayed) or bool(
-        generator_keeper(value)
-    )
+    return type(value) in (*VALUES, *CONTAINERS) or bool(generator_keeper(value))
