@@ -16,8 +16,9 @@ from numpy.random import bit_generator
 from torch import nn
 
 from trainkit.lit.measure.draws import Draws, seed_of
-from trainkit.lit.measure.own_code import files_of, is_a, is_of_framework, names_in
+from trainkit.lit.measure.own_code import files_of, is_of_framework
 from trainkit.lit.measure.place import place
+from trainkit.lit.rerun.bare import is_a, names_in
 from trainkit.lit.rerun.generators import generator_keeper
 
 PYTHONS, NUMPYS, MAKER = random.Random, np.random.RandomState, np.random.default_rng
@@ -87,7 +88,7 @@ def replayed(module: nn.Module, draws: Draws) -> Iterator[Callable[[], None]]:
             yield put_back
         finally:
             for name in sys.modules.keys() - imported:  # `from random import gauss`
-                held = names_in(sys.modules[name])
+                held = names_in(sys.modules[name]) or {}
                 held.update({n: own[id(v)][1] for n, v in held.items() if id(v) in own})
 
 

@@ -11,25 +11,13 @@ from typing import Any
 
 from torch import nn
 
+from trainkit.lit.rerun.bare import is_a, names_in
+
 FRAMEWORKS = frozenset(
     "builtins torch lightning lightning_fabric pytorch_lightning lightning_utilities "
     "torchmetrics trainkit numpy typing abc".split()
 )
 PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
-
-
-def is_a(value: Any, *kinds: type) -> bool:
-    """`isinstance`, which asks nothing of the value: code of its own may fail."""
-    return issubclass(type(value), kinds)
-
-
-def names_in(value: Any) -> Any:
-    """What a module, a class or an object holds, without any code of its own."""
-    kind = type if is_a(value, type) else object
-    try:
-        return kind.__getattribute__(value, "__dict__")
-    except Exception:  # it has none, or it is a property that fails
-        return {}
 
 
 def classes_of(module: nn.Module) -> list[type]:
@@ -40,16 +28,22 @@ def classes_of(module: nn.Module) -> list[type]:
 
 def files_of(module: nn.Module) -> list[ModuleType]:
     """The files of those classes, and the user's own files that these import."""
+    return [each for each in owners_of(module) if is_a(each, ModuleType)]
+
+
+def owners_of(module: nn.Module) -> list[Any]:
+    """Those classes, these files, and the classes that stand in either."""
     waiting: list[Any] = classes_of(module)
-    found = {id(file): file for file in map(_file_of, waiting) if file is not None}
-    waiting += found.values()
+    waiting += {file: None for file in map(_file_of, waiting) if file is not None}
+    found = {id(each): each for each in waiting}
     while waiting:
         for value in list(names_in(waiting.pop()).values()):
             file = value if is_a(value, ModuleType) else _file_of(value)
-            if file is None or id(file) in found or not _is_own(file):
-                continue
-            found[id(file)] = file
-            waiting.append(file)
+            own = (value, file) if is_a(value, type) else (file,)
+            new = [each for each in own if id(each) not in found]
+            if file is not None and new and (id(file) in found or _is_own(file)):
+                found.update({id(each): each for each in new})
+                waiting += new
     return list(found.values())
 
 

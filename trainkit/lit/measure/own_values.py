@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.lit.measure.calls import wide_for
+from trainkit.lit.rerun.bare import is_a
 
 CACHING = type(functools.lru_cache(len))
 
@@ -66,14 +67,14 @@ def _like(parameter: nn.Parameter, data: Tensor) -> Tensor:
 
 def _wide(value: Any, known: dict[int, Any], dtype: torch.dtype) -> Any:
     """What stands in for an attribute; it has the wide copies of tensors."""
-    if isinstance(value, Tensor):
+    if is_a(value, Tensor):
         return known.setdefault(id(value), widened(value, dtype))
     kind, entries = type(value), value
     if kind is dict:  # such as those of a module's parameters and buffers
         entries = value.values()
     elif kind not in (list, tuple):
         return value
-    if not any(isinstance(each, Tensor) for each in entries):
+    if not any(is_a(each, Tensor) for each in entries):
         return value
     wide = [_wide(each, known, dtype) for each in entries]
     return kind(zip(value, wide, strict=True) if kind is dict else wide)

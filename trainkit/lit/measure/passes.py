@@ -239,11 +239,12 @@ class Passes:
         """Put back what passes that kept their state have changed."""
         assert self._snapshot is not None
         assert self._registries is not None
-        self._written.put_back()
-        self._registries.put_back()
-        self._snapshot.restore()
-        self._put_back()
-        self._clear_hooks()
+        with contextlib.ExitStack() as stack:  # each runs, also if another fails
+            stack.callback(self._clear_hooks)
+            stack.callback(self._put_back)
+            stack.callback(self._snapshot.restore)
+            stack.callback(self._registries.put_back)
+            stack.callback(self._written.put_back)
 
     def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
