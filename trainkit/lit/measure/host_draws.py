@@ -16,7 +16,7 @@ from numpy.random import bit_generator
 from torch import nn
 
 from trainkit.lit.measure.draws import Draws, seed_of
-from trainkit.lit.measure.own_code import files_of, is_of_framework
+from trainkit.lit.measure.own_code import is_of_framework, owners_of
 from trainkit.lit.measure.place import place
 from trainkit.lit.rerun.bare import is_a, names_in
 from trainkit.lit.rerun.generators import generator_keeper
@@ -155,12 +155,11 @@ def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
         value
         for each in module.modules()
         for value in vars(each).values()
-        if type(names_in(value)) is dict
-        and not is_a(value, nn.Module, type, ModuleType, FunctionType)
+        if not is_a(value, nn.Module, type, ModuleType, FunctionType)
         and not is_of_framework(type(value).__module__)
     ]
-    owners = [random, np.random, *files_of(module), *module.modules(), *objects]
-    return [names_in(each) for each in owners]
+    owners = [random, np.random, *owners_of(module), *module.modules(), *objects]
+    return [held for held in map(names_in, owners) if type(held) is dict]
 
 
 def _replaying(own: Any, draws: Draws) -> Any:

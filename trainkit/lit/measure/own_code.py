@@ -20,20 +20,11 @@ FRAMEWORKS = frozenset(
 PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
-def classes_of(module: nn.Module) -> list[type]:
-    """The classes of a module and its parts that no framework defines."""
-    kinds = {kind: None for each in module.modules() for kind in type(each).__mro__}
-    return [kind for kind in kinds if not is_of_framework(kind.__module__)]
-
-
-def files_of(module: nn.Module) -> list[ModuleType]:
-    """The files of those classes, and the user's own files that these import."""
-    return [each for each in owners_of(module) if is_a(each, ModuleType)]
-
-
 def owners_of(module: nn.Module) -> list[Any]:
-    """Those classes, these files, and the classes that stand in either."""
-    waiting: list[Any] = classes_of(module)
+    """The classes of a module and its parts that no framework defines, their files,
+    the user's own files that these import, and the classes in them."""
+    kinds = {kind: None for each in module.modules() for kind in type(each).__mro__}
+    waiting: list[Any] = [k for k in kinds if not is_of_framework(k.__module__)]
     waiting += {file: None for file in map(_file_of, waiting) if file is not None}
     found = {id(each): each for each in waiting}
     while waiting:

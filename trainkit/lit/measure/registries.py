@@ -52,14 +52,10 @@ class Registries:
             present = _own_names(owner)
             for name, value in kept.items():
                 if present.get(name, kept) is not value:
-                    _set(owner, name, value)
+                    _bare(owner).__setattr__(owner, name, value)
             for name in present.keys() - kept.keys():
-                if is_a(present[name], ModuleType):
-                    continue  # which was imported
-                if is_a(owner, type):
-                    type.__delattr__(owner, name)
-                else:
-                    del names_in(owner)[name]
+                if not is_a(present[name], ModuleType):  # which was imported
+                    _bare(owner).__delattr__(owner, name)
         self._values.restore()
 
 
@@ -67,9 +63,6 @@ def _own_names(owner: Any) -> dict[str, Any]:
     return {n: v for n, v in names_in(owner).items() if not n.startswith("__")}
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
-    """Set what a class or a file holds, without any code of its own, which may fail."""
-    if is_a(owner, type):
-        type.__setattr__(owner, name, value)
-    else:
-        names_in(owner)[name] = value
+def _bare(owner: Any) -> Any:
+    """Whose methods set what a class or a file holds, without code of its own."""
+    return type if is_a(owner, type) else ModuleType

@@ -27,15 +27,12 @@ def generator_keeper(value: Any) -> Callable[[], None] | None:
     """
     if not is_generator(value):
         return None
-    if isinstance(value, torch.Generator):
-        on_torch = value.get_state()
-        return lambda: _nothing(value.set_state(on_torch))
-    if isinstance(value, random.Random):
+    if is_a(value, random.Random):
         of_python = value.getstate()
         return lambda: value.setstate(of_python)
     if hasattr(value, "get_state"):
         old = value.get_state()
-        return lambda: value.set_state(old)
+        return lambda: _nothing(value.set_state(old))
     bits, state = value.bit_generator, value.bit_generator.state
     return lambda: setattr(bits, "state", state)
 
