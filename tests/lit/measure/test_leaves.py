@@ -73,7 +73,7 @@ def test_hooks_on_leaves_stay(module: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert found[0][0] > 1e-6
     assert not {n for n, p in made.named_parameters() if leaf_of(p) is not before[n]}
     assert {p.dtype for p in made.parameters()} == {torch.float32}
-    assert len(fired) >= 4 * len(before)
+    assert len(fired) >= 4 * len(before)  # loader batches; passes fire some too
     # the control: torch forgets a leaf with the dtype of its data
     made.head.bias.data = made.head.bias.data.double()
     assert leaf_of(made.head.bias) is not before["head.bias"]
