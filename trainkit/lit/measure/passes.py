@@ -92,7 +92,7 @@ class Passes:
     Attributes:
         num_rows: how many rows the whole has.
         names: of the parameters that train.
-        parameters: those.
+        parameters: those, or within `prepared` what stands in for them.
         in_eval: the layers that are in eval mode during a pass.
         draws: replays random numbers by row.
         without_hooks: whether hooks that `training_step` registers do not run.
@@ -119,7 +119,7 @@ class Passes:
         self._arguments, self._move = arguments, move
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.parameters = self._own_parameters = [parameter for _, parameter in named]
         self.coordinates: Coordinates | None = None
         self.in_eval: list[nn.Module] = []
         self.draws = Draws(num_rows)
@@ -143,11 +143,13 @@ class Passes:
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
             stack.callback(StashedGradients(module.parameters()).put_back)
-            self._clear_hooks = stack.enter_context(
-                without_gradient_hooks(self.parameters)
-            )
             if not self._as_it_is:
                 stack.enter_context(own_values(module, self.dtype))
+            stack.callback(setattr, self, "parameters", self.parameters)
+            self.parameters = [p for p in module.parameters() if p.requires_grad]
+            self._clear_hooks = stack.enter_context(
+                without_gradient_hooks([*self.parameters, *self._own_parameters])
+            )
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
@@ -258,11 +260,12 @@ class Passes:
         """Put back what passes that kept their state have changed."""
         assert self._snapshot is not None
         assert self._registries is not None
-        self._written.put_back()
-        self._registries.put_back()
-        self._snapshot.restore()
-        self._put_back()
-        self._clear_hooks()
+        with contextlib.ExitStack() as stack:  # each runs, also if another fails
+            stack.callback(self._clear_hooks)
+            stack.callback(self._put_back)
+            stack.callback(self._snapshot.restore)
+            stack.callback(self._registries.put_back)
+            stack.callback(self._written.put_back)
 
     def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -290,12 +293,17 @@ class Passes:
         weight: Any = None,
     ) -> None:
         _check_loss(loss)
+        own = {id(each) for each in self.parameters}
+        others = [each for each in self._own_parameters if id(each) not in own]
         gradients = run_backward(
             loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
-            self.parameters,
+            [*self.parameters, *others],
             retain=retain,
             alone=self.module.trainer.world_size > 1,
         )
+        if any(each is not None for each in gradients[len(self.parameters) :]):
+            raise TypeError("training_step reaches parameters outside of their modules")
+        del gradients[len(self.parameters) :]
         if self.coordinates is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)
