@@ -110,6 +110,20 @@ def test_the_cut_of_loader_batches_is_summed_up(
         assert f"cut into some of at most {limits['found']:,}, which was" in told
 
 
+def test_an_inner_cut_is_summed_up_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = ["trainer.accumulate_grad_batches=1", "data.batch_size=4"]
+    one += ["trainer.max_steps=2", "accumulation=none"]
+    assert train(*one, "micro_batching=inside", "micro_batching.size=3") == 0
+    limits = summary_of(the_run(tmp_path))["micro_batching"]
+    assert (limits["size"], limits["found"]) == (3, None)
+    told = capsys.readouterr().out
+    assert (
+        f"inside training_step, {limits['inside']} ran in chunks of at most 3" in told
+    )
+
+
 def by_hand(module: LightningModule, **options: Any) -> dict[str, torch.Tensor]:
     """The same training in Python, without any configuration."""
     data = Functions(batch_size=2, max_length=128, num_train=64, num_val=8, seed=0)

@@ -107,13 +107,17 @@ def _effective_batch(
     return None
 
 
-def _micro_batching(trainer: Any) -> dict[str, int | None] | None:
+def _micro_batching(trainer: Any) -> dict[str, Any] | None:
     """The limits under which loader batches were cut, or None if they were not."""
     windows = windows_of(trainer)
     if not isinstance(windows, SplitCallback) or windows.micro_batching is None:
         return None
     options, found = windows.micro_batching, windows.micro_batch_size
-    return {"size": options.size, "tokens": options.tokens, "found": found}
+    limits = {"size": options.size, "tokens": options.tokens, "found": found}
+    if windows.inside is None:
+        return limits
+    found = found if options.is_auto else None
+    return {**limits, "found": found, "inside": windows.inside.names}
 
 
 def _learning_rates(trainer: Any) -> list[float | None]:

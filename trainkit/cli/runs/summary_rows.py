@@ -63,8 +63,13 @@ def _brief(number: float | None, digits: int = 4) -> str:
     return "not finite" if number is None else f"{number:.{digits}g}"
 
 
-def _limits(size: int | None, tokens: int | None, found: int | None) -> str:
+def _limits(
+    size: int | None, tokens: int | None, found: int | None, inside: str | None = None
+) -> str:
     said = [f"{n:,} {unit}" for n, unit in ((size, "rows"), (tokens, "tokens")) if n]
     if found is not None:
         said = [f"{found:,}, which was found"]
+    if inside is not None:
+        most = f"of at most {' and '.join(said)}" if said else "as large as fit"
+        return f"none; inside training_step, {inside} ran in chunks {most}"
     return f"each loader batch was cut into some of at most {' and '.join(said)}"

@@ -35,6 +35,7 @@ class InsideCuts:
             options.size, start=options.start, grow_after=options.grow_after
         )
         self._cuts: list[ChunkedForward] = []
+        self._paths: list[str] = []
 
     def start(self) -> None:
         """Cut the submodules that are named; `"auto"` waits for the first batch."""
@@ -60,6 +61,7 @@ class InsideCuts:
 
     def _install(self, paths: Sequence[str]) -> None:
         keeper = Keeper(self._options.keep)
+        self._paths = list(paths)
         for path in paths:
             cut = ChunkedForward(
                 _submodule(self._module, path),
@@ -76,7 +78,7 @@ class InsideCuts:
     @property
     def names(self) -> str:
         """The paths of the submodules, for messages."""
-        return listed([cut.name for cut in self._cuts])
+        return listed(self._paths)
 
     @property
     def size(self) -> int | None:

@@ -53,7 +53,7 @@ def measured_inside(module: Any, rows: FewRows, options: MicroBatching) -> Repor
     is_exact = off <= rounding
     cause = Cause(
         "rows",
-        cuts.names or ", ".join(map(str, [options.inside])),
+        cuts.names,
         "chunks of rows do not give what all rows give",
         ("name a submodule whose rows do not see each other",),
     )
