@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.core._compat import uncompiled
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.batches import Path
 from trainkit.core.inside.call import Call, Cut, run_in_chunks
-from trainkit.core.inside.checks import Check, foreign_leaves
+from trainkit.core.inside.checks import Check, refuse_strangers, strangers
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.moment import Moment
-from trainkit.core.inside.rows import (
-    Plan,
-    Unfit,
-    multiples_of,
-    num_rows,
-    settle,
-    taken,
-)
+from trainkit.core.inside.probe import Probe
+from trainkit.core.inside.rows import Plan, Unfit, multiples_of, num_rows, settle
 from trainkit.core.split.fields import take_apart
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 NUM_PROBES = 2
 """How often the rows of one kind of call are looked at."""
+
+SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What a `Chunked` has in common with its module."""
 
 
 class ChunkedForward:
@@ -63,6 +69,7 @@ class ChunkedForward:
         self._names = _argument_names(self._original())
         self._draws, self._check = Draws(), Check()
         self._plans: dict[Any, tuple[Plan, int]] = {}
+        self._with_rows: set[str] = set()
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -76,6 +83,7 @@ class ChunkedForward:
             if self._before is not None:
                 vars(self.module)["forward"] = self._before
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original, module = self._original(), self.module
         if not module.training and not torch.is_grad_enabled():
@@ -84,21 +92,26 @@ class ChunkedForward:
         values = [each.value for each in fields]
         paths = [self._path(each.path) for each in fields]
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
-        rows = num_rows(values, shared)
+        rows = num_rows(values, paths, shared, self._with_rows)
         limit = rows if self.sizes.limit is None else self.sizes.limit
         if rows <= 1 or (rows <= limit and not self.sizes.is_auto):
             return original(*args, **kwargs)
 
         def run(given: list[Any]) -> Any:
             positional, named = build(iter(given))
-            return original(*positional, **named)
+            with _without_cache(module):
+                return original(*positional, **named)
 
         plan = self._plan(run, values, paths, rows, shared)
-        number = self.keeper.begin({x.device for x in values if isinstance(x, Tensor)})
         cut = Cut(
             module, run, self.name, self.sizes, self._draws, self._check, self.keeper
         )
-        return run_in_chunks(Call(cut, plan, values, rows, number))
+        return run_in_chunks(Call(cut, plan, values, rows))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins anew: what it has seen holds generators and graphs."""
+        begun = {"_draws": Draws(), "_check": Check(), "_plans": {}}
+        return vars(self) | begun
 
     def _original(self) -> Any:
         if self._before is not None:
@@ -111,11 +124,13 @@ class ChunkedForward:
         self, run: Any, values: list[Any], paths: list[str], rows: int, shared: set[int]
     ) -> Plan:
         key = (
-            self.module.training,
+            torch.is_grad_enabled(),
+            *(each.training for each in self.module.modules()),
+            *(each.requires_grad for each in self.module.parameters()),
             *(
                 (path, value.ndim, multiple)
                 if isinstance(value, Tensor)
-                else (path, type(value))
+                else (path, value if isinstance(value, str | bool) else type(value))
                 for path, value, multiple in zip(
                     paths, values, multiples_of(values, rows, shared), strict=True
                 )
@@ -139,60 +154,26 @@ class ChunkedForward:
             )
         devices = {each.device for each in values if isinstance(each, Tensor)}
         moment = Moment(self.module, self.name, devices)
-        note = self._draws.look(self.module)
-        put_back = self._draws.keep(devices)
-
-        def again(given: list[Any]) -> Any:
-            put_back()
-            tensors = [each for each in given if isinstance(each, Tensor)]
-            versions = [each._version for each in tensors]
-            output = run(given)
-            if versions != [each._version for each in tensors]:
-                raise Unfit("it changes its arguments in place")
-            return output
-
+        probe = Probe(self.module, run, values, self._draws)
         try:
-            with torch.no_grad():
-                plan = settle(again, values, rows, shared)
-            note()
+            plan = settle(probe, values, rows, shared, most=self.sizes.limit)
             moment.check_state()
-            if torch.is_grad_enabled():
-                self._refuse_foreign(again, plan, values, rows)
+            self.keeper.row_bytes = max(self.keeper.row_bytes, probe.row_bytes)
+            refuse_strangers(strangers(probe.foreign, moment.parameters), self.name)
         except Unfit as error:
+            moment.check_state()  # what moves is why rows seem to see each other
             raise TrainkitError(
                 f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
                 f"are {listed(paths, at_most=9)}, of {rows} rows. Name a module within "
                 f"it or around it, or list in shared= the arguments that all rows need."
             ) from error
         finally:
-            put_back()
+            probe.put_back()
             if torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()
+        pairs = zip(paths, plan.multiples, strict=True)
+        self._with_rows |= {path for path, multiple in pairs if multiple}
         return plan
-
-    def _refuse_foreign(
-        self, again: Any, plan: Plan, values: list[Any], rows: int
-    ) -> None:
-        pairs = zip(values, plan.multiples, strict=True)
-        given = [taken(x, [0, rows - 1], m, rows) if m else x for x, m in pairs]
-        given = [
-            x.detach().requires_grad_()
-            if isinstance(x, Tensor) and x.requires_grad
-            else x
-            for x in given
-        ]
-        own = [x for x in given if isinstance(x, Tensor)]
-        foreign = foreign_leaves(
-            lambda: again(given), [*self.module.parameters(), *own]
-        )
-        if foreign:
-            shapes = ", ".join(str(list(each.shape)) for each in foreign)
-            raise TrainkitError(
-                f"{self.name}: what trains must be a parameter of it or an argument, "
-                f"and its output depends on a tensor of shape {shapes} that is "
-                f"neither, and would get no gradient. Pass it as an argument, or make "
-                f"it a parameter of this module."
-            )
 
     def _path(self, path: str) -> str:
         """An argument's path as a user writes it: by name, or by its place."""
@@ -220,6 +201,11 @@ class Chunked(nn.Module):
     at a time, without a graph, and once more with one in the backward pass. What calls
     it sees all rows at once, so that any loss is the loss of the whole batch. `remove`,
     or the end of the `with` block, gives the module its own forward back.
+
+    Forward hooks on the module run once; those on modules within it run for each chunk,
+    and again in the backward pass. The `use_cache` of a model of transformers is off
+    while it runs in chunks: pass `use_cache=True` and it is refused. Lists of samples
+    are not cut: every chunk gets the whole list.
 
     This object has the module's parameters under their own names, and can be called in
     its place.
@@ -251,12 +237,18 @@ class Chunked(nn.Module):
         name = f"Chunked({type(module).__name__})"
         self._cut = ChunkedForward(module, name, Sizes(size), Keeper(keep), shared)
         self._cut.install()
-        for held in ("_parameters", "_buffers", "_modules"):
+        for held in SHARED:
             vars(self)[held] = vars(module)[held]
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._cut.module(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        self._cut.module._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        self._cut.module._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> Chunked:
         self.training = mode
@@ -282,6 +274,21 @@ def _argument_names(function: Any) -> list[str]:
         return []
     by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in parameters if each.kind in by_place]
+
+
+@contextlib.contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Models of transformers return a cache of keys in training too, where nothing
+    reads it, and its rows cannot be joined."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", False) is not True:
+        yield
+        return
+    config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        config.use_cache = True  # type: ignore[union-attr]
 
 
 def _refuse_module(module: nn.Module, name: str) -> None:
