@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,10 +148,14 @@ def test_a_table_that_is_looked_up_is_given_whole(entries: int, highest: int) ->
 
 
 def test_one_tensor_twice_and_nested_arguments() -> None:
-    class Nested(Net):
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
         def forward(self, pair: dict[str, list[Tensor]], other: Any) -> Tensor:
             first, second = pair["both"]
-            return super().forward(first * second.exp()) + other[0][:, :CLASSES]
+            return self.net(first * second.exp()) + other[0][:, :CLASSES]
 
     net, x = twin(Nested()), X.clone().requires_grad_()
 
@@ -274,3 +279,64 @@ def test_sparse_embeddings(keep: int) -> None:
     assert net.weight.grad is not None
     assert net.weight.grad.is_sparse
     assert off_by(net.weight.grad.to_dense(), wanted) <= EXACT
+
+
+# ---- refused -------------------------------------------------------------------------
+
+
+class Listed(Net):
+    """It takes one value for each row, in a list or an array."""
+
+    def forward(self, x: Tensor, numbers: Any) -> Tensor:  # pyright: ignore
+        found = [float(n) for n, _ in zip(numbers, x, strict=False)]
+        return super().forward(x) * torch.tensor(found, dtype=x.dtype)[:, None]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_values_of_rows_that_are_no_tensors_are_refused(
+    kind: Any, dropout: float
+) -> None:
+    """They are not cut, so that each chunk would take the first rows'."""
+    net = twin(Listed(dropout=dropout))
+    with Chunked(net, size=4):
+        for _ in range(3):
+            net(X, kind([3] * 22))  # as good as one value for all
+        with pytest.raises(TrainkitError, match="place in the batch"):
+            net(X, kind(list(range(22))))
+        with Chunked(Listed(), size=4, shared=["numbers"]) as other:
+            with pytest.raises(TrainkitError, match="place in the batch"):
+                other(X.float(), kind(list(range(22))))
+
+
+class Detector(nn.Module):
+    """It takes a list of images of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        return torch.stack([self.conv(each[None])[0].mean((1, 2)) for each in images])
+
+
+def test_kinds_of_rows_that_cannot_be_cut_are_refused() -> None:
+    net = Detector()
+    with Chunked(net, size=2), pytest.raises(TrainkitError, match="does not run on"):
+        net([torch.randn(3, 8 + i, 8) for i in range(4)])
+    packed = nn.utils.rnn.pack_sequence([torch.randn(n, 6) for n in (4, 3, 1)])
+    with Chunked(nn.LSTM(6, 5), size=2) as lstm, pytest.raises(TrainkitError):
+        lstm(packed)
+    nested = torch.nested.nested_tensor(list(torch.randn(3, 2, 6)), layout=torch.jagged)
+    for kind in (nested, torch.randn(22, 6).to_sparse()):
+        with Chunked(nn.Linear(6, 5), size=2) as linear:
+            with pytest.raises(TrainkitError, match="input is a .* tensor"):
+                linear(kind)
+    with Chunked(nn.LazyLinear(5), size=2) as lazy:
+        with pytest.raises(TrainkitError, match="lazy"):
+            lazy(X)
+    with pytest.raises(TrainkitError, match=r"'tabel'.*x, extra, table"):
+        Chunked(Named(), size=2, shared=["tabel"])
+    embedding = nn.Embedding(9, 5, max_norm=0.5)
+    with Chunked(embedding, size=2), pytest.raises(TrainkitError, match="moved weight"):
+        embedding(torch.arange(9))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import uncompiled
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
@@ -22,12 +24,18 @@ from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.probe import Probe
 from trainkit.core.inside.rows import Plan, Unfit, multiples_of, num_rows, settle
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import is_array, take_apart
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 NUM_PROBES = 2
 """How often the rows of one kind of call are looked at."""
+
+BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+MOST_PLANS = 99
+"""How many kinds of calls are remembered."""
 
 SHARED = (
     "_parameters",
@@ -66,10 +74,23 @@ class ChunkedForward:
         self.sizes, self.keeper = sizes, keeper
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
-        self._names = _argument_names(self._original())
+        arguments = _arguments_of(self._original())
+        self._names = [each.name for each in arguments if each.kind in BY_PLACE]
+        self._check_shared(arguments)
         self._draws, self._check = Draws(), Check()
         self._plans: dict[Any, tuple[Plan, int]] = {}
         self._with_rows: set[str] = set()
+
+    def _check_shared(self, arguments: Sequence[Parameter]) -> None:
+        names = [each.name for each in arguments]
+        if any(each.kind in OPEN for each in arguments) or not names:
+            return
+        for path in self._shared:
+            if path.partition(".")[0] not in names:
+                raise TrainkitError(
+                    f"{self.name}: shared= must name its arguments, received {path!r}. "
+                    f"They are {listed(names)}."
+                )
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -93,6 +114,8 @@ class ChunkedForward:
         paths = [self._path(each.path) for each in fields]
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
         rows = num_rows(values, paths, shared, self._with_rows)
+        if rows == 1:
+            self._refuse_kinds(values, paths, shared)
         limit = rows if self.sizes.limit is None else self.sizes.limit
         if rows <= 1 or (rows <= limit and not self.sizes.is_auto):
             return original(*args, **kwargs)
@@ -123,6 +146,9 @@ class ChunkedForward:
     def _plan(
         self, run: Any, values: list[Any], paths: list[str], rows: int, shared: set[int]
     ) -> Plan:
+        others = (p for p, v in zip(paths, values, strict=True) if not _is_tensor(v))
+        counts = Counter(path.rpartition(".")[0] for path in others)
+        of_rows = {place for place, count in counts.items() if count == rows}
         key = (
             torch.is_grad_enabled(),
             *(each.training for each in self.module.modules()),
@@ -130,7 +156,7 @@ class ChunkedForward:
             *(
                 (path, value.ndim, multiple)
                 if isinstance(value, Tensor)
-                else (path, value if isinstance(value, str | bool) else type(value))
+                else (path, _kind(value, rows, path.rpartition(".")[0] in of_rows))
                 for path, value, multiple in zip(
                     paths, values, multiples_of(values, rows, shared), strict=True
                 )
@@ -139,6 +165,8 @@ class ChunkedForward:
         plan, times = self._plans.get(key, (None, 0))
         if plan is None or times < NUM_PROBES:
             plan = self._probe(run, values, paths, rows, shared)
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             self._plans[key] = plan, times + 1
         return plan
 
@@ -151,6 +179,11 @@ class ChunkedForward:
                 f"{self.name}: its rows must not see each other, and BatchNorm "
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
                 f'BatchNormGuard("groupnorm"), or name a module without it.'
+            )
+        if any(is_lazy(each) for each in self.module.parameters()):
+            raise TrainkitError(
+                f"{self.name}: its parameters must have a shape, and lazy ones get "
+                f"theirs in a first forward pass. Run one batch before it is cut."
             )
         devices = {each.device for each in values if isinstance(each, Tensor)}
         moment = Moment(self.module, self.name, devices)
@@ -174,6 +207,19 @@ class ChunkedForward:
         pairs = zip(paths, plan.multiples, strict=True)
         self._with_rows |= {path for path, multiple in pairs if multiple}
         return plan
+
+    def _refuse_kinds(
+        self, values: list[Any], paths: list[str], shared: set[int]
+    ) -> None:
+        for index, (path, value) in enumerate(zip(paths, values, strict=True)):
+            if not isinstance(value, Tensor) or index in shared:
+                continue
+            if value.is_nested or value.layout is not torch.strided:
+                raise TrainkitError(
+                    f"{self.name}: its rows must be those of a dense tensor, and "
+                    f"{path} is a {'nested' if value.is_nested else value.layout} "
+                    f"tensor. Pad it, or name another module."
+                )
 
     def _path(self, path: str) -> str:
         """An argument's path as a user writes it: by name, or by its place."""
@@ -266,14 +312,32 @@ class Chunked(nn.Module):
         self.remove()
 
 
-def _argument_names(function: Any) -> list[str]:
-    """The names of a function's positional arguments."""
+def _kind(value: Any, rows: int, is_one_of_rows: bool) -> Any:
+    """What an argument that is no tensor has in common with those of other calls.
+
+    Where there are as many values as rows, each may belong to one: then other values
+    are another kind, which is looked at anew.
+    """
+    if (
+        isinstance(value, str | bool)
+        or is_one_of_rows
+        and isinstance(value, int | float)
+    ):
+        return value
+    if is_array(value) and len(value) == rows:
+        return hash(value.tobytes())
+    return type(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _arguments_of(function: Any) -> list[Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-    by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in parameters if each.kind in by_place]
 
 
 @contextlib.contextmanager
