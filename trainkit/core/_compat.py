@@ -177,3 +177,8 @@ def run_backward(
     for parameter in parameters:
         parameter.grad = None
     return gradients
+
+
+uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+"""Marks a function that `torch.compile` must run as it is. The public
+`torch.compiler.disable` would load the compiler at once."""

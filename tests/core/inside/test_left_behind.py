@@ -1,4 +1,4 @@
-"""What a forward pass leaves in attributes is refused; caches are not."""
+"""What a forward pass leaves in attributes is refused or announced; caches are not."""
 
 from __future__ import annotations
 
@@ -33,9 +33,20 @@ class Leaving(Net):
 
 
 @pytest.mark.parametrize("place", ["tensor", "list", "dict"])
-def test_a_tensor_left_in_an_attribute_is_refused_by_name(place: str) -> None:
+def test_a_term_left_in_an_attribute_is_refused_by_name(place: str) -> None:
     net, (x, _) = twin(Leaving(place)), batch()
-    with Chunked(net, size=4), pytest.raises(TrainkitError, match="tensors in left"):
+    with Chunked(net, size=4), pytest.raises(TrainkitError, match="leaves tensors"):
+        net(x)
+
+
+def test_a_tensor_without_a_gradient_is_announced() -> None:
+    class Watching(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.largest = x.abs().max()
+            return super().forward(x)
+
+    net, (x, _) = twin(Watching()), batch()
+    with Chunked(net, size=4), pytest.warns(UserWarning, match="tensors in largest"):
         net(x)
 
 

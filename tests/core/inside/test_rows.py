@@ -29,8 +29,8 @@ class Mixing(Net):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Counting, "depends on the number of rows, or on its place"),
-        (Placed, "depends on the number of rows, or on its place"),
+        (Counting, "depends on the number of rows"),
+        (Placed, "depends on the row's place"),
         (Mixing, "depends on other rows"),
     ],
 )

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from trainkit.core.inside.checks import Check
-from trainkit.core.inside.chunks import Chunk, Sizes, are_same
-from trainkit.core.inside.draws import Draws, torch_states
+from trainkit.core.inside.checks import Check, Strangers
+from trainkit.core.inside.chunks import Chunk, Sizes
+from trainkit.core.inside.draws import (
+    Draws,
+    are_same,
+    put_back_on_host,
+    states_of_host,
+    torch_states,
+)
 from trainkit.core.inside.joined import Joined
 from trainkit.core.inside.keep import Keeper
-from trainkit.core.inside.moment import Moment, replaced_parameters
+from trainkit.core.inside.moment import Moment, replaced_parameters, version_of
 from trainkit.core.inside.rows import Plan, output_name
 from trainkit.core.inside.sums import Pieces, Sums
 from trainkit.core.out_of_memory import is_out_of_memory, release
@@ -37,7 +43,7 @@ class Cut:
         sizes: how large a chunk may be.
         draws: keeps random states.
         check: of the first calls.
-        keeper: measures the graph of a chunk.
+        keeper: says how many chunks keep their graph.
         around: a context for each run of a chunk of a call.
     """
 
@@ -67,7 +73,6 @@ class Call:
         plan: which arguments have rows, and how outputs are joined.
         values: the arguments.
         num_rows: how many rows they have.
-        num_kept: how many chunks keep their graph until the backward pass.
 
     Attributes:
         num_rows: of the arguments.
@@ -79,11 +84,8 @@ class Call:
         leaves: of the output, as made in the forward pass.
     """
 
-    def __init__(
-        self, cut: Cut, plan: Plan, values: list[Any], num_rows: int, num_kept: int
-    ) -> None:
+    def __init__(self, cut: Cut, plan: Plan, values: list[Any], num_rows: int) -> None:
         self._cut, self._plan, self.num_rows = cut, plan, num_rows
-        self._num_kept = num_kept
         self.values: list[Any] | None = values
         tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
         self._devices = {each.device for each in tensors.values()}
@@ -94,7 +96,11 @@ class Call:
         self._done: list[Chunk] = []
         self._kept: dict[Chunk, Graph] = {}
         self._states: list[Tensor] = []
+        self._strangers = Strangers(cut.name)
         self.leaves: list[Any] = []
+        trains = torch.is_grad_enabled() and self.trains
+        rows = min(num_rows, cut.sizes.limit or num_rows)
+        self._num_kept = cut.keeper.begin(self._devices, rows) if trains else 0
 
     @property
     def trains(self) -> bool:
@@ -111,20 +117,42 @@ class Call:
                 output has a gradient.
         """
         assert self.values is not None
-        joined = Joined(self._plan, self.num_rows, self._cut.name)
-        waiting = self._cut.sizes.cut(0, self.num_rows)
-        num_kept = max(self._num_kept, 1) if has_graph else 0
-        with torch.no_grad():
-            while len(waiting) > num_kept:
-                self._forward(waiting, joined, has_graph=False)
-        if has_graph and torch.is_autocast_cache_enabled():
-            # It holds casted weights, which have no graph if they were made without.
-            torch.clear_autocast_cache()
-        while waiting:
-            self._forward(waiting, joined, has_graph=has_graph)
-        self._states = torch_states(self._devices)
+        draws = self._cut.draws
+        put_back, on_host = draws.keep(self._devices), states_of_host()
+        versions = self._versions()
+        leaves = self._chunks(has_graph=has_graph)
         self.moment.check_state()
+        if versions != self._versions():
+            raise TrainkitError(
+                f"{self._cut.name}: its forward pass must not change its arguments in "
+                f"place, since it runs once more in the backward pass. Give it a "
+                f"clone(), or name a module within it."
+            )
+        if draws.note(on_host):
+            # Its chunks did not keep the states of a generator that it now draws from.
+            put_back()
+            put_back_on_host(on_host)
+            return self.forward(has_graph=has_graph)
+        return leaves
+
+    def _chunks(self, *, has_graph: bool) -> list[Any]:
+        cut, is_checked = self._cut, self._cut.check.is_on
+        joined = Joined(self._plan, self.num_rows, cut.name, is_checked=is_checked)
+        waiting = cut.sizes.cut(0, self.num_rows)
+        num_kept = max(self._num_kept, 1) if has_graph else 0
+        self._done, self._kept, self.differentiable = [], {}, []
+        while waiting:
+            is_last = len(waiting) <= num_kept
+            if is_last and not self._kept and torch.is_autocast_cache_enabled():
+                # It holds casted weights, without a graph if they were made without.
+                torch.clear_autocast_cache()
+            with nullcontext() if is_last else torch.no_grad():
+                self._forward(waiting, joined, has_graph=is_last)
+        self._states = torch_states(self._devices)
         return joined.values
+
+    def _versions(self) -> list[int]:
+        return [version_of(x) for x in self.values or () if isinstance(x, Tensor)]
 
     def _forward(
         self, waiting: list[Chunk], joined: Joined, *, has_graph: bool
@@ -147,14 +175,20 @@ class Call:
                 raise
             release(error)
             cut.sizes.failed(chunk.num_rows)
-            chunk.put_back()
-            waiting[:] = cut.sizes.cut(chunk.start, self.num_rows)
+            # All again: a chunk that has drawn cannot be cut in the backward pass.
+            [*self._done, chunk][0].put_back()
+            self._done, self._kept = [], {}
+            waiting[:] = cut.sizes.cut(0, self.num_rows)
             return
         joined.add(chunk, outputs)
         self._done.append(waiting.pop(0))
         if graph is None:
             cut.check.ran(chunk, outputs)
             return
+        self._strangers.look(outputs, self._known(graph))
+        if not self.trains and any(map(_has_gradient, outputs)):
+            chunk.put_back()
+            self._strangers.look(self._graph(chunk, values).outputs, ())
         have = map(_has_gradient, outputs)
         before = self.differentiable or [False] * len(outputs)
         self.differentiable = [a or b for a, b in zip(before, have, strict=True)]
@@ -162,6 +196,11 @@ class Call:
             self._kept[chunk] = graph
         else:
             cut.check.ran(chunk, outputs)
+
+    def _known(self, graph: Graph) -> list[Tensor]:
+        # Shadows take the place of parameters: then these get no gradient themselves.
+        own = [] if self.moment.has_hooks else self.moment.parameters
+        return [*own, *graph.sources]
 
     def _taken(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         pairs = zip(values, self._plan.multiples, strict=True)
@@ -186,7 +225,6 @@ class Call:
                 stack.enter_context(replaced_parameters(cut.module, others))
                 parameters = shadows
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(cut.keeper.weighed(parameters))
             outputs = self._outputs(chunk, arguments)
         sources = [*parameters, *(arguments[index] for index in self.trained)]
         return Graph(sources, outputs)
@@ -245,6 +283,7 @@ class Call:
                 with save_on_cpu() if chunk.is_on_host else nullcontext():
                     graph = self._graph(chunk, values)
                 self._cut.check.ran_again(chunk, graph.outputs, self._cut.name)
+                self._strangers.look(graph.outputs, self._known(graph))
             return self._pulled(chunk, graph, gradients)
         except Exception as error:
             sizes = self._cut.sizes
@@ -334,7 +373,7 @@ def run_in_chunks(call: Call) -> Any:
     """The output of a call, whose rows run in chunks."""
     assert call.values is not None
     if not (torch.is_grad_enabled() and call.trains):
-        leaves = call.forward(has_graph=False)
+        leaves = call.forward(has_graph=torch.is_grad_enabled())
     else:
         trained = (call.values[index] for index in call.trained)
         outputs = iter(Run.apply(call, *call.moment.parameters, *trained))  # type: ignore[arg-type]

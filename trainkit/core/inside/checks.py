@@ -1,20 +1,19 @@
-"""What is checked in the first calls of a module in chunks, and seldom after them."""
+"""What is checked while a module runs in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trainkit.core.gradients import leaves_of
+from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.rows import ROUNDING, are_close
-from trainkit.core.split.fields import take_apart
+from trainkit.core.inside.rows import are_close
 from trainkit.errors import TrainkitError
 
-ON_DEVICE = 200
+ON_DEVICE, HALF_ON_DEVICE = 200, 4
 """On a device, sums in another order may be off by so many times more."""
 
 
@@ -25,10 +24,15 @@ class Check:
         self._num_passes = 0
         self._first: tuple[Chunk, list[Any]] | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the next backward pass is one that is looked at."""
+        number = self._num_passes + 1
+        return number & (number - 1) == 0
+
     def ran(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
         """A chunk has run in a forward pass, whose graph is not kept."""
-        number = self._num_passes + 1
-        if self._first is None and number & (number - 1) == 0:
+        if self._first is None and self.is_on:
             copies = [
                 x.detach().clone() if isinstance(x, Tensor) else x for x in outputs
             ]
@@ -42,8 +46,11 @@ class Check:
         for one, other in zip(before, outputs, strict=True):
             if not isinstance(one, Tensor):
                 continue
-            rounding = ROUNDING * (ON_DEVICE if one.device.type != "cpu" else 1)
-            if not are_close(one, other, rounding=rounding):
+            if one.device.type == "cpu":
+                times = 1
+            else:
+                times = HALF_ON_DEVICE if one.dtype in HALF else ON_DEVICE
+            if not are_close(one, other, times=times):
                 raise TrainkitError(
                     f"{name}: a chunk of rows gives other outputs when it runs again "
                     f"in the backward pass. Its forward must not change anything that "
@@ -57,25 +64,80 @@ class Check:
         self._first = None
 
 
-def foreign_leaves(run: Callable[[], Any], known: Sequence[Tensor]) -> list[Tensor]:
-    """What a module trains that is neither a parameter of it nor an argument.
+class Strangers:
+    """Refuses tensors that train, and are neither a module's parameters nor arguments.
 
-    A leaf that is made anew in each run is no such thing.
+    Two chunks' graphs of a call are compared: a leaf that is made anew in each run is
+    no such thing, as that of transformers' `enable_input_require_grads`.
 
     Args:
-        run: runs the module on a few rows.
-        known: its parameters and arguments.
+        name: of the module, for messages.
     """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first: list[weakref.ref[Tensor]] | None = None
+
+    def look(self, outputs: Sequence[Any], known: Iterable[Tensor]) -> None:
+        """Look at the graph of a chunk.
+
+        Args:
+            outputs: of the chunk.
+            known: the parameters and arguments that train.
+        """
+        if self._first is not None and not self._first:
+            return
+        found = strangers(leaves_of(outputs), known)
+        if self._first is None:
+            self._first = [weakref.ref(each) for each in found]
+            return
+        ids = {id(each) for each in found}
+        both = [each for ref in self._first if (each := ref()) is not None]
+        self._first = []
+        refuse_strangers([each for each in both if id(each) in ids], self._name)
+
+
+def strangers(leaves: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that are not known."""
     ids = {id(each) for each in known}
-    with torch.enable_grad():
-        runs = [_leaves(run()), _leaves(run())]
-    again = {id(each) for each in runs[1]}
-    return [each for each in runs[0] if id(each) in again - ids]
+    return [each for each in leaves if id(each) not in ids]
 
 
-def _leaves(output: Any) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
-    for field in take_apart(output)[0]:
-        if isinstance(field.value, Tensor) and field.value.requires_grad:
-            found |= {id(leaf): leaf for leaf in leaves_of(field.value)}
-    return list(found.values())
+def refuse_strangers(found: Sequence[Tensor], name: str) -> None:
+    """Raise an error, if there are any."""
+    if found:
+        shapes = ", ".join(str(list(each.shape)) for each in found)
+        raise TrainkitError(
+            f"{name}: what trains must be a parameter of it or an argument, and its "
+            f"output depends on a tensor of shape {shapes} that is neither, and would "
+            f"get no gradient. Pass it as an argument, or make it a parameter of this "
+            f"module."
+        )
+
+
+def leaves_of(outputs: Iterable[Any], *, refused: str = "") -> list[Tensor]:
+    """The tensors that get a gradient from some outputs, read from their graph.
+
+    Args:
+        outputs: tensors and other values.
+        refused: the name of a step that must not be in the graph.
+    """
+    found, seen = [], set()
+    waiting: list[Any] = []
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            if output.grad_fn is None:
+                found.append(output)
+            waiting.append(output.grad_fn)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if refused and node.name() == refused:
+            raise LookupError(refused)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.append(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    return list({id(each): each for each in found}.values())

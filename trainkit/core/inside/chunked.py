@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from trainkit.core._compat import uncompiled
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.batches import Path
 from trainkit.core.inside.call import Around, Call, Cut, run_in_chunks
-from trainkit.core.inside.checks import Check, foreign_leaves
-from trainkit.core.inside.chunks import Sizes, are_same
-from trainkit.core.inside.draws import Draws, torch_states
+from trainkit.core.inside.checks import Check, refuse_strangers, strangers
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keep, Keeper
-from trainkit.core.inside.left_behind import (
-    announce_hooks,
-    held_tensors,
-    moved_between,
-)
+from trainkit.core.inside.left_behind import announce_left
 from trainkit.core.inside.moment import Moment
-from trainkit.core.inside.rows import (
-    Plan,
-    Unfit,
-    multiples_of,
-    num_rows,
-    settle,
-    taken,
-)
-from trainkit.core.split.fields import take_apart
+from trainkit.core.inside.probe import Probe
+from trainkit.core.inside.rows import Plan, Unfit, multiples_of, num_rows, settle
+from trainkit.core.split.fields import is_array, take_apart
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 NUM_PROBES = 2
 """How often the rows of one kind of call are looked at."""
+
+BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+MOST_PLANS = 99
+"""How many kinds of calls are remembered."""
+
+SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What a `Chunked` has in common with its module."""
 
 
 @dataclass
@@ -58,10 +68,6 @@ class Arguments:
     paths: list[str]
     shared: set[int]
     rows: int
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return {each.device for each in self.values if isinstance(each, Tensor)}
 
 
 class ChunkedForward:
@@ -96,9 +102,23 @@ class ChunkedForward:
         self.is_off = False
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
-        self._names = _argument_names(self._original())
+        arguments = _arguments_of(self._original())
+        self._names = [each.name for each in arguments if each.kind in BY_PLACE]
+        self._check_shared(arguments)
         self._draws, self._check = Draws(), Check()
         self._plans: dict[Any, tuple[Plan, int]] = {}
+        self._with_rows: set[str] = set()
+
+    def _check_shared(self, arguments: Sequence[Parameter]) -> None:
+        names = [each.name for each in arguments]
+        if any(each.kind in OPEN for each in arguments) or not names:
+            return
+        for path in self._shared:
+            if path.partition(".")[0] not in names:
+                raise TrainkitError(
+                    f"{self.name}: shared= must name its arguments, received {path!r}. "
+                    f"They are {listed(names)}."
+                )
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -112,6 +132,7 @@ class ChunkedForward:
             if self._before is not None:
                 vars(self.module)["forward"] = self._before
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original, module = self._original(), self.module
         is_evaluation = not module.training and not torch.is_grad_enabled()
@@ -132,8 +153,7 @@ class ChunkedForward:
             self.keeper,
             self.around,
         )
-        number = self.keeper.begin(call.devices)
-        return run_in_chunks(Call(cut, plan, call.values, call.rows, number))
+        return run_in_chunks(Call(cut, plan, call.values, call.rows))
 
     def probe(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a module that cannot run in chunks, as one call of it shows."""
@@ -141,17 +161,27 @@ class ChunkedForward:
         self._probe(self._read(args, kwargs))
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        original, module = self._original(), self.module
         fields, build = take_apart((args, kwargs))
-        original = self._original()
 
         def run(given: list[Any]) -> Any:
             positional, named = build(iter(given))
-            return original(*positional, **named)
+            with _without_cache(module):
+                return original(*positional, **named)
 
+        values = [each.value for each in fields]
         paths = [self._path(each.path) for each in fields]
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
-        values = [each.value for each in fields]
-        return Arguments(run, values, paths, shared, num_rows(values, shared))
+        rows = num_rows(values, paths, shared, self._with_rows)
+        call = Arguments(run, values, paths, shared, rows)
+        if rows == 1:
+            self._refuse_kinds(call)
+        return call
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins anew: what it has seen holds generators and graphs."""
+        begun = {"_draws": Draws(), "_check": Check(), "_plans": {}}
+        return vars(self) | begun
 
     def _original(self) -> Any:
         if self._before is not None:
@@ -161,15 +191,28 @@ class ChunkedForward:
     # ---- which arguments have rows ---------------------------------------------------
 
     def _plan(self, call: Arguments) -> Plan:
-        multiples = multiples_of(call.values, call.rows, call.shared)
-        kinds = [
-            (value.ndim, multiple) if isinstance(value, Tensor) else type(value)
-            for value, multiple in zip(call.values, multiples, strict=True)
-        ]
-        key = self.module.training, *call.paths, *kinds
+        values, paths, rows = call.values, call.paths, call.rows
+        others = (p for p, v in zip(paths, values, strict=True) if not _is_tensor(v))
+        counts = Counter(path.rpartition(".")[0] for path in others)
+        of_rows = {place for place, count in counts.items() if count == rows}
+        key = (
+            torch.is_grad_enabled(),
+            *(each.training for each in self.module.modules()),
+            *(each.requires_grad for each in self.module.parameters()),
+            *(
+                (path, value.ndim, multiple)
+                if isinstance(value, Tensor)
+                else (path, _kind(value, rows, path.rpartition(".")[0] in of_rows))
+                for path, value, multiple in zip(
+                    paths, values, multiples_of(values, rows, call.shared), strict=True
+                )
+            ),
+        )
         plan, times = self._plans.get(key, (None, 0))
         if plan is None or times < NUM_PROBES:
             plan = self._probe(call)
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             self._plans[key] = plan, times + 1
         return plan
 
@@ -182,47 +225,27 @@ class ChunkedForward:
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
                 f'BatchNormGuard("group_norm"), or name a module without it.'
             )
-        if not self._plans:
-            announce_hooks(self.module, self.name)
-        devices = call.devices
-        moment = Moment(self.module, self.name, devices)
-        note = self._draws.look(self.module)
-        put_back, states = self._draws.keep(devices), torch_states(devices)
+        tensors = [each for each in call.values if isinstance(each, Tensor)]
+        moment = Moment(self.module, self.name, {each.device for each in tensors})
 
-        held: list[dict[str, Any]] = []
-
-        def again(given: list[Any]) -> Any:
-            put_back()
-            tensors = [each for each in given if isinstance(each, Tensor)]
-            versions = [each._version for each in tensors]
+        def run(given: list[Any]) -> Any:
             with self.around(None, None):
-                output = call.run(given)
-            if versions != [each._version for each in tensors]:
-                raise Unfit("it changes its arguments in place")
-            held[:] = [*held[-1:], held_tensors(self.module)]
-            if len(held) > 1 and (left := moved_between(*held)):
-                raise Unfit(
-                    f"its forward leaves tensors in {listed(left)}, which would hold "
-                    f"those of one chunk; return them instead"
-                )
-            return output
+                return call.run(given)
 
+        probe = Probe(self.module, run, call.values, self._draws)
         try:
             if call.rows <= 1:
                 raise Unfit("none of its arguments has rows")
-            with torch.no_grad():
-                plan = settle(
-                    again,
-                    call.values,
-                    call.rows,
-                    call.shared,
-                    lambda: not are_same(states, torch_states(devices)),
-                )
-            note()
+            plan = settle(
+                probe, call.values, call.rows, call.shared, most=self.sizes.limit
+            )
             moment.check_state()
-            if torch.is_grad_enabled():
-                self._refuse_foreign(again, plan, call)
+            self.keeper.row_bytes = max(self.keeper.row_bytes, probe.row_bytes)
+            refuse_strangers(strangers(probe.foreign, moment.parameters), self.name)
+            if not self._plans:
+                announce_left(self.module, self.name, probe.left)
         except Unfit as error:
+            moment.check_state()  # what moves is why rows seem to see each other
             raise TrainkitError(
                 f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
                 f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a "
@@ -230,32 +253,24 @@ class ChunkedForward:
                 f"all rows need."
             ) from error
         finally:
-            put_back()
+            probe.put_back()
             if torch.is_autocast_cache_enabled():
                 torch.clear_autocast_cache()
+        pairs = zip(call.paths, plan.multiples, strict=True)
+        self._with_rows |= {path for path, multiple in pairs if multiple}
         return plan
 
-    def _refuse_foreign(self, again: Any, plan: Plan, call: Arguments) -> None:
-        pairs, ends = zip(call.values, plan.multiples, strict=True), [0, call.rows - 1]
-        given = [taken(x, ends, m, call.rows) if m else x for x, m in pairs]
-        given = [
-            x.detach().requires_grad_()
-            if isinstance(x, Tensor) and x.requires_grad
-            else x
-            for x in given
-        ]
-        own = [x for x in given if isinstance(x, Tensor)]
-        foreign = foreign_leaves(
-            lambda: again(given), [*self.module.parameters(), *own]
-        )
-        if foreign:
-            shapes = ", ".join(str(list(each.shape)) for each in foreign)
-            raise TrainkitError(
-                f"{self.name}: what trains must be a parameter of it or an argument, "
-                f"and its output depends on a tensor of shape {shapes} that is "
-                f"neither, and would get no gradient. Pass it as an argument, or make "
-                f"it a parameter of this module."
-            )
+    def _refuse_kinds(self, call: Arguments) -> None:
+        pairs = zip(call.paths, call.values, strict=True)
+        for index, (path, value) in enumerate(pairs):
+            if not isinstance(value, Tensor) or index in call.shared:
+                continue
+            if value.is_nested or value.layout is not torch.strided:
+                raise TrainkitError(
+                    f"{self.name}: its rows must be those of a dense tensor, and "
+                    f"{path} is a {'nested' if value.is_nested else value.layout} "
+                    f"tensor. Pad it, or name another module."
+                )
 
     def _path(self, path: str) -> str:
         """An argument's path as a user writes it: by name, or by its place."""
@@ -283,6 +298,11 @@ class Chunked(nn.Module):
     at a time, without a graph, and once more with one in the backward pass. What calls
     it sees all rows at once, so that any loss is the loss of the whole batch. `remove`,
     or the end of the `with` block, gives the module its own forward back.
+
+    Forward hooks on the module run once; those on modules within it run for each chunk,
+    and again in the backward pass. The `use_cache` of a model of transformers is off
+    while it runs in chunks: pass `use_cache=True` and it is refused. Lists of samples
+    are not cut: every chunk gets the whole list.
 
     This object has the module's parameters under their own names, and can be called in
     its place.
@@ -314,12 +334,18 @@ class Chunked(nn.Module):
         name = f"Chunked({type(module).__name__})"
         self._cut = ChunkedForward(module, name, Sizes(size), Keeper(keep), shared)
         self._cut.install()
-        for held in ("_parameters", "_buffers", "_modules"):
+        for held in SHARED:
             vars(self)[held] = vars(module)[held]
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._cut.module(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        self._cut.module._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        self._cut.module._load_from_state_dict(*args)
 
     def train(self, mode: bool = True) -> Chunked:
         self.training = mode
@@ -338,20 +364,58 @@ class Chunked(nn.Module):
 
 
 def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:
-    return nullcontext()
+    return contextlib.nullcontext()
 
 
-def _argument_names(function: Any) -> list[str]:
-    """The names of a function's positional arguments."""
+def _kind(value: Any, rows: int, is_one_of_rows: bool) -> Any:
+    """What an argument that is no tensor has in common with those of other calls.
+
+    Where there are as many values as rows, each may belong to one: then other values
+    are another kind, which is looked at anew.
+    """
+    if (
+        isinstance(value, str | bool)
+        or is_one_of_rows
+        and isinstance(value, int | float)
+    ):
+        return value
+    if is_array(value) and len(value) == rows:
+        return hash(value.tobytes())
+    return type(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _arguments_of(function: Any) -> list[Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-    by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in parameters if each.kind in by_place]
+
+
+@contextlib.contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Models of transformers return a cache of keys in training too, where nothing
+    reads it, and its rows cannot be joined."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", False) is not True:
+        yield
+        return
+    config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        config.use_cache = True  # type: ignore[union-attr]
 
 
 def _refuse_module(module: nn.Module, name: str) -> None:
+    if any(is_lazy(each) for each in module.parameters()):
+        raise TrainkitError(
+            f"{name}: its parameters must have a shape, and lazy ones get theirs in a "
+            f"first forward pass. Run one batch before it is cut."
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise TrainkitError(
             f"{name}: a scripted module cannot run in chunks. Give the module that was "

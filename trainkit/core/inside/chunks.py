@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from trainkit.core.split.partition import even_runs
@@ -79,8 +78,3 @@ class Sizes:
         self._calls += rows > self.limit
         if self._calls >= self._grow_after:
             self.limit, self._calls = 2 * self.limit, 0
-
-
-def are_same(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether nothing was drawn between two readings of random states."""
-    return all(map(torch.equal, states, others))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.core.generators import generator_keeper
 
@@ -28,16 +28,10 @@ class Draws:
         self.of_host = False
         self.own: list[Any] = []
 
-    def look(self, module: nn.Module) -> Callable[[], None]:
-        """Find a module's own generators, and what is to be called after it has run."""
+    def look(self, module: nn.Module) -> None:
+        """Find a module's own generators."""
         held = [value for each in module.modules() for value in vars(each).values()]
         self.own = [value for value in held if generator_keeper(value) is not None]
-        before = _states_of_host()
-
-        def note() -> None:
-            self.of_host = self.of_host or _states_of_host() != before
-
-        return note
 
     def keep(self, devices: Iterable[torch.device]) -> Callable[[], None]:
         """What puts all states back to where they are now.
@@ -46,51 +40,61 @@ class Draws:
             devices: on which the module may draw, besides the CPU.
         """
         on_cpu = torch.get_rng_state()
-        on_cuda = [
-            (d, torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"
-        ]
-        others = [generator_keeper(each) for each in self.own]
-        if self.of_host:
-            others += [_keep_python(), _keep_numpy()]
+        on_cuda = [(each, torch.cuda.get_rng_state(each)) for each in _cuda(devices)]
+        own = [generator_keeper(each) for each in self.own]
+        on_host = states_of_host() if self.of_host else None
 
         def put_back() -> None:
             torch.set_rng_state(on_cpu)
             for device, state in on_cuda:
                 torch.cuda.set_rng_state(state, device)
-            for other in others:
-                if other is not None:
-                    other()
+            for each in own:
+                if each is not None:
+                    each()
+            if on_host is not None:
+                put_back_on_host(on_host)
 
         return put_back
 
+    def note(self, before: Sequence[Any]) -> bool:
+        """Note whether the host's generators have moved since; return whether that is
+        new."""
+        python, numpy = states_of_host()
+        has_moved = python != before[0] or (
+            numpy is not None
+            and any(
+                (one != two).any() if hasattr(one, "any") else one != two
+                for one, two in zip(numpy, before[1] or numpy, strict=True)
+            )
+        )
+        is_new = has_moved and not self.of_host
+        self.of_host = self.of_host or has_moved
+        return is_new
 
-def torch_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+
+def states_of_host() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's global generators."""
+    numpy: Any = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def put_back_on_host(states: tuple[Any, Any]) -> None:
+    """Put Python's and NumPy's global generators back to these states."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy.random"].set_state(states[1])
+
+
+def torch_states(devices: Iterable[torch.device]) -> list[Tensor]:
     """The states of torch's generators, to compare."""
     on_cuda = [torch.cuda.get_rng_state(each) for each in _cuda(devices)]
     return [torch.get_rng_state(), *on_cuda]
 
 
+def are_same(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether nothing was drawn between two readings of random states."""
+    return all(map(torch.equal, states, others))
+
+
 def _cuda(devices: Iterable[torch.device]) -> list[torch.device]:
     return [each for each in devices if each.type == "cuda"]
-
-
-def _keep_python() -> Callable[[], None]:
-    state = random.getstate()
-    return lambda: random.setstate(state)
-
-
-def _keep_numpy() -> Callable[[], None] | None:
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is None:
-        return None
-    state = numpy.get_state()
-    return lambda: numpy.set_state(state)
-
-
-def _states_of_host() -> list[Any]:
-    states: list[Any] = [random.getstate()]
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        name, keys, *rest = numpy.get_state()
-        states.append((name, keys.tobytes(), *rest))
-    return states

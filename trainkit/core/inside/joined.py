@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.rows import Plan, output_name
+from trainkit.core.inside.rows import Plan, are_close, are_equal, output_name
 from trainkit.errors import TrainkitError
 
 
@@ -20,13 +20,18 @@ class Joined:
         plan: along which dimension each one is joined.
         num_rows: of the call.
         name: of the module, for messages.
+        is_checked: whether to compare tensors that have no rows, which waits for a
+            device.
 
     Attributes:
         values: the leaves; complete when each chunk was added.
     """
 
-    def __init__(self, plan: Plan, num_rows: int, name: str) -> None:
+    def __init__(
+        self, plan: Plan, num_rows: int, name: str, *, is_checked: bool = False
+    ) -> None:
         self._plan, self._num_rows, self._name = plan, num_rows, name
+        self._is_checked = is_checked
         self.values: list[Any] = []
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
@@ -42,11 +47,12 @@ class Joined:
         for index, (joint, value) in enumerate(
             zip(self._plan.joints, outputs, strict=True)
         ):
+            whole = self.values[index]
             if joint.dim is None:
+                self._check_same(index, whole, value, is_first=chunk.start == 0)
                 same = value.detach().clone() if isinstance(value, Tensor) else value
                 self.values[index] = same
                 continue
-            whole = self.values[index]
             if whole is None:
                 self._check(index, value, chunk.num_rows)
                 whole = self.values[index] = self._room(value, joint.dim, chunk)
@@ -65,12 +71,27 @@ class Joined:
             memory_format=_format_of(value),
         )
 
+    def _check_same(self, index: int, one: Any, other: Any, *, is_first: bool) -> None:
+        if is_first:
+            return
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            is_same = not self._is_checked or are_close(one, other)
+        else:
+            is_same = are_equal(one, other)
+        if not is_same:
+            name = output_name(self._plan.paths[index])
+            raise TrainkitError(
+                f"{self._name}: {name} has no rows, and must be the same for all "
+                f"chunks, but it was {_shown(one)} for one and {_shown(other)} for "
+                f"another. Name a module within it, or around it."
+            )
+
     def _check(self, index: int, value: Any, rows: int) -> None:
         joint = self._plan.joints[index]
-        wanted = rows * joint.multiple
-        if not isinstance(value, Tensor) or value.ndim <= (joint.dim or 0):
+        wanted, dim = rows * joint.multiple, joint.dim or 0
+        if not isinstance(value, Tensor) or value.ndim <= dim:
             self._refuse(index, [wanted], value)
-        if value.shape[joint.dim] != wanted:
+        if value.shape[dim] != wanted:
             self._refuse(index, [wanted, *value.shape[1:]], value)
 
     def _refuse(self, index: int, wanted: list[int], value: Any) -> None:
@@ -81,6 +102,12 @@ class Joined:
             f"be joined: {wanted} was expected for a chunk, received {got}. Name a "
             f"module within it, or around it."
         )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return f"another tensor of shape {list(value.shape)}"
+    return repr(value.item() if isinstance(value, Tensor) else value)
 
 
 def _format_of(value: Tensor) -> torch.memory_format:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
@@ -49,6 +46,9 @@ class Keeper:
     Args:
         keep: `"auto"`, a number of chunks, or a number of bytes with its unit.
         room: the bytes of a device that were never used; replaced in tests.
+
+    Attributes:
+        row_bytes: what the graph of one row holds.
     """
 
     def __init__(
@@ -60,24 +60,30 @@ class Keeper:
         self._keep = checked_keep(keep)
         self._budget = _bytes_of(keep) if isinstance(keep, str) else None
         self._room = room or room_of
-        self._bytes: int | None = None  # of one chunk's graph
+        self.row_bytes = 0
         self._calls = self._last = self._passes = 0
         self._extra = 0
 
-    def begin(self, devices: Iterable[torch.device]) -> int:
-        """How many chunks of the call that begins keep their graph."""
+    def begin(self, devices: Iterable[torch.device], rows: int) -> int:
+        """How many chunks of the call that begins keep their graph.
+
+        Args:
+            devices: of its arguments.
+            rows: of a chunk.
+        """
+        size = rows * self.row_bytes
         self._calls += 1
         if isinstance(self._keep, int):
             return self._keep
         if self._budget is not None:
-            return self._budget // max(self._bytes, 1) if self._bytes else 0
+            return self._budget // size if size else 0
         if self._calls != self._last:
             return 0
         number = self._passes
-        if number >= 2 and number & (number - 1) == 0 and self._bytes:
+        if number >= 2 and number & (number - 1) == 0 and size:
             rooms = [self._room(device) for device in devices]
             least = min((each for each in rooms if each is not None), default=0)
-            self._extra = max(0, self._extra + least // self._bytes)
+            self._extra = max(0, self._extra + least // size)
         return 1 + self._extra
 
     def failed(self) -> None:
@@ -89,25 +95,6 @@ class Keeper:
         if self._calls:
             self._last, self._calls = self._calls, 0
             self._passes += 1
-
-    @contextlib.contextmanager
-    def weighed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Measure what the graph of a chunk holds, the first time."""
-        if self._bytes is not None or isinstance(self._keep, int):
-            yield
-            return
-        known = {each.untyped_storage().data_ptr() for each in parameters}
-        found: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        self._bytes = sum(found.values())
 
 
 def room_of(device: torch.device) -> int | None:

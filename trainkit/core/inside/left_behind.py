@@ -37,18 +37,40 @@ def moved_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
 
 
-def announce_hooks(module: nn.Module, name: str) -> None:
-    """Warn of hooks of layers within a module, which see each chunk twice."""
-    paths = [
-        path for path, each in module.named_modules() if path and each._forward_hooks
-    ]
-    if paths:
+def announce_left(module: nn.Module, name: str, left: list[str]) -> None:
+    """Warn of what each chunk overwrites or runs, so that it is not that of all rows.
+
+    Args:
+        module: which runs in chunks.
+        name: of it.
+        left: the attributes in which its forward leaves tensors.
+    """
+    root = _package(type(module))
+    hooked = [p for p, each in module.named_modules() if p and _is_hooked(each, root)]
+    if hooked:
         warnings.warn(
-            f"trainkit | {name}: forward hooks of {listed(paths)} run for each chunk "
+            f"trainkit | {name}: forward hooks of {listed(hooked)} run for each chunk "
             f"of rows, in the forward and in the backward pass. What they collect is "
             f"that of a chunk. A hook of {name} itself sees all rows, once.",
             stacklevel=2,
         )
+    if left:
+        warnings.warn(
+            f"trainkit | {name}: its forward leaves tensors in {listed(left)}, which "
+            f"will hold those of one chunk of rows. Return them, if the step or a log "
+            f"reads them.",
+            stacklevel=2,
+        )
+
+
+def _is_hooked(layer: nn.Module, root: str) -> bool:
+    """Whether hooks stand on a layer that no package of its model has put there."""
+    own = (root, _package(type(layer)))
+    return any(_package(each) not in own for each in layer._forward_hooks.values())
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).split(".")[0]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

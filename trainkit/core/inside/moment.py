@@ -41,37 +41,39 @@ class Moment:
         self._modes = [(each, each.training) for each in module.modules()]
         self._flags = [(p, p.requires_grad) for p in module.parameters()]
         self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
-        self._versions = [p._version for p in self.parameters]
         self.has_hooks = any(p._backward_hooks for p in self.parameters)
-        self._buffers = [(id(b), b._version) for b in module.buffers()]
+        self._state = _state_of(module)
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [_autocast_of(kind) for kind in sorted(kinds)]
         self._caches = torch.is_autocast_cache_enabled()
 
     def check_weights(self) -> None:
-        """Refuse weights that were changed in place since."""
-        for parameter, version in zip(self.parameters, self._versions, strict=True):
-            if parameter._version != version:
-                raise TrainkitError(
-                    f"{self._name}: its weights must stay as they are between the "
-                    f"forward and the backward pass, and "
-                    f"{_name_in(self._module, parameter)} was changed in place. Call "
-                    f"backward before the optimizer steps."
-                )
+        """Refuse weights and buffers that were changed since."""
+        moved = self._moved()
+        if moved:
+            raise TrainkitError(
+                f"{self._name}: its weights and buffers must stay as they are between "
+                f"the forward and the backward pass, and {listed(moved)} changed. Call "
+                f"backward before the optimizer steps, and within functional_call."
+            )
 
     def check_state(self) -> None:
-        """Refuse buffers that the forward pass has moved: once for each chunk."""
-        now = [(id(b), b._version) for b in self._module.buffers()]
-        if now == self._buffers:
-            return
-        names = [name for name, _ in self._module.named_buffers()]
-        pairs = zip(names, now, self._buffers, strict=False)
-        moved = [name for name, one, other in pairs if one != other] or names
-        raise TrainkitError(
-            f"{self._name}: its forward pass must not move buffers, which each chunk "
-            f"would do once more, and it moved {listed(moved)}. Name a module within "
-            f"it, or put the layer into evaluation mode."
-        )
+        """Refuse weights and buffers that the forward pass has moved: once for each
+        chunk."""
+        moved = self._moved()
+        if moved:
+            raise TrainkitError(
+                f"{self._name}: its forward pass must not move buffers or weights, "
+                f"which each chunk would do once more, and it moved {listed(moved)}. "
+                f"Name a module within it, or put the layer into evaluation mode."
+            )
+
+    def _moved(self) -> list[str]:
+        now = _state_of(self._module)
+        if now == self._state:
+            return []
+        names = [*self._state, *now.keys() - self._state.keys()]
+        return [each for each in names if self._state.get(each) != now.get(each)]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -114,10 +116,21 @@ def replaced_parameters(
     try:
         for place, name, parameter in held:
             place[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        _renew_lists(module)
         yield
     finally:
         for place, name, parameter in held:
             place[name] = parameter
+        _renew_lists(module)
+
+
+def _renew_lists(module: nn.Module) -> None:
+    """Recurrent layers hold their weights in a list as well."""
+    for each in module.modules():
+        if isinstance(each, nn.RNNBase):
+            each._flat_weights = [
+                each._parameters[name] for name in each._flat_weights_names
+            ]
 
 
 def _autocast_of(kind: str) -> Autocast:
@@ -140,6 +153,12 @@ def _set_flags(
             parameter.requires_grad_(flag)
 
 
-def _name_in(module: nn.Module, parameter: Tensor) -> str:
-    found = [name for name, each in module.named_parameters() if each is parameter]
-    return found[0] if found else "a weight"
+def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensors a module has, and how often each was changed in place."""
+    own = [*module.named_parameters(), *module.named_buffers()]
+    return {name: (id(each), version_of(each)) for name, each in own}
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, where torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version

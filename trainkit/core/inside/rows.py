@@ -1,27 +1,30 @@
 """Which arguments of a module have rows, and how its outputs are joined.
 
 Lengths in one call do not tell: a table of 64 entries is no argument of 64 rows. So the
-module runs on a few rows, once more with some of them overwritten, and once on fewer.
+module runs on a few rows, then with all but one of them overwritten, with the rows in
+another order, and on fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from trainkit.core.out_of_memory import is_out_of_memory
-from trainkit.core.split.fields import Field, take_apart
+from trainkit.core.gradients import HALF
+from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.split.fields import Field
 from trainkit.errors import TrainkitError
 
-MOST_PROBED = 4
-"""The rows of a probe: two that stay, and two that are overwritten."""
+ROUNDING, HALF_ROUNDING = 64, 4
+"""Runs on the same rows may differ by so many units in the last place of the largest
+entry; by fewer in half precision, in which a layer rounds only what it returns."""
 
-ROUNDING = 64
-"""Rows that do not see each other may differ by so many units in the last place."""
+OTHER_NUMBER = 16
+"""Another number of rows may be computed in another order: so many times more."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,33 @@ class Unfit(TrainkitError):
     """A way to cut the arguments under which the rows do not stand alone."""
 
 
-def num_rows(values: Sequence[Any], shared: Collection[int]) -> int:
-    """The leading length of the first tensor that has one above 1; else 1."""
-    for index, value in enumerate(values):
-        if isinstance(value, Tensor) and value.ndim and index not in shared:
-            if value.is_nested or value.layout is not torch.strided:
-                continue
-            if value.shape[0] != 1:
-                return value.shape[0]
-    return 1
+def num_rows(
+    values: Sequence[Any],
+    paths: Sequence[str],
+    shared: Collection[int],
+    known: Collection[str],
+) -> int:
+    """The leading length of an argument that is known to have rows; else of the first
+    tensor that has a length other than 1; else 1.
+
+    Args:
+        values: the arguments.
+        paths: of the arguments.
+        shared: the indices of arguments that every chunk gets whole.
+        known: the paths of arguments that had rows in other calls.
+    """
+    tensors = [
+        (path in known, value.shape[0])
+        for index, (path, value) in enumerate(zip(paths, values, strict=True))
+        if isinstance(value, Tensor)
+        and not value.is_nested
+        and value.layout is torch.strided
+        and value.ndim
+        and index not in shared
+    ]
+    sure = [length for is_known, length in tensors if is_known]
+    lengths = sure or [length for _, length in tensors]
+    return next((each for each in lengths if each != 1), 1)
 
 
 def multiples_of(
@@ -86,40 +107,60 @@ def multiples_of(
     ]
 
 
+class Trial(Protocol):
+    """Runs the module on other arguments, always with the same draws."""
+
+    def __call__(
+        self, given: list[Any], *, rows_with_graph: int = 0, evaluates: bool = False
+    ) -> list[Field]: ...
+
+    @property
+    def has_drawn(self) -> bool: ...
+
+
 def settle(
-    run: Callable[[list[Any]], Any],
+    trial: Trial,
     values: Sequence[Any],
     rows: int,
     shared: Collection[int],
-    has_drawn: Callable[[], bool],
+    *,
+    most: int | None,
 ) -> Plan:
     """Find which arguments have rows, so that no row's output depends on another row.
 
     Args:
-        run: runs the module on other arguments in place of `values`, with the same
-            draws each time.
+        trial: runs the module on other arguments in place of `values`.
         values: the arguments.
         rows: how many rows they have.
         shared: the indices of arguments that every chunk gets whole.
-        has_drawn: whether the last run has drawn random numbers. If not, a row's output
-            must not depend on how many rows there are either.
+        most: the most rows of a chunk; None for all.
 
     Raises:
         Unfit: rows see each other, or an output cannot be joined.
     """
+    picked = sorted({0, 1, rows - 2, rows - 1} & set(range(rows)))
+    with_graph = picked[: min(2, most or 2)]
     first: Exception | None = None
     for multiples in _guesses(multiples_of(values, rows, shared)):
         try:
-            return _plan(run, values, rows, multiples, has_drawn)
+            try:
+                return _plan(trial, values, rows, multiples, picked, with_graph)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                release(error)
+            return _plan(trial, values, rows, multiples, [0, rows - 1], [0])
         except Exception as error:
             if is_out_of_memory(error):
-                raise
+                if first is None:
+                    raise
+                break
             first = first or error
     assert first is not None
     if isinstance(first, Unfit):
         raise first
     raise Unfit(
-        f"it does not run on {min(MOST_PROBED, rows)} of its {rows} rows: "
+        f"it does not run on {len(picked)} of its {rows} rows: "
         f"{type(first).__name__}: {first}"
     ) from first
 
@@ -129,11 +170,11 @@ def _guesses(multiples: Sequence[int]) -> Iterator[tuple[int, ...]]:
     plain = tuple(each * (each == 1) for each in multiples)
     tried = [plain, tuple(multiples)]
     with_rows = [index for index, each in enumerate(multiples) if each]
-    for index in with_rows[1:]:
+    for index in (*with_rows[1:], *with_rows[:1]):
         other = multiples[index] - plain[index]
         tried.append((*plain[:index], other, *plain[index + 1 :]))
     tried.append(tuple(each * (i == with_rows[0]) for i, each in enumerate(plain)))
-    yield from dict.fromkeys(tried)
+    yield from (each for each in dict.fromkeys(tried) if any(each))
 
 
 def taken(value: Tensor, rows: Sequence[int], multiple: int, of: int) -> Tensor:
@@ -143,52 +184,96 @@ def taken(value: Tensor, rows: Sequence[int], multiple: int, of: int) -> Tensor:
 
 
 def _plan(
-    run: Callable[[list[Any]], Any],
+    trial: Trial,
     values: Sequence[Any],
     rows: int,
     multiples: tuple[int, ...],
-    has_drawn: Callable[[], bool],
+    picked: list[int],
+    with_graph: list[int],
 ) -> Plan:
-    picked = sorted({0, 1, rows - 2, rows - 1} & set(range(rows)))
     num = len(picked)
-    kept = num // 2
 
-    def outputs(chosen: Sequence[int]) -> list[Field]:
+    def outputs(chosen: Sequence[int], **options: Any) -> list[Field]:
         pairs = zip(values, multiples, strict=True)
         given = [taken(x, chosen, m, rows) if m else x for x, m in pairs]
-        return take_apart(run(given))[0]
+        return trial(given, **options)
 
+    outputs(
+        with_graph, rows_with_graph=len(with_graph)
+    )  # first, or a cache is made without a graph
     first = outputs(picked)
-    overwritten = outputs([*picked[:kept], *[picked[0]] * (num - kept)])
-    fewer = outputs(picked[:0:-1])
-    is_quiet = not has_drawn()
-    if not len(first) == len(overwritten) == len(fewer):
+    has_drawn = trial.has_drawn
+    turned = outputs(picked[::-1])
+    # A row in the middle alone stays: rows before it and behind it must not matter.
+    middle = {row: outputs([picked[row]] * num) for row in (num // 2 - 1, num // 2)}
+    fewer = outputs(picked[1:])
+    outputs(with_graph, rows_with_graph=len(with_graph))
+    runs = [turned, fewer, *middle.values()]
+    if any(len(run) != len(first) for run in runs):
         raise Unfit("the number of its outputs depends on the rows")
-    joints = tuple(
-        _joint(a, b.value, c.value, num, kept, is_quiet)
-        for a, b, c in zip(first, overwritten, fewer, strict=True)
-    )
+    joints = []
+    for index, field in enumerate(first):
+        joint = _joint(field, [run[index].value for run in runs], num)
+        joints.append(joint)
+        for row, run in middle.items():
+            if not _is_same_row(joint, field.value, run[index].value, row):
+                raise Unfit(f"{output_name(field.path)} of a row depends on other rows")
     if all(joint.dim is None for joint in joints):
         raise Unfit("it returns nothing that has rows")
-    return Plan(multiples, joints, tuple(field.path for field in first))
+    if has_drawn:  # a place has its own draws, but for evaluation
+        first, turned, fewer = _evaluated(trial, outputs, picked) or ([], [], [])
+    for joint, field, other, less in zip(joints, first, turned, fewer, strict=False):
+        _refuse_places(joint, field, other.value, less.value, num)
+    return Plan(multiples, tuple(joints), tuple(field.path for field in first))
 
 
-def _joint(
-    field: Field, overwritten: Any, fewer: Any, num: int, kept: int, is_quiet: bool
-) -> Joint:
-    value, name = field.value, output_name(field.path)
+def _refuse_places(
+    joint: Joint, field: Field, turned: Any, fewer: Any, num: int
+) -> None:
+    name = output_name(field.path)
+    if not _is_turned(joint, field.value, turned, num):
+        raise Unfit(f"{name} of a row depends on the row's place in the batch")
+    if not _is_shifted(joint, field.value, fewer, num):
+        raise Unfit(f"{name} of a row depends on the number of rows")
+
+
+def _evaluated(
+    trial: Trial, outputs: Callable[..., list[Field]], picked: list[int]
+) -> list[list[Field]] | None:
+    """The outputs for these rows, for them turned round, and without the first of them,
+    in evaluation mode; None if that mode does not run, or draws as well."""
+    try:
+        found = [
+            outputs(chosen, evaluates=True)
+            for chosen in (picked, picked[::-1], picked[1:])
+        ]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    return None if trial.has_drawn else found
+
+
+def _joint(field: Field, others: Sequence[Any], num: int) -> Joint:
+    """How an output is joined.
+
+    Args:
+        field: the output for `num` rows.
+        others: the same output for as many other rows, for one row less, and so on.
+        num: of rows.
+    """
+    value, fewer, name = field.value, others[1], output_name(field.path)
     if not isinstance(value, Tensor):
-        if not _same_object(value, fewer):
-            raise Unfit(
-                f"{name} is a {type(value).__name__}, which cannot be joined from "
-                f"those of chunks"
-            )
+        if not all(are_equal(value, other) for other in others):
+            refuse_kind(field.path, value)
         return Joint(None)
-    if not isinstance(fewer, Tensor) or fewer.ndim != value.ndim:
+    if any(not isinstance(x, Tensor) or x.ndim != value.ndim for x in others):
         raise Unfit(f"the shape of {name} depends on the rows")
+    if value.is_nested or value.layout is not torch.strided:
+        raise Unfit(f"{name} is no dense tensor")
     dims = [d for d in range(value.ndim) if value.shape[d] != fewer.shape[d]]
     if not dims:
-        if not (are_close(value, fewer) and are_close(value, overwritten)):
+        if not all(are_close(value, other) for other in others):
             raise Unfit(
                 f"{name}, of shape {list(value.shape)}, has no rows, and depends on "
                 f"them"
@@ -196,20 +281,49 @@ def _joint(
         return Joint(None)
     dim = dims[0]
     has_rows = value.shape[dim] * (num - 1) == fewer.shape[dim] * num
-    if len(dims) > 1 or not has_rows or overwritten.shape != value.shape:
+    if len(dims) > 1 or not has_rows:
         raise Unfit(
             f"the size of {name} does not follow the number of rows: "
             f"{list(value.shape)} for {num} rows, {list(fewer.shape)} for {num - 1}"
         )
-    multiple = value.shape[dim] // num
-    own = value.narrow(dim, 0, kept * multiple)
-    if not are_close(own, overwritten.narrow(dim, 0, kept * multiple)):
-        raise Unfit(f"{name} of a row depends on other rows")
-    last = value.narrow(dim, (num - 1) * multiple, multiple)
-    moved = fewer.narrow(dim, 0, multiple)
-    if is_quiet and not are_close(last, moved, rounding=16 * ROUNDING):
-        raise Unfit(f"{name} of a row depends on the number of rows, or on its place")
-    return Joint(dim, multiple)
+    if any(each.shape != value.shape for each in (others[0], *others[2:])):
+        raise Unfit(f"the shape of {name} depends on the rows")
+    return Joint(dim, value.shape[dim] // num)
+
+
+def _is_same_row(joint: Joint, value: Any, other: Any, row: int) -> bool:
+    if joint.dim is None:
+        return True
+    start = row * joint.multiple
+    one, two = (x.narrow(joint.dim, start, joint.multiple) for x in (value, other))
+    return are_close(one, two, scale=value)
+
+
+def _is_turned(joint: Joint, value: Any, other: Any, num: int) -> bool:
+    if joint.dim is None or not isinstance(value, Tensor):
+        return True
+    if value.ndim <= joint.dim or value.shape[joint.dim] != num * joint.multiple:
+        return True  # another output than in training
+    rows = other.unflatten(joint.dim, (num, joint.multiple)).flip(joint.dim)
+    return are_close(value, rows.flatten(joint.dim, joint.dim + 1))
+
+
+def _is_shifted(joint: Joint, value: Any, fewer: Any, num: int) -> bool:
+    """Whether outputs for all rows but the first are those that all rows give them."""
+    if joint.dim is None or not isinstance(value, Tensor):
+        return True
+    if value.ndim <= joint.dim or value.shape[joint.dim] != num * joint.multiple:
+        return True  # another output than in training
+    rest = value.narrow(joint.dim, joint.multiple, (num - 1) * joint.multiple)
+    return are_close(rest, fewer, times=OTHER_NUMBER)
+
+
+def refuse_kind(path: str, value: Any) -> None:
+    """Raise an error for an output that is no tensor, and not the same for all rows."""
+    raise Unfit(
+        f"{output_name(path)} is a {type(value).__name__}, which cannot be joined from "
+        f"those of chunks"
+    )
 
 
 def output_name(path: str) -> str:
@@ -217,7 +331,8 @@ def output_name(path: str) -> str:
     return f"its output {path!r}" if path else "its output"
 
 
-def _same_object(value: Any, other: Any) -> bool:
+def are_equal(value: Any, other: Any) -> bool:
+    """Whether two outputs that are no tensors are the same."""
     if value is other:
         return True
     try:
@@ -226,19 +341,26 @@ def _same_object(value: Any, other: Any) -> bool:
         return False
 
 
-def are_close(value: Tensor, other: Tensor, *, rounding: float = ROUNDING) -> bool:
+def are_close(
+    value: Tensor, other: Tensor, *, scale: Tensor | None = None, times: float = 1
+) -> bool:
     """Whether two tensors differ by no more than rounding; waits for the device.
 
     Args:
         value: a tensor.
-        other: another of its shape.
-        rounding: how many units in the last place of the largest entry are allowed.
+        other: another.
+        scale: whose largest entry says what rounding is; default: `value`.
+        times: allows so many times more.
     """
-    if value.shape != other.shape:
+    if value.shape != other.shape or value.dtype != other.dtype:
         return False
     if not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return torch.equal(value, other)
-    one, two = (torch.nan_to_num(each.detach()) for each in (value, other))
-    wide = torch.promote_types(one.dtype, torch.float32)
-    most = rounding * torch.finfo(value.dtype).eps * one.abs().max().to(wide)
-    return bool((one - two).abs().max().to(wide) <= most)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    one, two, most = (
+        torch.nan_to_num(x.detach().to(wide))
+        for x in (value, other, value if scale is None else scale)
+    )
+    units = (HALF_ROUNDING if value.dtype in HALF else ROUNDING) * times
+    most = units * torch.finfo(value.dtype).eps * most.abs().max()
+    return bool((one - two).abs().max() <= most)

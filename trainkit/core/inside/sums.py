@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class Sums:
@@ -33,7 +32,7 @@ class Sums:
             if gradient is None:
                 continue
             total = self._sums[index]
-            if gradient.dtype in HALVES:
+            if gradient.dtype in HALF:
                 gradient = gradient.float()
             if total is None:
                 self._sums[index] = gradient
@@ -42,7 +41,9 @@ class Sums:
             else:
                 # Out of place: autograd may have given one tensor to two parameters, or
                 # an expanded one.
-                self._sums[index] = total + gradient
+                # Nor does torch add a dense one to a sparse one.
+                pair = (gradient, total) if total.is_sparse else (total, gradient)
+                self._sums[index] = torch.add(*pair)
                 self._is_own[index] = not gradient.is_sparse
 
     def results(self) -> list[Tensor | None]:

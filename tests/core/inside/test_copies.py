@@ -1,0 +1,168 @@
+"""A module in chunks is copied, saved, removed and interrupted like any other."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.core.inside.common import (
+    EXACT,
+    Net,
+    batch,
+    gradient,
+    nt_xent,
+    off_by,
+    twin,
+)
+from trainkit import Chunked, TrainkitError
+
+X, LABELS = batch()
+
+
+def step(net: Any) -> Tensor:
+    return nt_xent(net(X), LABELS)
+
+
+def test_copies_run_themselves_and_not_the_original() -> None:
+    net = twin(Net())
+    _, wanted = gradient(net, step)
+    cut = Chunked(net, size=4, keep=0)
+    step(net)  # no backward pass: it holds graphs and states
+    pickled = pickle.loads(pickle.dumps(net))
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(net), pickled, loaded, copy.deepcopy(cut)):
+        net.zero_grad()
+        with torch.no_grad():
+            for each in other.parameters():
+                each.mul_(1.5)
+        _, found = gradient(other, step)
+        assert all(each.grad is None for each in net.parameters())
+        plain = twin(Net())
+        plain.load_state_dict(other.state_dict())
+        assert off_by(found, gradient(plain, step)[1]) <= EXACT
+    assert off_by(gradient(net, step)[1], wanted) <= EXACT
+    assert (
+        pickle.loads(pickle.dumps(cut)).state_dict().keys() == net.state_dict().keys()
+    )
+
+
+def test_names_of_parameters_stay() -> None:
+    net = twin(Net())
+    names = list(net.state_dict())
+    model: Any = nn.Module()
+    model.net = Chunked(net, size=4)
+    assert list(net.state_dict()) == names
+    assert list(model.state_dict()) == [f"net.{each}" for each in names]
+    assert [n for n, _ in model.named_parameters()] == [f"net.{n}" for n in names]
+    model.load_state_dict({k: v * 0 for k, v in model.state_dict().items()})
+    assert not net.head.weight.any()
+    assert model.float().net(X.float()).dtype == torch.float32
+    assert not model.eval().net.training
+    assert not net.body[3].training
+
+
+def test_extra_state_of_a_module_is_saved_and_loaded() -> None:
+    class Stateful(Net):
+        count = 3
+
+        def get_extra_state(self) -> int:
+            return self.count
+
+        def set_extra_state(self, state: int) -> None:
+            self.count = state
+
+    net = Stateful()
+    cut = Chunked(net, size=4)
+    state = cut.state_dict()
+    assert state["_extra_state"] == 3
+    net.count = 0
+    cut.load_state_dict(state)
+    assert net.count == 3
+
+
+def test_remove_twice_and_cut_twice() -> None:
+    net = twin(Net())
+    cut = Chunked(net, size=4)
+    with pytest.raises(TrainkitError, match="already"):
+        Chunked(net, size=4)
+    for _ in range(2):
+        cut.remove()
+    assert "forward" not in vars(net)
+    net.forward = lambda x: Net.forward(net, 2 * x)
+    wanted = net(X)
+    with Chunked(net, size=4):
+        assert off_by(net(X), wanted) <= EXACT
+    assert off_by(net(X), wanted) <= EXACT
+    assert vars(net)["forward"].__name__ == "<lambda>"
+
+
+@pytest.mark.filterwarnings("ignore:.*forward hooks of head run for each chunk")
+def test_hooks_on_the_module_run_once() -> None:
+    net, runs, inner, backwards = twin(Net()), [], [], []
+    net.register_forward_pre_hook(lambda m, a: runs.append(len(a[0])))
+    net.register_forward_hook(lambda m, a, out: runs.append(len(out)))
+    net.register_full_backward_hook(lambda m, i, o: backwards.append(len(o[0])))
+    net.head.register_forward_hook(lambda m, a, out: inner.append(len(out)))
+    x = X.clone().requires_grad_()
+
+    def step(net: Any) -> Tensor:
+        return nt_xent(net(x), LABELS)
+
+    _, wanted = gradient(net, step)
+    with Chunked(net, size=8, keep=0):
+        for _ in range(2):
+            gradient(net, step)
+        for each in (runs, inner, backwards):
+            each.clear()
+        assert off_by(gradient(net, step)[1], wanted) <= EXACT
+    assert runs == [22, 22]
+    assert backwards == [22]
+    assert len(inner) == 6  # three chunks, twice
+
+
+def test_an_error_inside_leaves_everything_as_it_was() -> None:
+    class Failing(Net):
+        fails = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails and torch.is_grad_enabled() == (self.fails == 2):
+                raise ValueError("no luck")
+            return super().forward(x)
+
+    net = twin(Failing(dropout=0.5))
+    with Chunked(net, size=8, keep=0):
+        _, wanted = gradient(net, step)
+        _, wanted = gradient(net, step)
+        net.fails = 1
+        with pytest.raises(ValueError, match="no luck"):
+            step(net)
+        net.fails = 0
+        loss = step(net)
+        net.fails = 2
+        net.eval()
+        with pytest.raises(ValueError, match="no luck"):
+            loss.backward()
+        assert not net.body[3].training
+        net.train()
+        net.fails = 0
+        assert off_by(gradient(net, step)[1], wanted) <= EXACT
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
+def test_sizes_that_are_no_whole_numbers_are_refused(size: Any) -> None:
+    with pytest.raises(TrainkitError, match="size"):
+        Chunked(Net(), size=size)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="received function"):
+        Chunked(step, size=8)  # type: ignore[arg-type]

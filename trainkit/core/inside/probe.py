@@ -1,0 +1,179 @@
+"""Runs of a module on a few rows, which show whether it can run in chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.checks import leaves_of
+from trainkit.core.inside.draws import (
+    Draws,
+    are_same,
+    put_back_on_host,
+    states_of_host,
+    torch_states,
+)
+from trainkit.core.inside.left_behind import held_tensors, moved_between
+from trainkit.core.inside.moment import version_of
+from trainkit.core.inside.rows import Unfit, refuse_kind
+from trainkit.core.split.fields import Field, take_apart
+
+REENTRANT = "CheckpointFunctionBackward"
+
+
+class Probe:
+    """Runs a module on some rows, always with the same draws.
+
+    Args:
+        module: which runs.
+        run: its forward, on a list of arguments.
+        values: the arguments of the call that is probed.
+        draws: keeps random states.
+
+    Attributes:
+        has_drawn: whether the last run drew random numbers.
+        row_bytes: what the graph of a row holds.
+        left: the attributes in which the last run left other tensors than the one
+            before.
+        foreign: the leaves that the last two graphs have in common and that are no
+            arguments.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[[list[Any]], Any],
+        values: Sequence[Any],
+        draws: Draws,
+    ) -> None:
+        self._module, self._run, self._draws = module, run, draws
+        tensors = [(i, v) for i, v in enumerate(values) if isinstance(v, Tensor)]
+        self._devices = {each.device for _, each in tensors}
+        self._trained = [i for i, each in tensors if each.requires_grad]
+        self._has_graph = torch.is_grad_enabled()
+        draws.look(module)
+        self._torch = draws.keep(self._devices)
+        self._host = states_of_host()
+        self.has_drawn = False
+        self.row_bytes = 0
+        self._leaves: list[Tensor] = []
+        self._attributes: dict[str, Any] | None = None
+        self.left: list[str] = []
+        self.foreign: list[Tensor] = []
+
+    def __call__(
+        self, given: list[Any], *, rows_with_graph: int = 0, evaluates: bool = False
+    ) -> list[Field]:
+        self.put_back()
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        versions = [version_of(each) for each in tensors]
+        before = torch_states(self._devices)
+        if rows_with_graph and self._has_graph:
+            fields = self._with_graph(given, rows_with_graph)
+        else:
+            with torch.no_grad(), _in_evaluation(self._module, evaluates):
+                fields = take_apart(self._run(given))[0]
+        if versions != [version_of(each) for each in tensors]:
+            raise Unfit("it changes its arguments in place")
+        before_run, self._attributes = self._attributes, held_tensors(self._module)
+        if before_run is not None:
+            self.left = moved_between(before_run, self._attributes)
+        self._draws.note(self._host)
+        draws = self._draws.of_host or bool(self._draws.own)
+        self.has_drawn = draws or not are_same(before, torch_states(self._devices))
+        return fields
+
+    def put_back(self) -> None:
+        """Put all random states back to where they were."""
+        self._torch()
+        put_back_on_host(self._host)
+
+    def _with_graph(self, given: list[Any], num_rows: int) -> list[Field]:
+        given = list(given)
+        for index in self._trained:
+            given[index] = given[index].detach().requires_grad_()
+        held: list[weakref.ref[_Held]] = []
+
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> _Held:
+            if not isinstance(tensor, nn.Parameter):
+                store = tensor.untyped_storage()
+                sizes[store.data_ptr()] = store.nbytes()
+            found = _Held(tensor.detach())
+            held.append(weakref.ref(found))
+            return found
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda held: held.tensor):
+            fields = take_apart(self._run(given))[0]
+        self.row_bytes = sum(sizes.values()) // num_rows
+        try:
+            leaves = leaves_of([each.value for each in fields], refused=REENTRANT)
+        except LookupError:
+            raise Unfit(
+                "it has activation checkpoints with use_reentrant=True, which torch "
+                "does not let run within another backward pass. Write "
+                "use_reentrant=False"
+            ) from None
+        again, own = {id(each) for each in self._leaves}, {id(each) for each in given}
+        self.foreign = [each for each in leaves if id(each) in again - own]
+        self._leaves = leaves
+        fields = [Field(path, _plain(value)) for path, value in fields]
+        self._refuse_held(held, [f for f in fields if not isinstance(f.value, Tensor)])
+        return fields
+
+    def _refuse_held(
+        self, held: Sequence[weakref.ref[Any]], fields: Sequence[Field]
+    ) -> None:
+        """Refuse a graph that outlives the outputs: the loss may depend on it."""
+        if not any(each() is not None for each in held):
+            return
+        gc.collect()
+        if not any(each() is not None for each in held):
+            return
+        for path, value in fields:
+            if hasattr(value, "__dict__") or isinstance(value, Collection):
+                refuse_kind(path, value)
+        names = [
+            f"{path}.{name}" if path else name
+            for path, each in self._module.named_modules()
+            for name, value in vars(each).items()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
+        where = listed(names) if names else "a list, a hook or a cache"
+        raise Unfit(
+            f"its forward leaves tensors with a gradient in {where}, where each chunk "
+            f"overwrites those of the one before. Return them as outputs, or detach() "
+            f"them"
+        )
+
+
+class _Held:
+    """What a graph saved; it lives as long as the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+@contextlib.contextmanager
+def _in_evaluation(module: nn.Module, is_on: bool) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()] if is_on else []
+    for each, _ in modes:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
