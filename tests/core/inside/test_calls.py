@@ -332,7 +332,7 @@ def test_kinds_of_rows_that_cannot_be_cut_are_refused() -> None:
         with Chunked(nn.Linear(6, 5), size=2) as linear:
             with pytest.raises(TrainkitError, match="input is a .* tensor"):
                 linear(kind)
-    with Chunked(nn.LazyLinear(5), size=2) as lazy:
+    with Chunked(nn.Sequential(nn.LazyLinear(5)), size=2) as lazy:
         with pytest.raises(TrainkitError, match="lazy"):
             lazy(X)
     with pytest.raises(TrainkitError, match=r"'tabel'.*x, extra, table"):
