@@ -13,13 +13,13 @@ from torch.nn.parameter import is_lazy
 from trainkit.core._compat import uncompiled
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.batches import Path
-from trainkit.core.inside.arguments import Names, kinds_of, refuse_layouts
 from trainkit.core.inside.call import Call, Cut, run_in_chunks
 from trainkit.core.inside.checks import Check, refuse_strangers, strangers
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.moment import Moment
+from trainkit.core.inside.names import Names, kinds_of, refuse_layouts
 from trainkit.core.inside.probe import Probe
 from trainkit.core.inside.rows import Plan, Unfit, multiples_of, num_rows, settle
 from trainkit.core.split.fields import take_apart
