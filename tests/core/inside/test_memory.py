@@ -19,6 +19,8 @@ from tests.core.inside.common import (
     off_by,
 )
 from trainkit import Chunked
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.keep import Keeper
 
 X, LABELS = batch(40)
 
@@ -226,3 +228,31 @@ def test_the_whole_batch_holds_all_rows() -> None:
     net, budget = hungry()
     gradient(net, step)
     assert budget.highest == 40
+
+
+def test_auto_keeps_less_where_memory_ends() -> None:
+    net, budget = hungry()
+    _, wanted = gradient(net, step)
+    cut = Chunked(net, size=5)
+    cut._cut.keeper = Keeper(room=lambda device: 10**9)
+    budget.most, budget.highest = 22, 0
+    for _ in range(9):
+        assert off_by(gradient(net, step)[1], wanted) <= EXACT
+    assert budget.failures
+    assert budget.highest <= 22
+    cut.remove()
+
+
+def test_a_larger_size_is_tried_again() -> None:
+    net, budget = hungry()
+    _, wanted = gradient(net, step)
+    cut = Chunked(net, size=None)
+    cut._cut.sizes = Sizes(None, start=20, grow_after=2)
+    budget.most = 13
+    largest = []
+    for _ in range(7):
+        net.sizes.clear()
+        assert off_by(gradient(net, step)[1], wanted) <= EXACT
+        largest.append(cut._cut.sizes.limit)
+    assert largest == [10, 20, 10, 20, 10, 20, 10]
+    cut.remove()

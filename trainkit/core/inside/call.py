@@ -139,10 +139,9 @@ class Call:
         cut, is_checked = self._cut, self._cut.check.is_on
         joined = Joined(self._plan, self.num_rows, cut.name, is_checked=is_checked)
         waiting = cut.sizes.cut(0, self.num_rows)
-        num_kept = max(self._num_kept, 1) if has_graph else 0
         self._done, self._kept, self.differentiable = [], {}, []
         while waiting:
-            is_last = len(waiting) <= num_kept
+            is_last = has_graph and len(waiting) <= max(self._num_kept, 1)
             if is_last and not self._kept and torch.is_autocast_cache_enabled():
                 # It holds casted weights, without a graph if they were made without.
                 torch.clear_autocast_cache()
@@ -170,11 +169,16 @@ class Call:
                 arguments = self._taken(chunk, values)
                 graph, outputs = None, self._outputs(chunk, arguments)
         except Exception as error:
-            is_memory = cut.sizes.is_auto and is_out_of_memory(error)
-            if not is_memory or chunk.num_rows == 1:
+            if not is_out_of_memory(error):
                 raise
+            if cut.keeper.failed():
+                self._num_kept = min(self._num_kept, 1)
+            elif cut.sizes.is_auto and chunk.num_rows > 1:
+                cut.sizes.failed(chunk.num_rows)
+            else:
+                raise
+            graph = None
             release(error)
-            cut.sizes.failed(chunk.num_rows)
             # All again: a chunk that has drawn cannot be cut in the backward pass.
             [*self._done, chunk][0].put_back()
             self._done, self._kept = [], {}
@@ -266,6 +270,7 @@ class Call:
         finally:
             now()
         self._cut.check.passed()
+        self._cut.sizes.passed(self.num_rows)
         return [*sums.results(), *pieces.results()]
 
     def _backward(
@@ -287,6 +292,7 @@ class Call:
             return self._pulled(chunk, graph, gradients)
         except Exception as error:
             sizes = self._cut.sizes
+            self._cut.keeper.failed()
             if not sizes.is_auto or not is_out_of_memory(error) or chunk.is_on_host:
                 raise
             graph = None

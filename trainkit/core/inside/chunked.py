@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from inspect import Parameter
 from typing import Any
 
 import torch
@@ -25,17 +22,15 @@ from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.left_behind import announce_left
 from trainkit.core.inside.moment import Moment
+from trainkit.core.inside.names import Names, kinds_of, refuse_layouts
 from trainkit.core.inside.probe import Probe
 from trainkit.core.inside.rows import Plan, Unfit, multiples_of, num_rows, settle
-from trainkit.core.split.fields import is_array, take_apart
+from trainkit.core.split.fields import take_apart
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 NUM_PROBES = 2
 """How often the rows of one kind of call are looked at."""
-
-BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 MOST_PLANS = 99
 """How many kinds of calls are remembered."""
@@ -102,23 +97,11 @@ class ChunkedForward:
         self.is_off = False
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
-        arguments = _arguments_of(self._original())
-        self._names = [each.name for each in arguments if each.kind in BY_PLACE]
-        self._check_shared(arguments)
+        self._names = Names(self._original())
+        self._names.check(self._shared, name)
         self._draws, self._check = Draws(), Check()
         self._plans: dict[Any, tuple[Plan, int]] = {}
         self._with_rows: set[str] = set()
-
-    def _check_shared(self, arguments: Sequence[Parameter]) -> None:
-        names = [each.name for each in arguments]
-        if any(each.kind in OPEN for each in arguments) or not names:
-            return
-        for path in self._shared:
-            if path.partition(".")[0] not in names:
-                raise TrainkitError(
-                    f"{self.name}: shared= must name its arguments, received {path!r}. "
-                    f"They are {listed(names)}."
-                )
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -170,13 +153,12 @@ class ChunkedForward:
                 return original(*positional, **named)
 
         values = [each.value for each in fields]
-        paths = [self._path(each.path) for each in fields]
+        paths = [self._names.path(each.path) for each in fields]
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
         rows = num_rows(values, paths, shared, self._with_rows)
-        call = Arguments(run, values, paths, shared, rows)
         if rows == 1:
-            self._refuse_kinds(call)
-        return call
+            refuse_layouts(values, paths, shared, self.name)
+        return Arguments(run, values, paths, shared, rows)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds generators and graphs."""
@@ -191,23 +173,7 @@ class ChunkedForward:
     # ---- which arguments have rows ---------------------------------------------------
 
     def _plan(self, call: Arguments) -> Plan:
-        values, paths, rows = call.values, call.paths, call.rows
-        others = (p for p, v in zip(paths, values, strict=True) if not _is_tensor(v))
-        counts = Counter(path.rpartition(".")[0] for path in others)
-        of_rows = {place for place, count in counts.items() if count == rows}
-        key = (
-            torch.is_grad_enabled(),
-            *(each.training for each in self.module.modules()),
-            *(each.requires_grad for each in self.module.parameters()),
-            *(
-                (path, value.ndim, multiple)
-                if isinstance(value, Tensor)
-                else (path, _kind(value, rows, path.rpartition(".")[0] in of_rows))
-                for path, value, multiple in zip(
-                    paths, values, multiples_of(values, rows, call.shared), strict=True
-                )
-            ),
-        )
+        key = self._key(call)
         plan, times = self._plans.get(key, (None, 0))
         if plan is None or times < NUM_PROBES:
             plan = self._probe(call)
@@ -215,6 +181,20 @@ class ChunkedForward:
                 self._plans.clear()
             self._plans[key] = plan, times + 1
         return plan
+
+    def _key(self, call: Arguments) -> Any:
+        """What a call has in common with others that are cut alike."""
+        return (
+            torch.is_grad_enabled(),
+            *(each.training for each in self.module.modules()),
+            *(each.requires_grad for each in self.module.parameters()),
+            *zip(
+                call.paths,
+                kinds_of(call.values, call.paths, call.rows),
+                multiples_of(call.values, max(call.rows, 1), call.shared),
+                strict=True,
+            ),
+        )
 
     def _probe(self, call: Arguments) -> Plan:
         """Run a few rows, to see that they do not see each other."""
@@ -259,28 +239,6 @@ class ChunkedForward:
         pairs = zip(call.paths, plan.multiples, strict=True)
         self._with_rows |= {path for path, multiple in pairs if multiple}
         return plan
-
-    def _refuse_kinds(self, call: Arguments) -> None:
-        pairs = zip(call.paths, call.values, strict=True)
-        for index, (path, value) in enumerate(pairs):
-            if not isinstance(value, Tensor) or index in call.shared:
-                continue
-            if value.is_nested or value.layout is not torch.strided:
-                raise TrainkitError(
-                    f"{self.name}: its rows must be those of a dense tensor, and "
-                    f"{path} is a {'nested' if value.is_nested else value.layout} "
-                    f"tensor. Pad it, or name another module."
-                )
-
-    def _path(self, path: str) -> str:
-        """An argument's path as a user writes it: by name, or by its place."""
-        kind, _, rest = path.partition(".")
-        if kind == "1":
-            return rest
-        place, dot, inner = rest.partition(".")
-        index = int(place) if place else 0
-        name = self._names[index] if index < len(self._names) else place
-        return f"{name}{dot}{inner}"
 
     def _is_shared(self, path: str) -> bool:
         parts = path.split(".")
@@ -365,34 +323,6 @@ class Chunked(nn.Module):
 
 def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-def _kind(value: Any, rows: int, is_one_of_rows: bool) -> Any:
-    """What an argument that is no tensor has in common with those of other calls.
-
-    Where there are as many values as rows, each may belong to one: then other values
-    are another kind, which is looked at anew.
-    """
-    if (
-        isinstance(value, str | bool)
-        or is_one_of_rows
-        and isinstance(value, int | float)
-    ):
-        return value
-    if is_array(value) and len(value) == rows:
-        return hash(value.tobytes())
-    return type(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _arguments_of(function: Any) -> list[Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return []
 
 
 @contextlib.contextmanager

@@ -86,9 +86,10 @@ class Keeper:
             self._extra = max(0, self._extra + least // size)
         return 1 + self._extra
 
-    def failed(self) -> None:
-        """Memory ran out."""
-        self._extra = 0
+    def failed(self) -> bool:
+        """Memory ran out; returns whether more was kept than was asked for."""
+        had_more, self._extra = self._extra > 0, 0
+        return had_more
 
     def passed(self) -> None:
         """A backward pass has begun: the step has had all its calls."""
