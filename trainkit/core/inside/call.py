@@ -18,6 +18,7 @@ from trainkit.core.inside.joined import Joined
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.moment import Moment, replaced_parameters
 from trainkit.core.inside.rows import Plan, output_name
+from trainkit.core.inside.sharded import Shards, pulled
 from trainkit.core.inside.sums import Pieces, Sums
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build, take_apart
@@ -36,6 +37,7 @@ class Cut:
         draws: keeps random states.
         check: of the first calls.
         keeper: measures the graph of a chunk.
+        shards: what FSDP2 shards within the module.
     """
 
     module: nn.Module
@@ -45,6 +47,7 @@ class Cut:
     draws: Draws
     check: Check
     keeper: Keeper
+    shards: Shards | None = None
 
 
 @dataclass
@@ -82,7 +85,8 @@ class Call:
         self.values: list[Any] | None = values
         tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
         self._devices = {each.device for each in tensors.values()}
-        self.moment = Moment(cut.module, cut.name, self._devices)
+        apart = cut.shards.own if cut.shards is not None else ()
+        self.moment = Moment(cut.module, cut.name, self._devices, apart)
         self.trained = [i for i, each in tensors.items() if each.requires_grad]
         self.build: Build | None = None
         self.differentiable: list[bool] = []
@@ -94,7 +98,9 @@ class Call:
     @property
     def trains(self) -> bool:
         """Whether a parameter or an argument gets a gradient."""
-        return bool(self.trained or self.moment.parameters)
+        shards = self._cut.shards
+        has_more = shards is not None and shards.trains
+        return bool(self.trained or self.moment.parameters or has_more)
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Call:
             arguments[index] = arguments[index].detach().requires_grad_()
         parameters, cut = self.moment.parameters, self._cut
         with ExitStack() as stack:
-            if self.moment.has_hooks:
+            if self.moment.has_hooks or cut.shards is not None:
                 # Hooks on a gradient are for the sum, not for each chunk's share.
                 shadows = [each.detach().requires_grad_() for each in parameters]
                 others = list(zip(parameters, shadows, strict=True))
@@ -214,7 +220,8 @@ class Call:
             with self.moment.again():
                 while waiting:
                     graph = kept.pop(waiting[0], None)
-                    found = self._backward(waiting, graph, values, gradients)
+                    with self._chunk_of_shards(is_last=len(waiting) == 1):
+                        found = self._backward(waiting, graph, values, gradients)
                     if found is not None:
                         sums.add(found[:num])
                         pieces.add(waiting.pop(0), found[num:])
@@ -258,6 +265,10 @@ class Call:
             self._done[at : at + 1] = halves
             return None
 
+    def _chunk_of_shards(self, *, is_last: bool) -> Any:
+        shards = self._cut.shards
+        return nullcontext() if shards is None else shards.chunk(is_last=is_last)
+
     def _has_drawn(self, chunk: Chunk) -> bool:
         """Whether a chunk drew random numbers in its forward pass."""
         draws, following = self._cut.draws, self._done.index(chunk) + 1
@@ -289,6 +300,8 @@ class Call:
                 given.append(gradient)
         if not outputs:
             return [None] * len(graph.sources)
+        if self._cut.shards is not None:
+            return pulled(outputs, given, graph.sources)
         return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
 
 
@@ -304,6 +317,7 @@ class Run(torch.autograd.Function):
         ctx.save_for_backward(*(call.values[i] for i in ctx.at))
         ctx.others = [None if isinstance(v, Tensor) else v for v in call.values]
         ctx.call, call.values = call, None
+        ctx.num_trained = len(trained)
         ctx.set_materialize_grads(False)
         call.leaves = leaves
         tensors = {i: v for i, v in enumerate(leaves) if isinstance(v, Tensor)}
@@ -320,7 +334,8 @@ class Run(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(ctx.call.differentiable)
         for place, gradient in zip(ctx.outputs, given, strict=True):
             gradients[place] = gradient
-        return (None, *ctx.call.backward(values, gradients))
+        found = ctx.call.backward(values, gradients)
+        return (None, *found, *[None] * (ctx.num_trained - len(found)))
 
 
 def run_in_chunks(call: Call) -> Any:
@@ -329,8 +344,10 @@ def run_in_chunks(call: Call) -> Any:
     if not (torch.is_grad_enabled() and call.trains):
         leaves = call.forward(has_graph=False)
     else:
-        trained = (call.values[index] for index in call.trained)
-        outputs = iter(Run.apply(call, *call.moment.parameters, *trained))  # type: ignore[arg-type]
+        trained = [*call.moment.parameters, *(call.values[i] for i in call.trained)]
+        # Where FSDP2 has all that trains, autograd still needs a reason to come back.
+        trained = trained or [torch.zeros((), requires_grad=True)]
+        outputs = iter(Run.apply(call, *trained))  # type: ignore[arg-type]
         leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
         call.leaves = []
     assert call.build is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from inspect import Parameter
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainkit.core.inside.rows import (
     settle,
     taken,
 )
+from trainkit.core.inside.sharded import FixedNumber, refuse_flat, shards_within
 from trainkit.core.split.fields import take_apart
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
@@ -86,19 +88,36 @@ class ChunkedForward:
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
         rows = num_rows(values, shared)
         limit = rows if self.sizes.limit is None else self.sizes.limit
-        if rows <= 1 or (rows <= limit and not self.sizes.is_auto):
+        shards = shards_within(module, self.name, self.keeper.keep)
+        sizes, key = self.sizes, self._key(values, paths, rows, shared)
+        probes = self._plans.get(key, (None, 0))[1] < NUM_PROBES
+        if shards is not None:
+            number, probes = shards.agreed(sizes, rows, probes=probes)
+            if number == 1:
+                return original(*args, **kwargs)
+            sizes = FixedNumber(number)
+        elif rows <= 1 or (rows <= limit and not sizes.is_auto):
             return original(*args, **kwargs)
 
         def run(given: list[Any]) -> Any:
             positional, named = build(iter(given))
             return original(*positional, **named)
 
-        plan = self._plan(run, values, paths, rows, shared)
-        number = self.keeper.begin({x.device for x in values if isinstance(x, Tensor)})
-        cut = Cut(
-            module, run, self.name, self.sizes, self._draws, self._check, self.keeper
+        if probes:
+            with nullcontext() if shards is None else shards.probing():
+                plan = self._probe(run, values, paths, rows, shared)
+            self._plans[key] = plan, self._plans.get(key, (None, 0))[1] + 1
+        else:
+            plan = self._plans[key][0]
+        num_kept = self.keeper.begin(
+            {x.device for x in values if isinstance(x, Tensor)}
         )
-        return run_in_chunks(Call(cut, plan, values, rows, number))
+        cut = Cut(
+            module, run, self.name, sizes, self._draws, self._check, self.keeper, shards
+        )
+        if shards is not None:
+            num_kept = 0
+        return run_in_chunks(Call(cut, plan, values, rows, num_kept))
 
     def _original(self) -> Any:
         if self._before is not None:
@@ -107,25 +126,20 @@ class ChunkedForward:
 
     # ---- which arguments have rows ---------------------------------------------------
 
-    def _plan(
-        self, run: Any, values: list[Any], paths: list[str], rows: int, shared: set[int]
-    ) -> Plan:
-        key = (
+    def _key(
+        self, values: list[Any], paths: list[str], rows: int, shared: set[int]
+    ) -> Any:
+        """What a call has in common with others that are cut alike."""
+        multiples = multiples_of(values, max(rows, 1), shared)
+        return (
             self.module.training,
             *(
                 (path, value.ndim, multiple)
                 if isinstance(value, Tensor)
                 else (path, type(value))
-                for path, value, multiple in zip(
-                    paths, values, multiples_of(values, rows, shared), strict=True
-                )
+                for path, value, multiple in zip(paths, values, multiples, strict=True)
             ),
         )
-        plan, times = self._plans.get(key, (None, 0))
-        if plan is None or times < NUM_PROBES:
-            plan = self._probe(run, values, paths, rows, shared)
-            self._plans[key] = plan, times + 1
-        return plan
 
     def _probe(
         self, run: Any, values: list[Any], paths: list[str], rows: int, shared: set[int]
@@ -137,6 +151,7 @@ class ChunkedForward:
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
                 f'BatchNormGuard("groupnorm"), or name a module without it.'
             )
+        refuse_flat(self.module, self.name)
         devices = {each.device for each in values if isinstance(each, Tensor)}
         moment = Moment(self.module, self.name, devices)
         note = self._draws.look(self.module)
@@ -185,6 +200,7 @@ class ChunkedForward:
         foreign = foreign_leaves(
             lambda: again(given), [*self.module.parameters(), *own]
         )
+        refuse_flat(self.module, self.name, foreign)
         if foreign:
             shapes = ", ".join(str(list(each.shape)) for each in foreign)
             raise TrainkitError(

@@ -49,6 +49,9 @@ class Keeper:
     Args:
         keep: `"auto"`, a number of chunks, or a number of bytes with its unit.
         room: the bytes of a device that were never used; replaced in tests.
+
+    Attributes:
+        keep: as given.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Keeper:
         *,
         room: Callable[[torch.device], int | None] | None = None,
     ) -> None:
-        self._keep = checked_keep(keep)
+        self.keep = checked_keep(keep)
         self._budget = _bytes_of(keep) if isinstance(keep, str) else None
         self._room = room or room_of
         self._bytes: int | None = None  # of one chunk's graph
@@ -67,8 +70,8 @@ class Keeper:
     def begin(self, devices: Iterable[torch.device]) -> int:
         """How many chunks of the call that begins keep their graph."""
         self._calls += 1
-        if isinstance(self._keep, int):
-            return self._keep
+        if isinstance(self.keep, int):
+            return self.keep
         if self._budget is not None:
             return self._budget // max(self._bytes, 1) if self._bytes else 0
         if self._calls != self._last:
@@ -93,7 +96,7 @@ class Keeper:
     @contextlib.contextmanager
     def weighed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Measure what the graph of a chunk holds, the first time."""
-        if self._bytes is not None or isinstance(self._keep, int):
+        if self._bytes is not None or isinstance(self.keep, int):
             yield
             return
         known = {each.untyped_storage().data_ptr() for each in parameters}

@@ -4,7 +4,7 @@ second pass."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,6 +27,7 @@ class Moment:
         module: which is called.
         name: of the module, for messages.
         devices: of its arguments.
+        apart: ids of parameters whose gradients come another way.
 
     Attributes:
         parameters: the parameters that train.
@@ -35,11 +36,17 @@ class Moment:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, devices: Iterable[torch.device]
+        self,
+        module: nn.Module,
+        name: str,
+        devices: Iterable[torch.device],
+        apart: Collection[int] = (),
     ) -> None:
         self._module, self._name = module, name
         self._modes = [(each, each.training) for each in module.modules()]
-        self._flags = [(p, p.requires_grad) for p in module.parameters()]
+        self._flags = [
+            (p, p.requires_grad) for p in module.parameters() if id(p) not in apart
+        ]
         self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
         self._versions = [p._version for p in self.parameters]
         self.has_hooks = any(p._backward_hooks for p in self.parameters)
