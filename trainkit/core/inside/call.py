@@ -17,6 +17,7 @@ from trainkit.core.inside.draws import Draws, torch_states
 from trainkit.core.inside.joined import Joined
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.moment import Moment, replaced_parameters
+from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.rows import Plan, output_name
 from trainkit.core.inside.sharded import Shards, pulled
 from trainkit.core.inside.sums import Pieces, Sums
@@ -38,6 +39,8 @@ class Cut:
         check: of the first calls.
         keeper: measures the graph of a chunk.
         shards: what FSDP2 shards within the module.
+        padding: checks that the loss uses none, where chunks leave out columns.
+        width: how many columns there are.
     """
 
     module: nn.Module
@@ -48,6 +51,8 @@ class Cut:
     check: Check
     keeper: Keeper
     shards: Shards | None = None
+    padding: PaddingCheck | None = None
+    width: int = 0
 
 
 @dataclass
@@ -112,8 +117,9 @@ class Call:
                 output has a gradient.
         """
         assert self.values is not None
-        joined = Joined(self._plan, self._num_rows, self._cut.name)
-        waiting = self._cut.sizes.cut(0, self._num_rows)
+        cut = self._cut
+        joined = Joined(self._plan, self._num_rows, cut.name, cut.width)
+        waiting = cut.sizes.cut(0, self._num_rows)
         num_kept = max(self._num_kept, 1) if has_graph else 0
         with torch.no_grad():
             while len(waiting) > num_kept:
@@ -164,8 +170,9 @@ class Call:
             cut.check.ran(chunk, outputs)
 
     def _taken(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
-        pairs = zip(values, self._plan.multiples, strict=True)
-        return [chunk.part(each, 0, m) if m else each for each, m in pairs]
+        plan = self._plan
+        each = zip(values, plan.multiples, plan.columns, strict=True)
+        return [chunk.part(v, 0, m, c) if m or c else v for v, m, c in each]
 
     def _outputs(self, arguments: list[Any]) -> list[Any]:
         fields, self.build = take_apart(self._cut.run(arguments))
@@ -211,7 +218,13 @@ class Call:
         self._cut.keeper.passed()
         num = len(self.moment.parameters)
         sums = Sums(self.moment.parameters)
-        pieces = Pieces([(values[i], self._plan.multiples[i]) for i in self.trained])
+        plan = self._plan
+        pieces = Pieces(
+            [(values[i], plan.multiples[i]) for i in self.trained],
+            [plan.columns[i] for i in self.trained],
+        )
+        if self._cut.padding is not None:
+            self._cut.padding.look(gradients, plan, self._done, self._cut.name)
         now = self._cut.draws.keep(self._devices)
         kept, self._kept = self._kept, {}
         # Kept graphs come first, since they make room.
@@ -292,7 +305,7 @@ class Call:
                     f"module within it, or around it."
                 )
             if joint.dim is not None and gradient is not None:
-                gradient = chunk.part(gradient, joint.dim, joint.multiple)
+                gradient = chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
             elif chunk.stop != self._num_rows:
                 continue  # a value that all chunks share is the last one's
             if gradient is not None:
@@ -338,8 +351,15 @@ class Run(torch.autograd.Function):
         return (None, *found, *[None] * (ctx.num_trained - len(found)))
 
 
-def run_in_chunks(call: Call) -> Any:
-    """The output of a call, whose rows run in chunks."""
+def run_in_chunks(
+    call: Call, restore: Callable[[list[Any]], list[Any]] = lambda leaves: leaves
+) -> Any:
+    """The output of a call, whose rows run in chunks.
+
+    Args:
+        call: which has not run.
+        restore: what is done to the leaves of its output.
+    """
     assert call.values is not None
     if not (torch.is_grad_enabled() and call.trains):
         leaves = call.forward(has_graph=False)
@@ -351,7 +371,7 @@ def run_in_chunks(call: Call) -> Any:
         leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
         call.leaves = []
     assert call.build is not None
-    return call.build(iter(leaves))
+    return call.build(iter(restore(leaves)))
 
 
 def _has_gradient(output: Any) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from inspect import Parameter
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.moment import Moment
+from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.rows import (
     Plan,
     Unfit,
@@ -28,6 +30,7 @@ from trainkit.core.inside.rows import (
     taken,
 )
 from trainkit.core.inside.sharded import FixedNumber, refuse_flat, shards_within
+from trainkit.core.inside.tokens import Blocks, ByTokens, Sorted
 from trainkit.core.split.fields import take_apart
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
@@ -48,6 +51,7 @@ class ChunkedForward:
         sizes: how large a chunk may be.
         keeper: how many chunks keep their graph.
         shared: paths of the arguments that every chunk gets whole.
+        by_tokens: cuts by the lengths of rows.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class ChunkedForward:
         sizes: Sizes,
         keeper: Keeper,
         shared: Sequence[Path] = (),
+        by_tokens: ByTokens | None = None,
     ) -> None:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
@@ -64,6 +69,7 @@ class ChunkedForward:
         self._before = vars(module).get("forward")
         self._names = _argument_names(self._original())
         self._draws, self._check = Draws(), Check()
+        self.by_tokens, self._padding = by_tokens, PaddingCheck()
         self._plans: dict[Any, tuple[Plan, int]] = {}
 
     def install(self) -> None:
@@ -96,7 +102,12 @@ class ChunkedForward:
             if number == 1:
                 return original(*args, **kwargs)
             sizes = FixedNumber(number)
-        elif rows <= 1 or (rows <= limit and not sizes.is_auto):
+        elif rows <= 1 or (
+            rows <= limit and not sizes.is_auto and self.by_tokens is None
+        ):
+            return original(*args, **kwargs)
+        ordered = self._sorted(values, paths, rows, shards)
+        if ordered is not None and len(ordered.runs) == 1:
             return original(*args, **kwargs)
 
         def run(given: list[Any]) -> Any:
@@ -117,7 +128,34 @@ class ChunkedForward:
         )
         if shards is not None:
             num_kept = 0
-        return run_in_chunks(Call(cut, plan, values, rows, num_kept))
+        if self.by_tokens is None or ordered is None:
+            return run_in_chunks(Call(cut, plan, values, rows, num_kept))
+        values = ordered.values(values, plan)
+        with self._refusing(paths, rows):
+            plan = self.by_tokens.plan(
+                plan, key, run, values, ordered, module, self._draws
+            )
+        cut = replace(
+            cut,
+            sizes=Blocks(ordered.runs, ordered.columns),
+            padding=self._padding if ordered.is_trimmed else None,
+            width=ordered.width,
+        )
+        call = Call(cut, plan, values, rows, num_kept)
+        return run_in_chunks(call, lambda leaves: ordered.restored(leaves, plan))
+
+    def _sorted(
+        self, values: list[Any], paths: list[str], rows: int, shards: Any
+    ) -> Sorted | None:
+        if self.by_tokens is None:
+            return None
+        if shards is not None:
+            raise TrainkitError(
+                f"{self.name}: parts of it are sharded by FSDP2, whose ranks need "
+                f"equally many chunks, and a budget of tokens gives each rank its own "
+                f"number. Cut by size= alone."
+            )
+        return self.by_tokens.sort(values, paths, rows, self.name)
 
     def _original(self) -> Any:
         if self._before is not None:
@@ -167,23 +205,29 @@ class ChunkedForward:
             return output
 
         try:
-            with torch.no_grad():
-                plan = settle(again, values, rows, shared)
-            note()
-            moment.check_state()
-            if torch.is_grad_enabled():
-                self._refuse_foreign(again, plan, values, rows)
+            with self._refusing(paths, rows):
+                with torch.no_grad():
+                    plan = settle(again, values, rows, shared)
+                note()
+                moment.check_state()
+                if torch.is_grad_enabled():
+                    self._refuse_foreign(again, plan, values, rows)
+        finally:
+            put_back()
+            if torch.is_autocast_cache_enabled():
+                torch.clear_autocast_cache()
+        return plan
+
+    @contextmanager
+    def _refusing(self, paths: list[str], rows: int) -> Iterator[None]:
+        try:
+            yield
         except Unfit as error:
             raise TrainkitError(
                 f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
                 f"are {listed(paths, at_most=9)}, of {rows} rows. Name a module within "
                 f"it or around it, or list in shared= the arguments that all rows need."
             ) from error
-        finally:
-            put_back()
-            if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()
-        return plan
 
     def _refuse_foreign(
         self, again: Any, plan: Plan, values: list[Any], rows: int
@@ -243,6 +287,11 @@ class Chunked(nn.Module):
     Args:
         module: whose rows do not see each other.
         size: the most rows in a chunk; None: as many as fit in memory.
+        tokens: the most tokens in a chunk. Rows of like length then run together,
+            without the columns that are padding in all of them. The outputs are 0
+            there, and the loss must give padding no weight.
+        lengths: the name of the argument that tells rows from padding, a mask or whole
+            numbers; default: `"attention_mask"`.
         keep: how many chunks keep their graph and need no second pass: a number, the
             bytes that they may take (`"2GB"`), or `"auto"`.
         shared: names of the arguments that every chunk gets whole.
@@ -252,7 +301,9 @@ class Chunked(nn.Module):
         self,
         module: nn.Module,
         *,
-        size: int | None,
+        size: int | None = None,
+        tokens: int | None = None,
+        lengths: str | None = None,
         keep: Keep = "auto",
         shared: Sequence[Path] = (),
     ) -> None:
@@ -265,7 +316,10 @@ class Chunked(nn.Module):
         if size is not None:
             check_whole_number("Chunked size", size)
         name = f"Chunked({type(module).__name__})"
-        self._cut = ChunkedForward(module, name, Sizes(size), Keeper(keep), shared)
+        by_tokens = None if tokens is None else ByTokens(tokens, lengths, size)
+        self._cut = ChunkedForward(
+            module, name, Sizes(size), Keeper(keep), shared, by_tokens
+        )
         self._cut.install()
         for held in ("_parameters", "_buffers", "_modules"):
             vars(self)[held] = vars(module)[held]

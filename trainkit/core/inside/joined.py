@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.rows import Plan, output_name
+from trainkit.core.inside.rows import Joint, Plan, output_name
 from trainkit.errors import TrainkitError
 
 
@@ -20,13 +20,15 @@ class Joined:
         plan: along which dimension each one is joined.
         num_rows: of the call.
         name: of the module, for messages.
+        width: how many columns there are, where chunks leave some out.
 
     Attributes:
         values: the leaves; complete when each chunk was added.
     """
 
-    def __init__(self, plan: Plan, num_rows: int, name: str) -> None:
+    def __init__(self, plan: Plan, num_rows: int, name: str, width: int = 0) -> None:
         self._plan, self._num_rows, self._name = plan, num_rows, name
+        self._width = width
         self.values: list[Any] = []
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
@@ -49,21 +51,25 @@ class Joined:
             whole = self.values[index]
             if whole is None:
                 self._check(index, value, chunk.num_rows)
-                whole = self.values[index] = self._room(value, joint.dim, chunk)
-            place = chunk.part(whole, joint.dim, joint.multiple)
+                whole = self.values[index] = self._room(value, joint, chunk)
+            place = chunk.part(whole, joint.dim, joint.multiple, joint.padded)
             if place.shape != value.shape or whole.dtype != value.dtype:
                 self._refuse(index, list(place.shape), value)
             place.copy_(value.detach())
 
-    def _room(self, value: Tensor, dim: int, chunk: Chunk) -> Tensor:
+    def _room(self, value: Tensor, joint: Joint, chunk: Chunk) -> Tensor:
         shape = list(value.shape)
-        shape[dim] = shape[dim] // chunk.num_rows * self._num_rows
-        return torch.empty(
+        if joint.dim is not None:
+            shape[joint.dim] = joint.multiple * self._num_rows
+        if joint.padded is not None:
+            shape[joint.padded] = self._width
+        room = torch.empty(
             shape,
             dtype=value.dtype,
             device=value.device,
             memory_format=_format_of(value),
         )
+        return room if joint.padded is None else room.zero_()
 
     def _check(self, index: int, value: Any, rows: int) -> None:
         joint = self._plan.joints[index]
