@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
+from collections import deque, namedtuple
 from typing import Any, NamedTuple
 
 import pytest
@@ -121,3 +121,9 @@ def test_describe_equals_the_structure() -> None:
         == "dict(a: dict(b: dict(c: dict(...))))"
     )
     assert describe(list(range(10))) == "list(" + "int, " * 8 + "... 2 more)"
+    assert describe(deque(range(10))) == "deque(" + "int, " * 8 + "... 2 more)"
+    rows = [{"x": torch.zeros(n)} for n in range(5)]
+    shown = "dict(x: float32[0]), dict(x: float32[1])"
+    assert describe(rows) == f"list({shown}, ... 3 more)"
+    assert describe(rows[:2]) == f"list({shown})"
+    assert describe([*rows[:2], IDS]) == f"list({shown}, int64[3, 4])"

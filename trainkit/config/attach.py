@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback
 
-from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, check_strategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.front.accumulation_callback import AccumulationCallback
@@ -61,7 +61,7 @@ def attach_accumulation(
         if proof != "warn":
             module.accumulation_proof = proof
         return []
-    if strategy is not None:
+    if strategy is not None or is_inside(micro_batching):
         return [
             AccumulationCallback(
                 strategy,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -253,16 +254,20 @@ def describe(batch: Any, *, depth: int = 3) -> str:
     fields = fields_of(batch)
     if fields is None and not _is_sequence(batch):
         fields = held_by(batch) or None
+    most = 8
     if fields is not None:
         inside = [f"{k}: {describe(v, depth=depth - 1)}" for k, v in fields.items()]
     elif _is_sequence(batch):
-        inside = [describe(v, depth=depth - 1) for v in batch]
+        inside = [describe(v, depth=depth - 1) for v in islice(batch, most)]
+        if type(batch) is list and all("(" in each for each in inside):
+            most = 2  # they are rows as a rule, with the same fields
     else:
         return name
     if depth <= 0:
         return f"{name}(...)"
-    shown = [*inside[:8], f"... {len(inside) - 8} more"] if len(inside) > 8 else inside
-    return f"{name}({', '.join(shown)})"
+    number = len(batch if fields is None else fields)
+    more = [f"... {number - most} more"] if number > most else []
+    return f"{name}({', '.join([*inside[:most], *more])})"
 
 
 def _child(parent: Any, part: Path) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trainkit.core.bare import is_a
+
 
 def generator_keeper(value: Any) -> Callable[[], None] | None:
     """What puts a generator back to where it is now; None for other objects.
@@ -23,20 +25,23 @@ def generator_keeper(value: Any) -> Callable[[], None] | None:
     Args:
         value: a `torch.Generator`, a `random.Random`, one of NumPy's, or anything else.
     """
-    if isinstance(value, torch.Generator):
-        on_torch = value.get_state()
-        return lambda: _nothing(value.set_state(on_torch))
-    if isinstance(value, random.Random):
+    if not is_generator(value):
+        return None
+    if is_a(value, random.Random):
         of_python = value.getstate()
         return lambda: value.setstate(of_python)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and isinstance(value, numpy.RandomState):
+    if hasattr(value, "get_state"):
         old = value.get_state()
-        return lambda: value.set_state(old)
-    if numpy is not None and isinstance(value, numpy.Generator):
-        bits, state = value.bit_generator, value.bit_generator.state
-        return lambda: setattr(bits, "state", state)
-    return None
+        return lambda: _nothing(value.set_state(old))
+    bits, state = value.bit_generator, value.bit_generator.state
+    return lambda: setattr(bits, "state", state)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random generator of torch, Python or NumPy."""
+    numpy = sys.modules.get("numpy.random")
+    numpys = () if numpy is None else (numpy.RandomState, numpy.Generator)
+    return is_a(value, torch.Generator, random.Random, *numpys)
 
 
 def _nothing(_: Any) -> None:

@@ -81,7 +81,7 @@ def both(
     net: nn.Module, step: Callable[[nn.Module], Tensor], cut: nn.Module, **options: Any
 ) -> tuple[float, float]:
     """How far the loss and the gradient are off."""
-    wanted = gradient(net, step)
+    wanted = found = gradient(net, step)
     with Chunked(cut, **options):
         for _ in range(4):
             found = gradient(net, step)

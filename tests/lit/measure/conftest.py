@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainkit.lit.measure.at_start import begin_proof
+from trainkit.lit.measure.begin import begin_proof
 from trainkit.lit.split import windows
 from trainkit.lit.windows import streamed
 

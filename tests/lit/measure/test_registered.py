@@ -179,6 +179,29 @@ def test_a_small_term_across_rows_is_noticed(share: float) -> None:
         fit(Images(loss), images(), PerSample())
 
 
+@pytest.mark.parametrize("share", [3e-5, 1e-4])
+def test_a_small_term_is_not_taken_for_a_denominator(share: float) -> None:
+    """With the best weights, the window of this one is off by less than 1e-6."""
+
+    def loss(module: Any, maps: Tensor, batch: Any) -> Tensor:
+        logits = module.head(maps.mean((2, 3)))
+        losses = F.cross_entropy(logits, batch[1], reduction="none")
+        return losses.mean() + share * losses.logsumexp(0)
+
+    with pytest.warns(UserWarning, match="across the rows"):
+        fit(Images(loss), images(), PerSample())
+
+
+@pytest.mark.parametrize("share", [1e-4, 3e-4])
+def test_a_denominator_that_is_off_a_little_is_named(share: float) -> None:
+    def loss(module: Any, maps: Tensor, batch: Any) -> Tensor:
+        weights = batch[2] + share * batch[0].mean((1, 2, 3))
+        return zoo.sample_weighted(module, maps, [*batch[:2], weights])
+
+    with pytest.warns(UserWarning, match="does not divide by what PerSample"):
+        fit(Images(loss), images(), PerSample(mask=2))
+
+
 class Narrow(Images):
     """Something in it knows no float64."""
 

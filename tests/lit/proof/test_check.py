@@ -196,7 +196,7 @@ def test_what_is_exact_is_called_exact(
                 PerSample(),
                 "loss",
                 "training_step",
-                "in whole batches",
+                'inside="auto"',
             )
             for loss in (zoo.dice, zoo.nt_xent, zoo.vicreg)
         ),
@@ -207,7 +207,7 @@ def test_what_is_exact_is_called_exact(
                 PerToken(),
                 "loss",
                 "training_step",
-                "in whole batches",
+                'inside="auto"',
             )
             for loss in (zoo.balanced, zoo.focal_over_batch)
         ),

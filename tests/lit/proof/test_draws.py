@@ -61,11 +61,7 @@ BY_ROW: dict[str, Noise] = {
     "numpy, for all rows": lambda m, x: np.random.beta(1, 1) * x,
     "numpy, the module's": lambda m, x: of_rows(m.numpys.normal(size=len(x))),
     "numpy, the file's": lambda m, x: of_rows(NUMPYS.standard_normal(len(x))),
-    "numpy, made anew": lambda m, x: np.random.default_rng(len(x)).random(x.shape),
     "python": lambda m, x: of_rows([random.random() for _ in x]),
-    "python, made anew": lambda m, x: (lambda own: of_rows([own.random() for _ in x]))(
-        random.Random(len(x))
-    ),
     "python, imported": lambda m, x: of_rows([gauss(0, 1) for _ in x]),
     "python, the file's": lambda m, x: of_rows([PYTHONS.random() for _ in x]),
     "torch, the module's": lambda m, x: of_rows(
@@ -137,6 +133,25 @@ def test_other_draws_are_the_cause_and_not_taken_for_another(
     others = report.causes[1:]
     is_taken_away = name in ("permutation", "shuffle")  # others stay in the way
     assert len(others) == (is_taken_away and loss is zoo.dice)
+
+
+MADE_ANEW: list[Noise] = [
+    lambda m, x: np.random.default_rng(len(x)).random(x.shape),
+    lambda m, x: (lambda own: of_rows([own.random() for _ in x]))(
+        random.Random(len(x))
+    ),
+]
+
+
+@pytest.mark.parametrize("noise", MADE_ANEW)
+@pytest.mark.parametrize("loss", [zoo.classified, zoo.dice])
+def test_generators_made_in_the_step_are_named(noise: Noise, loss: Any) -> None:
+    """A generator that the step begins anew draws other numbers in each batch."""
+    report = check(Noisy(noise, loss), image_loader(), strategy=PerSample())
+    assert str(report).startswith("verdict             cannot say on 10 rows")
+    (cause,) = report.causes
+    assert cause.kind == "randomness"
+    assert cause.place.startswith("a generator made at proof/test_draws.py")
 
 
 @pytest.mark.parametrize(

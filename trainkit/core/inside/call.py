@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build, take_apart
 from trainkit.errors import TrainkitError
 
+Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -38,6 +40,7 @@ class Cut:
         draws: keeps random states.
         check: of the first calls.
         keeper: measures the graph of a chunk.
+        around: a context for each run of a chunk of a call.
         shards: what FSDP2 shards within the module.
         padding: checks that the loss uses none, where chunks leave out columns.
         width: how many columns there are.
@@ -50,6 +53,7 @@ class Cut:
     draws: Draws
     check: Check
     keeper: Keeper
+    around: Around
     shards: Shards | None = None
     padding: PaddingCheck | None = None
     width: int = 0
@@ -74,6 +78,7 @@ class Call:
         num_kept: how many chunks keep their graph until the backward pass.
 
     Attributes:
+        num_rows: of the arguments.
         values: None once autograd holds them.
         moment: what the module was like.
         trained: the indices of the arguments that get a gradient.
@@ -85,7 +90,7 @@ class Call:
     def __init__(
         self, cut: Cut, plan: Plan, values: list[Any], num_rows: int, num_kept: int
     ) -> None:
-        self._cut, self._plan, self._num_rows = cut, plan, num_rows
+        self._cut, self._plan, self.num_rows = cut, plan, num_rows
         self._num_kept = num_kept
         self.values: list[Any] | None = values
         tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
@@ -118,8 +123,8 @@ class Call:
         """
         assert self.values is not None
         cut = self._cut
-        joined = Joined(self._plan, self._num_rows, cut.name, cut.width)
-        waiting = cut.sizes.cut(0, self._num_rows)
+        joined = Joined(self._plan, self.num_rows, cut.name, cut.width)
+        waiting = cut.sizes.cut(0, self.num_rows)
         num_kept = max(self._num_kept, 1) if has_graph else 0
         with torch.no_grad():
             while len(waiting) > num_kept:
@@ -146,7 +151,8 @@ class Call:
                 graph = self._graph(chunk, values)
                 outputs = graph.outputs
             else:
-                graph, outputs = None, self._outputs(self._taken(chunk, values))
+                arguments = self._taken(chunk, values)
+                graph, outputs = None, self._outputs(chunk, arguments)
         except Exception as error:
             is_memory = cut.sizes.is_auto and is_out_of_memory(error)
             if not is_memory or chunk.num_rows == 1:
@@ -154,7 +160,7 @@ class Call:
             release(error)
             cut.sizes.failed(chunk.num_rows)
             chunk.put_back()
-            waiting[:] = cut.sizes.cut(chunk.start, self._num_rows)
+            waiting[:] = cut.sizes.cut(chunk.start, self.num_rows)
             return
         joined.add(chunk, outputs)
         self._done.append(waiting.pop(0))
@@ -174,8 +180,9 @@ class Call:
         each = zip(values, plan.multiples, plan.columns, strict=True)
         return [chunk.part(v, 0, m, c) if m or c else v for v, m, c in each]
 
-    def _outputs(self, arguments: list[Any]) -> list[Any]:
-        fields, self.build = take_apart(self._cut.run(arguments))
+    def _outputs(self, chunk: Chunk, arguments: list[Any]) -> list[Any]:
+        with self._cut.around(self, chunk):
+            fields, self.build = take_apart(self._cut.run(arguments))
         return [field.value for field in fields]
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
@@ -193,7 +200,7 @@ class Call:
                 parameters = shadows
             stack.enter_context(torch.enable_grad())
             stack.enter_context(cut.keeper.weighed(parameters))
-            outputs = self._outputs(arguments)
+            outputs = self._outputs(chunk, arguments)
         sources = [*parameters, *(arguments[index] for index in self.trained)]
         return Graph(sources, outputs)
 
@@ -227,8 +234,8 @@ class Call:
             self._cut.padding.look(gradients, plan, self._done, self._cut.name)
         now = self._cut.draws.keep(self._devices)
         kept, self._kept = self._kept, {}
-        # Kept graphs come first, since they make room.
-        waiting = [*kept, *(each for each in self._done if each not in kept)]
+        # The last comes first: its graph may be kept, and the order is always the same.
+        waiting = self._done[::-1]
         try:
             with self.moment.again():
                 while waiting:
@@ -273,7 +280,7 @@ class Call:
             halves = sizes.cut(chunk.start, chunk.stop)
             for half in halves:
                 half.put_back, half.states = chunk.put_back, chunk.states
-            waiting[:1] = halves
+            waiting[:1] = halves[::-1]
             at = self._done.index(chunk)
             self._done[at : at + 1] = halves
             return None
@@ -306,7 +313,7 @@ class Call:
                 )
             if joint.dim is not None and gradient is not None:
                 gradient = chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
-            elif chunk.stop != self._num_rows:
+            elif chunk.stop != self.num_rows:
                 continue  # a value that all chunks share is the last one's
             if gradient is not None:
                 outputs.append(output)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from inspect import Parameter
 from typing import Any
 
 import torch
@@ -14,11 +12,17 @@ from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.batches import Path
-from trainkit.core.inside.call import Call, Cut, run_in_chunks
+from trainkit.core.inside.arguments import Arguments, argument_names
+from trainkit.core.inside.call import Around, Call, Cut, run_in_chunks
 from trainkit.core.inside.checks import Check, foreign_leaves
-from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.draws import Draws
+from trainkit.core.inside.chunks import Sizes, are_same
+from trainkit.core.inside.draws import Draws, torch_states
 from trainkit.core.inside.keep import Keep, Keeper
+from trainkit.core.inside.left_behind import (
+    announce_hooks,
+    held_tensors,
+    moved_between,
+)
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.rows import (
@@ -30,7 +34,7 @@ from trainkit.core.inside.rows import (
     taken,
 )
 from trainkit.core.inside.sharded import FixedNumber, refuse_flat, shards_within
-from trainkit.core.inside.tokens import Blocks, ByTokens, Sorted
+from trainkit.core.inside.tokens import Blocks, ByTokens
 from trainkit.core.split.fields import take_apart
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
@@ -52,6 +56,10 @@ class ChunkedForward:
         keeper: how many chunks keep their graph.
         shared: paths of the arguments that every chunk gets whole.
         by_tokens: cuts by the lengths of rows.
+
+    Attributes:
+        around: makes a context for each run of a chunk, and of the rows of a probe.
+        is_off: whether the module runs uncut for a while.
     """
 
     def __init__(
@@ -65,9 +73,11 @@ class ChunkedForward:
     ) -> None:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
+        self.around: Around = _nothing
+        self.is_off = False
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
-        self._names = _argument_names(self._original())
+        self._names = argument_names(self._original())
         self._draws, self._check = Draws(), Check()
         self.by_tokens, self._padding = by_tokens, PaddingCheck()
         self._plans: dict[Any, tuple[Plan, int]] = {}
@@ -86,76 +96,79 @@ class ChunkedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         original, module = self._original(), self.module
-        if not module.training and not torch.is_grad_enabled():
-            return original(*args, **kwargs)  # an evaluation
-        fields, build = take_apart((args, kwargs))
-        values = [each.value for each in fields]
-        paths = [self._path(each.path) for each in fields]
-        shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
-        rows = num_rows(values, shared)
-        limit = rows if self.sizes.limit is None else self.sizes.limit
+        is_evaluation = not module.training and not torch.is_grad_enabled()
+        if self.is_off or is_evaluation:
+            return original(*args, **kwargs)
+        call = self._read(args, kwargs)
         shards = shards_within(module, self.name, self.keeper.keep)
-        sizes, key = self.sizes, self._key(values, paths, rows, shared)
-        probes = self._plans.get(key, (None, 0))[1] < NUM_PROBES
+        key = self._key(call)
+        plan, times = self._plans.get(key, (None, 0))
+        probes, sizes, ordered = times < NUM_PROBES, self.sizes, None
         if shards is not None:
-            number, probes = shards.agreed(sizes, rows, probes=probes)
-            if number == 1:
-                return original(*args, **kwargs)
+            self._refuse_tokens()
+            number, probes = shards.agreed(sizes, call.rows, probes=probes)
             sizes = FixedNumber(number)
-        elif rows <= 1 or (
-            rows <= limit and not sizes.is_auto and self.by_tokens is None
-        ):
+        elif self.by_tokens is not None and call.rows > 1:
+            ordered = self.by_tokens.sort(call, self.name)
+            sizes = Blocks(ordered.runs, ordered.columns)
+        is_one = not sizes.is_auto and len(sizes.cut(0, call.rows)) == 1
+        if call.rows <= 1 or is_one:
             return original(*args, **kwargs)
-        ordered = self._sorted(values, paths, rows, shards)
-        if ordered is not None and len(ordered.runs) == 1:
-            return original(*args, **kwargs)
-
-        def run(given: list[Any]) -> Any:
-            positional, named = build(iter(given))
-            return original(*positional, **named)
-
-        if probes:
+        if plan is None or probes:
             with nullcontext() if shards is None else shards.probing():
-                plan = self._probe(run, values, paths, rows, shared)
-            self._plans[key] = plan, self._plans.get(key, (None, 0))[1] + 1
-        else:
-            plan = self._plans[key][0]
-        num_kept = self.keeper.begin(
-            {x.device for x in values if isinstance(x, Tensor)}
-        )
+                plan = self._probe(call)
+            self._plans[key] = plan, times + 1
         cut = Cut(
-            module, run, self.name, sizes, self._draws, self._check, self.keeper, shards
+            module,
+            call.run,
+            self.name,
+            sizes,
+            self._draws,
+            self._check,
+            self.keeper,
+            self.around,
+            shards,
         )
-        if shards is not None:
-            num_kept = 0
+        number = self.keeper.begin(call.devices) if shards is None else 0
         if self.by_tokens is None or ordered is None:
-            return run_in_chunks(Call(cut, plan, values, rows, num_kept))
-        values = ordered.values(values, plan)
-        with self._refusing(paths, rows):
-            plan = self.by_tokens.plan(
-                plan, key, run, values, ordered, module, self._draws
-            )
-        cut = replace(
-            cut,
-            sizes=Blocks(ordered.runs, ordered.columns),
-            padding=self._padding if ordered.is_trimmed else None,
-            width=ordered.width,
+            return run_in_chunks(Call(cut, plan, call.values, call.rows, number))
+        values = ordered.values(call.values, plan)
+        if ordered.is_trimmed:
+            with self._refusing(call), self.around(None, None):
+                plan = self.by_tokens.plan(
+                    plan, key, call.run, values, ordered, module, self._draws
+                )
+            cut = replace(cut, padding=self._padding, width=ordered.width)
+        return run_in_chunks(
+            Call(cut, plan, values, call.rows, number),
+            lambda leaves: ordered.restored(leaves, plan),
         )
-        call = Call(cut, plan, values, rows, num_kept)
-        return run_in_chunks(call, lambda leaves: ordered.restored(leaves, plan))
 
-    def _sorted(
-        self, values: list[Any], paths: list[str], rows: int, shards: Any
-    ) -> Sorted | None:
-        if self.by_tokens is None:
-            return None
-        if shards is not None:
+    def _refuse_tokens(self) -> None:
+        if self.by_tokens is not None:
             raise TrainkitError(
                 f"{self.name}: parts of it are sharded by FSDP2, whose ranks need "
                 f"equally many chunks, and a budget of tokens gives each rank its own "
                 f"number. Cut by size= alone."
             )
-        return self.by_tokens.sort(values, paths, rows, self.name)
+
+    def probe(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a module that cannot run in chunks, as one call of it shows."""
+        _refuse_module(self.module, self.name)
+        self._probe(self._read(args, kwargs))
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        fields, build = take_apart((args, kwargs))
+        original = self._original()
+
+        def run(given: list[Any]) -> Any:
+            positional, named = build(iter(given))
+            return original(*positional, **named)
+
+        paths = [self._path(each.path) for each in fields]
+        shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
+        values = [each.value for each in fields]
+        return Arguments(run, values, paths, shared, num_rows(values, shared))
 
     def _original(self) -> Any:
         if self._before is not None:
@@ -164,54 +177,66 @@ class ChunkedForward:
 
     # ---- which arguments have rows ---------------------------------------------------
 
-    def _key(
-        self, values: list[Any], paths: list[str], rows: int, shared: set[int]
-    ) -> Any:
+    def _key(self, call: Arguments) -> Any:
         """What a call has in common with others that are cut alike."""
-        multiples = multiples_of(values, max(rows, 1), shared)
-        return (
-            self.module.training,
-            *(
-                (path, value.ndim, multiple)
-                if isinstance(value, Tensor)
-                else (path, type(value))
-                for path, value, multiple in zip(paths, values, multiples, strict=True)
-            ),
-        )
+        multiples = multiples_of(call.values, max(call.rows, 1), call.shared)
+        kinds = [
+            (value.ndim, multiple) if isinstance(value, Tensor) else type(value)
+            for value, multiple in zip(call.values, multiples, strict=True)
+        ]
+        return self.module.training, *call.paths, *kinds
 
-    def _probe(
-        self, run: Any, values: list[Any], paths: list[str], rows: int, shared: set[int]
-    ) -> Plan:
+    def _probe(self, call: Arguments) -> Plan:
         """Run a few rows, to see that they do not see each other."""
-        if names := normalising_by_batch(self.module):
+        if found := normalising_by_batch(self.module):
+            names = [name or "the module itself" for name in found]
             raise TrainkitError(
                 f"{self.name}: its rows must not see each other, and BatchNorm "
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
-                f'BatchNormGuard("groupnorm"), or name a module without it.'
+                f'BatchNormGuard("group_norm"), or name a module without it.'
             )
         refuse_flat(self.module, self.name)
-        devices = {each.device for each in values if isinstance(each, Tensor)}
+        if not self._plans:
+            announce_hooks(self.module, self.name)
+        devices = call.devices
         moment = Moment(self.module, self.name, devices)
         note = self._draws.look(self.module)
-        put_back = self._draws.keep(devices)
+        put_back, states = self._draws.keep(devices), torch_states(devices)
+
+        held: list[dict[str, Any]] = []
 
         def again(given: list[Any]) -> Any:
             put_back()
             tensors = [each for each in given if isinstance(each, Tensor)]
             versions = [each._version for each in tensors]
-            output = run(given)
+            with self.around(None, None):
+                output = call.run(given)
             if versions != [each._version for each in tensors]:
                 raise Unfit("it changes its arguments in place")
+            held[:] = [*held[-1:], held_tensors(self.module)]
+            if len(held) > 1 and (left := moved_between(*held)):
+                raise Unfit(
+                    f"its forward leaves tensors in {listed(left)}, which would hold "
+                    f"those of one chunk; return them instead"
+                )
             return output
 
         try:
-            with self._refusing(paths, rows):
+            with self._refusing(call):
+                if call.rows <= 1:
+                    raise Unfit("none of its arguments has rows")
                 with torch.no_grad():
-                    plan = settle(again, values, rows, shared)
+                    plan = settle(
+                        again,
+                        call.values,
+                        call.rows,
+                        call.shared,
+                        lambda: not are_same(states, torch_states(devices)),
+                    )
                 note()
                 moment.check_state()
                 if torch.is_grad_enabled():
-                    self._refuse_foreign(again, plan, values, rows)
+                    self._refuse_foreign(again, plan, call)
         finally:
             put_back()
             if torch.is_autocast_cache_enabled():
@@ -219,21 +244,20 @@ class ChunkedForward:
         return plan
 
     @contextmanager
-    def _refusing(self, paths: list[str], rows: int) -> Iterator[None]:
+    def _refusing(self, call: Arguments) -> Iterator[None]:
         try:
             yield
         except Unfit as error:
             raise TrainkitError(
                 f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
-                f"are {listed(paths, at_most=9)}, of {rows} rows. Name a module within "
-                f"it or around it, or list in shared= the arguments that all rows need."
+                f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a "
+                f"module within it or around it, or list in shared= the arguments that "
+                f"all rows need."
             ) from error
 
-    def _refuse_foreign(
-        self, again: Any, plan: Plan, values: list[Any], rows: int
-    ) -> None:
-        pairs = zip(values, plan.multiples, strict=True)
-        given = [taken(x, [0, rows - 1], m, rows) if m else x for x, m in pairs]
+    def _refuse_foreign(self, again: Any, plan: Plan, call: Arguments) -> None:
+        pairs, ends = zip(call.values, plan.multiples, strict=True), [0, call.rows - 1]
+        given = [taken(x, ends, m, call.rows) if m else x for x, m in pairs]
         given = [
             x.detach().requires_grad_()
             if isinstance(x, Tensor) and x.requires_grad
@@ -344,14 +368,8 @@ class Chunked(nn.Module):
         self.remove()
 
 
-def _argument_names(function: Any) -> list[str]:
-    """The names of a function's positional arguments."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in parameters if each.kind in by_place]
+def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _refuse_module(module: nn.Module, name: str) -> None:

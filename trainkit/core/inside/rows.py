@@ -102,6 +102,7 @@ def settle(
     values: Sequence[Any],
     rows: int,
     shared: Collection[int],
+    has_drawn: Callable[[], bool],
 ) -> Plan:
     """Find which arguments have rows, so that no row's output depends on another row.
 
@@ -111,6 +112,8 @@ def settle(
         values: the arguments.
         rows: how many rows they have.
         shared: the indices of arguments that every chunk gets whole.
+        has_drawn: whether the last run has drawn random numbers. If not, a row's output
+            must not depend on how many rows there are either.
 
     Raises:
         Unfit: rows see each other, or an output cannot be joined.
@@ -118,7 +121,7 @@ def settle(
     first: Exception | None = None
     for multiples in _guesses(multiples_of(values, rows, shared)):
         try:
-            return _plan(run, values, rows, multiples)
+            return _plan(run, values, rows, multiples, has_drawn)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -155,6 +158,7 @@ def _plan(
     values: Sequence[Any],
     rows: int,
     multiples: tuple[int, ...],
+    has_drawn: Callable[[], bool],
 ) -> Plan:
     picked = sorted({0, 1, rows - 2, rows - 1} & set(range(rows)))
     num = len(picked)
@@ -168,10 +172,11 @@ def _plan(
     first = outputs(picked)
     overwritten = outputs([*picked[:kept], *[picked[0]] * (num - kept)])
     fewer = outputs(picked[:0:-1])
+    is_quiet = not has_drawn()
     if not len(first) == len(overwritten) == len(fewer):
         raise Unfit("the number of its outputs depends on the rows")
     joints = tuple(
-        _joint(a, b.value, c.value, num, kept)
+        _joint(a, b.value, c.value, num, kept, is_quiet)
         for a, b, c in zip(first, overwritten, fewer, strict=True)
     )
     if all(joint.dim is None for joint in joints):
@@ -179,7 +184,9 @@ def _plan(
     return Plan(multiples, joints, tuple(field.path for field in first))
 
 
-def _joint(field: Field, overwritten: Any, fewer: Any, num: int, kept: int) -> Joint:
+def _joint(
+    field: Field, overwritten: Any, fewer: Any, num: int, kept: int, is_quiet: bool
+) -> Joint:
     value, name = field.value, output_name(field.path)
     if not isinstance(value, Tensor):
         if not _same_object(value, fewer):
@@ -209,6 +216,10 @@ def _joint(field: Field, overwritten: Any, fewer: Any, num: int, kept: int) -> J
     own = value.narrow(dim, 0, kept * multiple)
     if not are_close(own, overwritten.narrow(dim, 0, kept * multiple)):
         raise Unfit(f"{name} of a row depends on other rows")
+    last = value.narrow(dim, (num - 1) * multiple, multiple)
+    moved = fewer.narrow(dim, 0, multiple)
+    if is_quiet and not are_close(last, moved, rounding=16 * ROUNDING):
+        raise Unfit(f"{name} of a row depends on the number of rows, or on its place")
     return Joint(dim, multiple)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.arguments import Arguments
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.padding import padded_plan, with_columns
@@ -116,14 +117,13 @@ class ByTokens:
         self._lengths = lengths or LENGTHS
         self._plans: dict[Hashable, tuple[Plan, int]] = {}
 
-    def sort(
-        self, values: Sequence[Any], paths: Sequence[str], rows: int, name: str
-    ) -> Sorted:
+    def sort(self, call: Arguments, name: str) -> Sorted:
         """Read the lengths, which waits for the device once, and cut the rows."""
+        values, paths, rows = call.values, call.paths, call.rows
         if self._lengths not in paths:
             raise TrainkitError(
                 f"{name}: a budget of tokens needs the rows' lengths, and its "
-                f"arguments are {listed(list(paths), at_most=9)}. Pass "
+                f"arguments are {listed(paths, at_most=9)}. Pass "
                 f"{self._lengths!r} by name, or name in lengths= the argument that has "
                 f"a mask or the lengths."
             )
@@ -188,12 +188,10 @@ class ByTokens:
             key: what calls of this kind have in common.
             run: runs the module on other arguments.
             values: the arguments, sorted.
-            cut: how they are sorted.
+            cut: how they are sorted; some chunks leave out columns.
             module: which runs.
             draws: keeps its random states.
         """
-        if not cut.is_trimmed:
-            return plan
         trimmed = with_columns(values, plan, cut.width)
         key = key, trimmed  # a length may equal the padded one by chance
         known, times = self._plans.get(key, (None, 0))

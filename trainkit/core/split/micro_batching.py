@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from trainkit.core.batches import Path
+from trainkit.core.inside.keep import checked_keep
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
@@ -19,8 +20,9 @@ class _Chosen:
 
 @dataclass(frozen=True)
 class MicroBatching(_Chosen):
-    """Split windows: each loader batch is one optimizer step, cut on the host.
+    """How a loader batch is cut: on the host, or inside `training_step` (`inside=`).
 
+    Cut on the host (a split window), each loader batch is one optimizer step.
     The gradient of the step does not depend on the cut, so rows of like length share a
     micro-batch, and columns that are padding in all of it are left out. With a budget
     of `tokens`, the rows, sorted by length, are cut where this is least:
@@ -65,6 +67,14 @@ class MicroBatching(_Chosen):
             lengths.
         grow_after: `"auto"`: a larger size is tried again after this many windows
             without a memory error. Default: never.
+        inside: the inner cut. The loader batch is not cut: `training_step` runs once on
+            all of it, and the submodules at these paths run in chunks of rows, without
+            a graph, and once more with one in the backward pass. The loss may then be
+            anything, and needs no strategy. `"auto"` finds the submodules, `"self"` is
+            the module's own `forward`. With it, `size`, `tokens`, `lengths`, `start`
+            and `grow_after` are about chunks, and `shared` names arguments.
+        keep: of the inner cut: how many chunks keep their graph and need no second
+            pass: a number, the bytes that they may take (`"2GB"`), or `"auto"`.
     """
 
     how: Literal["auto"] = "auto"
@@ -80,6 +90,8 @@ class MicroBatching(_Chosen):
     attention: float = 0.0
     start: int | None = None
     grow_after: int | None = None
+    inside: str | Sequence[str] | None = None
+    keep: int | str = "auto"
 
     def __post_init__(self) -> None:
         if self.how != "auto":
@@ -93,6 +105,7 @@ class MicroBatching(_Chosen):
         self._check_auto()
         self._check_costs()
         self._check_fields()
+        self._check_inside()
 
     @property
     def is_auto(self) -> bool:
@@ -157,6 +170,36 @@ class MicroBatching(_Chosen):
                 f"trim, received ragged={self.ragged}, shared={self.shared}, "
                 f"trim={self.trim} with it. Leave these out."
             )
+
+    def _check_inside(self) -> None:
+        checked_keep(self.keep)
+        if self.inside is None:
+            if self.keep != "auto":
+                raise TrainkitError(
+                    f"MicroBatching keep: is for the inner cut, received "
+                    f"keep={self.keep!r} without inside=. Name a submodule there."
+                )
+            return
+        paths = [self.inside] if isinstance(self.inside, str) else list(self.inside)
+        if not paths or not all(isinstance(each, str) and each for each in paths):
+            raise TrainkitError(
+                f"MicroBatching inside: must be the path of a submodule or several, "
+                f"received {self.inside!r}. Write 'net', ('image_encoder', "
+                f"'text_encoder') or 'auto'."
+            )
+        if not isinstance(self.inside, str):
+            object.__setattr__(self, "inside", tuple(paths))
+        if self.collate is not None or self.ragged:
+            raise TrainkitError(
+                f"MicroBatching inside: the loader batch is not cut, received "
+                f"collate={self.collate!r}, ragged={self.ragged} with it. Leave these "
+                f"out."
+            )
+
+
+def is_inside(options: Any) -> bool:
+    """Whether these are options of the inner cut."""
+    return isinstance(options, MicroBatching) and options.inside is not None
 
 
 def _check_cost(name: str, value: Any, *, above_zero: bool) -> None:

@@ -224,7 +224,8 @@ def table_of_windows(trainer: Any, strategies: Strategies) -> list[Row]:
             f"per-device batch not known (measured over the first windows) x "
             f"accumulation {longest_window(trainer)} x ranks {num_replicas(trainer)}"
         )
-    rows = [("step", f"{step}, weighed by {_names(strategies)}")]
+    weighed = f", weighed by {_names(strategies)}" if strategies else ""
+    rows = [("step", f"{step}{weighed}")]
     num_batches = trainer.num_training_batches
     is_scheduled = isinstance(trainer.accumulate_grad_batches, WindowSize)
     if num_batches != float("inf") and not is_scheduled:

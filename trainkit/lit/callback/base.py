@@ -73,6 +73,9 @@ class WindowOwner(OrderedCallback):
         weight: what the micro-batch under way weighs, in a streamed window.
         said: what the module says that its loss weighs.
         counts_samples: whether somebody wants the samples of all windows.
+        inside: the submodules that run in chunks of rows, if some do.
+        has_strategy: whether somebody has said what a micro-batch weighs. Without, a
+            window is one loader batch of each rank, and these count alike.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
     """
@@ -86,6 +89,8 @@ class WindowOwner(OrderedCallback):
     weight: Weight | None
     said: SaidWeight
     counts_samples: bool
+    inside: Any = None
+    has_strategy: bool = True
 
     @property
     @abstractmethod

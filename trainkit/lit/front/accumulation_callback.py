@@ -6,8 +6,8 @@ from typing import Any
 
 from trainkit.core.checks import Checks
 from trainkit.core.ranks import Aggregation
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import AccumulationStrategy, Strategies
+from trainkit.core.split.micro_batching import MicroBatching, is_inside
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import refuse_unsaid_weight
@@ -30,7 +30,8 @@ class AccumulationCallback(SchedulerHolder):
             the device once a window and refuses before the step is taken.
         wide_gradients: keep the window's gradient in float32 beside parameters of half
             precision (`precision="bf16-true"`), and round it once.
-        micro_batching: cuts each loader batch, which is then one optimizer step.
+        micro_batching: cuts each loader batch, which is then one optimizer step. With
+            `inside=` it needs no strategy.
         hold_schedulers: keep a learning-rate scheduler with `interval="step"` where it
             is when a gradient scaler has skipped the optimizer's step.
         strategy: another name for `accumulation`.
@@ -57,6 +58,9 @@ class AccumulationCallback(SchedulerHolder):
                 f"option, received {accumulation!r} and {strategy!r}. Leave one out."
             )
         chosen = strategy if accumulation is None else accumulation
+        self.has_strategy = chosen is not None
+        if not self.has_strategy and is_inside(micro_batching):
+            chosen = Uniform()
         named_strategies(chosen)  # none at all is for a module that says it itself
         super().__init__(
             chosen,
@@ -72,6 +76,7 @@ class AccumulationCallback(SchedulerHolder):
         return self.hold_schedulers
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        refusals.refuse_manual_optimization(pl_module)
+        if self.has_strategy:
+            refusals.refuse_manual_optimization(pl_module)
         refuse_unsaid_weight(pl_module, self.strategies)
         super().on_train_start(trainer, pl_module)

@@ -57,8 +57,8 @@ class AccumulationMixin(_Base):
 
     Attributes:
         accumulation: says what a micro-batch weighs; for a loss of several terms, a
-            dict of strategies by the terms' names. There is no default: without one,
-            `fit` refuses. Assigned while `fit` runs, it counts from the next window on.
+            dict of strategies by the terms' names. Without one `fit` refuses, but
+            for an inner cut. Assigned while `fit` runs, it counts from the next window.
         micro_batching: cuts each loader batch, which is then one optimizer step.
         checks: `"late"`, or `"now"` to refuse before a bad step is taken.
         wide_gradients: True keeps the window's gradient in float32 beside parameters of

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.core.ranks import find_ranks
-from trainkit.core.strategies import AccumulationStrategy, Strategies, weigh_alike
+from trainkit.core.split.micro_batching import is_inside
+from trainkit.core.strategies import (
+    AccumulationStrategy,
+    Strategies,
+    Uniform,
+    weigh_alike,
+)
 from trainkit.core.terms import named_strategies
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.front.held_schedulers import SchedulerHolder
@@ -65,6 +71,7 @@ class MixinCallback(SchedulerHolder):
     def _choose(self, pl_module: Any) -> None:
         """Take over what the module says by now, perhaps in its `setup`."""
         self.strategies = strategies_of(pl_module)
+        self.has_strategy = pl_module.accumulation is not None
         self.micro_batching = pl_module.micro_batching
         self._chosen = pl_module.accumulation
 
@@ -166,6 +173,8 @@ def _option(module: Any, name: str) -> Any:
 
 def strategies_of(pl_module: Any) -> Strategies:
     """The strategies of a mixin module, by term."""
+    if pl_module.accumulation is None and is_inside(pl_module.micro_batching):
+        return named_strategies(Uniform())
     refusals.refuse_no_strategy(pl_module)
     return named_strategies(pl_module.accumulation)
 

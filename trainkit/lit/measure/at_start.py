@@ -17,12 +17,10 @@ from trainkit.core.proof.weights import least_off
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.table import say
 from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
 from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
 from trainkit.lit.measure.found import (
-    MOST_IN_FLOAT64,
     Found,
     Proof,
     doubtful_text,
@@ -42,6 +40,9 @@ from trainkit.lit.rerun.quietly import seed
 
 MOST_OF_FIT = 3e-5
 """With the best weights, parts of a loss that looks across rows are off by 1e-3."""
+
+MOST_OF_FIT_IN_FLOAT64 = 1e-9
+"""Rounding leaves 1e-15 there, and a term across rows more than 1e-8."""
 
 MOST_ROUNDING = 1e-5
 """Losses that depend on the order of rows do not show what rounding does."""
@@ -189,7 +190,7 @@ class ProofAtStart:
         with passes.prepared():
             whole, parts = self._run(passes, cut)
             off, _ = self._off_by(whole, parts, cut)
-        return off, self._cause(whole, parts, MOST_IN_FLOAT64)
+        return off, self._cause(whole, parts, MOST_OF_FIT_IN_FLOAT64)
 
     def _run(self, passes: Passes, cut: InParts) -> tuple[Pass, list[Pass]]:
         """Passes over the whole and over its parts."""
@@ -310,30 +311,6 @@ class ProofAtStart:
             warnings.warn(f"proof: {text}", stacklevel=2)
         else:
             say(trainer, (LABEL, text))
-
-
-def begin_proof(
-    trainer: Any, pl_module: Any, windows: Any, **options: Any
-) -> Callable[..., None]:
-    """What proves a run in its first `training_step`.
-
-    It does nothing where that is off, or where a window is always one batch.
-
-    Args:
-        trainer: about to train.
-        pl_module: what it trains.
-        windows: the callback that divides windows.
-        **options: of `ProofAtStart`.
-    """
-    has_parts = trainer.world_size > 1 or may_be_several(trainer, pl_module, windows)
-    if windows.proof == "off" or not has_parts:
-        return _nothing
-    strategies, proof = windows.strategies, windows.proof
-    return ProofAtStart(trainer, pl_module, strategies, proof, **options).run
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 def _check_number(rows: FirstRows, options: MicroBatching | None, loader: Any) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainkit.core.bare import is_a
 from trainkit.lit._compat import parts_of
 from trainkit.lit.rerun.snapshot import FRAMEWORK, Snapshot
 
@@ -28,7 +29,7 @@ def refuse_unclean(trainer: Any, module: Any) -> None:
         raise NotMeasured("parameters get their shape in the first pass")
     for path, each in module.named_modules():
         for name, value in vars(each).items():
-            if name not in FRAMEWORK and isinstance(value, Iterator):
+            if name not in FRAMEWORK and is_a(value, Iterator):
                 place = f"{path}.{name}".lstrip(".")
                 raise NotMeasured(f"{place} is an iterator, which cannot be put back")
     trained = [each for each in parameters if each.requires_grad]

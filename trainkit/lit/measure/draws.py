@@ -58,6 +58,8 @@ class Draws:
         self._times: dict[str, int] | None = None  # that the whole drew at a line
         self._shared: set[str] = set()  # lines that do not draw row by row
         self._counts: Counter[str] = Counter()
+        self._chunk: Sequence[int] | None = None
+        self._before: dict[int, Counter[str]] = {}  # what was counted before a call
         self.is_active = self.identity = self.are_apart = self.has_several = False
         self.by_row: set[str] = set()
         self.unlike: set[str] = set()
@@ -66,6 +68,7 @@ class Draws:
         """A pass over these rows begins."""
         self._rows = list(rows)
         self._counts.clear()
+        self._before.clear()
         self.is_active = True
 
     def end(self) -> bool:
@@ -85,6 +88,36 @@ class Draws:
             else:
                 self.unlike.add(line)
         return learned
+
+    @contextlib.contextmanager
+    def of_chunk(self, call: Any, start: int, stop: int, of: int) -> Iterator[None]:
+        """Some rows of a module's call draw what they have of the whole call's draws.
+
+        Args:
+            call: one of a pass; its chunks draw what it drew.
+            start: the first row.
+            stop: the row behind the last.
+            of: how many rows the call has.
+        """
+        counted = self._counts
+        before = self._before.setdefault(id(call), Counter(counted))
+        self._counts, self._chunk = Counter(before), (start, stop, of)
+        try:
+            yield
+        finally:
+            self._counts, self._chunk = counted | self._counts, None
+
+    def _of_chunk(
+        self, chunk: Sequence[int], full: Tensor, asked: Sequence[int]
+    ) -> Tensor | None:
+        """What a chunk has of a draw for its whole call; None if that is not seen."""
+        start, stop, of = chunk
+        if full.ndim == len(asked):
+            for d, size in enumerate(full.shape):
+                if size * (stop - start) == asked[d] * of:
+                    full = full.narrow(d, start * size // of, asked[d])
+                    break
+        return full if full.shape == tuple(asked) else None
 
     def key(self, line: str) -> Key:
         """Which of the line's draws over all rows the present one is."""
@@ -128,6 +161,11 @@ class Draws:
         key = self.key(line)
         asked = tuple(shape)
         whole = self._whole.setdefault(key, Drawn(asked, options))
+        if self._chunk is not None:
+            full = make(list(whole.shape), seed_of(key))
+            found = self._of_chunk(self._chunk, full, asked)
+            (self.unlike if found is None else self.by_row).add(line)
+            return make(list(asked), seed_of(key)) if found is None else found
         if whole.options != options or len(whole.shape) != len(asked):
             self.unlike.add(line)
             return make(list(asked), seed_of(key))

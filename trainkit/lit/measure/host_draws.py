@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import bit_generator
 from torch import nn
 
+from trainkit.core.bare import is_a, names_in
 from trainkit.core.generators import generator_keeper
 from trainkit.lit.measure.draws import Draws, seed_of
-from trainkit.lit.measure.own_code import files_of, is_of_framework
+from trainkit.lit.measure.own_code import is_of_framework, owners_of
 from trainkit.lit.measure.place import place
 
 PYTHONS, NUMPYS, MAKER = random.Random, np.random.RandomState, np.random.default_rng
 KINDS = (PYTHONS, NUMPYS, np.random.Generator)
+METHODS = (MethodType, BuiltinMethodType)
+PACKAGE = str(Path(__file__).parents[2])
 MIXING = frozenset("shuffle permutation permuted sample choices".split())
 """They draw among entries, whose number is that of the batch as a rule."""
 
@@ -38,6 +43,7 @@ PYTHONS_OWN = frozenset(
     " expovariate gammavariate lognormvariate paretovariate vonmisesvariate getrandbits"
     " weibullvariate".split()
 )
+PYTHONS_ALL = PYTHONS_OWN | MIXING
 
 
 @contextlib.contextmanager
@@ -46,29 +52,82 @@ def replayed(module: nn.Module, draws: Draws) -> Iterator[Callable[[], None]]:
 
     These are the functions of `random` and `numpy.random`, and generators that modules
     or the files of their classes hold. It yields what puts those generators back to
-    where they are now.
+    where they are now. A generator that a pass makes is noted, and not replayed.
     """
-    put_back, owners = [], {}
-    for held in _namespaces(module):
-        for name, value in list(held.items()):
-            other = None if name == "_inst" else _replaced(value, draws)
-            if other is not None:
-                held[name] = other
-                put_back.append((held, name, value))
-                owner = getattr(value, "__self__", value)
+    owners: dict[int, Any] = {}
+    own: dict[int, tuple[Any, Any]] = {}  # what stands in, and what for
+    imported = set(sys.modules)
+    with contextlib.ExitStack() as stack:
+        for held in _namespaces(module):
+            others = {}
+            for name, value in list(held.items()):
+                owner = value.__self__ if is_a(value, *METHODS) else value
+                if name == "_inst" or not is_a(owner, *KINDS):
+                    continue
+                if owner is not value:
+                    others[name] = _method(owner, value.__name__, value, draws)
+                elif not is_a(owner, PYTHONS):
+                    others[name] = _replaying(owner, draws)
+                elif id(owner) not in owners:
+                    found = ((n, getattr(owner, n, None)) for n in PYTHONS_ALL)
+                    own_methods = {
+                        n: _method(owner, n, m, draws) for n, m in found if m
+                    }
+                    _put(stack, vars(owner), own_methods)
                 owners[id(owner)] = owner
-    keepers = [generator_keeper(owner) for owner in owners.values()]
+            own |= {id(others[name]): (others[name], held[name]) for name in others}
+            _put(stack, held, others)
+        keepers: list[Any] = [generator_keeper(owner) for owner in owners.values()]
+
+        def put_back() -> None:
+            for each in keepers:
+                each()
+
+        stack.enter_context(_noted_makers(draws))
+        try:
+            yield put_back
+        finally:
+            for name in sys.modules.keys() - imported:  # `from random import gauss`
+                held = names_in(sys.modules[name]) or {}
+                held.update({n: own[id(v)][1] for n, v in held.items() if id(v) in own})
+
+
+def _put(
+    stack: contextlib.ExitStack, held: dict[str, Any], others: dict[str, Any]
+) -> None:
+    """Other values in a namespace, until the end of the stack."""
+    for name, other in others.items():
+        if name in held:
+            stack.callback(held.__setitem__, name, held[name])
+        else:
+            stack.callback(held.pop, name, None)
+        held[name] = other
+
+
+@contextlib.contextmanager
+def _noted_makers(draws: Draws) -> Iterator[None]:
+    """Note the lines that make generators, by what every maker calls: nothing that a
+    file could import is replaced."""
+    initialise, kind = PYTHONS.__init__, bit_generator.ISeedSequence
+
+    def note() -> None:
+        if draws.is_active and PACKAGE not in sys._getframe(2).f_code.co_filename:
+            draws.unlike.add(f"a generator made at {place()}")
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        note()
+        initialise(self, *args, **kwargs)
+
+    class Kind:
+        def __instancecheck__(self, value: Any) -> bool:
+            note()
+            return isinstance(value, kind)
+
+    PYTHONS.__init__, bit_generator.ISeedSequence = noted, Kind()
     try:
-        yield lambda: _call(keepers)
+        yield
     finally:
-        for held, name, value in put_back:
-            held[name] = value
-
-
-def _call(functions: Iterable[Callable[[], None] | None]) -> None:
-    for function in functions:
-        if function is not None:
-            function()
+        PYTHONS.__init__, bit_generator.ISeedSequence = initialise, kind
 
 
 def drawn_unseen(before: dict[str, Any]) -> list[str]:
@@ -92,72 +151,36 @@ def global_states() -> dict[str, Any]:
 
 
 def _namespaces(module: nn.Module) -> list[dict[str, Any]]:
-    modules = [random, np.random, *files_of(module)]
     objects = [
         value
         for each in module.modules()
         for value in vars(each).values()
-        if type(getattr(value, "__dict__", None)) is dict
-        and not isinstance(value, nn.Module | type | ModuleType | FunctionType)
+        if not is_a(value, nn.Module, type, ModuleType, FunctionType)
         and not is_of_framework(type(value).__module__)
     ]
-    return [vars(each) for each in (*modules, *module.modules(), *objects)]
+    owners = [random, np.random, *owners_of(module), *module.modules(), *objects]
+    return [held for held in map(names_in, owners) if type(held) is dict]
 
 
-def _replaced(value: Any, draws: Draws) -> Any:
-    """What stands in for a generator, for one of its methods, or for what makes one;
-    None for other things."""
-    if isinstance(value, KINDS):
-        return Replayed(value, draws)
-    if value is MAKER:
-        return lambda *args: Replayed(MAKER(*args), draws)
-    if value is PYTHONS or value is NUMPYS:
-        return _replaying(value, draws)
-    if isinstance(value, MethodType | BuiltinMethodType):
-        owner = value.__self__
-        if isinstance(owner, KINDS):
-            return _method(owner, value.__name__, value, draws)
-    return None
+def _replaying(own: Any, draws: Draws) -> Any:
+    """A generator of the same kind on the same bits, whose draws are replayed by row
+    while a pass runs. What a pass keeps of it therefore draws as its own does."""
+    kind: Any = type(own)
 
+    class Replaying(kind):
+        def __getattribute__(self, name: str) -> Any:
+            return _method(self, name, super().__getattribute__(name), draws)
 
-class Replayed:
-    """A generator whose draws are replayed by row while a pass runs."""
-
-    __slots__ = ("_draws", "_own")  # a snapshot of its attributes would undo the replay
-
-    def __init__(self, own: Any, draws: Draws) -> None:
-        self._own, self._draws = own, draws
-
-    def __deepcopy__(self, memo: Any) -> Replayed:
-        return Replayed(copy.deepcopy(self._own, memo), self._draws)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._own.__reduce_ex__(protocol)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._own, name)
-        if not callable(value):
-            return value
-        return _method(self._own, name, value, self._draws)
-
-
-def _replaying(kind: Any, draws: Draws) -> type:
-    """A class that stands in for a class of generators, and makes replayed ones."""
-
-    class Replaying(type):
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, kind)
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Replayed:
-            return Replayed(kind(*args, **kwargs), draws)
-
-    return Replaying(kind.__name__, (kind,), {})
+    bits = own._bit_generator if is_a(own, NUMPYS) else own.bit_generator
+    made: Any = kind.__new__(Replaying, bits)
+    kind.__init__(made, bits)
+    return made
 
 
 def _method(
     owner: Any, name: str, own: Callable[..., Any], draws: Draws
 ) -> Callable[..., Any]:
-    is_python = isinstance(owner, PYTHONS)
+    is_python = is_a(owner, PYTHONS)
     is_known = name in PYTHONS_OWN if is_python else name in (*SIZE_AT, *BY_SHAPE)
     if not is_known and name not in MIXING:
         return own
@@ -232,6 +255,6 @@ def _options(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 def _seeded(owner: Any, seed: int) -> Any:
     """A generator of the owner's kind that begins at a seed."""
-    if isinstance(owner, PYTHONS):
+    if is_a(owner, PYTHONS):
         return PYTHONS(seed)
-    return NUMPYS(seed) if isinstance(owner, NUMPYS) else MAKER(seed)
+    return NUMPYS(seed) if is_a(owner, NUMPYS) else MAKER(seed)

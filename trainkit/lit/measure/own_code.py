@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from trainkit.core.bare import is_a, names_in
+
 FRAMEWORKS = frozenset(
     "builtins torch lightning lightning_fabric pytorch_lightning lightning_utilities "
     "torchmetrics trainkit numpy typing abc".split()
@@ -18,46 +20,47 @@ FRAMEWORKS = frozenset(
 PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
-def classes_of(module: nn.Module) -> list[type]:
-    """The classes of a module and its parts that no framework defines."""
+def owners_of(module: nn.Module) -> list[Any]:
+    """The classes of a module and its parts that no framework defines, their files,
+    the user's own files that these import, and the classes in them."""
     kinds = {kind: None for each in module.modules() for kind in type(each).__mro__}
-    return [kind for kind in kinds if not is_of_framework(kind.__module__)]
-
-
-def files_of(module: nn.Module) -> list[ModuleType]:
-    """The files of those classes, and the user's own files that these import."""
-    names = dict.fromkeys(kind.__module__ for kind in classes_of(module))
-    found = {name: sys.modules[name] for name in names if name in sys.modules}
-    waiting: list[Any] = [*classes_of(module), *found.values()]
+    waiting: list[Any] = [k for k in kinds if not is_of_framework(k.__module__)]
+    waiting += {file: None for file in map(_file_of, waiting) if file is not None}
+    found = {id(each): each for each in waiting}
     while waiting:
-        for value in list(vars(waiting.pop()).values()):
-            file = value if isinstance(value, ModuleType) else _file_of(value)
-            if file is None or file.__name__ in found or not _is_own(file):
-                continue
-            found[file.__name__] = file
-            waiting.append(file)
+        for value in list(names_in(waiting.pop()).values()):
+            file = value if is_a(value, ModuleType) else _file_of(value)
+            own = (value, file) if is_a(value, type) else (file,)
+            new = [each for each in own if id(each) not in found]
+            if file is not None and new and (id(file) in found or _is_own(file)):
+                found.update({id(each): each for each in new})
+                waiting += new
     return list(found.values())
 
 
-def is_of_framework(name: str) -> bool:
+def is_of_framework(name: Any) -> bool:
     """Whether a module of this name belongs to a framework, and not to the user."""
-    return name.split(".")[0] in FRAMEWORKS
+    return is_a(name, str) and name.split(".")[0] in FRAMEWORKS
 
 
-def _file_of(value: Any) -> ModuleType | None:
+def _file_of(value: Any) -> Any:
     # Of other objects nothing is asked: they may import what they are asked for.
-    if not isinstance(value, type | FunctionType):
+    if is_a(value, type):
+        name = names_in(value).get("__module__")
+    elif is_a(value, FunctionType):
+        name = value.__module__
+    else:
         return None
-    name = value.__module__
-    return sys.modules.get(name) if isinstance(name, str) else None
+    file = sys.modules.get(name) if is_a(name, str) else None
+    return file if is_a(file, ModuleType) else None
 
 
 def _is_own(file: ModuleType) -> bool:
     """Whether it is neither a framework nor installed."""
-    if is_of_framework(file.__name__):
+    path = names_in(file).get("__file__")
+    if not is_a(path, str, Path) or is_of_framework(names_in(file).get("__name__")):
         return False
-    path = vars(file).get("__file__")
-    return path is not None and not path.startswith(_installed())
+    return not str(path).startswith(_installed())
 
 
 @functools.cache

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.core.bare import is_a
 from trainkit.lit.measure.calls import wide_for
 
 CACHING = type(functools.lru_cache(len))
@@ -22,20 +23,29 @@ def own_values(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
     A zero gate hides what stands behind it, and a copy that equals its source hides
     that it moves.
+
+    Parameters of another width are other objects: with another dtype, torch forgets
+    the leaf of a parameter, and with it the hooks by which DDP averages its gradient.
     """
     generator = torch.Generator().manual_seed(1)
     parameters = [(p, p.data) for p in module.parameters()]
     plain = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    buffers = [(each, dict(each._buffers)) for each in plain]
-    attributes = [(each, dict(vars(each))) for each in plain]
+    attributes = [(vars(each), dict(vars(each))) for each in plain]
     default, sizes = torch.get_default_dtype(), _cached()
     try:
+        known: dict[int, Any] = {}
         for parameter, data in parameters:
-            parameter.data = _moved(data, generator, dtype)
+            moved = _moved(data, generator, dtype)
+            if moved.dtype == data.dtype:
+                parameter.data = moved
+            else:
+                known[id(parameter)] = _like(parameter, moved)
         if dtype is not None:
             torch.set_default_dtype(dtype)
-            _widen(buffers, dtype)
-            _widen(attributes, dtype)
+            for held, values in attributes:
+                held.update({n: _wide(v, known, dtype) for n, v in values.items()})
+        if any(known.get(id(p), p) is not p for p in module.parameters()):
+            raise TypeError("a TorchScript module keeps its dtype")
         yield
     finally:
         torch.set_default_dtype(default)
@@ -44,10 +54,30 @@ def own_values(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
                 function.cache_clear()  # it may hold constants of the wide dtype
         for parameter, data in parameters:
             parameter.data = data
-        for each, held in buffers:
-            each._buffers.update(held)
-        for each, held in attributes:
-            vars(each).update(held)
+        for held, values in attributes:
+            held.update(values)
+
+
+def _like(parameter: nn.Parameter, data: Tensor) -> Tensor:
+    """Another parameter of its kind, with other data."""
+    made = data.as_subclass(type(parameter))
+    vars(made).update(vars(parameter))
+    return made.requires_grad_(parameter.requires_grad)
+
+
+def _wide(value: Any, known: dict[int, Any], dtype: torch.dtype) -> Any:
+    """What stands in for an attribute; it has the wide copies of tensors."""
+    if is_a(value, Tensor):
+        return known.setdefault(id(value), widened(value, dtype))
+    kind, entries = type(value), value
+    if kind is dict:  # such as those of a module's parameters and buffers
+        entries = value.values()
+    elif kind not in (list, tuple):
+        return value
+    if not any(is_a(each, Tensor) for each in entries):
+        return value
+    wide = [_wide(each, known, dtype) for each in entries]
+    return kind(zip(value, wide, strict=True) if kind is dict else wide)
 
 
 def _cached() -> dict[int, tuple[Any, int]]:
@@ -58,17 +88,6 @@ def _cached() -> dict[int, tuple[Any, int]]:
         if type(each) is CACHING
         and str(each.__module__).split(".")[0] not in ("torch", "lightning", "numpy")
     }
-
-
-def _widen(
-    held: Sequence[tuple[nn.Module, dict[str, Any]]], dtype: torch.dtype
-) -> None:
-    """Give modules the wide copies of the buffers or attributes that they hold."""
-    for module, values in held:
-        for name, value in values.items():
-            if isinstance(value, Tensor) and wide_for(value.dtype, dtype):
-                place = module._buffers if name in module._buffers else vars(module)
-                place[name] = widened(value, dtype)
 
 
 def _moved(

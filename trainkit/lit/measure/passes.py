@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +92,7 @@ class Passes:
     Attributes:
         num_rows: how many rows the whole has.
         names: of the parameters that train.
-        parameters: those.
+        parameters: those, or within `prepared` what stands in for them.
         in_eval: the layers that are in eval mode during a pass.
         draws: replays random numbers by row.
         without_hooks: whether hooks that `training_step` registers do not run.
@@ -118,7 +119,7 @@ class Passes:
         self._arguments, self._move = arguments, move
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.parameters = self._own_parameters = [parameter for _, parameter in named]
         self.coordinates: Coordinates | None = None
         self.in_eval: list[nn.Module] = []
         self.draws = Draws(num_rows)
@@ -131,6 +132,8 @@ class Passes:
         self._clear_hooks: Callable[[], None] = lambda: None
         self._terms: list[Term] = []
         self._gradients: list[Tensor | None] | None = None
+        self._calls: Any = contextlib.nullcontext()
+        self._thread = threading.get_ident()
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -140,11 +143,13 @@ class Passes:
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
             stack.callback(StashedGradients(module.parameters()).put_back)
-            self._clear_hooks = stack.enter_context(
-                without_gradient_hooks(self.parameters)
-            )
             if not self._as_it_is:
                 stack.enter_context(own_values(module, self.dtype))
+            stack.callback(setattr, self, "parameters", self.parameters)
+            self.parameters = [p for p in module.parameters() if p.requires_grad]
+            self._clear_hooks = stack.enter_context(
+                without_gradient_hooks([*self.parameters, *self._own_parameters])
+            )
             stack.enter_context(muted(module))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_no_recurrent_dropout(module))
@@ -197,7 +202,7 @@ class Passes:
             self._gradients = None
 
     def _run(self, batch: Any) -> Pass:
-        calls = MeasuredCalls(
+        calls = self._calls = MeasuredCalls(
             dtype=self.dtype, draws=self.draws, without_hooks=self.without_hooks
         )
         self._terms = []
@@ -233,15 +238,34 @@ class Passes:
             return contextlib.nullcontext()
         return self.module.trainer.precision_plugin.forward_context()
 
+    @contextlib.contextmanager
+    def around_chunk(self, call: Any, chunk: Any) -> Iterator[None]:
+        """The context of a chunk of a module's call; without one, of its probe.
+
+        Its second pass may run in a thread of autograd's, where no call is seen.
+        """
+        if chunk is None:
+            was_active, self.draws.is_active = self.draws.is_active, False
+            try:
+                yield
+            finally:
+                self.draws.is_active = was_active
+            return
+        is_here = threading.get_ident() == self._thread
+        own = self.draws.of_chunk(call, chunk.start, chunk.stop, call.num_rows)
+        with contextlib.nullcontext() if is_here else self._calls, own:
+            yield
+
     def restore(self) -> None:
         """Put back what passes that kept their state have changed."""
         assert self._snapshot is not None
         assert self._registries is not None
-        self._written.put_back()
-        self._registries.put_back()
-        self._snapshot.restore()
-        self._put_back()
-        self._clear_hooks()
+        with contextlib.ExitStack() as stack:  # each runs, also if another fails
+            stack.callback(self._clear_hooks)
+            stack.callback(self._put_back)
+            stack.callback(self._snapshot.restore)
+            stack.callback(self._registries.put_back)
+            stack.callback(self._written.put_back)
 
     def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -269,12 +293,17 @@ class Passes:
         weight: Any = None,
     ) -> None:
         _check_loss(loss)
+        own = {id(each) for each in self.parameters}
+        others = [each for each in self._own_parameters if id(each) not in own]
         gradients = run_backward(
             loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
-            self.parameters,
+            [*self.parameters, *others],
             retain=retain,
             alone=self.module.trainer.world_size > 1,
         )
+        if any(each is not None for each in gradients[len(self.parameters) :]):
+            raise TypeError("training_step reaches parameters outside of their modules")
+        del gradients[len(self.parameters) :]
         if self.coordinates is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)
@@ -284,7 +313,11 @@ class Passes:
         self._terms.append(Term(name, value, vector, batch, given, is_plain))
         if self._gradients is not None:
             pairs = zip(self._gradients, gradients, strict=True)
-            self._gradients = [added(one, other) for one, other in pairs]
+            # Copies: what was written in a pass is put back after it.
+            self._gradients = [
+                added(one, None if other is None else other.clone())
+                for one, other in pairs
+            ]
 
 
 def _refuse_gathering(*args: Any, **kwargs: Any) -> None:

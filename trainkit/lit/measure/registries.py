@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from trainkit.core.generators import generator_keeper
-from trainkit.lit.measure.host_draws import Replayed
-from trainkit.lit.measure.own_code import classes_of, files_of
-from trainkit.lit.rerun.snapshot import CONTAINERS, FRAMEWORK, VALUES, container_keeper
+from trainkit.core.bare import is_a, names_in
+from trainkit.lit.measure.own_code import owners_of
+from trainkit.lit.rerun.snapshot import FRAMEWORK, Snapshot
 
 
 class Registries:
-    """The parts, buffers and hooks of modules, the options of optimizers, and numbers,
-    generators and containers that stand in classes and files of the user's own.
+    """The parts, buffers and hooks of modules, the options of optimizers, and what
+    stands in classes and files of the user's own.
 
     A first pass may register what later ones use: a buffer, or hooks that collect
     outputs. Without this the training would find them registered, or twice.
@@ -35,21 +35,11 @@ class Registries:
         self._kept = [(value, dict(value)) for value in held]
         groups = [group for each in optimizers for group in each.param_groups]
         self._groups = [(group, dict(group)) for group in groups]
-        self._owners = owners = [*classes_of(module), *files_of(module)]
-        self._names = [frozenset(vars(owner)) for owner in owners]
-        self._plain = [
-            (owner, name, value)
-            for owner in owners
-            for name, value in vars(owner).items()
-            if type(value) in VALUES
-        ]
-        held = [value for owner in owners for value in list(vars(owner).values())]
-        self._others = [k for k in map(generator_keeper, held) if k is not None]
-        self._others += [
-            container_keeper(value)[0]
-            for value in held
-            if type(value) in CONTAINERS and value is not sys.modules
-        ]
+        # A double underscore marks what Python itself keeps there.
+        self._owners = [(each, _own_names(each)) for each in owners_of(module)]
+        held = (value for _, names in self._owners for value in names.values())
+        own = (value for value in held if value is not sys.modules)
+        self._values = Snapshot(*own, leave_out=[module], by_value=False)
 
     def put_back(self) -> None:
         for value, kept in self._kept:
@@ -58,18 +48,21 @@ class Registries:
             value.update(kept)
         for group, kept in self._groups:
             group.update(kept)
-        for owner, name, value in self._plain:
-            if vars(owner).get(name) is not value:
-                setattr(owner, name, value)
-        for put_back in self._others:
-            put_back()
-        for owner, names in zip(self._owners, self._names, strict=True):
-            for name in vars(owner).keys() - names:
-                if _is_plain(vars(owner)[name]):  # a module stays, which was imported
-                    delattr(owner, name)
+        for owner, kept in self._owners:
+            present = _own_names(owner)
+            for name, value in kept.items():
+                if present.get(name, kept) is not value:
+                    _bare(owner).__setattr__(owner, name, value)
+            for name in present.keys() - kept.keys():
+                if not is_a(present[name], ModuleType):  # which was imported
+                    _bare(owner).__delattr__(owner, name)
+        self._values.restore()
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in (*VALUES, *CONTAINERS, Replayed) or bool(
-        generator_keeper(value)
-    )
+def _own_names(owner: Any) -> dict[str, Any]:
+    return {n: v for n, v in names_in(owner).items() if not n.startswith("__")}
+
+
+def _bare(owner: Any) -> Any:
+    """Whose methods set what a class or a file holds, without code of its own."""
+    return type if is_a(owner, type) else ModuleType

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.terms import named_strategies
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
@@ -19,6 +19,7 @@ from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.measure.by_hand import has_mixin
 from trainkit.lit.measure.clean import communicates
 from trainkit.lit.probe.fit_aside import fit_aside
+from trainkit.lit.proof.inside import measured_inside
 from trainkit.lit.proof.ranks import of_all_ranks
 from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
@@ -190,7 +191,7 @@ class _Check(Callback):
             module,
             batch,
             most=self._most,
-            options=self._options,
+            options=None if is_inside(self._options) else self._options,
             strategy=next(iter(strategies.values()), None),
         )
         if rows.num_rows < 2:
@@ -198,4 +199,6 @@ class _Check(Callback):
                 f"check: needs at least 2 rows to cut, and found {rows.num_rows}. Give "
                 f"a loader or a batch with more rows, and leave rows= at its default."
             )
+        if self._options is not None and is_inside(self._options):
+            return measured_inside(module, rows, self._options)
         return measured(module, rows, strategies, self._callbacks)

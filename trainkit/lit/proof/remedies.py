@@ -40,7 +40,8 @@ BY_HAND = (
 )
 PLAINLY = "plain accumulation"
 GIVEN = "what self.accumulate gets"
-NO_STRATEGY = "no strategy can make it exact"
+NO_STRATEGY = "no strategy can make it exact; the inner cut can"
+INSIDE = 'micro_batching = MicroBatching(size=8, inside="auto")'
 
 
 def of_weights(
@@ -134,7 +135,8 @@ def with_ways_in(
     cause: Cause, module: Any, whole: Pass, strategies: Strategies
 ) -> Cause:
     """A cause with the line that a module needs before a strategy counts in it."""
-    if not any("accumulation = " in line for line in cause.remedy):
+    assigned = ("accumulation = ", "micro_batching = ")
+    if not any(word in line for line in cause.remedy for word in assigned):
         return cause
     is_plain = any(term.is_plain for term in whole.terms)
     more, text = (), cause.text
@@ -266,7 +268,7 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
         located.path,
         f"{where} {name}, a row gets another value when other rows are beside it; "
         f"{NO_STRATEGY}",
-        ("let no operation mix rows, or train this model in whole batches",),
+        (INSIDE, "or let no operation mix rows"),
     )
 
 
@@ -278,7 +280,7 @@ def of_loss(located: Located) -> Cause:
         located.of_loss or STEP,
         f"all modules treat rows apart, and the loss{after} looks across them, as "
         f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
-        ("train with this loss in whole batches, without accumulation",),
+        (INSIDE, "with accumulate_grad_batches=1 and larger loader batches"),
     )
 
 
@@ -299,7 +301,10 @@ def of_sampling(unlike: Sequence[str]) -> Cause:
         ", ".join(unlike),
         "training_step draws across the rows of the batch: a micro-batch draws among "
         "its own rows only",
-        ("draw in the data set or the collate function, for each row by itself",),
+        (
+            "draw in the data set or the collate function, for each row by itself",
+            f"or {INSIDE}",
+        ),
     )
 
 

@@ -6,6 +6,8 @@ import contextlib
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import is_
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainkit.core.generators import generator_keeper, read_states, write_states
+from trainkit.core.bare import is_a, names_in
+from trainkit.core.generators import (
+    generator_keeper,
+    is_generator,
+    read_states,
+    write_states,
+)
 
 FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 """What torch, Lightning and torchmetrics keep in a module; `training_step` changes none
@@ -53,6 +61,7 @@ class Snapshot:
         device: keep the global random generators as well, this device's among them.
         leave_out: modules that stay as they are.
         only_buffers: keep no attributes of modules.
+        by_value: whether to keep tensors and arrays, which are copied.
     """
 
     def __init__(
@@ -64,7 +73,9 @@ class Snapshot:
         device: torch.device | None = None,
         leave_out: Iterable[nn.Module] = (),
         only_buffers: bool = False,
+        by_value: bool = True,
     ) -> None:
+        self._by_value = by_value
         self._around_steps = around_steps
         self._generators = generators
         self._device = device
@@ -79,31 +90,36 @@ class Snapshot:
         self._random = None if device is None else read_states(device)
 
     def restore(self) -> None:
-        """Put everything back; may be called again."""
+        """Put everything back, also if something fails; may be called again."""
+        failed = None
         with torch.no_grad():
             for put_back in self._put_back:
-                put_back()
+                try:
+                    put_back()
+                except Exception as error:
+                    failed = error
         if self._random is not None:
             assert self._device is not None
             write_states(self._random, self._device)
+        if failed is not None:
+            raise failed
 
     def _keep(self, value: Any) -> None:
         if type(value) in VALUES or self._was_seen(value):
             return
-        if isinstance(value, Tensor):
-            self._keep_tensor(value)
-        elif isinstance(value, nn.Module):
+        if is_a(value, Tensor, np.ndarray):
+            if self._by_value:
+                (self._keep_tensor if is_a(value, Tensor) else self._keep_array)(value)
+        elif is_a(value, nn.Module):
             self._keep_module(value)
             for module in value.modules():
                 if not self._was_seen(module):
                     self._keep_module(module)
-        elif isinstance(value, tuple):
+        elif is_a(value, tuple):
             if self._around_steps:
                 self._keep_entries(value)
-        elif isinstance(value, CONTAINERS):
+        elif is_a(value, *CONTAINERS):
             self._keep_container(value)
-        elif isinstance(value, np.ndarray):
-            self._keep_array(value)
         else:
             self._keep_object(value)
 
@@ -152,7 +168,7 @@ class Snapshot:
 
     def _keep_entries(self, entries: Iterable[Any]) -> None:
         for each in entries:
-            if self._around_steps or not isinstance(each, Tensor):
+            if self._around_steps or not is_a(each, Tensor):
                 self._keep(each)
 
     def _keep_attributes(self, thing: Any, *, within: bool) -> None:
@@ -170,7 +186,7 @@ class Snapshot:
         for value in kept.values():
             if within:
                 self._keep(value)
-            elif not isinstance(value, DataLoader | Sampler | Dataset):
+            elif not is_a(value, DataLoader, Sampler, Dataset):
                 self._keep_generator(value)
             elif not self._was_seen(value):
                 self._keep_attributes(value, within=False)
@@ -181,9 +197,10 @@ class Snapshot:
             self._put_back.append(lambda: np.copyto(array, kept))
 
     def _keep_object(self, value: Any) -> None:
-        is_generator = self._keep_generator(value)
-        if not is_generator and not self._around_steps and holds_plain_values(value):
-            self._keep_container(vars(value))
+        if self._keep_generator(value) or self._around_steps:
+            return
+        if holds_plain_values(value):
+            self._keep_container(names_in(value))
 
     def _keep_generator(self, value: Any) -> bool:
         """Whether the value is a random generator."""
@@ -221,25 +238,24 @@ def container_keeper(value: Any) -> tuple[Callable[[], None], Any]:
 
 def _is_as_before(kind: Any, value: Any, kept: Any) -> bool:
     """Whether a container holds the very objects that it held, in that order."""
-    keys = list(kind.__iter__(value))
-    if len(keys) != len(kept) or any(
-        a is not b for a, b in zip(keys, kept, strict=True)
+    if kind.__len__(value) != len(kept) or not all(
+        map(is_, kind.__iter__(value), kept)
     ):
         return False
-    if not isinstance(kept, dict):
-        return True
-    return all(kind.__getitem__(value, key) is each for key, each in kept.items())
+    return not isinstance(kept, dict) or all(
+        map(is_, kind.values(value), kept.values())
+    )
 
 
 def holds_plain_values(value: Any, depth: int = 3) -> bool:
     """Whether it is an object that nothing else works on, as on a lock; objects in it
     may be such again."""
-    if isinstance(value, type | nn.Module) or callable(value) or not depth:
+    if is_a(value, type, nn.Module, ModuleType) or callable(value) or not depth:
         return False
-    held = getattr(value, "__dict__", None)
+    held = names_in(value)
     return type(held) is dict and all(
-        isinstance(each, (*VALUES, *CONTAINERS, tuple, Tensor, np.ndarray))
-        or generator_keeper(each) is not None
+        is_a(each, *VALUES, *CONTAINERS, tuple, Tensor, np.ndarray)
+        or is_generator(each)
         or holds_plain_values(each, depth - 1)
         for each in held.values()
     )

@@ -14,6 +14,8 @@ from trainkit.core.split.search import SizeSearch
 from trainkit.core.window_stats import WindowStats
 from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.callback.table import Row
+from trainkit.lit.inside.cuts import InsideCuts
+from trainkit.lit.inside.refusals import refuse_several_unweighed
 from trainkit.lit.split import refusals
 from trainkit.lit.split.fillers import refuse_fillers_that_count
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
@@ -37,6 +39,7 @@ class SplitCallback(WindowCallback):
     def _forget(self) -> None:
         super()._forget()
         self.split: SplitWindows | None = None
+        self.inside: InsideCuts | None = None
         self._found: Any = None
         self._host_group: Any = None
         self._shown: int | None = None
@@ -47,10 +50,18 @@ class SplitCallback(WindowCallback):
 
     @property
     def is_split(self) -> bool:
-        return self.micro_batching is not None
+        return self._split_options is not None
+
+    @property
+    def _split_options(self) -> MicroBatching | None:
+        """How loader batches are cut on the host; None if they are not."""
+        options = self.micro_batching
+        return None if options is None or options.inside is not None else options
 
     @property
     def micro_batch_size(self) -> int | None:
+        if self.inside is not None:
+            return self.inside.size
         return self._shown if self.split is None else self.split.sizes.shown
 
     @property
@@ -63,8 +74,14 @@ class SplitCallback(WindowCallback):
     # ---- before and after training ---------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        options = self.micro_batching
-        refusals.refuse_wrong_type(options)
+        refusals.refuse_wrong_type(self.micro_batching)
+        options = self._split_options
+        if self.micro_batching is not None and options is None:
+            self.inside = InsideCuts(pl_module, self.micro_batching)
+            self.inside.load_state_dict(self._found or {})
+            self.inside.start()
+        if not self.has_strategy:
+            refuse_several_unweighed(trainer, pl_module, self)
         refuse_said_terms(self.strategies)
         refuse_fillers_that_count(trainer, pl_module, self.strategies, options)
         super().on_train_start(trainer, pl_module)
@@ -94,9 +111,14 @@ class SplitCallback(WindowCallback):
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = super().table_rows(trainer, pl_module)
-        if self.micro_batching is not None:
+        if self._split_options is not None:
             is_step = trainer.accumulate_grad_batches == 1
-            rows.append(("split", describe(self.micro_batching, is_step=is_step)))
+            rows.append(("split", describe(self._split_options, is_step=is_step)))
+        if self.inside is not None:
+            row = self.inside.table_row(
+                has_strategy=self.has_strategy, num_ranks=trainer.world_size
+            )
+            rows.append(row)
         return rows
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -124,11 +146,13 @@ class SplitCallback(WindowCallback):
     def _stop(self) -> None:
         if self.split is not None:
             self.split.stop()
+        if self.inside is not None:
+            self.inside.stop()
 
     # ---- a loader batch --------------------------------------------------------------
 
     def take_calls(self, trainer: Any, pl_module: Any) -> None:
-        if self.micro_batching is None:  # else each of its parts is weighed
+        if self._split_options is None:  # else each of its parts is weighed
             super().take_calls(trainer, pl_module)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -190,6 +214,8 @@ class SplitCallback(WindowCallback):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self.split is not None and isinstance(self.split.sizes, AutoSizes):
             checkpoint[KEY] = self.split.sizes.search.state_dict()
+        if self.inside is not None:
+            checkpoint[KEY] = self.inside.state_dict()
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]

@@ -23,7 +23,7 @@ from trainkit.lit._compat import (
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.window_end import say_dropped, window_ends
-from trainkit.lit.measure.at_start import begin_proof
+from trainkit.lit.measure.begin import begin_proof
 from trainkit.lit.rerun.gradients import StashedGradients
 from trainkit.lit.rerun.snapshot import kept
 from trainkit.lit.split import refusals

@@ -184,7 +184,7 @@ class WindowCallback(WindowOwner):
         self.show_table(trainer, pl_module)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
-        rows = table_of_windows(trainer, self.strategies)
+        rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
         rows += unguarded(trainer, pl_module, self)
         return rows + early_hooks(trainer, pl_module, self)
 
@@ -253,7 +253,7 @@ class WindowCallback(WindowOwner):
         accumulator = self.accumulators[index]
         if not pl_module.automatic_optimization:
             refusals.refuse_open_window(index, accumulator)
-            if index not in self._divided and index not in self._undivided:
+            if self.has_strategy and index not in self._divided | self._undivided:
                 self._undivided.add(index)
                 refusals.announce_undivided_step(index)
             self._divided.discard(index)

@@ -12,7 +12,7 @@ from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.table import show
-from trainkit.lit.measure.at_start import begin_proof
+from trainkit.lit.measure.begin import begin_proof
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
 
@@ -47,6 +47,8 @@ class _Steps:
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
+        if self._windows.inside is not None:
+            self._windows.inside.prepare(self._trainer, batch, *args, **kwargs)
         self._prove(batch, *args, **kwargs)
         with self._watched(), self._windows.said.open():
             self._weigh(batch)
@@ -72,7 +74,7 @@ class _Steps:
         if windows.must_count_samples:
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=num_samples(batch))
-        if counts_alike(windows.strategies):
+        if windows.has_strategy and counts_alike(windows.strategies):
             self._unlike.record(batch)
             if windows.first_windows.is_complete:
                 self.say_unlike()

@@ -1,0 +1,40 @@
+"""Rows that see each other, or count each other, are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.inside.common import Net, batch, twin
+from trainkit import Chunked, TrainkitError
+
+
+class Counting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / len(x)
+
+
+class Placed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.arange(1, len(x) + 1)[:, None]
+
+
+class Mixing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out - out.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Counting, "depends on the number of rows, or on its place"),
+        (Placed, "depends on the number of rows, or on its place"),
+        (Mixing, "depends on other rows"),
+    ],
+)
+def test_a_row_that_does_not_stand_alone_is_refused(kind: type[Net], why: str) -> None:
+    net, (x, _) = twin(kind()), batch()
+    with Chunked(net, size=4), pytest.raises(TrainkitError, match=why):
+        net(x)

@@ -1,0 +1,177 @@
+"""A fit with an inner cut equals a fit of the whole batches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from tests.core.inside.common import LOSSES, Loss, batch, dice, nt_xent
+from tests.helpers import NAIVE, deviation, trainer, weights
+from tests.lit.inside.common import Foreign, Own, copies, data, fit
+from trainkit import (
+    AccumulationCallback,
+    ExactResume,
+    MicroBatching,
+    PerSample,
+    ResumableLoader,
+    TrainkitError,
+)
+
+EXACT = 1e-12
+
+
+def off(module: Any, reference: Any, start: Any) -> float:
+    return deviation(weights(module), weights(reference), weights(start))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", [Foreign, Own])
+def test_fit_equals_that_of_the_whole_batch(
+    kind: Any, optimizer: str, clip: float | None
+) -> None:
+    start = kind(calls=2, optimizer=optimizer)
+    plain = Foreign(calls=2, optimizer=optimizer)
+    plain.load_state_dict(start.state_dict())
+    module = copy.deepcopy(start)
+    fit(plain, None, gradient_clip_val=clip)
+    run = fit(module, MicroBatching(size=4, inside="net"), gradient_clip_val=clip)
+    assert off(module, plain, start) <= EXACT
+    assert module.logged == pytest.approx(plain.logged, rel=EXACT)
+    assert set(run.callback_metrics) >= {"loss"}
+    assert "forward" not in vars(module.net)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
+def test_every_loss_is_that_of_the_whole_batch(loss: Loss) -> None:
+    start = Foreign(loss)
+    plain, module = copies(start, 2)
+    fit(plain, None)
+    fit(module, MicroBatching(size=5, inside="net"))
+    assert off(module, plain, start) <= EXACT
+
+
+@pytest.mark.parametrize("loss", [dice, nt_xent], ids=lambda f: f.__name__)
+def test_accumulation_of_such_a_loss_is_not(loss: Loss) -> None:
+    start = Foreign(loss)
+    plain, module = copies(start, 2)
+    fit(plain, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callback = AccumulationCallback(PerSample())
+        small = data(size=4)
+        fit(module, None, callback, loader=small, accumulate=5)
+    assert off(module, plain, start) > NAIVE
+
+
+@pytest.mark.parametrize("inside", ["auto", "self", ("net.body", "net.head")])
+def test_which_modules_are_cut_does_not_matter(inside: Any) -> None:
+    start = Foreign(calls=2)
+    plain, module = copies(start, 2)
+    fit(plain, None)
+    fit(module, MicroBatching(size=3, inside=inside))
+    assert off(module, plain, start) <= EXACT
+
+
+def test_a_size_that_is_found_begins_with_all_rows() -> None:
+    start = Foreign()
+    plain, module = copies(start, 2)
+    fit(plain, None)
+    fit(module, MicroBatching(inside="net"))
+    assert off(module, plain, start) <= EXACT
+
+
+def test_a_strategy_weighs_windows_of_several_batches() -> None:
+    """Means over rows: the inner cut, and accumulation on top of it."""
+
+    def mean(out: Any, labels: Any) -> Any:
+        return torch.nn.functional.cross_entropy(out, labels)
+
+    start = Foreign(mean)
+    plain, module = copies(start, 2)
+    fit(plain, None, loader=data(size=33))
+    callback = AccumulationCallback(
+        PerSample(), micro_batching=MicroBatching(size=4, inside="net")
+    )
+    fit(module, None, callback, loader=data(size=11), accumulate=3)
+    assert off(module, plain, start) <= EXACT
+
+
+@pytest.mark.parametrize("kind", [Foreign, Own])
+def test_windows_of_several_batches_need_a_strategy(kind: Any) -> None:
+    with pytest.raises(TrainkitError, match="needs no strategy where one loader"):
+        fit(kind(), MicroBatching(size=4, inside="net"), accumulate=2)
+
+
+def test_a_path_that_leads_nowhere_is_refused_with_what_there_is() -> None:
+    with pytest.raises(TrainkitError, match="'encoder'. It has net"):
+        fit(Foreign(), MicroBatching(size=4, inside="encoder"))
+
+
+def test_the_forward_is_given_back_after_an_error() -> None:
+    class Fails(Foreign):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert "forward" in vars(self.net)
+            raise RuntimeError("as asked")
+
+    module = Fails()
+    with pytest.raises(RuntimeError, match="as asked"):
+        fit(module, MicroBatching(size=4, inside="net"))
+    assert "forward" not in vars(module.net)
+
+
+def test_a_copy_and_a_pickle_made_in_fit_stand_alone() -> None:
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.copy = copy.deepcopy(module.net)
+            self.pickled = pickle.loads(pickle.dumps(module.net))
+
+    callback, module = Copies(), Foreign()
+    fit(module, MicroBatching(size=4, inside="net"), callback)
+    x, _ = batch()
+    for each in (callback.copy, callback.pickled):
+        before = weights(module)
+        module.zero_grad()
+        each(x).sum().backward()
+        assert all(p.grad is None for p in module.net.parameters())
+        assert all(p.grad is not None for p in each.parameters())
+        assert torch.equal(weights(module), before)
+
+
+def test_hooks_of_the_module_see_all_rows_once() -> None:
+    module, seen = Foreign(), []
+    module.net.register_forward_hook(lambda net, args, out: seen.append(len(out)))
+    options = MicroBatching(size=4, inside="net")
+    fit(module, None, AccumulationCallback(micro_batching=options, proof="off"))
+    assert seen == [22] * 6
+
+
+def resumable(folder: Any, steps: int, ckpt_path: Any = None) -> Any:
+    """The weights after so many steps, with what resumes to the bit."""
+    module = Foreign(calls=2, dropout=0.3, optimizer="adamw")
+    torch.manual_seed(7)
+    callbacks = [
+        AccumulationCallback(micro_batching=MicroBatching(size=4, inside="net")),
+        ExactResume(dirpath=folder, every_n_train_steps=1),
+    ]
+    loader = ResumableLoader(TensorDataset(*batch(66)), batch_size=22, shuffle=True)
+    how: Any = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": True}
+    run = trainer(callbacks=callbacks, **how)
+    run.fit(module, loader, ckpt_path=ckpt_path)
+    return weights(module)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Any) -> None:
+    whole = resumable(tmp_path / "whole", 7)
+    half = resumable(tmp_path / "half", 4)
+    assert not torch.equal(half, whole)
+    torch.rand(9)
+    resumed = resumable(tmp_path / "half", 7, tmp_path / "half" / "last.ckpt")
+    assert torch.equal(resumed, whole)

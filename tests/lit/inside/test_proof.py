@@ -1,0 +1,122 @@
+"""What a fit and `check` say of an inner cut is what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.core.inside.common import CLASSES, WIDTH, Net, batch
+from tests.lit.inside.common import Foreign, fit
+from trainkit import AccumulationCallback, MicroBatching, TrainkitError, check
+
+OPTIONS = MicroBatching(size=4, inside="net")
+
+
+class Drawing(Net):
+    """Noise drawn by row, as in a variational encoder."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + 0.3 * torch.randn_like(out)
+
+
+class Counting(Net):
+    """Counts its rows, which a few rows do not show, since it draws as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + len(x) / 50) + 1e-9 * torch.rand(())
+
+
+class Mixing(Net):
+    """Rows that see each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out - out.mean(0)
+
+
+def mean_of_squares(out: Tensor, labels: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def with_net(net: nn.Module, **how: Any) -> Foreign:
+    module = Foreign(**how)
+    module.net = net.double()  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize("net", [Net(), Net(dropout=0.5), Drawing()])
+def test_a_fit_says_exact_where_it_was_measured(
+    net: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(with_net(net, calls=2), OPTIONS)
+    assert "proof: exact on 4 of your rows" in capsys.readouterr().out
+
+
+def test_require_refuses_a_net_that_depends_on_the_number_of_rows() -> None:
+    callback = AccumulationCallback(micro_batching=OPTIONS, proof="require")
+    with pytest.raises(TrainkitError, match="net: chunks of rows do not give"):
+        fit(with_net(Counting(), loss=mean_of_squares), None, callback)
+
+
+@pytest.mark.parametrize(
+    ("net", "why"),
+    [
+        (Mixing(), "its output of a row depends on other rows"),
+        (
+            nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.BatchNorm1d(CLASSES)),
+            "BatchNorm",
+        ),
+    ],
+)
+def test_rows_that_see_each_other_are_refused_by_name(net: nn.Module, why: str) -> None:
+    with pytest.raises(TrainkitError, match=f"^net: .*{why}"):
+        fit(with_net(net), OPTIONS)
+
+
+def test_auto_goes_around_what_mixes_rows() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Net())
+    module = with_net(net)
+    report = check(module, batch(), micro_batches=MicroBatching(size=4, inside="auto"))
+    assert report.exact
+
+
+def test_auto_refuses_where_all_rows_see_each_other() -> None:
+    class Whole(Foreign):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, _ = batch
+            return (self.net(x) @ x.T).square().mean()
+
+    module = Whole()
+    module.net = nn.BatchNorm1d(WIDTH).double()  # type: ignore[assignment]
+    module.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(
+        TrainkitError,
+        match='inside="auto": no submodule of Whole can run .* net: its rows must',
+    ):
+        fit(module, MicroBatching(size=4, inside="auto"))
+
+
+@pytest.mark.parametrize(("net", "exact"), [(Drawing(), True), (Counting(), False)])
+def test_check_follows_the_cut(net: nn.Module, exact: bool) -> None:
+    report = check(with_net(net, loss=mean_of_squares), batch(), micro_batches=OPTIONS)
+    assert report.exact == exact
+    assert [cut.name for cut in report.cuts] == [f"chunks of {n}" for n in (4, 3, 1)]
+    if not exact:
+        assert [cause.place for cause in report.causes] == ["net"]
+        with pytest.raises(AssertionError, match="chunks of rows do not give"):
+            report.assert_exact()
+
+
+def test_the_remedy_of_a_loss_across_rows_works_as_printed() -> None:
+    report = check(Foreign(), batch())
+    assert not report.exact
+    line = report.causes[0].remedy[0]
+    assert line.startswith("micro_batching = ")
+    options = eval(
+        line.removeprefix("micro_batching = "), {"MicroBatching": MicroBatching}
+    )
+    assert check(Foreign(), batch(), micro_batches=options).exact

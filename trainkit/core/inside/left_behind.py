@@ -1,0 +1,63 @@
+"""What a forward pass leaves in attributes: with chunks, that of one chunk."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from trainkit.core.batch_norm.layers import listed
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that each module has; buffers are looked at elsewhere."""
+
+
+def held_tensors(module: nn.Module) -> dict[str, Any]:
+    """The tensors in plain attributes of a module and of those in it, by their path.
+
+    A list or dict counts as what it holds. What a layer caches stays the same object
+    from one pass to the next; what it leaves for others does not.
+    """
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, each in module.named_modules()
+        for name, attribute in vars(each).items()
+        if name not in OF_TORCH and (value := tuple(_tensors(attribute)))
+    }
+
+
+def moved_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The paths of attributes that hold other tensors than before."""
+    return [
+        path
+        for path, tensors in after.items()
+        if list(map(id, tensors)) != list(map(id, before.get(path, ())))
+    ]
+
+
+def announce_hooks(module: nn.Module, name: str) -> None:
+    """Warn of hooks of layers within a module, which see each chunk twice."""
+    paths = [
+        path
+        for path, each in module.named_modules()
+        if path and each._forward_hooks and not isinstance(each, FSDPModule)
+    ]
+    if paths:
+        warnings.warn(
+            f"trainkit | {name}: forward hooks of {listed(paths)} run for each chunk "
+            f"of rows, in the forward and in the backward pass. What they collect is "
+            f"that of a chunk. A hook of {name} itself sees all rows, once.",
+            stacklevel=2,
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        yield from (each for each in value if isinstance(each, Tensor))
+    elif isinstance(value, dict):
+        yield from (each for each in value.values() if isinstance(each, Tensor))

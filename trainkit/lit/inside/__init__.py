@@ -1,0 +1,1 @@
+"""The inner cut in a `fit`: which modules run in chunks, and for how long."""

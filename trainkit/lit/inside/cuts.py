@@ -1,0 +1,155 @@
+"""The submodules of a module that run in chunks of rows while `fit` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.chunked import ChunkedForward
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.keep import Keeper
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.errors import TrainkitError
+from trainkit.lit.callback.table import Row, show
+from trainkit.lit.inside.choose import choose
+
+SELF = "self"
+"""The path of the module's own `forward`."""
+
+
+class InsideCuts:
+    """Replaces the forward of the named submodules, and gives it back.
+
+    Args:
+        pl_module: what trains.
+        options: with `inside`.
+    """
+
+    def __init__(self, pl_module: Any, options: MicroBatching) -> None:
+        self._module, self._options = pl_module, options
+        self._sizes = Sizes(
+            options.size, start=options.start, grow_after=options.grow_after
+        )
+        self._cuts: list[ChunkedForward] = []
+
+    def start(self) -> None:
+        """Cut the submodules that are named; `"auto"` waits for the first batch."""
+        if self._options.inside != "auto":
+            self._install(paths_of(self._options))
+
+    def stop(self) -> None:
+        """Give all submodules their own forward back."""
+        for cut in self._cuts:
+            cut.remove()
+        self._cuts = []
+
+    def prepare(self, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Find the submodules on rows of the first batch, if they are to be found."""
+        if self._cuts:
+            return
+        paths = choose(
+            trainer, self._module, batch, (args, kwargs) if args or kwargs else None
+        )
+        self._install(paths)
+        if trainer.is_global_zero:
+            show([("inside", f'found by inside="auto": {listed(paths)}')])
+
+    def _install(self, paths: Sequence[str]) -> None:
+        keeper = Keeper(self._options.keep)
+        for path in paths:
+            cut = ChunkedForward(
+                _submodule(self._module, path),
+                path,
+                self._sizes,
+                keeper,
+                self._options.shared,
+            )
+            cut.install()
+            self._cuts.append(cut)
+
+    # ---- what others ask -------------------------------------------------------------
+
+    @property
+    def names(self) -> str:
+        """The paths of the submodules, for messages."""
+        return listed([cut.name for cut in self._cuts])
+
+    @property
+    def size(self) -> int | None:
+        """The most rows in a chunk, if there is a limit."""
+        return self._sizes.limit
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """The submodules run uncut, for a while."""
+        for cut in self._cuts:
+            cut.is_off = True
+        try:
+            yield
+        finally:
+            for cut in self._cuts:
+                cut.is_off = False
+
+    @contextmanager
+    def measured(self, size: int, around: Callable[..., Any]) -> Iterator[None]:
+        """Chunks of a few rows, each in a context, for a while.
+
+        Args:
+            size: the most rows.
+            around: makes the context of a chunk.
+        """
+        held = [(cut, cut.sizes, cut.keeper, cut.around) for cut in self._cuts]
+        for cut, *_ in held:
+            cut.sizes, cut.keeper, cut.around = Sizes(size), Keeper(0), around
+        try:
+            yield
+        finally:
+            for cut, sizes, keeper, before in held:
+                cut.sizes, cut.keeper, cut.around = sizes, keeper, before
+
+    def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
+        """How the step runs, for the table before training."""
+        options = self._options
+        names = listed(list(paths_of(options)))
+        what = "the modules found" if options.inside == "auto" else names
+        how = "as many rows as fit" if options.is_auto else f"{options.size} rows"
+        alike = "; the losses of the ranks count alike"
+        return (
+            "inside",
+            f"training_step runs once on the whole loader batch; {what} in chunks of "
+            f"{how}, and once more in the backward pass"
+            f"{alike * (num_ranks > 1 and not has_strategy)}",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size that was found, for a checkpoint."""
+        return {"limit": self._sizes.limit}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin with a size that was found before."""
+        if self._sizes.is_auto:
+            self._sizes.limit = state.get("limit")
+
+
+def paths_of(options: MicroBatching) -> tuple[str, ...]:
+    """The paths that `inside` names."""
+    inside = options.inside
+    return (inside,) if isinstance(inside, str) else tuple(inside or ())
+
+
+def _submodule(pl_module: nn.Module, path: str) -> nn.Module:
+    if path == SELF:
+        return pl_module
+    try:
+        return pl_module.get_submodule(path)
+    except AttributeError as error:
+        names = [name for name, _ in pl_module.named_children()]
+        raise TrainkitError(
+            f"MicroBatching inside: must be the path of a submodule, and "
+            f"{type(pl_module).__name__} has none at {path!r}. It has "
+            f"{listed(names, at_most=9) or 'no submodule'}."
+        ) from error
