@@ -106,7 +106,11 @@ def refused(rank: int, world_size: int, what: str) -> list[str]:
             fully_shard(block)
         cut.across = rank == 1
         model = cut
-    given = {"no size": {"size": None}, "keep": {"size": 6, "keep": 2}}
+    given: dict[str, Any] = {
+        "no size": {"size": None},
+        "keep": {"size": 6, "keep": 2},
+        "tokens": {"tokens": 64},
+    }
     with Chunked(cut, **given.get(what, {"size": 6})):
         refuses(lambda: model(x))
         if what == "one fails":
@@ -121,6 +125,7 @@ def refused(rank: int, world_size: int, what: str) -> list[str]:
         ("few", "one rank needs 4, and another has 2 rows"),
         ("no size", "Give a size"),
         ("keep", "keep=2 was given. Write keep=0"),
+        ("tokens", "a budget of tokens gives each rank its own number"),
     ],
 )
 def test_what_ranks_cannot_do_alike_is_refused_on_all(

@@ -249,6 +249,11 @@ def test_lengths_are_needed() -> None:
             net(data["ids"], data["lengths"][:3])
 
 
+def test_lengths_without_a_budget_are_refused() -> None:
+    with pytest.raises(TrainkitError, match="Add tokens="):
+        Chunked(Recurrent(), size=3, lengths="lengths")
+
+
 def test_lengths_are_read_once_in_a_call() -> None:
     net, data = Reader().double(), batch()
     reads = []

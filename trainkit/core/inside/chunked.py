@@ -340,6 +340,11 @@ class Chunked(nn.Module):
         if size is not None:
             check_whole_number("Chunked size", size)
         name = f"Chunked({type(module).__name__})"
+        if lengths is not None and tokens is None:
+            raise TrainkitError(
+                f"{name}: lengths={lengths!r} is for a budget of tokens, and none was "
+                f"given. Add tokens=, or leave out lengths."
+            )
         by_tokens = None if tokens is None else ByTokens(tokens, lengths, size)
         self._cut = ChunkedForward(
             module, name, Sizes(size), Keeper(keep), shared, by_tokens

@@ -2,7 +2,8 @@
 
 Autograd cannot name the whole weights of such parts from outside: they come and go. So
 each chunk has a backward pass of its own, of which FSDP2 keeps the gradients and
-reduces them with the call's last chunk.
+reduces them with the call's last chunk. The first two calls need room for all weights
+of the parts at once: while the rows are looked at, ranks must not wait for each other.
 """
 
 from __future__ import annotations
