@@ -23,7 +23,9 @@ from trainkit.core.inside.draws import (
 from trainkit.core.inside.joined import Joined
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.moment import Moment, replaced_parameters, version_of
+from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.rows import Plan, output_name
+from trainkit.core.inside.sharded import Shards, pulled
 from trainkit.core.inside.sums import Pieces, Sums
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build, take_apart
@@ -45,6 +47,9 @@ class Cut:
         check: of the first calls.
         keeper: says how many chunks keep their graph.
         around: a context for each run of a chunk of a call.
+        shards: what FSDP2 shards within the module.
+        padding: checks that the loss uses none, where chunks leave out columns.
+        width: how many columns there are.
     """
 
     module: nn.Module
@@ -55,6 +60,9 @@ class Cut:
     check: Check
     keeper: Keeper
     around: Around
+    shards: Shards | None = None
+    padding: PaddingCheck | None = None
+    width: int = 0
 
 
 @dataclass
@@ -89,7 +97,8 @@ class Call:
         self.values: list[Any] | None = values
         tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
         self._devices = {each.device for each in tensors.values()}
-        self.moment = Moment(cut.module, cut.name, self._devices)
+        apart = cut.shards.own if cut.shards is not None else ()
+        self.moment = Moment(cut.module, cut.name, self._devices, apart)
         self.trained = [i for i, each in tensors.items() if each.requires_grad]
         self.build: Build | None = None
         self.differentiable: list[bool] = []
@@ -100,12 +109,15 @@ class Call:
         self.leaves: list[Any] = []
         trains = torch.is_grad_enabled() and self.trains
         rows = min(num_rows, cut.sizes.limit or num_rows)
-        self._num_kept = cut.keeper.begin(self._devices, rows) if trains else 0
+        may_keep = trains and cut.shards is None
+        self._num_kept = cut.keeper.begin(self._devices, rows) if may_keep else 0
 
     @property
     def trains(self) -> bool:
         """Whether a parameter or an argument gets a gradient."""
-        return bool(self.trained or self.moment.parameters)
+        shards = self._cut.shards
+        has_more = shards is not None and shards.trains
+        return bool(self.trained or self.moment.parameters or has_more)
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -137,7 +149,9 @@ class Call:
 
     def _chunks(self, *, has_graph: bool) -> list[Any]:
         cut, is_checked = self._cut, self._cut.check.is_on
-        joined = Joined(self._plan, self.num_rows, cut.name, is_checked=is_checked)
+        joined = Joined(
+            self._plan, self.num_rows, cut.name, cut.width, is_checked=is_checked
+        )
         waiting = cut.sizes.cut(0, self.num_rows)
         self._done, self._kept, self.differentiable = [], {}, []
         while waiting:
@@ -189,7 +203,7 @@ class Call:
         if graph is None:
             cut.check.ran(chunk, outputs)
             return
-        self._strangers.look(outputs, self._known(graph))
+        self._look_for_strangers(graph)
         if not self.trains and any(map(_has_gradient, outputs)):
             chunk.put_back()
             self._strangers.look(self._graph(chunk, values).outputs, ())
@@ -201,14 +215,17 @@ class Call:
         else:
             cut.check.ran(chunk, outputs)
 
-    def _known(self, graph: Graph) -> list[Tensor]:
+    def _look_for_strangers(self, graph: Graph) -> None:
+        if self._cut.shards is not None:
+            return  # whose weights are other tensors in each pass
         # Shadows take the place of parameters: then these get no gradient themselves.
         own = [] if self.moment.has_hooks else self.moment.parameters
-        return [*own, *graph.sources]
+        self._strangers.look(graph.outputs, [*own, *graph.sources])
 
     def _taken(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
-        pairs = zip(values, self._plan.multiples, strict=True)
-        return [chunk.part(each, 0, m) if m else each for each, m in pairs]
+        plan = self._plan
+        each = zip(values, plan.multiples, plan.columns, strict=True)
+        return [chunk.part(v, 0, m, c) if m or c else v for v, m, c in each]
 
     def _outputs(self, chunk: Chunk, arguments: list[Any]) -> list[Any]:
         with self._cut.around(self, chunk):
@@ -222,7 +239,7 @@ class Call:
             arguments[index] = arguments[index].detach().requires_grad_()
         parameters, cut = self.moment.parameters, self._cut
         with ExitStack() as stack:
-            if self.moment.has_hooks:
+            if self.moment.has_hooks or cut.shards is not None:
                 # Hooks on a gradient are for the sum, not for each chunk's share.
                 shadows = [each.detach().requires_grad_() for each in parameters]
                 others = list(zip(parameters, shadows, strict=True))
@@ -254,7 +271,13 @@ class Call:
         self._cut.keeper.passed()
         num = len(self.moment.parameters)
         sums = Sums(self.moment.parameters)
-        pieces = Pieces([(values[i], self._plan.multiples[i]) for i in self.trained])
+        plan = self._plan
+        pieces = Pieces(
+            [(values[i], plan.multiples[i]) for i in self.trained],
+            [plan.columns[i] for i in self.trained],
+        )
+        if self._cut.padding is not None:
+            self._cut.padding.look(gradients, plan, self._done, self._cut.name)
         now = self._cut.draws.keep(self._devices)
         kept, self._kept = self._kept, {}
         # The last comes first: its graph may be kept, and the order is always the same.
@@ -263,7 +286,8 @@ class Call:
             with self.moment.again():
                 while waiting:
                     graph = kept.pop(waiting[0], None)
-                    found = self._backward(waiting, graph, values, gradients)
+                    with self._chunk_of_shards(is_last=len(waiting) == 1):
+                        found = self._backward(waiting, graph, values, gradients)
                     if found is not None:
                         sums.add(found[:num])
                         pieces.add(waiting.pop(0), found[num:])
@@ -288,7 +312,7 @@ class Call:
                 with save_on_cpu() if chunk.is_on_host else nullcontext():
                     graph = self._graph(chunk, values)
                 self._cut.check.ran_again(chunk, graph.outputs, self._cut.name)
-                self._strangers.look(graph.outputs, self._known(graph))
+                self._look_for_strangers(graph)
             return self._pulled(chunk, graph, gradients)
         except Exception as error:
             sizes = self._cut.sizes
@@ -309,6 +333,10 @@ class Call:
             at = self._done.index(chunk)
             self._done[at : at + 1] = halves
             return None
+
+    def _chunk_of_shards(self, *, is_last: bool) -> Any:
+        shards = self._cut.shards
+        return nullcontext() if shards is None else shards.chunk(is_last=is_last)
 
     def _has_drawn(self, chunk: Chunk) -> bool:
         """Whether a chunk drew random numbers in its forward pass."""
@@ -333,7 +361,7 @@ class Call:
                     f"module within it, or around it."
                 )
             if joint.dim is not None and gradient is not None:
-                gradient = chunk.part(gradient, joint.dim, joint.multiple)
+                gradient = chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
             elif chunk.stop != self.num_rows:
                 continue  # a value that all chunks share is the last one's
             if gradient is not None:
@@ -341,52 +369,9 @@ class Call:
                 given.append(gradient)
         if not outputs:
             return [None] * len(graph.sources)
+        if self._cut.shards is not None:
+            return pulled(outputs, given, graph.sources)
         return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
-
-
-class Run(torch.autograd.Function):
-    """A call as autograd sees it: one node, whose inputs are all that trains."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *trained: Tensor) -> tuple[Tensor, ...]:
-        assert call.values is not None
-        leaves = call.forward(has_graph=True)
-        # Saved, they raise as usual if they are changed before the backward pass.
-        ctx.at = [i for i, v in enumerate(call.values) if isinstance(v, Tensor)]
-        ctx.save_for_backward(*(call.values[i] for i in ctx.at))
-        ctx.others = [None if isinstance(v, Tensor) else v for v in call.values]
-        ctx.call, call.values = call, None
-        ctx.set_materialize_grads(False)
-        call.leaves = leaves
-        tensors = {i: v for i, v in enumerate(leaves) if isinstance(v, Tensor)}
-        ctx.outputs = list(tensors)
-        plain = [v for i, v in tensors.items() if not call.differentiable[i]]
-        ctx.mark_non_differentiable(*plain)
-        return tuple(tensors.values())
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        values = list(ctx.others)
-        for place, value in zip(ctx.at, ctx.saved_tensors, strict=True):
-            values[place] = value
-        gradients: list[Tensor | None] = [None] * len(ctx.call.differentiable)
-        for place, gradient in zip(ctx.outputs, given, strict=True):
-            gradients[place] = gradient
-        return (None, *ctx.call.backward(values, gradients))
-
-
-def run_in_chunks(call: Call) -> Any:
-    """The output of a call, whose rows run in chunks."""
-    assert call.values is not None
-    if not (torch.is_grad_enabled() and call.trains):
-        leaves = call.forward(has_graph=torch.is_grad_enabled())
-    else:
-        trained = (call.values[index] for index in call.trained)
-        outputs = iter(Run.apply(call, *call.moment.parameters, *trained))  # type: ignore[arg-type]
-        leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
-        call.leaves = []
-    assert call.build is not None
-    return call.build(iter(leaves))
 
 
 def _has_gradient(output: Any) -> bool:

@@ -20,6 +20,7 @@ class Chunk:
         put_back: restores the random states that it began with.
         states: those states of torch's generators.
         is_on_host: whether its second pass keeps its graph in the host's memory.
+        columns: the first that it keeps, and that behind the last; None for all.
     """
 
     start: int
@@ -27,14 +28,29 @@ class Chunk:
     put_back: Callable[[], None] = field(default=lambda: None, repr=False)
     states: list[Tensor] = field(default_factory=list, repr=False)
     is_on_host: bool = False
+    columns: tuple[int, int] | None = None
 
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
 
-    def part(self, whole: Tensor, dim: int, multiple: int) -> Tensor:
-        """A view of its rows of an argument or an output, or of their gradient."""
-        return whole.narrow(dim, self.start * multiple, self.num_rows * multiple)
+    def part(
+        self, whole: Tensor, dim: int, multiple: int, padded: int | None = None
+    ) -> Tensor:
+        """A view of its rows of an argument or an output, or of their gradient.
+
+        Args:
+            whole: of all rows.
+            dim: the dimension of the rows.
+            multiple: how many entries of it belong to a row; 0 if all rows share it.
+            padded: the dimension of the columns, if it is to be cut.
+        """
+        if multiple:
+            whole = whole.narrow(dim, self.start * multiple, self.num_rows * multiple)
+        if padded is None or self.columns is None:
+            return whole
+        first, behind = self.columns
+        return whole.narrow(padded, first, behind - first)
 
 
 class Sizes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.rows import Plan, are_close, are_equal, output_name
+from trainkit.core.inside.rows import Joint, Plan, are_close, are_equal, output_name
 from trainkit.errors import TrainkitError
 
 
@@ -20,6 +20,7 @@ class Joined:
         plan: along which dimension each one is joined.
         num_rows: of the call.
         name: of the module, for messages.
+        width: how many columns there are, where chunks leave some out.
         is_checked: whether to compare tensors that have no rows, which waits for a
             device.
 
@@ -28,10 +29,16 @@ class Joined:
     """
 
     def __init__(
-        self, plan: Plan, num_rows: int, name: str, *, is_checked: bool = False
+        self,
+        plan: Plan,
+        num_rows: int,
+        name: str,
+        width: int = 0,
+        *,
+        is_checked: bool = False,
     ) -> None:
         self._plan, self._num_rows, self._name = plan, num_rows, name
-        self._is_checked = is_checked
+        self._width, self._is_checked = width, is_checked
         self.values: list[Any] = []
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
@@ -55,21 +62,25 @@ class Joined:
                 continue
             if whole is None:
                 self._check(index, value, chunk.num_rows)
-                whole = self.values[index] = self._room(value, joint.dim, chunk)
-            place = chunk.part(whole, joint.dim, joint.multiple)
+                whole = self.values[index] = self._room(value, joint, chunk)
+            place = chunk.part(whole, joint.dim, joint.multiple, joint.padded)
             if place.shape != value.shape or whole.dtype != value.dtype:
                 self._refuse(index, list(place.shape), value)
             place.copy_(value.detach())
 
-    def _room(self, value: Tensor, dim: int, chunk: Chunk) -> Tensor:
+    def _room(self, value: Tensor, joint: Joint, chunk: Chunk) -> Tensor:
         shape = list(value.shape)
-        shape[dim] = shape[dim] // chunk.num_rows * self._num_rows
-        return torch.empty(
+        if joint.dim is not None:
+            shape[joint.dim] = joint.multiple * self._num_rows
+        if joint.padded is not None:
+            shape[joint.padded] = self._width
+        room = torch.empty(
             shape,
             dtype=value.dtype,
             device=value.device,
             memory_format=_format_of(value),
         )
+        return room if joint.padded is None else room.zero_()
 
     def _check_same(self, index: int, one: Any, other: Any, *, is_first: bool) -> None:
         if is_first:

@@ -48,6 +48,7 @@ class Keeper:
         room: the bytes of a device that were never used; replaced in tests.
 
     Attributes:
+        keep: as given.
         row_bytes: what the graph of one row holds.
     """
 
@@ -57,7 +58,7 @@ class Keeper:
         *,
         room: Callable[[torch.device], int | None] | None = None,
     ) -> None:
-        self._keep = checked_keep(keep)
+        self.keep = checked_keep(keep)
         self._budget = _bytes_of(keep) if isinstance(keep, str) else None
         self._room = room or room_of
         self.row_bytes = 0
@@ -73,8 +74,8 @@ class Keeper:
         """
         size = rows * self.row_bytes
         self._calls += 1
-        if isinstance(self._keep, int):
-            return self._keep
+        if isinstance(self.keep, int):
+            return self.keep
         if self._budget is not None:
             return self._budget // size if size else 0
         if self._calls != self._last:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainkit.core.batch_norm.layers import listed
 
@@ -66,6 +67,8 @@ def announce_left(module: nn.Module, name: str, left: list[str]) -> None:
 def _is_hooked(layer: nn.Module, root: str) -> bool:
     """Whether hooks stand on a layer that no package of its model has put there."""
     own = (root, _package(type(layer)))
+    if isinstance(layer, FSDPModule):
+        return False
     return any(_package(each) not in own for each in layer._forward_hooks.values())
 
 

@@ -4,7 +4,7 @@ second pass."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,6 +27,7 @@ class Moment:
         module: which is called.
         name: of the module, for messages.
         devices: of its arguments.
+        apart: ids of parameters whose gradients come another way.
 
     Attributes:
         parameters: the parameters that train.
@@ -35,14 +36,22 @@ class Moment:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, devices: Iterable[torch.device]
+        self,
+        module: nn.Module,
+        name: str,
+        devices: Iterable[torch.device],
+        apart: Collection[int] = (),
     ) -> None:
         self._module, self._name = module, name
         self._modes = [(each, each.training) for each in module.modules()]
-        self._flags = [(p, p.requires_grad) for p in module.parameters()]
+        self._flags = [
+            (p, p.requires_grad) for p in module.parameters() if id(p) not in apart
+        ]
         self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
         self.has_hooks = any(p._backward_hooks for p in self.parameters)
-        self._state = _state_of(module)
+        named = module.named_parameters()
+        self._apart = {name for name, each in named if id(each) in apart}
+        self._state = self._state_now()
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [_autocast_of(kind) for kind in sorted(kinds)]
         self._caches = torch.is_autocast_cache_enabled()
@@ -69,11 +78,15 @@ class Moment:
             )
 
     def _moved(self) -> list[str]:
-        now = _state_of(self._module)
+        now = self._state_now()
         if now == self._state:
             return []
         names = [*self._state, *now.keys() - self._state.keys()]
         return [each for each in names if self._state.get(each) != now.get(each)]
+
+    def _state_now(self) -> dict[str, tuple[int, int]]:
+        found = _state_of(self._module)
+        return {name: each for name, each in found.items() if name not in self._apart}
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

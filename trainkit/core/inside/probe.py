@@ -40,6 +40,7 @@ class Probe:
 
     Attributes:
         has_drawn: whether the last run drew random numbers.
+        may_reenter: whether chunks may hold reentrant checkpoints.
         row_bytes: what the graph of a row holds.
         left: the attributes in which the last run left other tensors than the one
             before.
@@ -62,7 +63,7 @@ class Probe:
         draws.look(module)
         self._torch = draws.keep(self._devices)
         self._host = states_of_host()
-        self.has_drawn = False
+        self.has_drawn = self.may_reenter = False
         self.row_bytes = 0
         self._leaves: list[Tensor] = []
         self._attributes: dict[str, Any] | None = None
@@ -116,7 +117,8 @@ class Probe:
             fields = take_apart(self._run(given))[0]
         self.row_bytes = sum(sizes.values()) // num_rows
         try:
-            leaves = leaves_of([each.value for each in fields], refused=REENTRANT)
+            refused = "" if self.may_reenter else REENTRANT
+            leaves = leaves_of([each.value for each in fields], refused=refused)
         except LookupError:
             raise Unfit(
                 "it has activation checkpoints with use_reentrant=True, which torch "

@@ -35,10 +35,12 @@ class Joint:
         dim: the dimension that holds the rows; None for a value that has none, which is
             the same for all rows.
         multiple: how many entries of it belong to a row.
+        padded: the dimension of columns that chunks leave out.
     """
 
     dim: int | None
     multiple: int = 0
+    padded: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,20 @@ class Plan:
             every chunk gets whole.
         joints: for each output.
         paths: of the outputs, for messages.
+        trimmed: whether dimension 1 of each argument has columns that chunks leave out.
     """
 
     multiples: tuple[int, ...]
     joints: tuple[Joint, ...]
     paths: tuple[str, ...]
+    trimmed: tuple[bool, ...] = ()
+
+    @property
+    def columns(self) -> list[int | None]:
+        """The dimension of each argument's columns; None if it has none to cut."""
+        return [1 if each else None for each in self.trimmed] or [None] * len(
+            self.multiples
+        )
 
 
 class Unfit(TrainkitError):

@@ -60,10 +60,13 @@ class Pieces:
     Args:
         arguments: pairs of an argument and how many entries of it belong to a row; 0 if
             every chunk got it whole.
+        columns: for each, the dimension of which a chunk leaves out columns.
     """
 
-    def __init__(self, arguments: Sequence[tuple[Tensor, int]]) -> None:
-        self._arguments = arguments
+    def __init__(
+        self, arguments: Sequence[tuple[Tensor, int]], columns: Sequence[int | None]
+    ) -> None:
+        self._arguments, self._columns = arguments, columns
         self._shared = Sums([value for value, _ in arguments])
         self._rows: dict[int, Tensor] = {}
 
@@ -71,13 +74,16 @@ class Pieces:
         """Take a chunk's gradients; None for an argument that it did not use."""
         shared: list[Tensor | None] = [None] * len(gradients)
         for index, (value, multiple) in enumerate(self._arguments):
-            gradient = gradients[index]
+            gradient, columns = gradients[index], self._columns[index]
+            if not multiple and gradient is not None and columns is not None:
+                own, gradient = gradient, torch.zeros_like(value)
+                chunk.part(gradient, 0, 0, columns).copy_(own)
             if not multiple or gradient is None:
                 shared[index] = gradient
                 continue
             if index not in self._rows:
                 self._rows[index] = torch.zeros_like(value)
-            chunk.part(self._rows[index], 0, multiple).copy_(gradient)
+            chunk.part(self._rows[index], 0, multiple, columns).copy_(gradient)
         self._shared.add(shared)
 
     def results(self) -> list[Tensor | None]:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainkit.core.inside.chunked import ChunkedForward
 from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.strategies import Uniform
 from trainkit.errors import TrainkitError

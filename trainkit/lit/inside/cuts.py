@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.chunked import ChunkedForward
 from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError

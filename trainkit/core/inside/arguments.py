@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
@@ -17,6 +18,29 @@ from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+@dataclass
+class Arguments:
+    """The arguments of a call, taken apart.
+
+    Attributes:
+        run: the module's own forward, on a list of values.
+        values: the arguments.
+        paths: of them, as a user writes them.
+        shared: the indices of those that every chunk gets whole.
+        rows: how many rows they have.
+    """
+
+    run: Callable[[list[Any]], Any]
+    values: list[Any]
+    paths: list[str]
+    shared: set[int]
+    rows: int
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {each.device for each in self.values if isinstance(each, Tensor)}
 
 
 class Names:
