@@ -334,8 +334,8 @@ def test_kinds_of_rows_that_cannot_be_cut_are_refused() -> None:
                 linear(kind)
     with pytest.raises(TrainkitError, match="lazy ones get theirs"):
         Chunked(nn.LazyLinear(5), size=2)
-    with pytest.raises(TrainkitError, match=r"'tabel'.*x, extra, table"):
-        Chunked(Named(), size=2, shared=["tabel"])
+    with pytest.raises(TrainkitError, match=r"'tables'.*x, extra, table"):
+        Chunked(Named(), size=2, shared=["tables"])
     embedding = nn.Embedding(9, 5, max_norm=0.5)
     with Chunked(embedding, size=2), pytest.raises(TrainkitError, match="moved weight"):
         embedding(torch.arange(9))

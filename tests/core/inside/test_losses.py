@@ -37,19 +37,17 @@ def whole_step(loss: Loss, calls: int):
     return step
 
 
-@pytest.mark.parametrize("size", [1, 4, 21])
 @pytest.mark.parametrize("calls", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-def test_gradient_in_chunks_equals_the_whole_batch(
-    loss: Loss, calls: int, size: int
-) -> None:
+def test_gradient_in_chunks_equals_the_whole_batch(loss: Loss, calls: int) -> None:
     net, step = twin(Net()), whole_step(loss, calls)
     wanted_loss, wanted = gradient(net, step)
-    with Chunked(net, size=size):
-        for _ in range(3):  # the checks of the first calls, and without them
-            found_loss, found = gradient(net, step)
-            torch.testing.assert_close(found_loss, wanted_loss, rtol=EXACT, atol=EXACT)
-            assert off_by(found, wanted) <= EXACT
+    for size in (1, 4, 21):
+        with Chunked(net, size=size):
+            for _ in range(3):  # the checks of the first calls, and without them
+                found_loss, found = gradient(net, step)
+                assert abs(found_loss / wanted_loss - 1) <= EXACT
+                assert off_by(found, wanted) <= EXACT
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)

@@ -221,15 +221,15 @@ def test_hooks_would_fire_for_each_chunk_without_shadows() -> None:
 
 def test_a_result_of_hooked_parameters_that_was_made_before_is_refused() -> None:
     class Cached(Net):
-        cached: Tensor
+        cached: list[Tensor]
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.cached
+            return super().forward(x) + self.cached[0]
 
     net = twin(Cached())
     net.head.bias.register_hook(lambda g: None)
     with Chunked(net, size=8):
-        net.cached = net.head.bias + 0
+        net.cached = [net.head.bias + 0]
         with pytest.raises(TrainkitError, match="neither"):
             step(net).backward()
 
@@ -327,6 +327,29 @@ def test_tensors_with_a_gradient_left_outside_the_outputs_are_refused(
     if place == "hook":
         net.head.register_forward_hook(lambda m, a, out: found.append(out.exp()))
     with Chunked(net, size=8), pytest.raises(TrainkitError, match=named):
+        step(net)
+
+
+@pytest.mark.parametrize("make", [torch.exp, torch.t])
+def test_results_of_weights_kept_for_all_calls_are_refused(make: Any) -> None:
+    """Made in a chunk without a graph, they would take the weights' gradient."""
+
+    class Keeping(Net):
+        kept: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kept is None:
+                self.kept = make(self.body[0].weight)
+            return super().forward(x) + self.kept.sum()
+
+    net = twin(Keeping())
+    _, wanted = gradient(net, step)
+    net.kept = None
+    with torch.no_grad():
+        net(X[:2])
+    assert off_by(gradient(net, step)[1], wanted) > NAIVE
+    net.kept = None
+    with Chunked(net, size=8), pytest.raises(TrainkitError, match="gradient in kept"):
         step(net)
 
 

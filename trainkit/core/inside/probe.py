@@ -135,21 +135,19 @@ class Probe:
     def _refuse_held(
         self, held: Sequence[weakref.ref[Any]], fields: Sequence[Field]
     ) -> None:
-        """Refuse a graph that outlives the outputs: the loss may depend on it."""
-        if not any(each() is not None for each in held):
-            return
-        gc.collect()
-        if not any(each() is not None for each in held):
-            return
-        for path, value in fields:
-            if hasattr(value, "__dict__") or isinstance(value, Collection):
-                refuse_kind(path, value)
+        """Refuse a graph that outlives the outputs: the loss may depend on it, or the
+        next chunk, which has none."""
         names = [
             f"{path}.{name}" if path else name
             for path, each in self._module.named_modules()
             for name, value in vars(each).items()
             if isinstance(value, Tensor) and value.grad_fn is not None
         ]
+        if not names and not _are_alive(held):
+            return
+        for path, value in fields:
+            if hasattr(value, "__dict__") or isinstance(value, Collection):
+                refuse_kind(path, value)
         where = listed(names) if names else "a list, a hook or a cache"
         raise Unfit(
             f"its forward leaves tensors with a gradient in {where}, where each chunk "
@@ -163,6 +161,14 @@ class _Held:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def _are_alive(held: Sequence[weakref.ref[Any]]) -> bool:
+    for _ in range(2):
+        if all(each() is None for each in held):
+            return False
+        gc.collect()
+    return any(each() is not None for each in held)
 
 
 def _plain(value: Any) -> Any:
