@@ -218,6 +218,7 @@ class Call:
                     if found is not None:
                         sums.add(found[:num])
                         pieces.add(waiting.pop(0), found[num:])
+                        del found  # not beside the next chunk's graph
         finally:
             now()
         self._cut.check.passed()
