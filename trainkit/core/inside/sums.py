@@ -29,6 +29,8 @@ class Sums:
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add a chunk's gradients; None for a parameter that it did not use."""
+        totals: list[Tensor] = []
+        shares: list[Tensor] = []
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -38,12 +40,15 @@ class Sums:
             if total is None:
                 self._sums[index] = gradient
             elif self._is_own[index]:
-                total.add_(gradient)
+                totals.append(total)
+                shares.append(gradient)
             else:
                 # Out of place: autograd may have given one tensor to two parameters, or
                 # an expanded one.
                 self._sums[index] = total + gradient
                 self._is_own[index] = not gradient.is_sparse
+        if totals:
+            torch._foreach_add_(totals, shares)
 
     def results(self) -> list[Tensor | None]:
         """The sums, in the parameters' own precision."""
