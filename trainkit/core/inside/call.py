@@ -127,8 +127,8 @@ class Call:
         """Run the first chunk that waits. Where memory runs out, cut all finer."""
         cut, values, chunk = self._cut, self.values, waiting[0]
         assert values is not None
-        chunk.put_back = cut.draws.keep(self._devices)
         chunk.states = torch_states(self._devices)
+        chunk.put_back = cut.draws.keep(self._devices, chunk.states)
         try:
             if has_graph:
                 graph = self._graph(chunk, values)

@@ -39,23 +39,24 @@ class Draws:
 
         return note
 
-    def keep(self, devices: Iterable[torch.device]) -> Callable[[], None]:
+    def keep(
+        self, devices: Iterable[torch.device], states: list[torch.Tensor] | None = None
+    ) -> Callable[[], None]:
         """What puts all states back to where they are now.
 
         Args:
             devices: on which the module may draw, besides the CPU.
+            states: what `torch_states` read just now; default: it is read.
         """
-        on_cpu = torch.get_rng_state()
-        on_cuda = [
-            (d, torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"
-        ]
+        on_cuda = _cuda(devices)
+        on_cpu, *others_of_torch = states or torch_states(on_cuda)
         others = [generator_keeper(each) for each in self.own]
         if self.of_host:
             others += [_keep_python(), _keep_numpy()]
 
         def put_back() -> None:
             torch.set_rng_state(on_cpu)
-            for device, state in on_cuda:
+            for device, state in zip(on_cuda, others_of_torch, strict=True):
                 torch.cuda.set_rng_state(state, device)
             for other in others:
                 if other is not None:
