@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from inspect import Parameter
+from operator import is_
 from typing import Any
 
 import torch
@@ -89,7 +90,11 @@ class ChunkedForward:
         if rows <= 1 or (rows <= limit and not self.sizes.is_auto):
             return original(*args, **kwargs)
 
+        is_flat = len(values) == len(args) and all(map(is_, values, args))
+
         def run(given: list[Any]) -> Any:
+            if is_flat:
+                return original(*given, **kwargs)
             positional, named = build(iter(given))
             return original(*positional, **named)
 
