@@ -48,7 +48,7 @@ class Sums:
                 self._sums[index] = total + gradient
                 self._is_own[index] = not gradient.is_sparse
         if totals:
-            torch._foreach_add_(totals, shares)
+            torch._foreach_add_(totals, shares)  # pyright: ignore[reportPrivateImportUsage]
 
     def results(self) -> list[Tensor | None]:
         """The sums, in the parameters' own precision."""
