@@ -39,9 +39,11 @@ class Sums:
                 gradient = gradient.float()
             if total is None:
                 self._sums[index] = gradient
-            elif self._is_own[index]:
+            elif self._is_own[index] and type(gradient) is type(total) is Tensor:
                 totals.append(total)
                 shares.append(gradient)
+            elif self._is_own[index]:
+                total.add_(gradient)  # such as a DTensor, which does not mix
             else:
                 # Out of place: autograd may have given one tensor to two parameters, or
                 # an expanded one.
