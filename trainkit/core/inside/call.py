@@ -162,7 +162,8 @@ class Call:
         return [chunk.part(each, 0, m) if m else each for each, m in pairs]
 
     def _outputs(self, arguments: list[Any]) -> list[Any]:
-        fields, self.build = take_apart(self._cut.run(arguments))
+        fields, build = take_apart(self._cut.run(arguments))
+        self.build = self.build or build  # it holds outputs: the first have no graph
         return [field.value for field in fields]
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
