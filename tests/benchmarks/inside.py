@@ -69,12 +69,21 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*blocks, *ends)
 
 
+def wide() -> nn.Module:
+    """Layers whose parameters outweigh what a chunk's graph holds."""
+    layers = [nn.Linear(512, 512) for _ in range(8)]
+    return nn.Sequential(*layers, nn.Linear(512, WIDTH))
+
+
 Rows = Callable[[int], Tensor]
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Rows]] = {
     "convolutions": (convolutions, lambda rows: torch.randn(rows, 3, 32, 32)),
     "transformer": (Transformer, lambda rows: torch.randint(0, 1000, (rows, 32))),
 }
+
+HEAVY = {"wide layers": (wide, lambda rows: torch.randn(rows, 512))}
+"""Whose peak alone is of interest."""
 
 
 def loss_of(vectors: Tensor) -> Tensor:
@@ -197,7 +206,7 @@ def deviation(kind: str, reference: str, name: str, rows: int, chunk: int) -> fl
 
 
 def measure_peaks(name: str, chunk: int = 8) -> None:
-    make, draw = NETS[name]
+    make, draw = (NETS | HEAVY)[name]
     net = make()
     for window in (64, 256, 1024):
         rows = draw(window)
@@ -285,7 +294,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if "peak" in options.only:
         table("peak, MiB, chunks of 8", *KINDS, "/ plain", "without vectors")
-        for name in NETS:
+        for name in NETS | HEAVY:
             measure_peaks(name)
     if "time" in options.only:
         head = f"ms a step, {WINDOW} rows"
