@@ -173,8 +173,8 @@ class Call:
         """Run the first chunk that waits. Where memory runs out, cut all finer."""
         cut, values, chunk = self._cut, self.values, waiting[0]
         assert values is not None
-        chunk.put_back = cut.draws.keep(self._devices)
         chunk.states = torch_states(self._devices)
+        chunk.put_back = cut.draws.keep(self._devices, chunk.states)
         try:
             if has_graph:
                 graph = self._graph(chunk, values)
@@ -229,7 +229,8 @@ class Call:
 
     def _outputs(self, chunk: Chunk, arguments: list[Any]) -> list[Any]:
         with self._cut.around(self, chunk):
-            fields, self.build = take_apart(self._cut.run(arguments))
+            fields, build = take_apart(self._cut.run(arguments))
+        self.build = self.build or build  # it holds outputs: the first have no graph
         return [field.value for field in fields]
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
@@ -291,6 +292,7 @@ class Call:
                     if found is not None:
                         sums.add(found[:num])
                         pieces.add(waiting.pop(0), found[num:])
+                        del found  # not beside the next chunk's graph
         finally:
             now()
         self._cut.check.passed()

@@ -33,20 +33,23 @@ class Draws:
         held = [value for each in module.modules() for value in vars(each).values()]
         self.own = [value for value in held if generator_keeper(value) is not None]
 
-    def keep(self, devices: Iterable[torch.device]) -> Callable[[], None]:
+    def keep(
+        self, devices: Iterable[torch.device], states: list[torch.Tensor] | None = None
+    ) -> Callable[[], None]:
         """What puts all states back to where they are now.
 
         Args:
             devices: on which the module may draw, besides the CPU.
+            states: what `torch_states` read just now; default: it is read.
         """
-        on_cpu = torch.get_rng_state()
-        on_cuda = [(each, torch.cuda.get_rng_state(each)) for each in _cuda(devices)]
+        on_cuda = _cuda(devices)
+        on_cpu, *others_of_torch = states or torch_states(on_cuda)
         own = [generator_keeper(each) for each in self.own]
         on_host = states_of_host() if self.of_host else None
 
         def put_back() -> None:
             torch.set_rng_state(on_cpu)
-            for device, state in on_cuda:
+            for device, state in zip(on_cuda, others_of_torch, strict=True):
                 torch.cuda.set_rng_state(state, device)
             for each in own:
                 if each is not None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -184,12 +185,14 @@ class ChunkedForward:
         original, module = self._original(), self.module
         fields, build = take_apart((args, kwargs))
 
+        values = [each.value for each in fields]
+        is_flat = len(values) == len(args) and all(map(is_, values, args))
+
         def run(given: list[Any]) -> Any:
-            positional, named = build(iter(given))
+            positional, named = (given, kwargs) if is_flat else build(iter(given))
             with _without_cache(module):
                 return original(*positional, **named)
 
-        values = [each.value for each in fields]
         paths = [self._names.path(each.path) for each in fields]
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
         rows = num_rows(values, paths, shared, self._with_rows)
@@ -254,7 +257,7 @@ class ChunkedForward:
         probe = Probe(self.module, run, call.values, self._draws)
         probe.may_reenter = is_sharded  # whose chunks have backward passes of their own
         try:
-            with self._refusing(call, moment):
+            with self._refusing(call, moment, probe):
                 if call.rows <= 1:
                     raise Unfit("none of its arguments has rows")
                 plan = settle(
@@ -276,13 +279,18 @@ class ChunkedForward:
 
     @contextlib.contextmanager
     def _refusing(
-        self, call: Arguments, moment: Moment | None = None
+        self,
+        call: Arguments,
+        moment: Moment | None = None,
+        probe: Probe | None = None,
     ) -> Iterator[None]:
         try:
             yield
         except Unfit as error:
             if moment is not None:
                 moment.check_state()  # what moves is why rows seem to see each other
+            if probe is not None:
+                refuse_flat(self.module, self.name, probe.leaves)
             raise TrainkitError(
                 f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
                 f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a "

@@ -42,6 +42,7 @@ class Probe:
         has_drawn: whether the last run drew random numbers.
         may_reenter: whether chunks may hold reentrant checkpoints.
         row_bytes: what the graph of a row holds.
+        leaves: what the last graph trains.
         left: the attributes in which the last run left other tensors than the one
             before.
         foreign: the leaves that the last two graphs have in common and that are no
@@ -65,7 +66,7 @@ class Probe:
         self._host = states_of_host()
         self.has_drawn = self.may_reenter = False
         self.row_bytes = 0
-        self._leaves: list[Tensor] = []
+        self.leaves: list[Tensor] = []
         self._attributes: dict[str, Any] | None = None
         self.left: list[str] = []
         self.foreign: list[Tensor] = []
@@ -125,9 +126,9 @@ class Probe:
                 "does not let run within another backward pass. Write "
                 "use_reentrant=False"
             ) from None
-        again, own = {id(each) for each in self._leaves}, {id(each) for each in given}
+        again, own = {id(each) for each in self.leaves}, {id(each) for each in given}
         self.foreign = [each for each in leaves if id(each) in again - own]
-        self._leaves = leaves
+        self.leaves = leaves
         fields = [Field(path, _plain(value)) for path, value in fields]
         self._refuse_held(held, [f for f in fields if not isinstance(f.value, Tensor)])
         return fields

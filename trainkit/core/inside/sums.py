@@ -28,6 +28,8 @@ class Sums:
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add a chunk's gradients; None for a parameter that it did not use."""
+        totals: list[Tensor] = []
+        shares: list[Tensor] = []
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -36,8 +38,11 @@ class Sums:
                 gradient = gradient.float()
             if total is None:
                 self._sums[index] = gradient
+            elif self._is_own[index] and type(gradient) is type(total) is Tensor:
+                totals.append(total)
+                shares.append(gradient)
             elif self._is_own[index]:
-                total.add_(gradient)
+                total.add_(gradient)  # such as a DTensor, which does not mix
             else:
                 # Out of place: autograd may have given one tensor to two parameters, or
                 # an expanded one.
@@ -45,6 +50,8 @@ class Sums:
                 pair = (gradient, total) if total.is_sparse else (total, gradient)
                 self._sums[index] = torch.add(*pair)
                 self._is_own[index] = not gradient.is_sparse
+        if totals:
+            torch._foreach_add_(totals, shares)  # pyright: ignore[reportPrivateImportUsage]
 
     def results(self) -> list[Tensor | None]:
         """The sums, in the parameters' own precision."""

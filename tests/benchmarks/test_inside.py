@@ -1,0 +1,65 @@
+"""The benchmark of the inner cut compares like with like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.benchmarks.inside import NETS, Contestant, Step, deviation, loss_of, plain
+from tests.benchmarks.live_bytes import LiveBytes
+from tests.helpers import NAIVE
+from trainkit.core.inside.chunked import Chunked
+
+
+class Named(nn.Module):
+    """A net that returns a dict."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, rows: Tensor) -> dict[str, Tensor]:
+        return {"vectors": self.net(rows)}
+
+
+def cut_by_name(net: nn.Module, rows: Tensor, chunk: int, keep: int) -> Step:
+    named = Named(net)
+    Chunked(named, size=chunk, keep=keep)
+    return lambda: loss_of(named(rows)["vectors"]).backward()
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_two_passes_give_the_whole_batch_s_gradient_and_accumulation_does_not(
+    name: str,
+) -> None:
+    torch.manual_seed(0)
+    assert deviation("inner cut", "whole", name, 14, 4) < 1e-12
+    assert deviation("by hand", "whole", name, 14, 4) < 1e-12
+    assert deviation("plain", "whole", name, 14, 4) > NAIVE
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_one_graph_of_a_chunk_lives_at_once_also_if_a_dict_is_returned(
+    name: str,
+) -> None:
+    make, draw = NETS[name]
+    net, rows = make(), draw(32)
+    least = Contestant(plain, net, rows, 4).peak()
+    assert Contestant(cut_by_name, net, rows, 4, 0).peak() < 1.2 * least
+    assert Contestant(cut_by_name, net, rows, 4, 4).peak() > 1.2 * least
+
+
+def test_live_bytes_are_those_that_live_at_once() -> None:
+    given = torch.ones(256)  # 1 KiB, which was there before
+    with LiveBytes() as live:
+        one = given + 1
+        two = one.view(16, 16)
+        del one, two
+        given.mul_(2)
+        three = [given + 1, given + 2]
+    assert live.peak == 2 * 1024
+    with LiveBytes() as again:
+        del three
+        given.exp().exp()
+    assert again.peak == 2 * 1024
