@@ -117,6 +117,10 @@ class ByTokens:
         self._lengths = lengths or LENGTHS
         self._plans: dict[Hashable, tuple[Plan, int]] = {}
 
+    def finest(self) -> ByTokens:
+        """The same with each row alone."""
+        return ByTokens(1, self._lengths, None)
+
     def sort(self, call: Arguments, name: str) -> Sorted:
         """Read the lengths, which waits for the device once, and cut the rows."""
         values, paths, rows = call.values, call.paths, call.rows

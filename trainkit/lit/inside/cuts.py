@@ -12,6 +12,7 @@ from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keeper
+from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row, show
@@ -60,7 +61,7 @@ class InsideCuts:
             show([("inside", f'found by inside="auto": {listed(paths)}')])
 
     def _install(self, paths: Sequence[str]) -> None:
-        keeper = Keeper(self._options.keep)
+        options, keeper = self._options, Keeper(self._options.keep)
         self._paths = list(paths)
         for path in paths:
             cut = ChunkedForward(
@@ -68,7 +69,8 @@ class InsideCuts:
                 path,
                 self._sizes,
                 keeper,
-                self._options.shared,
+                options.shared,
+                _by_tokens(options),
             )
             cut.install()
             self._cuts.append(cut)
@@ -104,21 +106,24 @@ class InsideCuts:
             size: the most rows.
             around: makes the context of a chunk.
         """
-        held = [(cut, cut.sizes, cut.keeper, cut.around) for cut in self._cuts]
-        for cut, *_ in held:
+        held = [(c, c.sizes, c.keeper, c.around, c.by_tokens) for c in self._cuts]
+        for cut, *_, by_tokens in held:
             cut.sizes, cut.keeper, cut.around = Sizes(size), Keeper(0), around
+            cut.by_tokens = by_tokens and by_tokens.finest()
         try:
             yield
         finally:
-            for cut, sizes, keeper, before in held:
-                cut.sizes, cut.keeper, cut.around = sizes, keeper, before
+            for cut, *before in held:
+                cut.sizes, cut.keeper, cut.around, cut.by_tokens = before
 
     def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
         """How the step runs, for the table before training."""
         options = self._options
         names = listed(list(paths_of(options)))
         what = "the modules found" if options.inside == "auto" else names
-        how = "as many rows as fit" if options.is_auto else f"{options.size} rows"
+        limits = {"rows": options.size, "tokens": options.tokens}
+        said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
+        how = f"at most {' and '.join(said)}" if said else "as many rows as fit"
         alike = "; the losses of the ranks count alike"
         return (
             "inside",
@@ -135,6 +140,18 @@ class InsideCuts:
         """Begin with a size that was found before."""
         if self._sizes.is_auto:
             self._sizes.limit = state.get("limit")
+
+
+def _by_tokens(options: MicroBatching) -> ByTokens | None:
+    if options.tokens is None:
+        return None
+    paths = options.length_paths
+    if len(paths) > 1:
+        raise TrainkitError(
+            f"MicroBatching lengths: with inside= it names one argument of the "
+            f"submodule, received {options.lengths!r}."
+        )
+    return ByTokens(options.tokens, str(paths[0]) if paths else None, options.size)
 
 
 def paths_of(options: MicroBatching) -> tuple[str, ...]:
