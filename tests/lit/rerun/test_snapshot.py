@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from trainkit.lit.rerun.gradients import KeptGradients, StashedGradients
-from trainkit.lit.rerun.snapshot import Snapshot, kept
+from trainkit.lit.rerun.snapshot import Snapshot, container_keeper, kept
 
 CPU = torch.device("cpu")
 
@@ -262,3 +262,18 @@ def test_a_module_in_a_list_is_kept_too() -> None:
     with kept(model):
         model.teachers[0](torch.randn(4, 2))
     assert model.teachers[0].num_batches_tracked == 0
+
+
+def test_a_container_is_read_without_code_of_its_own() -> None:
+    """As `ACT2FN` of transformers, which makes a layer of each class that it holds."""
+
+    class Making(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            raise TypeError("it needs arguments")
+
+    made = Making(one=int)
+    put_back, kept = container_keeper(made)
+    assert kept == {"one": int}
+    dict.clear(made)
+    put_back()
+    assert list(dict.items(made)) == [("one", int)]

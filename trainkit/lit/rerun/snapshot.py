@@ -225,7 +225,8 @@ def container_keeper(value: Any) -> tuple[Callable[[], None], Any]:
     # By the methods of Python's own types: a subclass may refuse, count, or take
     # other arguments.
     kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
-    kept = dict(value) if issubclass(kind, dict) else list(value)
+    is_dict = issubclass(kind, dict)
+    kept = dict(kind.items(value)) if is_dict else list(kind.__iter__(value))
     put = kind.extend if issubclass(kind, list | deque) else kind.update
 
     def put_back() -> None:
