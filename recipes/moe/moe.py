@@ -50,7 +50,7 @@ class Blocks(LightningDataModule):
         *,
         batch_size: int = 64,
         length: int = 64,
-        num_train: int = 16_000,
+        num_train: int = 12_800,
         num_val: int = 512,
         seed: int = 0,
         num_workers: int = 0,
