@@ -38,13 +38,15 @@ class HeldMemory(Callback):
         if self.batches > 0:
             self._hooks.enter_context(saved_tensors_hooks(self._pack, _Held.unpack))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, *_: Any, **__: Any
+    ) -> None:
         if self.batches > 0:
             self._hooks.close()
             self.batches -= 1
         pl_module.log("held_mb", self._most / MB)
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         self._hooks.close()
 
     def _pack(self, tensor: Tensor) -> _Held:

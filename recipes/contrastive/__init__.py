@@ -1,4 +1,4 @@
-"""Contrastive learning in chunks of rows: every image has the whole batch's negatives."""
+"""Contrastive learning in chunks of rows, with the negatives of the whole batch."""
 
 from .contrastive import Contrastive, Digits
 

@@ -178,15 +178,15 @@ class Contrastive(AccumulationMixin, LightningModule):
         self.net = nn.Sequential(OrderedDict(encoder=encoder, head=head))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net.encoder(images)
+        return self.net.get_submodule("encoder")(images)
 
     def loss(self, batch: Batch) -> Tensor:
-        one, other = (
-            # The other ranks' rows are negatives too; one process has them all.
-            self.all_gather(self.net(batch[name]), sync_grads=True).flatten(0, -2)
-            for name in ("one", "other")
+        one, other = self.net(batch["one"]), self.net(batch["other"])
+        # The other ranks' rows are negatives too; one process has them all.
+        all_rows: Any = self.all_gather((one, other), sync_grads=True)
+        return nt_xent(
+            *(each.flatten(0, -2) for each in all_rows), temperature=self.temperature
         )
-        return nt_xent(one, other, self.temperature)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -212,7 +212,7 @@ class Contrastive(AccumulationMixin, LightningModule):
         for rows in (known, asked):
             images = torch.stack([row["image"] for row in rows])
             with torch.no_grad():
-                found = self(images.to(self.device, self.dtype)).double().cpu()
+                found = self(images.to(next(self.parameters()))).double().cpu()
             features.append(F.pad(found, (0, 1), value=1.0))
             labels.append(torch.stack([row["label"] for row in rows]))
         # Ridge regression onto one-hot labels, in closed form.

@@ -2,10 +2,10 @@
 
     trainkit train experiment=moe
 
-The balance loss multiplies two means over the batch: how often an expert was chosen, and
-how likely it was. The product of two means is no mean of products, so accumulation
-balances each micro-batch by itself. The inner cut (`MicroBatching(inside="net")`)
-balances the whole batch: `training_step` runs once, and only the net runs in chunks.
+The balance loss multiplies two means over the batch: how often an expert was chosen,
+and how likely it was. So plain accumulation balances each micro-batch by itself. With
+the inner cut (`MicroBatching(inside="net")`) the whole batch is balanced:
+`training_step` runs once on 64 blocks, and only the net runs in chunks of 4.
 """
 
 from __future__ import annotations
