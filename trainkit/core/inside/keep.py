@@ -103,7 +103,7 @@ class Keeper:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 found[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # itself, an output would hold its own graph
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
