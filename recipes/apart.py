@@ -4,6 +4,8 @@
     trainkit train experiment=completions data.batch_size=1 paths.run_dir=runs/ours
     python recipes/apart.py runs/big runs/ours
 
+`--metrics val/loss val/accuracy` chooses the columns.
+
 The first run is the reference. "Off by" is the distance between a run's weights and the
 reference's weights at the end, as a share of the distance that the reference was
 trained.
@@ -64,17 +66,20 @@ def shown(share: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How far apart runs ended.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    runs: list[Path] = parser.parse_args().runs
+    parser.add_argument("--metrics", nargs="+", metavar="NAME")
+    options = parser.parse_args()
+    runs: list[Path] = options.runs
     start, reference = weights_at_start(runs[0]), weights_at_end(runs[0])
-    metric = OmegaConf.load(runs[0] / "config.yaml").metric
-    print(f"| run | steps | {metric} | weights off by |\n|---|---:|---:|---:|")
+    config: Any = OmegaConf.load(runs[0] / "config.yaml")
+    names = options.metrics or [config.metric]
+    columns = ["steps", *names, "weights off by"]
+    print(f"| run | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
     for run in runs:
         summary = json.loads((run / "summary.json").read_text())
+        values = [f"{summary['metrics'][name]:.4g}" for name in names]
         apart = shown(off_by(weights_at_end(run), reference, start))
-        print(
-            f"| {run.name} | {summary['steps']} | {summary['metrics'][metric]:.4f} "
-            f"| {apart if run != runs[0] else ''} |"
-        )
+        cells = [run.name, str(summary["steps"]), *values, apart * (run != runs[0])]
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -28,14 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the metric of runs.")
     parser.add_argument("picture", type=Path)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--metric", metavar="NAME", help="default: the runs' own")
     options = parser.parse_args()
     config: Any = OmegaConf.load(options.runs[0] / "config.yaml")
+    metric = options.metric or config.metric
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for run, marker in zip(options.runs, "osv^Dx" * len(options.runs), strict=False):
-        axes.plot(*curve(run, config.metric), marker=marker, label=run.name)
-    axes.set(xlabel="optimizer step", ylabel=config.metric)
+        axes.plot(*curve(run, metric), marker=marker, label=run.name)
+    axes.set(xlabel="optimizer step", ylabel=metric)
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -77,7 +77,7 @@ def test_fit_by_tokens_equals_the_whole_batch(
     said = capsys.readouterr().out
     assert "in chunks of at most " in said
     assert "18 tokens" in said
-    assert "proof: exact on" in said
+    assert "proof inside: exact on" in said
     assert deviation(module, whole, start) <= 1e-12
     fit(naive, MicroBatching(size=4, inside="encoder"))
     assert deviation(naive, whole, start) <= 1e-12

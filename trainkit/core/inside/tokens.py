@@ -118,7 +118,7 @@ class ByTokens:
         self._plans: dict[Hashable, tuple[Plan, int]] = {}
 
     def finest(self) -> ByTokens:
-        """The same with each row alone."""
+        """A copy that cuts each row alone."""
         return ByTokens(1, self._lengths, None)
 
     def sort(self, call: Arguments, name: str) -> Sorted:

@@ -101,7 +101,7 @@ class _Watch(ExitStack):
         self._total.bytes += size
         for called in self._running:
             called.bytes += size
-        return tensor
+        return tensor.detach()  # itself, an output would hold its own graph
 
     @property
     def total(self) -> int:

@@ -50,8 +50,6 @@ MOST_ROUNDING = 1e-5
 MOST_WIDE = 2**27
 """With more parameters, none are copied to float64."""
 
-LABEL = "proof"
-
 
 class ProofAtStart:
     """Measures once, on a few rows of the first batch, before the first step.
@@ -68,6 +66,8 @@ class ProofAtStart:
         options: how split windows cut; None for streamed ones.
         move: brings a part of a batch to the device.
     """
+
+    label = "proof"
 
     def __init__(
         self,
@@ -308,9 +308,9 @@ class ProofAtStart:
         if not trainer.is_global_zero:
             return
         if worst == 2 and is_measured:
-            warnings.warn(f"proof: {text}", stacklevel=2)
+            warnings.warn(f"{self.label}: {text}", stacklevel=2)
         else:
-            say(trainer, (LABEL, text))
+            say(trainer, (self.label, text))
 
 
 def _check_number(rows: FirstRows, options: MicroBatching | None, loader: Any) -> None:

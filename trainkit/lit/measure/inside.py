@@ -22,6 +22,8 @@ class ProofInside(ProofAtStart):
         **options: as of `ProofAtStart`.
     """
 
+    label = "proof inside"
+
     def __init__(self, *of: Any, cuts: Any, **options: Any) -> None:
         super().__init__(*of, **options)
         self._cuts = cuts
