@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.core.inside.common import LOSSES, Loss, batch, dice, nt_xent
+from tests.core.inside.common import LOSSES, Loss, Net, batch, dice, nt_xent
 from tests.helpers import NAIVE, deviation, trainer, weights
 from tests.lit.inside.common import Foreign, Own, copies, data, fit
 from trainkit import (
@@ -175,3 +175,30 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Any) -> Non
     torch.rand(9)
     resumed = resumable(tmp_path / "half", 7, tmp_path / "half" / "last.ckpt")
     assert torch.equal(resumed, whole)
+
+
+def test_memory_that_runs_out_makes_chunks_finer_and_is_remembered(
+    tmp_path: Any,
+) -> None:
+    class Small(Net):
+        """Has memory for 6 rows with a graph."""
+
+        def forward(self, x: Any) -> Any:
+            if torch.is_grad_enabled() and len(x) > 6:
+                raise torch.OutOfMemoryError("as asked")
+            return super().forward(x)
+
+    def module(kind: type[Net]) -> Foreign:
+        made = Foreign(calls=2)
+        made.net = kind().double()
+        return made
+
+    plain, start, small = module(Net), module(Net), module(Small)
+    fit(plain, None)
+    callback = AccumulationCallback(micro_batching=MicroBatching(inside="net"))
+    run = fit(small, None, callback)
+    assert off(small, plain, start) <= EXACT
+    assert callback.micro_batch_size == 5  # halves of 22, 11
+    run.save_checkpoint(tmp_path / "small.ckpt", weights_only=False)
+    held = torch.load(tmp_path / "small.ckpt", weights_only=False)
+    assert held["trainkit_micro_batching"] == {"limit": 5}

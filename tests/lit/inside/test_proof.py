@@ -120,3 +120,17 @@ def test_the_remedy_of_a_loss_across_rows_works_as_printed() -> None:
         line.removeprefix("micro_batching = "), {"MicroBatching": MicroBatching}
     )
     assert check(Foreign(), batch(), micro_batches=options).exact
+
+
+def test_a_submodule_that_is_not_called_is_not_called_exact(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Around(Foreign):
+        """Calls another method of the net."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net.head(self.net.body(x))
+
+    with pytest.warns(UserWarning, match="training_step did not call net, so nothing"):
+        fit(Around(), OPTIONS)
+    assert "not measured: training_step does not call net" in capsys.readouterr().out

@@ -67,6 +67,7 @@ class ChunkedForward:
     Attributes:
         around: makes a context for each run of a chunk, and of the rows of a probe.
         is_off: whether the module runs uncut for a while.
+        was_called: whether it was called to train.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ChunkedForward:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
         self.around: Around = _nothing
-        self.is_off = False
+        self.is_off = self.was_called = False
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
         self._names = Names(self._original())
@@ -109,6 +110,7 @@ class ChunkedForward:
         is_evaluation = not module.training and not torch.is_grad_enabled()
         if self.is_off or is_evaluation:
             return original(*args, **kwargs)
+        self.was_called = True
         call = self._read(args, kwargs)
         shards = shards_within(module, self.name, self.keeper.keep)
         if shards is None and self.by_tokens is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ class InsideCuts:
         )
         self._cuts: list[ChunkedForward] = []
         self._paths: list[str] = []
+        self._is_checked = False
 
     def start(self) -> None:
         """Cut the submodules that are named; `"auto"` waits for the first batch."""
@@ -74,6 +76,21 @@ class InsideCuts:
             )
             cut.install()
             self._cuts.append(cut)
+
+    def check_called(self) -> None:
+        """Warn of submodules that the first training step has not called."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        uncalled = [cut.name for cut in self._cuts if not cut.was_called]
+        if uncalled:
+            warnings.warn(
+                f"trainkit | inside: training_step did not call {listed(uncalled)}, so "
+                f"nothing of it runs in chunks. Only calls of the module itself are "
+                f"cut, such as self.net(x), and no other method of it. Name the "
+                f"submodule that is called.",
+                stacklevel=2,
+            )
 
     # ---- what others ask -------------------------------------------------------------
 

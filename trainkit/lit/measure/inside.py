@@ -6,6 +6,7 @@ from typing import Any
 
 from trainkit.core.proof.gradients import share_of
 from trainkit.lit.measure.at_start import MOST_OF_FIT, ProofAtStart
+from trainkit.lit.measure.clean import NotMeasured
 from trainkit.lit.measure.first_rows import FirstRows, InParts
 from trainkit.lit.measure.passes import Pass, Passes
 
@@ -36,7 +37,10 @@ class ProofInside(ProofAtStart):
         with self._cuts.whole():
             whole = passes.run(cut.whole, rows)
         with self._cuts.measured(CHUNK, passes.around_chunk):
-            return whole, [passes.run(cut.whole, rows)]
+            found = passes.run(cut.whole, rows)
+        if not passes.num_chunks:
+            raise NotMeasured(f"training_step does not call {self._cuts.names}")
+        return whole, [found]
 
     def _off_by(
         self, whole: Pass, parts: list[Pass], cut: InParts

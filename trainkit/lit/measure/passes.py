@@ -96,6 +96,7 @@ class Passes:
         in_eval: the layers that are in eval mode during a pass.
         draws: replays random numbers by row.
         without_hooks: whether hooks that `training_step` registers do not run.
+        num_chunks: how many chunks of submodules have run.
         scale: what losses are multiplied by while gradients are in half precision.
     """
 
@@ -134,6 +135,7 @@ class Passes:
         self._gradients: list[Tensor | None] | None = None
         self._calls: Any = contextlib.nullcontext()
         self._thread = threading.get_ident()
+        self.num_chunks = 0
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -251,6 +253,7 @@ class Passes:
             finally:
                 self.draws.is_active = was_active
             return
+        self.num_chunks += 1
         is_here = threading.get_ident() == self._thread
         own = self.draws.of_chunk(call, chunk.start, chunk.stop, call.num_rows)
         with contextlib.nullcontext() if is_here else self._calls, own:

@@ -54,6 +54,8 @@ class _Steps:
             self._weigh(batch)
             output = self._training_step(batch, *args, **kwargs)
             self._take_said(batch, output)
+        if self._windows.inside is not None:
+            self._windows.inside.check_called()
         return output
 
     def _watched(self) -> AbstractContextManager[Any]:
