@@ -117,7 +117,7 @@ def test_a_path_that_leads_nowhere_is_refused_with_what_there_is() -> None:
 
 def test_the_forward_is_given_back_after_an_error() -> None:
     class Fails(Foreign):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert "forward" in vars(self.net)
             raise RuntimeError("as asked")
 
@@ -129,9 +129,11 @@ def test_the_forward_is_given_back_after_an_error() -> None:
 
 def test_a_copy_and_a_pickle_made_in_fit_stand_alone() -> None:
     class Copies(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            self.copy = copy.deepcopy(module.net)
-            self.pickled = pickle.loads(pickle.dumps(module.net))
+        def on_before_zero_grad(
+            self, trainer: Any, pl_module: Any, optimizer: Any
+        ) -> None:
+            self.copy = copy.deepcopy(pl_module.net)
+            self.pickled = pickle.loads(pickle.dumps(pl_module.net))
 
     callback, module = Copies(), Foreign()
     fit(module, MicroBatching(size=4, inside="net"), callback)

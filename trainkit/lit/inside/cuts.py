@@ -130,8 +130,9 @@ class InsideCuts:
         try:
             yield
         finally:
-            for cut, *before in held:
-                cut.sizes, cut.keeper, cut.around, cut.by_tokens = before
+            for cut, sizes, keeper, before, by_tokens in held:
+                cut.sizes, cut.keeper, cut.around = sizes, keeper, before
+                cut.by_tokens = by_tokens
 
     def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
         """How the step runs, for the table before training."""

@@ -49,7 +49,7 @@ class ProofInside(ProofAtStart):
         off = share_of(parts[0].gradient - whole.gradient, whole.gradient)
         return off, abs(found - loss) / (abs(loss) or 1.0)
 
-    def _rounding(self, *_: Any) -> None:
+    def _rounding(self, passes: Passes, cut: InParts, parts: list[Pass]) -> None:
         return None  # the order of rows is a matter of the loss
 
     def _cause(
