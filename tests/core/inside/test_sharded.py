@@ -144,8 +144,7 @@ SHARDINGS = [
 ]
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize(("reshards", "calls"), [(True, 2), (False, 1)])
 @pytest.mark.parametrize("how", SHARDINGS)
 def test_steps_in_chunks_equal_those_of_whole_batches(
     how: str, reshards: bool, calls: int, on_ranks: OnRanks
