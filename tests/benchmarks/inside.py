@@ -257,6 +257,41 @@ def measure_keep(name: str, rounds: int, chunk: int = 8) -> None:
         )
 
 
+class Ragged(Transformer):
+    """A transformer that sees no padding, and pools the columns that are none."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        out = self.layers(self.embed(ids), src_key_padding_mask=attention_mask == 0)
+        return self.head(out)
+
+
+def ragged(net: nn.Module, ids: Tensor, mask: Tensor, cut: dict[str, int]) -> Step:
+    if cut:
+        Chunked(net, **cut)  # type: ignore[arg-type]
+    weights = mask[..., None] / mask.sum(1)[:, None, None]
+    return lambda: loss_of((net(ids, attention_mask=mask) * weights).sum(1)).backward()
+
+
+def measure_tokens(rounds: int, rows: int = 64, width: int = 256) -> None:
+    """Lengths are log-normal, so that most columns of most rows are padding."""
+    lengths = torch.empty(rows).log_normal_(4, 0.7).long().clamp(2, width)
+    lengths[0] = width
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    ids = torch.randint(0, 1000, (rows, width)) * mask
+    cuts = {"whole": {}, "size=8": {"size": 8}, "tokens=2048": {"tokens": 2048}}
+    net = Ragged()
+    found = {k: Contestant(ragged, net, ids, mask, cut) for k, cut in cuts.items()}
+    race(list(found.values()), rounds)
+    whole = found["whole"]
+    for name, each in found.items():
+        print(
+            f"| {name} | {1000 * each.seconds:.0f} | {each.seconds / whole.seconds:.2f}"
+            f" | {each.peak():.1f} | {distance(each, whole):.0e} |",
+            flush=True,
+        )
+    print(f"{int(lengths.sum())} of {rows * width} tokens are no padding.")
+
+
 def measure_peer(rounds: int) -> None:
     if not inside_contrastive.is_there():
         print("\nsentence-transformers is not installed: its loss is left out.")
@@ -286,7 +321,7 @@ def table(head: str, *columns: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the inner cut costs.")
     parser.add_argument("--rounds", type=int, default=7)
-    parts = ("peak", "time", "keep", "peer")
+    parts = ("peak", "time", "keep", "tokens", "peer")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -305,6 +340,9 @@ def main() -> None:
         table("keep, chunks of 8", "time / plain", "peak, MiB", "peak / plain")
         for name in NETS:
             measure_keep(name, options.rounds)
+    if "tokens" in options.only:
+        table("ragged rows", "ms a step", "/ whole", "peak, MiB", "off by")
+        measure_tokens(options.rounds)
     if "peer" in options.only:
         measure_peer(options.rounds)
 
