@@ -267,7 +267,7 @@ def test_a_compiled_step_runs_the_module_in_chunks_uncompiled(compiler: Any) -> 
     with Chunked(net, size=8, keep=0):
         for _ in range(3):
             assert off_by(gradient(net, lambda net: compiled(net))[1], wanted) <= EXACT
-        assert max(net.rows) <= 8
+        assert max(net.rows) <= 16  # two chunks are compared at first
 
 
 def test_what_was_scripted_or_compiled_in_place_is_refused() -> None:

@@ -38,3 +38,17 @@ def test_a_row_that_does_not_stand_alone_is_refused(kind: type[Net], why: str) -
     net, (x, _) = twin(kind()), batch()
     with Chunked(net, size=4), pytest.raises(TrainkitError, match=why):
         net(x)
+
+
+class Capacity(Net):
+    """Serves the first 6 rows, as an expert of fixed capacity does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out * (torch.arange(len(x)) < 6)[:, None]
+
+
+def test_a_capacity_that_a_few_rows_do_not_show_is_refused() -> None:
+    net, (x, _) = twin(Capacity()), batch()
+    with Chunked(net, size=4), pytest.raises(TrainkitError, match="for 8 rows is not"):
+        net(x)

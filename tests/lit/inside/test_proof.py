@@ -133,4 +133,7 @@ def test_a_submodule_that_is_not_called_is_not_called_exact(
 
     with pytest.warns(UserWarning, match="training_step did not call net, so nothing"):
         fit(Around(), OPTIONS)
-    assert "not measured: training_step does not call net" in capsys.readouterr().out
+    assert (
+        "not measured: net: on 4 rows training_step does not call it"
+        in capsys.readouterr().out
+    )

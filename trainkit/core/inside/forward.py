@@ -24,13 +24,13 @@ from trainkit.core.inside.arguments import (
 )
 from trainkit.core.inside.call import Around, Call, Cut
 from trainkit.core.inside.checks import Check, refuse_strangers, strangers
-from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.left_behind import announce_left
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.padding import PaddingCheck
-from trainkit.core.inside.probe import Probe
+from trainkit.core.inside.probe import Probe, compare_chunks
 from trainkit.core.inside.rows import Plan, Unfit, multiples_of, num_rows, settle
 from trainkit.core.inside.run import run_in_chunks
 from trainkit.core.inside.sharded import (
@@ -40,11 +40,12 @@ from trainkit.core.inside.sharded import (
     shards_within,
 )
 from trainkit.core.inside.tokens import Blocks, ByTokens
+from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import take_apart
 from trainkit.errors import TrainkitError
 
-NUM_PROBES = 2
-"""How often the rows of one kind of call are looked at."""
+MANY = 8
+"""With more rows than this, two chunks are compared once with their rows at once."""
 
 MOST_PLANS = 99
 """How many kinds of calls are remembered."""
@@ -91,6 +92,7 @@ class ChunkedForward:
         self.by_tokens, self._padding = by_tokens, PaddingCheck()
         self._plans: dict[Any, tuple[Plan, int]] = {}
         self._with_rows: set[str] = set()
+        self._compared: set[Any] = set()
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -146,7 +148,7 @@ class ChunkedForward:
                 f"number. Cut by size= alone."
             )
         _, times = self._plans.get(self._key(call), (None, 0))
-        number, probes = shards.agreed(self.sizes, call.rows, probes=times < NUM_PROBES)
+        number, probes = shards.agreed(self.sizes, call.rows, probes=is_probed(times))
         sizes = FixedNumber(number)
         if not self._cuts(sizes, call):
             return call.run(call.values)
@@ -219,11 +221,11 @@ class ChunkedForward:
     ) -> Plan:
         key = self._key(call)
         plan, times = self._plans.get(key, (None, 0))
-        if plan is None or times < NUM_PROBES or probes:
+        if plan is None or is_probed(times) or probes:
             plan = self._probe(call, is_sharded=is_sharded)
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = plan, times + 1
+        self._plans[key] = plan, times + 1
         return plan
 
     def _key(self, call: Arguments) -> Any:
@@ -265,6 +267,7 @@ class ChunkedForward:
                 plan = settle(
                     probe, call.values, call.rows, call.shared, most=self.sizes.limit
                 )
+                self._compare(call, plan, probe)
             moment.check_state()
             refuse_flat(self.module, self.name, probe.foreign)
             self.keeper.row_bytes = max(self.keeper.row_bytes, probe.row_bytes)
@@ -278,6 +281,24 @@ class ChunkedForward:
         pairs = zip(call.paths, plan.multiples, strict=True)
         self._with_rows |= {path for path, multiple in pairs if multiple}
         return plan
+
+    def _compare(self, call: Arguments, plan: Plan, probe: Probe) -> None:
+        """Compare two chunks with their rows at once in the first call, where memory
+        allows: the capacity of experts, say, does not show in a few rows."""
+        key = self._key(call)
+        if call.rows <= MANY or key in self._compared:
+            return
+        self._compared.add(key)
+        size = self.sizes.limit or -(-call.rows // 2)
+        rows = Chunk(0, min(2 * size, call.rows))
+        try:
+            compare_chunks(
+                plan, probe, call.values, rows, Sizes(size).cut(0, rows.stop)
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release(error)
 
     @contextlib.contextmanager
     def _refusing(
@@ -303,6 +324,17 @@ class ChunkedForward:
     def _is_shared(self, path: str) -> bool:
         parts = path.split(".")
         return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))
+
+
+def is_probed(times: int) -> bool:
+    """Whether a kind of call that was made so often is looked at again.
+
+    >>> [n for n in range(300) if is_probed(n)]
+    [0, 1, 63, 255]
+    """
+    number = times + 1
+    is_power_of_4 = number & (number - 1) == 0 and number.bit_length() % 2 == 1
+    return times < 2 or (is_power_of_4 and number >= 64)
 
 
 def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:

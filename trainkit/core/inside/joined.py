@@ -106,7 +106,8 @@ class Joined:
             self._refuse(index, [wanted, *value.shape[1:]], value)
 
     def _refuse(self, index: int, wanted: list[int], value: Any) -> None:
-        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        is_tensor = isinstance(value, Tensor)
+        got = f"{list(value.shape)} {value.dtype}" if is_tensor else type(value)
         name = output_name(self._plan.paths[index])
         raise TrainkitError(
             f"{self._name}: {name} must have one shape and dtype beside its rows, to "

@@ -10,19 +10,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.moment import version_of
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that each module has; buffers are looked at elsewhere."""
 
 
 def held_tensors(module: nn.Module) -> dict[str, Any]:
-    """The tensors in plain attributes of a module and of those in it, by their path.
+    """Which tensors stand in plain attributes of a module and of those in it, and how
+    often each was changed in place, by their path.
 
     A list or dict counts as what it holds. What a layer caches stays the same object
     from one pass to the next; what it leaves for others does not.
     """
     return {
-        f"{path}.{name}".lstrip("."): value
+        f"{path}.{name}".lstrip("."): tuple((id(x), version_of(x)) for x in value)
         for path, each in module.named_modules()
         for name, attribute in vars(each).items()
         if name not in OF_TORCH and (value := tuple(_tensors(attribute)))
@@ -31,11 +33,7 @@ def held_tensors(module: nn.Module) -> dict[str, Any]:
 
 def moved_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The paths of attributes that hold other tensors than before."""
-    return [
-        path
-        for path, tensors in after.items()
-        if list(map(id, tensors)) != list(map(id, before.get(path, ())))
-    ]
+    return [path for path, tensors in after.items() if tensors != before.get(path, ())]
 
 
 def announce_left(module: nn.Module, name: str, left: list[str]) -> None:

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.checks import leaves_of
+from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.draws import (
     Draws,
     are_same,
@@ -23,7 +24,14 @@ from trainkit.core.inside.draws import (
 )
 from trainkit.core.inside.left_behind import held_tensors, moved_between
 from trainkit.core.inside.moment import version_of
-from trainkit.core.inside.rows import Unfit, refuse_kind
+from trainkit.core.inside.rows import (
+    OTHER_NUMBER,
+    Plan,
+    Unfit,
+    are_close,
+    output_name,
+    refuse_kind,
+)
 from trainkit.core.split.fields import Field, take_apart
 
 REENTRANT = "CheckpointFunctionBackward"
@@ -40,6 +48,7 @@ class Probe:
 
     Attributes:
         has_drawn: whether the last run drew random numbers.
+        draws_in_training: whether any run in the module's own modes did.
         may_reenter: whether chunks may hold reentrant checkpoints.
         row_bytes: what the graph of a row holds.
         leaves: what the last graph trains.
@@ -64,7 +73,7 @@ class Probe:
         draws.look(module)
         self._torch = draws.keep(self._devices)
         self._host = states_of_host()
-        self.has_drawn = self.may_reenter = False
+        self.has_drawn = self.draws_in_training = self.may_reenter = False
         self.row_bytes = 0
         self.leaves: list[Tensor] = []
         self._attributes: dict[str, Any] | None = None
@@ -91,6 +100,7 @@ class Probe:
         self._draws.note(self._host)
         draws = self._draws.of_host or bool(self._draws.own)
         self.has_drawn = draws or not are_same(before, torch_states(self._devices))
+        self.draws_in_training |= self.has_drawn and not evaluates
         return fields
 
     def put_back(self) -> None:
@@ -155,6 +165,40 @@ class Probe:
             f"overwrites those of the one before. Return them as outputs, or detach() "
             f"them"
         )
+
+
+def compare_chunks(
+    plan: Plan, probe: Probe, values: Sequence[Any], rows: Chunk, chunks: list[Chunk]
+) -> None:
+    """Refuse outputs of many rows that are not those of chunks of them.
+
+    Args:
+        plan: which arguments have rows, and how outputs are joined.
+        probe: runs the module; in evaluation mode if it draws.
+        values: the arguments.
+        rows: those that are compared.
+        chunks: of them.
+    """
+
+    def outputs(part: Chunk) -> list[Field]:
+        pairs = zip(values, plan.multiples, strict=True)
+        given = [part.part(x, 0, m) if m else x for x, m in pairs]
+        return probe(given, evaluates=draws)
+
+    draws = probe.draws_in_training
+    whole = outputs(rows)
+    if (draws and probe.has_drawn) or len(whole) != len(plan.joints):
+        return  # nothing can be compared, or the mode returns something else
+    for chunk in chunks:
+        for joint, one, other in zip(plan.joints, whole, outputs(chunk), strict=True):
+            if joint.dim is None or not isinstance(one.value, Tensor):
+                continue
+            own = chunk.part(one.value, joint.dim, joint.multiple)
+            if not are_close(own, other.value, times=OTHER_NUMBER):
+                raise Unfit(
+                    f"{output_name(one.path)} for {rows.num_rows} rows is not that for "
+                    f"chunks of them, as where experts have a capacity"
+                )
 
 
 class _Held:

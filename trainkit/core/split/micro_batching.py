@@ -180,7 +180,9 @@ class MicroBatching(_Chosen):
                     f"keep={self.keep!r} without inside=. Name a submodule there."
                 )
             return
-        paths = [self.inside] if isinstance(self.inside, str) else list(self.inside)
+        given: Any = self.inside
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        paths = list(given) if several else [given]
         if not paths or not all(isinstance(each, str) and each for each in paths):
             raise TrainkitError(
                 f"MicroBatching inside: must be the path of a submodule or several, "

@@ -46,6 +46,12 @@ def choose(
     Raises:
         TrainkitError: there is none.
     """
+    if not pl_module.automatic_optimization:
+        raise TrainkitError(
+            'MicroBatching inside="auto": it runs training_step on a few rows, which a '
+            "module with automatic_optimization=False would take a step with. Name the "
+            "submodules: inside='path'."
+        )
     rows = FirstRows(batch, None, Uniform())
     number = min(ROWS, rows.num_rows)
     few = rows.take(list(range(number)))

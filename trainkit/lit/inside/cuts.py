@@ -65,6 +65,12 @@ class InsideCuts:
     def _install(self, paths: Sequence[str]) -> None:
         options, keeper = self._options, Keeper(self._options.keep)
         self._paths = list(paths)
+        modules = [_submodule(self._module, path) for path in paths]
+        if len(set(modules)) < len(modules):
+            raise TrainkitError(
+                f"MicroBatching inside: each path must lead to a module of its own, "
+                f"and two of {listed(self._paths)} lead to one. Name it once."
+            )
         for path in paths:
             cut = ChunkedForward(
                 _submodule(self._module, path),

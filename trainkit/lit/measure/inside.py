@@ -36,10 +36,14 @@ class ProofInside(ProofAtStart):
         rows = sorted(sum(cut.rows, []))
         with self._cuts.whole():
             whole = passes.run(cut.whole, rows)
-        with self._cuts.measured(CHUNK, passes.around_chunk):
+        chunk = min(CHUNK, len(rows) - 1)
+        with self._cuts.measured(chunk, passes.around_chunk):
             found = passes.run(cut.whole, rows)
         if not passes.num_chunks:
-            raise NotMeasured(f"training_step does not call {self._cuts.names}")
+            raise NotMeasured(
+                f"{self._cuts.names}: on {len(rows)} rows training_step does not call "
+                f"it, or calls it with too few rows to cut"
+            )
         return whole, [found]
 
     def _off_by(

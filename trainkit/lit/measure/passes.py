@@ -128,6 +128,8 @@ class Passes:
         self.without_hooks = False
         self._snapshot: Snapshot | None = None
         self._registries: Registries | None = None
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._flags: list[tuple[Tensor, bool]] = []
         self._put_back: Callable[[], None] = lambda: None
         self._written = PutBackWritten()
         self._clear_hooks: Callable[[], None] = lambda: None
@@ -167,6 +169,8 @@ class Passes:
             self._put_back = stack.enter_context(replayed(module, self.draws))
             self._snapshot = Snapshot(module, device=module.device)
             self._registries = Registries(module, module.trainer.optimizers)
+            self._modes = [(each, each.training) for each in module.modules()]
+            self._flags = [(p, p.requires_grad) for p in module.parameters()]
             yield
 
     def run(self, batch: Any, rows: Sequence[int], *, keep_state: bool = False) -> Pass:
@@ -265,10 +269,18 @@ class Passes:
         assert self._registries is not None
         with contextlib.ExitStack() as stack:  # each runs, also if another fails
             stack.callback(self._clear_hooks)
+            stack.callback(self._put_back_modes)
             stack.callback(self._put_back)
             stack.callback(self._snapshot.restore)
             stack.callback(self._registries.put_back)
             stack.callback(self._written.put_back)
+
+    def _put_back_modes(self) -> None:
+        for each, mode in self._modes:
+            each.training = mode
+        for parameter, trains in self._flags:
+            if parameter.requires_grad != trains:
+                parameter.requires_grad_(trains)
 
     def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
