@@ -137,3 +137,18 @@ def test_a_submodule_that_is_not_called_is_not_called_exact(
         "not measured: net: on 4 rows training_step does not call it"
         in capsys.readouterr().out
     )
+
+
+def test_a_submodule_that_gets_a_list_of_samples_is_said_to_run_whole() -> None:
+    class Listing(Net):
+        def forward(self, x: Any) -> Tensor:
+            return super().forward(torch.stack([each[0] for each in x]))
+
+    class Lists(Foreign):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net([each[None] for each in x])
+
+    module = Lists()
+    module.net = Listing().double()  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="net ran whole. Of a loader batch of 22 rows"):
+        fit(module, OPTIONS)

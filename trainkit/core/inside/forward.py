@@ -69,6 +69,8 @@ class ChunkedForward:
         around: makes a context for each run of a chunk, and of the rows of a probe.
         is_off: whether the module runs uncut for a while.
         was_called: whether it was called to train.
+        was_cut: whether a call ran in chunks.
+        most_rows: that a call had.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class ChunkedForward:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
         self.around: Around = _nothing
-        self.is_off = self.was_called = False
+        self.is_off = self.was_called = self.was_cut = False
+        self.most_rows = 0
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
         self._names = Names(self._original())
@@ -114,6 +117,7 @@ class ChunkedForward:
             return original(*args, **kwargs)
         self.was_called = True
         call = self._read(args, kwargs)
+        self.most_rows = max(self.most_rows, call.rows)
         shards = shards_within(module, self.name, self.keeper.keep)
         if shards is None and self.by_tokens is None:
             if not self._cuts(self.sizes, call):
@@ -126,6 +130,7 @@ class ChunkedForward:
         return call.rows > 1 and not is_one
 
     def _call(self, call: Arguments, plan: Plan, sizes: Sizes, **options: Any) -> Call:
+        self.was_cut = True
         cut = Cut(
             self.module,
             call.run,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.batches import num_samples
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keeper
@@ -83,8 +84,9 @@ class InsideCuts:
             cut.install()
             self._cuts.append(cut)
 
-    def check_called(self) -> None:
-        """Warn of submodules that the first training step has not called."""
+    def check_called(self, batch: Any) -> None:
+        """Warn of submodules that the first training step has not called, or not with
+        the rows of the batch."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -97,6 +99,17 @@ class InsideCuts:
                 f"submodule that is called.",
                 stacklevel=2,
             )
+
+        rows = num_samples(batch)
+        for cut in self._cuts:
+            if cut.was_called and not cut.was_cut and cut.most_rows < rows:
+                warnings.warn(
+                    f"trainkit | inside: {cut.name} ran whole. Of a loader batch of "
+                    f"{rows:g} rows, its arguments have {cut.most_rows} in their first "
+                    f"dimension. Lists of samples and objects are not cut: pass "
+                    f"tensors, or name a submodule that gets them.",
+                    stacklevel=2,
+                )
 
     # ---- what others ask -------------------------------------------------------------
 

@@ -135,11 +135,10 @@ def with_ways_in(
     cause: Cause, module: Any, whole: Pass, strategies: Strategies
 ) -> Cause:
     """A cause with the line that a module needs before a strategy counts in it."""
-    assigned = ("accumulation = ", "micro_batching = ")
-    if not any(word in line for line in cause.remedy for word in assigned):
+    lines, more, text = " ".join(cause.remedy), (), cause.text
+    if "accumulation = " not in lines and "micro_batching = " not in lines:
         return cause
     is_plain = any(term.is_plain for term in whole.terms)
-    more, text = (), cause.text
     if not module.automatic_optimization and (is_plain or not has_mixin(module)):
         more = (BY_HAND,)
         text = text.replace(GIVEN, "self.manual_backward, which weighs nothing")

@@ -55,7 +55,7 @@ class _Steps:
             output = self._training_step(batch, *args, **kwargs)
             self._take_said(batch, output)
         if self._windows.inside is not None:
-            self._windows.inside.check_called()
+            self._windows.inside.check_called(batch)
         return output
 
     def _watched(self) -> AbstractContextManager[Any]:
