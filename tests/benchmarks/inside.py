@@ -260,7 +260,8 @@ def measure_keep(name: str, rounds: int, chunk: int = 8) -> None:
 class Ragged(Transformer):
     """A transformer that sees no padding, and pools the columns that are none."""
 
-    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        assert attention_mask is not None
         out = self.layers(self.embed(ids), src_key_padding_mask=attention_mask == 0)
         return self.head(out)
 
