@@ -124,3 +124,18 @@ def test_version_counts_writes_in_place() -> None:
     before = _compat.versions_of([tensor])
     torch._foreach_zero_([tensor])  # pyright: ignore[reportPrivateImportUsage]
     assert _compat.versions_of([tensor]) > before
+
+
+def test_a_backward_pass_has_a_number_of_its_own() -> None:
+    weight, seen = torch.ones(2, requires_grad=True), []
+
+    def note(_: Any) -> None:
+        seen.append(_compat.backward_pass())
+        if len(seen) == 1:
+            torch.autograd.grad((weight * 3).sum(), weight)  # one within it
+
+    weight.register_hook(note)
+    (2 * weight).sum().backward()
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+    assert _compat.backward_pass() == -1

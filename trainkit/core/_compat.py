@@ -24,6 +24,14 @@ def gradient_divide_factors(module: nn.Module) -> set[float | None]:
     return {getattr(group, "gradient_divide_factor", None) for group in groups}
 
 
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread; -1 for none.
+
+    Passes may run within each other: torch's checkpoints ask for the same number.
+    """
+    return torch._C._current_graph_task_id()
+
+
 def is_apart(module: DistributedDataParallel) -> bool:
     """Whether DDP's last forward pass ran under `no_sync()`, so that its backward pass
     leaves gradients on their ranks, even if that runs outside of `no_sync()`."""

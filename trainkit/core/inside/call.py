@@ -270,13 +270,8 @@ class Call:
             )
         self.moment.check_weights()
         self._cut.keeper.passed()
-        num = len(self.moment.parameters)
-        sums = Sums(self.moment.parameters)
-        plan = self._plan
-        pieces = Pieces(
-            [(values[i], plan.multiples[i]) for i in self.trained],
-            [plan.columns[i] for i in self.trained],
-        )
+        num, plan = len(self.moment.parameters), self._plan
+        sums, pieces = self._empty(values)
         if self._cut.padding is not None:
             self._cut.padding.look(gradients, plan, self._done, self._cut.name)
         now = self._cut.draws.keep(self._devices)
@@ -288,8 +283,11 @@ class Call:
                 while waiting:
                     graph = kept.pop(waiting[0], None)
                     with self._chunk_of_shards(is_last=len(waiting) == 1):
-                        found = self._backward(waiting, graph, values, gradients)
-                    if found is not None:
+                        found = self._backward(waiting, graph, values, gradients, sums)
+                    if found is None and sums.is_torn:
+                        sums, pieces = self._empty(values)
+                        waiting = self._done[::-1]
+                    elif found is not None:
                         sums.add(found[:num])
                         pieces.add(waiting.pop(0), found[num:])
                         del found  # not beside the next chunk's graph
@@ -299,12 +297,19 @@ class Call:
         self._cut.sizes.passed(self.num_rows)
         return [*sums.results(), *pieces.results()]
 
+    def _empty(self, values: Sequence[Any]) -> tuple[Sums, Pieces]:
+        """The gradients of no chunk yet."""
+        plan, at = self._plan, self.trained
+        rows = [(values[i], plan.multiples[i]) for i in at]
+        return Sums(self.moment.parameters), Pieces(rows, [plan.columns[i] for i in at])
+
     def _backward(
         self,
         waiting: list[Chunk],
         graph: Graph | None,
         values: Sequence[Any],
         gradients: Sequence[Tensor | None],
+        sums: Sums,
     ) -> Sequence[Tensor | None] | None:
         """The gradients of the first chunk that waits; None if it was cut finer."""
         chunk = waiting[0]
@@ -315,7 +320,7 @@ class Call:
                     graph = self._graph(chunk, values)
                 self._cut.check.ran_again(chunk, graph.outputs, self._cut.name)
                 self._look_for_strangers(graph)
-            return self._pulled(chunk, graph, gradients)
+            return self._pulled(chunk, graph, gradients, sums)
         except Exception as error:
             sizes = self._cut.sizes
             self._cut.keeper.failed()
@@ -348,7 +353,11 @@ class Call:
         return draws.of_host or bool(draws.own) or not are_same(chunk.states, after)
 
     def _pulled(
-        self, chunk: Chunk, graph: Graph, gradients: Sequence[Tensor | None]
+        self,
+        chunk: Chunk,
+        graph: Graph,
+        gradients: Sequence[Tensor | None],
+        sums: Sums,
     ) -> Sequence[Tensor | None]:
         """The gradients of a chunk's sources."""
         outputs, given = [], []
@@ -373,7 +382,8 @@ class Call:
             return [None] * len(graph.sources)
         if self._cut.shards is not None:
             return pulled(outputs, given, graph.sources)
-        return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
+        with sums.arriving(outputs, graph.sources):
+            return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
 
 
 def _has_gradient(output: Any) -> bool:
