@@ -127,12 +127,14 @@ def test_version_counts_writes_in_place() -> None:
 
 
 def test_a_backward_pass_has_a_number_of_its_own() -> None:
-    weight, seen = torch.ones(2, requires_grad=True), []
+    weight = torch.ones(2, requires_grad=True)
+    seen: list[int] = []
 
     def note(_: Any) -> None:
         seen.append(_compat.backward_pass())
         if len(seen) == 1:
-            torch.autograd.grad((weight * 3).sum(), weight)  # one within it
+            with torch.enable_grad():
+                torch.autograd.grad((weight * 3).sum(), weight)  # one within it
 
     weight.register_hook(note)
     (2 * weight).sum().backward()

@@ -13,7 +13,7 @@ from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
 
 LARGE = 2**16
-"""Gradients of so many entries are added as they arrive: a hook costs less than that."""
+"""Gradients of so many entries are added as they arrive; a hook costs little then."""
 
 
 class Sums:
@@ -83,7 +83,8 @@ class Sums:
             if gradient is None or index in self._arrived:
                 continue
             total = self._sums[index]
-            if self._is_own[index] and type(gradient) is type(total) is Tensor:
+            is_plain = type(gradient) is type(total) is Tensor
+            if total is not None and self._is_own[index] and is_plain:
                 totals.append(total)
                 shares.append(_widened(gradient))
             else:
