@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def gradient_divide_factors(module: nn.Module) -> set[float | None]:
@@ -30,6 +32,27 @@ def backward_pass() -> int:
     Passes may run within each other: torch's checkpoints ask for the same number.
     """
     return torch._C._current_graph_task_id()
+
+
+class Drawn(TorchDispatchMode):
+    """Within it, operators that draw random numbers are counted.
+
+    Attributes:
+        counts: how often, by operator and shape of the result.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            one = found[0] if isinstance(found, list | tuple) else found
+            self.counts[f"{func} of shape {list(getattr(one, 'shape', []))}"] += 1
+        return found
 
 
 def is_apart(module: DistributedDataParallel) -> bool:

@@ -46,7 +46,7 @@ def test_a_tensor_without_a_gradient_is_announced() -> None:
             return super().forward(x)
 
     net, (x, _) = twin(Watching()), batch()
-    with Chunked(net, size=4), pytest.warns(UserWarning, match="tensors in largest"):
+    with Chunked(net, size=4), pytest.warns(UserWarning, match="values in largest"):
         net(x)
 
 
@@ -78,5 +78,5 @@ def test_hooks_within_are_announced_and_the_module_s_own_are_not() -> None:
         net(x)
     assert seen == [len(x)]
     net[0].register_forward_hook(lambda module, args, out: None)
-    with Chunked(net, size=4), pytest.warns(UserWarning, match="forward hooks of 0"):
+    with Chunked(net, size=4), pytest.warns(UserWarning, match="hooks of 0"):
         net(x)

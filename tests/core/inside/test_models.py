@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.core.inside.common import EXACT, NAIVE, gradient, off_by
 from trainkit import Chunked, TrainkitError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*forward hooks of")
+pytestmark = pytest.mark.filterwarnings("ignore:.*hooks of")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 8,

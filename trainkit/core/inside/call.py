@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
-from trainkit.core.inside.checks import Check, Strangers
-from trainkit.core.inside.chunks import Chunk, Sizes
+from trainkit.core.inside.checks import Strangers
+from trainkit.core.inside.chunks import Chunk
+from trainkit.core.inside.cut import Cut
 from trainkit.core.inside.draws import (
-    Draws,
     are_same,
     put_back_on_host,
     states_of_host,
     torch_states,
 )
 from trainkit.core.inside.joined import Joined
-from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.moment import Moment, replaced_parameters, version_of
-from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.rows import Plan, output_name
-from trainkit.core.inside.sharded import Shards, pulled
+from trainkit.core.inside.sharded import pulled
 from trainkit.core.inside.sums import Pieces, Sums
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build, take_apart
 from trainkit.errors import TrainkitError
-
-Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A module that is cut, as each of its calls knows it.
-
-    Attributes:
-        module: whose forward runs in chunks.
-        run: that forward, on a list of arguments.
-        name: of the module, for messages.
-        sizes: how large a chunk may be.
-        draws: keeps random states.
-        check: of the first calls.
-        keeper: says how many chunks keep their graph.
-        around: a context for each run of a chunk of a call.
-        shards: what FSDP2 shards within the module.
-        padding: checks that the loss uses none, where chunks leave out columns.
-        width: how many columns there are.
-    """
-
-    module: nn.Module
-    run: Callable[[list[Any]], Any]
-    name: str
-    sizes: Sizes
-    draws: Draws
-    check: Check
-    keeper: Keeper
-    around: Around
-    shards: Shards | None = None
-    padding: PaddingCheck | None = None
-    width: int = 0
 
 
 @dataclass
@@ -274,8 +243,10 @@ class Call:
         sums, pieces = self._empty(values)
         if self._cut.padding is not None:
             self._cut.padding.look(gradients, plan, self._done, self._cut.name)
-        now = self._cut.draws.keep(self._devices)
+        self._now = self._cut.draws.keep(self._devices)
         kept, self._kept = self._kept, {}
+        if self.moment.note_hooks():
+            kept = {}  # they would see each chunk's gradient
         # The last comes first: its graph may be kept, and the order is always the same.
         waiting = self._done[::-1]
         try:
@@ -292,7 +263,7 @@ class Call:
                         pieces.add(waiting.pop(0), found[num:])
                         del found  # not beside the next chunk's graph
         finally:
-            now()
+            self._now()
         self._cut.check.passed()
         self._cut.sizes.passed(self.num_rows)
         return [*sums.results(), *pieces.results()]
@@ -382,8 +353,18 @@ class Call:
             return [None] * len(graph.sources)
         if self._cut.shards is not None:
             return pulled(outputs, given, graph.sources)
-        with sums.arriving(outputs, graph.sources):
+        with self._draws_follow(), sums.arriving(outputs, graph.sources):
             return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
+
+    @contextmanager
+    def _draws_follow(self) -> Iterator[None]:
+        """What backward passes draw follows on what the one before has drawn."""
+        draws = self._cut.draws
+        if draws.of_backward:
+            self._now()
+        yield
+        if draws.of_backward:
+            self._now = draws.keep(self._devices)
 
 
 def _has_gradient(output: Any) -> bool:

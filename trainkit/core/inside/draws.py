@@ -21,12 +21,17 @@ class Draws:
 
     Attributes:
         of_host: whether it draws from NumPy's or Python's global generator.
+        of_backward: whether its backward pass draws.
         own: generators that the module, or a module in it, has as an attribute.
     """
 
     def __init__(self) -> None:
-        self.of_host = False
+        self.of_host = self.of_backward = False
         self.own: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins anew: generators cannot be pickled."""
+        return vars(Draws())
 
     def look(self, module: nn.Module) -> None:
         """Find a module's own generators."""

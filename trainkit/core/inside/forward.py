@@ -14,41 +14,30 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import uncompiled
-from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.batches import Path
 from trainkit.core.inside.arguments import (
     Arguments,
     Names,
-    kinds_of,
     refuse_layouts,
 )
-from trainkit.core.inside.call import Around, Call, Cut
-from trainkit.core.inside.checks import Check, refuse_strangers, strangers
-from trainkit.core.inside.chunks import Chunk, Sizes
+from trainkit.core.inside.call import Call
+from trainkit.core.inside.checks import Check
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.cut import Around, Cut
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keeper
-from trainkit.core.inside.left_behind import announce_left
-from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.padding import PaddingCheck
-from trainkit.core.inside.probe import Probe, compare_chunks
-from trainkit.core.inside.rows import Plan, Unfit, multiples_of, num_rows, settle
+from trainkit.core.inside.plans import Plans, refusing
+from trainkit.core.inside.rows import Plan, num_rows
 from trainkit.core.inside.run import run_in_chunks
 from trainkit.core.inside.sharded import (
     FixedNumber,
     Shards,
-    refuse_flat,
     shards_within,
 )
 from trainkit.core.inside.tokens import Blocks, ByTokens
-from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import take_apart
 from trainkit.errors import TrainkitError
-
-MANY = 8
-"""With more rows than this, two chunks are compared once with their rows at once."""
-
-MOST_PLANS = 99
-"""How many kinds of calls are remembered."""
 
 
 class ChunkedForward:
@@ -93,9 +82,7 @@ class ChunkedForward:
         self._names.check(self._shared, name)
         self._draws, self._check = Draws(), Check()
         self.by_tokens, self._padding = by_tokens, PaddingCheck()
-        self._plans: dict[Any, tuple[Plan, int]] = {}
-        self._with_rows: set[str] = set()
-        self._compared: set[Any] = set()
+        self._plans = Plans(module, name, self._draws)
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -122,7 +109,8 @@ class ChunkedForward:
         if shards is None and self.by_tokens is None:
             if not self._cuts(self.sizes, call):
                 return original(*args, **kwargs)
-            return run_in_chunks(self._call(call, self._plan(call), self.sizes))
+            plan = self._plans.find(call, self.sizes.limit, self.around)
+            return run_in_chunks(self._call(call, plan, self.sizes))
         return self._by_shards(call, shards) if shards else self._by_tokens(call)
 
     def _cuts(self, sizes: Sizes, call: Arguments) -> bool:
@@ -130,7 +118,8 @@ class ChunkedForward:
         return call.rows > 1 and not is_one
 
     def _call(self, call: Arguments, plan: Plan, sizes: Sizes, **options: Any) -> Call:
-        self.was_cut = True
+        self.was_cut, keeper = True, self.keeper
+        keeper.row_bytes = max(keeper.row_bytes, self._plans.row_bytes)
         cut = Cut(
             self.module,
             call.run,
@@ -138,7 +127,7 @@ class ChunkedForward:
             sizes,
             self._draws,
             self._check,
-            self.keeper,
+            keeper,
             self.around,
             **options,
         )
@@ -152,13 +141,15 @@ class ChunkedForward:
                 f"equally many chunks, and a budget of tokens gives each rank its own "
                 f"number. Cut by size= alone."
             )
-        _, times = self._plans.get(self._key(call), (None, 0))
-        number, probes = shards.agreed(self.sizes, call.rows, probes=is_probed(times))
+        wants = self._plans.wants_probe(call)
+        number, probes = shards.agreed(self.sizes, call.rows, probes=wants)
         sizes = FixedNumber(number)
         if not self._cuts(sizes, call):
             return call.run(call.values)
         with shards.probing() if probes else contextlib.nullcontext():
-            plan = self._plan(call, probes=probes, is_sharded=True)
+            plan = self._plans.find(
+                call, self.sizes.limit, self.around, probes=probes, is_sharded=True
+            )
         return run_in_chunks(self._call(call, plan, sizes, shards=shards))
 
     def _by_tokens(self, call: Arguments) -> Any:
@@ -170,11 +161,11 @@ class ChunkedForward:
         sizes = Blocks(ordered.runs, ordered.columns)
         if not self._cuts(sizes, call):
             return call.run(call.values)
-        plan = self._plan(call)
+        plan = self._plans.find(call, self.sizes.limit, self.around)
         values, options = ordered.values(call.values, plan), {}
         if ordered.is_trimmed:
-            key = self._key(call)
-            with self._refusing(call), self.around(None, None):
+            key = self._plans.key(call)
+            with refusing(self.module, self.name, call), self.around(None, None):
                 plan = self.by_tokens.plan(
                     plan, key, call.run, values, ordered, self.module, self._draws
                 )
@@ -188,7 +179,7 @@ class ChunkedForward:
     def probe(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a module that cannot run in chunks, as one call of it shows."""
         _refuse_module(self.module, self.name)
-        self._probe(self._read(args, kwargs))
+        self._plans.probe(self._read(args, kwargs), self.sizes.limit, self.around)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         original, module = self._original(), self.module
@@ -204,142 +195,23 @@ class ChunkedForward:
 
         paths = [self._names.path(each.path) for each in fields]
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
-        rows = num_rows(values, paths, shared, self._with_rows)
+        rows = num_rows(values, paths, shared, self._plans.with_rows)
         if rows == 1:
             refuse_layouts(values, paths, shared, self.name)
         return Arguments(run, values, paths, shared, rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy begins anew: what it has seen holds generators and graphs."""
-        begun = {"_draws": Draws(), "_check": Check(), "_plans": {}}
-        return vars(self) | begun
+        """A copy begins anew: what it has seen holds graphs."""
+        return vars(self) | {"_check": Check()}
 
     def _original(self) -> Any:
         if self._before is not None:
             return self._before
         return type(self.module).forward.__get__(self.module)
 
-    # ---- which arguments have rows ---------------------------------------------------
-
-    def _plan(
-        self, call: Arguments, *, probes: bool = False, is_sharded: bool = False
-    ) -> Plan:
-        key = self._key(call)
-        plan, times = self._plans.get(key, (None, 0))
-        if plan is None or is_probed(times) or probes:
-            plan = self._probe(call, is_sharded=is_sharded)
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-        self._plans[key] = plan, times + 1
-        return plan
-
-    def _key(self, call: Arguments) -> Any:
-        """What a call has in common with others that are cut alike."""
-        return (
-            torch.is_grad_enabled(),
-            *(each.training for each in self.module.modules()),
-            *(each.requires_grad for each in self.module.parameters()),
-            *zip(
-                call.paths,
-                kinds_of(call.values, call.paths, call.rows),
-                multiples_of(call.values, max(call.rows, 1), call.shared),
-                strict=True,
-            ),
-        )
-
-    def _probe(self, call: Arguments, *, is_sharded: bool = False) -> Plan:
-        """Run a few rows, to see that they do not see each other."""
-        if found := normalising_by_batch(self.module):
-            names = [name or "the module itself" for name in found]
-            raise TrainkitError(
-                f"{self.name}: its rows must not see each other, and BatchNorm "
-                f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
-                f'BatchNormGuard("group_norm"), or name a module without it.'
-            )
-        refuse_flat(self.module, self.name)
-        moment = Moment(self.module, self.name, call.devices)
-
-        def run(given: list[Any]) -> Any:
-            with self.around(None, None):
-                return call.run(given)
-
-        probe = Probe(self.module, run, call.values, self._draws)
-        probe.may_reenter = is_sharded  # whose chunks have backward passes of their own
-        try:
-            with self._refusing(call, moment, probe):
-                if call.rows <= 1:
-                    raise Unfit("none of its arguments has rows")
-                plan = settle(
-                    probe, call.values, call.rows, call.shared, most=self.sizes.limit
-                )
-                self._compare(call, plan, probe)
-            moment.check_state()
-            refuse_flat(self.module, self.name, probe.foreign)
-            self.keeper.row_bytes = max(self.keeper.row_bytes, probe.row_bytes)
-            refuse_strangers(strangers(probe.foreign, moment.parameters), self.name)
-            if not self._plans:
-                announce_left(self.module, self.name, probe.left)
-        finally:
-            probe.put_back()
-            if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()
-        pairs = zip(call.paths, plan.multiples, strict=True)
-        self._with_rows |= {path for path, multiple in pairs if multiple}
-        return plan
-
-    def _compare(self, call: Arguments, plan: Plan, probe: Probe) -> None:
-        """Compare two chunks with their rows at once in the first call, where memory
-        allows: the capacity of experts, say, does not show in a few rows."""
-        key = self._key(call)
-        if call.rows <= MANY or key in self._compared:
-            return
-        self._compared.add(key)
-        size = self.sizes.limit or -(-call.rows // 2)
-        rows = Chunk(0, min(2 * size, call.rows))
-        try:
-            compare_chunks(
-                plan, probe, call.values, rows, Sizes(size).cut(0, rows.stop)
-            )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release(error)
-
-    @contextlib.contextmanager
-    def _refusing(
-        self,
-        call: Arguments,
-        moment: Moment | None = None,
-        probe: Probe | None = None,
-    ) -> Iterator[None]:
-        try:
-            yield
-        except Unfit as error:
-            if moment is not None:
-                moment.check_state()  # what moves is why rows seem to see each other
-            if probe is not None:
-                refuse_flat(self.module, self.name, probe.leaves)
-            raise TrainkitError(
-                f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
-                f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a "
-                f"module within it or around it, or list in shared= the arguments that "
-                f"all rows need."
-            ) from error
-
     def _is_shared(self, path: str) -> bool:
         parts = path.split(".")
         return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))
-
-
-def is_probed(times: int) -> bool:
-    """Whether a kind of call that was made so often is looked at again.
-
-    >>> [n for n in range(300) if is_probed(n)]
-    [0, 1, 63, 255]
-    """
-    number = times + 1
-    is_power_of_4 = number & (number - 1) == 0 and number.bit_length() % 2 == 1
-    return times < 2 or (is_power_of_4 and number >= 64)
 
 
 def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:

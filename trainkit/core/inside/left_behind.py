@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,20 +10,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.moment import version_of
-
-OF_TORCH = frozenset(vars(nn.Module()))
-"""The attributes that each module has; buffers are looked at elsewhere."""
+from trainkit.core.inside.settings import OF_TORCH
+from trainkit.core.split.fields import is_array
 
 
 def held_tensors(module: nn.Module) -> dict[str, Any]:
     """Which tensors stand in plain attributes of a module and of those in it, and how
     often each was changed in place, by their path.
 
-    A list or dict counts as what it holds. What a layer caches stays the same object
-    from one pass to the next; what it leaves for others does not.
+    A list or dict counts as what it holds, an array of NumPy as its entries. What a
+    layer caches stays the same object from one pass to the next; what it leaves for
+    others does not.
     """
     return {
-        f"{path}.{name}".lstrip("."): tuple((id(x), version_of(x)) for x in value)
+        f"{path}.{name}".lstrip("."): tuple(map(_identity, value))
         for path, each in module.named_modules()
         for name, attribute in vars(each).items()
         if name not in OF_TORCH and (value := tuple(_tensors(attribute)))
@@ -36,30 +35,49 @@ def moved_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [path for path, tensors in after.items() if tensors != before.get(path, ())]
 
 
-def announce_left(module: nn.Module, name: str, left: list[str]) -> None:
-    """Warn of what each chunk overwrites or runs, so that it is not that of all rows.
+def announcements(
+    module: nn.Module, name: str, left: list[str], drawn: list[str]
+) -> Iterator[str]:
+    """What each chunk overwrites, runs or draws, so that it is not that of all rows.
 
     Args:
         module: which runs in chunks.
         name: of it.
-        left: the attributes in which its forward leaves tensors.
+        left: the attributes in which its forward leaves values.
+        drawn: what it draws at random once for all rows.
     """
     root = _package(type(module))
     hooked = [p for p, each in module.named_modules() if p and _is_hooked(each, root)]
     if hooked:
-        warnings.warn(
-            f"trainkit | {name}: forward hooks of {listed(hooked)} run for each chunk "
-            f"of rows, in the forward and in the backward pass. What they collect is "
-            f"that of a chunk. A hook of {name} itself sees all rows, once.",
-            stacklevel=2,
+        yield (
+            f"hooks of {listed(hooked)} run for each chunk of rows, in the forward and "
+            f"in the backward pass. What they collect is that of a chunk. A hook of "
+            f"{name} itself sees all rows, once."
         )
     if left:
-        warnings.warn(
-            f"trainkit | {name}: its forward leaves tensors in {listed(left)}, which "
-            f"will hold those of one chunk of rows. Return them, if the step or a log "
-            f"reads them.",
-            stacklevel=2,
+        yield (
+            f"its forward leaves values in {listed(left)}, which will hold those of "
+            f"one chunk of rows, or count chunks. Return them, if the step or a log "
+            f"reads them."
         )
+    if drawn:
+        yield (
+            f"its forward draws random numbers that do not belong to a row: "
+            f"{listed(drawn)}. Each chunk of rows draws its own: what they decide, "
+            f"such as a layer that is left out, is decided for each chunk. Draw them "
+            f"before it, and pass them; or name modules within it."
+        )
+
+
+def num_hooks(module: nn.Module) -> int:
+    """How many hooks stand on layers within a module."""
+    return sum(
+        len(each._forward_hooks)
+        + len(each._forward_pre_hooks)
+        + len(each._backward_hooks)
+        + len(each._backward_pre_hooks)
+        for each in module.modules()
+    )
 
 
 def _is_hooked(layer: nn.Module, root: str) -> bool:
@@ -67,17 +85,26 @@ def _is_hooked(layer: nn.Module, root: str) -> bool:
     own = (root, _package(type(layer)))
     if isinstance(layer, FSDPModule):
         return False
-    return any(_package(each) not in own for each in layer._forward_hooks.values())
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return True
+    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+    return any(_package(each) not in own for each in hooks)
 
 
 def _package(value: Any) -> str:
     return str(getattr(value, "__module__", "")).split(".")[0]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor) or is_array(value):
         yield value
     elif isinstance(value, list | tuple):
         yield from (each for each in value if isinstance(each, Tensor))
     elif isinstance(value, dict):
         yield from (each for each in value.values() if isinstance(each, Tensor))
+
+
+def _identity(value: Any) -> tuple[int, int]:
+    if isinstance(value, Tensor):
+        return id(value), version_of(value)
+    return 0, hash(value.tobytes())

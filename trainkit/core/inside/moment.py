@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.settings import changed, put_back, settings_of
 from trainkit.errors import TrainkitError
 
 Autocast = tuple[str, bool, torch.dtype]
@@ -20,8 +21,9 @@ Autocast = tuple[str, bool, torch.dtype]
 class Moment:
     """A module at the moment of a call.
 
-    In the second pass the modes of its layers, what trains, and autocast are as they
-    were. Weights must not have changed: that is refused, as torch refuses it.
+    In the second pass the modes of its layers, the numbers in its attributes, what
+    trains, and autocast are as they were. Weights must not have changed: that is
+    refused, as torch refuses it.
 
     Args:
         module: which is called.
@@ -43,18 +45,27 @@ class Moment:
         apart: Collection[int] = (),
     ) -> None:
         self._module, self._name = module, name
-        self._modes = [(each, each.training) for each in module.modules()]
+        self._settings = settings_of(module)
         self._flags = [
             (p, p.requires_grad) for p in module.parameters() if id(p) not in apart
         ]
         self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
-        self.has_hooks = any(p._backward_hooks for p in self.parameters)
+        self.has_hooks = False
+        self.note_hooks()
         named = module.named_parameters()
         self._apart = {name for name, each in named if id(each) in apart}
         self._state = self._state_now()
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [_autocast_of(kind) for kind in sorted(kinds)]
         self._caches = torch.is_autocast_cache_enabled()
+
+    def note_hooks(self) -> bool:
+        """Look for hooks on gradients; return whether there are any since the call."""
+        had, self.has_hooks = (
+            self.has_hooks,
+            any(each._backward_hooks for each in self.parameters),
+        )
+        return self.has_hooks and not had
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since."""
@@ -69,13 +80,15 @@ class Moment:
     def check_state(self) -> None:
         """Refuse weights and buffers that the forward pass has moved: once for each
         chunk."""
-        moved = self._moved()
-        if moved:
-            raise TrainkitError(
-                f"{self._name}: its forward pass must not move buffers or weights, "
-                f"which each chunk would do once more, and it moved {listed(moved)}. "
-                f"Name a module within it, or put the layer into evaluation mode."
-            )
+        if moved := self._moved():
+            self._refuse_moved(moved)
+
+    def _refuse_moved(self, moved: list[str]) -> NoReturn:
+        raise TrainkitError(
+            f"{self._name}: its forward pass must not move buffers or weights, "
+            f"which each chunk would do once more, and it moved {listed(moved)}. "
+            f"Name a module within it, or put the layer into evaluation mode."
+        )
 
     def _moved(self) -> list[str]:
         now = self._state_now()
@@ -88,12 +101,29 @@ class Moment:
         found = _state_of(self._module)
         return {name: each for name, each in found.items() if name not in self._apart}
 
+    def sums(self) -> dict[str, float]:
+        """The sum of each weight and buffer, which also shows what is written behind
+        torch's back, such as by `.data`; waits for the device."""
+        return {
+            name: each.detach().sum(dtype=torch.float64).item()
+            for name, each in _own_tensors(self._module)
+            if type(each) in (Tensor, nn.Parameter)
+            and each.layout is torch.strided
+            and not (each.is_complex() or each.is_quantized or each.is_meta)
+        }
+
+    def check_sums(self, before: dict[str, float]) -> None:
+        """Refuse weights and buffers that have other sums than before."""
+        now = self.sums()
+        if moved := [name for name in before if repr(before[name]) != repr(now[name])]:
+            self._refuse_moved(moved)
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Modes, flags and autocast as they were, for a while."""
-        now = [(each, each.training) for each, _ in self._modes]
+        """Attributes, flags and autocast as they were, for a while."""
+        now = settings_of(self._module)
+        put_back(self._settings, changed(self._settings, now))
         flags = [(p, p.requires_grad) for p, _ in self._flags]
-        _set_modes(now, self._modes)
         _set_flags(flags, self._flags)
         try:
             with ExitStack() as stack:
@@ -105,7 +135,7 @@ class Moment:
                     )
                 yield
         finally:
-            _set_modes(self._modes, now)
+            put_back(now, changed(now, settings_of(self._module)))
             _set_flags(self._flags, flags)
 
 
@@ -150,14 +180,6 @@ def _autocast_of(kind: str) -> Autocast:
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-def _set_modes(
-    now: Sequence[tuple[nn.Module, bool]], wanted: Sequence[tuple[nn.Module, bool]]
-) -> None:
-    for (module, is_on), (_, mode) in zip(now, wanted, strict=True):
-        if is_on != mode:
-            module.training = mode
-
-
 def _set_flags(
     now: Sequence[tuple[Any, bool]], wanted: Sequence[tuple[Any, bool]]
 ) -> None:
@@ -168,8 +190,11 @@ def _set_flags(
 
 def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Which tensors a module has, and how often each was changed in place."""
-    own = [*module.named_parameters(), *module.named_buffers()]
-    return {name: (id(each), version_of(each)) for name, each in own}
+    return {name: (id(each), version_of(each)) for name, each in _own_tensors(module)}
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainkit.core._compat import Drawn
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.checks import leaves_of
-from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.draws import (
     Draws,
     are_same,
@@ -23,15 +24,12 @@ from trainkit.core.inside.draws import (
     torch_states,
 )
 from trainkit.core.inside.left_behind import held_tensors, moved_between
-from trainkit.core.inside.moment import version_of
+from trainkit.core.inside.moment import replaced_parameters, version_of
 from trainkit.core.inside.rows import (
-    OTHER_NUMBER,
-    Plan,
     Unfit,
-    are_close,
-    output_name,
     refuse_kind,
 )
+from trainkit.core.inside.settings import changed, settings_of
 from trainkit.core.split.fields import Field, take_apart
 
 REENTRANT = "CheckpointFunctionBackward"
@@ -54,6 +52,7 @@ class Probe:
         leaves: what the last graph trains.
         left: the attributes in which the last run left other tensors than the one
             before.
+        moved: the attributes whose number or word the last run has changed.
         foreign: the leaves that the last two graphs have in common and that are no
             arguments.
     """
@@ -78,6 +77,7 @@ class Probe:
         self.leaves: list[Tensor] = []
         self._attributes: dict[str, Any] | None = None
         self.left: list[str] = []
+        self.moved: set[tuple[nn.Module, str]] = set()
         self.foreign: list[Tensor] = []
 
     def __call__(
@@ -86,7 +86,7 @@ class Probe:
         self.put_back()
         tensors = [each for each in given if isinstance(each, Tensor)]
         versions = [version_of(each) for each in tensors]
-        before = torch_states(self._devices)
+        before, settings = torch_states(self._devices), settings_of(self._module)
         if rows_with_graph and self._has_graph:
             fields = self._with_graph(given, rows_with_graph)
         else:
@@ -94,14 +94,79 @@ class Probe:
                 fields = take_apart(self._run(given))[0]
         if versions != [version_of(each) for each in tensors]:
             raise Unfit("it changes its arguments in place")
+        self.moved = changed(settings, settings_of(self._module))
         before_run, self._attributes = self._attributes, held_tensors(self._module)
         if before_run is not None:
             self.left = moved_between(before_run, self._attributes)
+        self._note_draws(before)
+        self.draws_in_training |= self.has_drawn and not evaluates
+        return fields
+
+    # ---- what is compared ------------------------------------------------------------
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that train."""
+        return [each for each in self._module.parameters() if each.requires_grad]
+
+    @property
+    def draws_backward(self) -> bool:
+        """Whether a backward pass draws random numbers."""
+        return self._draws.of_backward
+
+    def leaves_of(self, given: list[Any]) -> list[Tensor]:
+        """The arguments that train, each a leaf of its own from now on."""
+        for index in self._trained:
+            given[index] = given[index].detach().requires_grad_()
+        return [given[index] for index in self._trained]
+
+    @contextlib.contextmanager
+    def graph(
+        self, given: Callable[[], list[Any]], *, evaluates: bool
+    ) -> Iterator[tuple[list[Any], list[Tensor]]]:
+        """The outputs with their graph, and what stands for the parameters in it.
+
+        Within it, a backward pass finds the module as it was, and shows whether it
+        draws random numbers.
+
+        Args:
+            given: makes the arguments.
+            evaluates: whether to run in evaluation mode.
+        """
+        self.put_back()
+        before = torch_states(self._devices)
+        pairs = [(each, each.detach().requires_grad_()) for each in self.parameters]
+        with (
+            replaced_parameters(self._module, pairs),
+            _in_evaluation(self._module, evaluates),
+        ):
+            with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _itself):
+                fields = take_apart(self._run(given()))[0]
+            self._note_draws(before)
+            behind = torch_states(self._devices)
+            yield [each.value for each in fields], [other for _, other in pairs]
+        is_quiet = are_same(behind, torch_states(self._devices))
+        self._draws.of_backward |= not is_quiet
+
+    def _note_draws(self, before: Sequence[Tensor]) -> None:
         self._draws.note(self._host)
         draws = self._draws.of_host or bool(self._draws.own)
         self.has_drawn = draws or not are_same(before, torch_states(self._devices))
-        self.draws_in_training |= self.has_drawn and not evaluates
-        return fields
+
+    def drawn(self, given: list[Any]) -> dict[str, Any]:
+        """What a run draws at random: how often, by operator and shape; for generators
+        of the host, their state behind it."""
+        self.put_back()
+        with torch.no_grad(), Drawn() as found:
+            self._run(given)
+        found_all: dict[str, Any] = dict(found.counts)
+        pairs = zip(
+            ("random", "numpy.random"), states_of_host(), self._host, strict=True
+        )
+        for name, after, before in pairs:
+            if (state := pickle.dumps(after)) != pickle.dumps(before):
+                found_all[name] = state
+        return found_all
 
     def put_back(self) -> None:
         """Put all random states back to where they were."""
@@ -117,15 +182,22 @@ class Probe:
         sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> _Held:
-            if not isinstance(tensor, nn.Parameter):
+            if not isinstance(tensor, nn.Parameter) and _has_storage(tensor):
                 store = tensor.untyped_storage()
                 sizes[store.data_ptr()] = store.nbytes()
             found = _Held(tensor.detach())
             held.append(weakref.ref(found))
             return found
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda held: held.tensor):
-            fields = take_apart(self._run(given))[0]
+        with torch.enable_grad():
+            try:
+                with saved_tensors_hooks(pack, lambda held: held.tensor):
+                    fields = take_apart(self._run(given))[0]
+            except RuntimeError as error:
+                if not is_no_place_for_hooks(error):
+                    raise
+                held.clear()
+                fields = take_apart(self._run(given))[0]
         self.row_bytes = sum(sizes.values()) // num_rows
         try:
             refused = "" if self.may_reenter else REENTRANT
@@ -167,40 +239,6 @@ class Probe:
         )
 
 
-def compare_chunks(
-    plan: Plan, probe: Probe, values: Sequence[Any], rows: Chunk, chunks: list[Chunk]
-) -> None:
-    """Refuse outputs of many rows that are not those of chunks of them.
-
-    Args:
-        plan: which arguments have rows, and how outputs are joined.
-        probe: runs the module; in evaluation mode if it draws.
-        values: the arguments.
-        rows: those that are compared.
-        chunks: of them.
-    """
-
-    def outputs(part: Chunk) -> list[Field]:
-        pairs = zip(values, plan.multiples, strict=True)
-        given = [part.part(x, 0, m) if m else x for x, m in pairs]
-        return probe(given, evaluates=draws)
-
-    draws = probe.draws_in_training
-    whole = outputs(rows)
-    if (draws and probe.has_drawn) or len(whole) != len(plan.joints):
-        return  # nothing can be compared, or the mode returns something else
-    for chunk in chunks:
-        for joint, one, other in zip(plan.joints, whole, outputs(chunk), strict=True):
-            if joint.dim is None or not isinstance(one.value, Tensor):
-                continue
-            own = chunk.part(one.value, joint.dim, joint.multiple)
-            if not are_close(own, other.value, times=OTHER_NUMBER):
-                raise Unfit(
-                    f"{output_name(one.path)} for {rows.num_rows} rows is not that for "
-                    f"chunks of them, as where experts have a capacity"
-                )
-
-
 class _Held:
     """What a graph saved; it lives as long as the graph."""
 
@@ -214,6 +252,19 @@ def _are_alive(held: Sequence[weakref.ref[Any]]) -> bool:
             return False
         gc.collect()
     return any(each() is not None for each in held)
+
+
+def is_no_place_for_hooks(error: RuntimeError) -> bool:
+    """Whether functions of torch.func have refused what a probe adds to a graph."""
+    return any(word in str(error) for word in ("saved tensor hooks", "functorch"))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _plain(value: Any) -> Any:

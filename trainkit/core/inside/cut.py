@@ -1,0 +1,50 @@
+"""What all calls of a module that is cut have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from trainkit.core.inside.checks import Check
+from trainkit.core.inside.chunks import Chunk, Sizes
+from trainkit.core.inside.draws import Draws
+from trainkit.core.inside.keep import Keeper
+from trainkit.core.inside.padding import PaddingCheck
+from trainkit.core.inside.sharded import Shards
+
+Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A module that is cut, as each of its calls knows it.
+
+    Attributes:
+        module: whose forward runs in chunks.
+        run: that forward, on a list of arguments.
+        name: of the module, for messages.
+        sizes: how large a chunk may be.
+        draws: keeps random states.
+        check: of the first calls.
+        keeper: says how many chunks keep their graph.
+        around: a context for each run of a chunk of a call.
+        shards: what FSDP2 shards within the module.
+        padding: checks that the loss uses none, where chunks leave out columns.
+        width: how many columns there are.
+    """
+
+    module: nn.Module
+    run: Callable[[list[Any]], Any]
+    name: str
+    sizes: Sizes
+    draws: Draws
+    check: Check
+    keeper: Keeper
+    around: Around
+    shards: Shards | None = None
+    padding: PaddingCheck | None = None
+    width: int = 0
