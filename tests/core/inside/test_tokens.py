@@ -204,34 +204,6 @@ def test_padding_that_rows_look_at_is_refused() -> None:
             net(data["ids"], data["mask"])
 
 
-def test_a_mask_of_columns_by_columns_is_refused() -> None:
-    class Masked(Reader):
-        def forward(self, ids: Tensor, attention_mask: Tensor, scale: Any = None):
-            assert scale.shape[-1] == ids.shape[1]
-            return super().forward(ids, attention_mask)
-
-    net, data = Masked().double(), batch()
-    pairs = data["mask"][:, None, None, :].expand(-1, 1, WIDTH, -1)
-    with Chunked(net, tokens=TOKENS):
-        with pytest.raises(TrainkitError, match="does not run without columns"):
-            net(data["ids"], data["mask"], pairs)
-
-
-def test_a_length_that_is_the_padded_one_by_chance_is_looked_at_anew() -> None:
-    class Featured(Reader):
-        def forward(self, ids: Tensor, attention_mask: Tensor, scale: Any = None):
-            return super().forward(ids, attention_mask)[1] + scale.sum(1, keepdim=True)
-
-    net, data = Featured().double(), batch()
-    short, chance = (torch.ones(ROWS, n).double() for n in (WIDTH - 1, WIDTH))
-    with Chunked(net, tokens=TOKENS):
-        for _ in range(2):
-            for _ in range(3):
-                net(data["ids"], data["mask"], short)
-            with pytest.raises(TrainkitError, match="columns that are padding"):
-                net(data["ids"], data["mask"], chance)
-
-
 def test_padding_on_the_left_needs_positions() -> None:
     net, data = Reader().double(), batch(is_left=True)
     with Chunked(net, tokens=TOKENS):
@@ -247,6 +219,8 @@ def test_lengths_are_needed() -> None:
     with Chunked(net, tokens=TOKENS, lengths="lengths"):
         with pytest.raises(TrainkitError, match="14 lengths, received"):
             net(data["ids"], data["lengths"][:3])
+        with pytest.raises(TrainkitError, match="is 25, and no argument of 14 rows"):
+            net(data["ids"], data["lengths"] + 1)
 
 
 def test_lengths_without_a_budget_are_refused() -> None:

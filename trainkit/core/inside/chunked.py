@@ -52,8 +52,9 @@ class Chunked(nn.Module):
         tokens: the most tokens in a chunk. Rows of like length then run together,
             without the columns that are padding in all of them. The outputs are 0
             there, and the loss must give padding no weight.
-        lengths: the name of the argument that tells rows from padding, a mask or whole
-            numbers; default: `"attention_mask"`.
+        lengths: the name of the argument that tells rows from padding: whole numbers,
+            or a mask, in which 1 or True marks tokens (padding, if its name ends in
+            `key_padding_mask`); default: `"attention_mask"`.
         keep: how many chunks keep their graph and need no second pass: a number, the
             bytes that they may take (`"2GB"`), or `"auto"`.
         shared: names of the arguments that every chunk gets whole.

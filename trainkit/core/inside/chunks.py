@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -35,7 +35,11 @@ class Chunk:
         return self.stop - self.start
 
     def part(
-        self, whole: Tensor, dim: int, multiple: int, padded: int | None = None
+        self,
+        whole: Tensor,
+        dim: int,
+        multiple: int,
+        padded: int | Sequence[int] | None = None,
     ) -> Tensor:
         """A view of its rows of an argument or an output, or of their gradient.
 
@@ -43,14 +47,16 @@ class Chunk:
             whole: of all rows.
             dim: the dimension of the rows.
             multiple: how many entries of it belong to a row; 0 if all rows share it.
-            padded: the dimension of the columns, if it is to be cut.
+            padded: the dimensions of columns that are to be cut.
         """
         if multiple:
             whole = whole.narrow(dim, self.start * multiple, self.num_rows * multiple)
         if padded is None or self.columns is None:
             return whole
         first, behind = self.columns
-        return whole.narrow(padded, first, behind - first)
+        for each in (padded,) if isinstance(padded, int) else padded:
+            whole = whole.narrow(each, first, behind - first)
+        return whole
 
 
 class Sizes:

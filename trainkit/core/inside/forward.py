@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -95,6 +96,8 @@ class ChunkedForward:
             del vars(self.module)["forward"]
             if self._before is not None:
                 vars(self.module)["forward"] = self._before
+        if sys.exc_info()[0] is None:
+            self._padding.read()
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +161,7 @@ class ChunkedForward:
         if call.rows <= 1:
             return call.run(call.values)
         ordered = self.by_tokens.sort(call, self.name)
+        self._padding.read()  # the device has been waited for
         sizes = Blocks(ordered.runs, ordered.columns)
         if not self._cuts(sizes, call):
             return call.run(call.values)

@@ -55,20 +55,18 @@ class Plan:
             every chunk gets whole.
         joints: for each output.
         paths: of the outputs, for messages.
-        trimmed: whether dimension 1 of each argument has columns that chunks leave out.
+        trimmed: the dimensions of each argument whose columns chunks leave out.
     """
 
     multiples: tuple[int, ...]
     joints: tuple[Joint, ...]
     paths: tuple[str, ...]
-    trimmed: tuple[bool, ...] = ()
+    trimmed: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def columns(self) -> list[int | None]:
-        """The dimension of each argument's columns; None if it has none to cut."""
-        return [1 if each else None for each in self.trimmed] or [None] * len(
-            self.multiples
-        )
+    def columns(self) -> Sequence[tuple[int, ...]]:
+        """The dimensions of each argument's columns; none if it has none to cut."""
+        return self.trimmed or [()] * len(self.multiples)
 
 
 class Unfit(TrainkitError):

@@ -128,11 +128,13 @@ class Pieces:
     Args:
         arguments: pairs of an argument and how many entries of it belong to a row; 0 if
             every chunk got it whole.
-        columns: for each, the dimension of which a chunk leaves out columns.
+        columns: for each, the dimensions of which a chunk leaves out columns.
     """
 
     def __init__(
-        self, arguments: Sequence[tuple[Tensor, int]], columns: Sequence[int | None]
+        self,
+        arguments: Sequence[tuple[Tensor, int]],
+        columns: Sequence[tuple[int, ...]],
     ) -> None:
         self._arguments, self._columns = arguments, columns
         self._shared = Sums([value for value, _ in arguments])
@@ -143,7 +145,7 @@ class Pieces:
         shared: list[Tensor | None] = [None] * len(gradients)
         for index, (value, multiple) in enumerate(self._arguments):
             gradient, columns = gradients[index], self._columns[index]
-            if not multiple and gradient is not None and columns is not None:
+            if not multiple and gradient is not None and columns:
                 own, gradient = gradient, torch.zeros_like(value)
                 chunk.part(gradient, 0, 0, columns).copy_(own)
             if not multiple or gradient is None:

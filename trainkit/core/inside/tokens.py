@@ -8,8 +8,9 @@ as padding it is 0, and the loss must give it no weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,14 +20,21 @@ from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.arguments import Arguments
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.draws import Draws
-from trainkit.core.inside.padding import padded_plan, with_columns
-from trainkit.core.inside.rows import Plan
+from trainkit.core.inside.padding import (
+    Columns,
+    padded_plan,
+    ways_to_trim,
+    with_columns,
+)
+from trainkit.core.inside.rows import Plan, Unfit
 from trainkit.core.split.partition import Span, columns_of, partition
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 LENGTHS = "attention_mask"
 POSITIONS = "position_ids"
+PADDING = "key_padding_mask"
+"""In a mask whose name ends so, True marks padding, as in torch.nn.Transformer."""
 
 NUM_PROBES = 2
 """How often one kind of call is looked at."""
@@ -57,24 +65,33 @@ class Sorted:
         runs: the chunks, as places in that order.
         columns: of the chunks.
         spans: the columns of each row that are not padding, in that order.
-        width: the padded length.
+        widths: the padded length, or those that it may be, the likeliest first.
+        mask: the index of the argument that is a mask; None for lengths.
+        width: the padded length that was found.
     """
 
     order: list[int]
     runs: list[Span]
     columns: list[Span]
     spans: list[Span]
-    width: int
+    widths: list[int]
+    mask: int | None
+    width: int = 0
 
     @property
     def is_trimmed(self) -> bool:
         """Whether a chunk leaves out columns."""
-        return any(each != (0, self.width) for each in self.columns)
+        return self.sample(self.widths[0]) is not None
 
-    def sample(self) -> tuple[Chunk, list[Span]]:
+    def sample(self, width: int) -> tuple[Chunk, list[Span]] | None:
         """A chunk of one or two rows that leaves out columns, and these rows' spans."""
         pairs = zip(self.runs, self.columns, strict=True)
-        *_, ((start, stop), columns) = (p for p in pairs if p[1] != (0, self.width))
+        found = [pair for pair in pairs if pair[1] != (0, width)]
+        if not found:
+            return None
+        # One column would be repeated where an argument keeps them all.
+        wide = [pair for pair in found if pair[1][1] - pair[1][0] > 1]
+        (start, stop), columns = (wide or found)[-1]
         chunk = Chunk(start, min(start + 2, stop), columns=columns)
         return chunk, self.spans[chunk.start : chunk.stop]
 
@@ -131,7 +148,8 @@ class ByTokens:
                 f"{self._lengths!r} by name, or name in lengths= the argument that has "
                 f"a mask or the lengths."
             )
-        found = values[paths.index(self._lengths)]
+        at = paths.index(self._lengths)
+        found = values[at]
         is_fit = isinstance(found, Tensor) and found.ndim in (1, 2)
         if not is_fit or len(found) != rows:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found)
@@ -140,18 +158,13 @@ class ByTokens:
                 f"their columns, or {rows} lengths, received {shape}."
             )
         if found.ndim == 1:
-            widths = [
-                value.shape[1]
-                for value in values
-                if isinstance(value, Tensor) and value.ndim > 1 and len(value) == rows
-            ]
-            width = widths[0] if widths else 1
-            spans = [(0, min(max(each, 1), width)) for each in found.int().tolist()]
+            spans = [(0, max(each, 1)) for each in found.int().tolist()]
+            widths = self._widths(call, max(each for _, each in spans), name)
         else:
-            width = found.shape[1]
-            spans = _spans(found)
+            widths = [found.shape[1]]
+            spans = _spans(found == 0 if self._lengths.endswith(PADDING) else found)
             if POSITIONS not in paths:
-                spans = self._from_first(spans, width, name)
+                spans = self._from_first(spans, found.shape[1], name)
         groups = partition([spans], size=self._size, tokens=self._tokens)
         ends = list(accumulate(map(len, groups)))
         order = [row for group in groups for row in group]
@@ -160,16 +173,40 @@ class ByTokens:
             runs=list(zip([0, *ends], ends, strict=False)),
             columns=[columns_of([spans], group)[0] for group in groups],
             spans=[spans[row] for row in order],
-            width=width,
+            widths=widths,
+            mask=None if found.ndim == 1 else at,
         )
+
+    def _widths(self, call: Arguments, longest: int, name: str) -> list[int]:
+        """The lengths of arguments that may have columns; features of rows are last."""
+        tensors = [
+            (value.ndim == 2 and value.is_floating_point(), value.shape[1])
+            for value in call.values
+            if isinstance(value, Tensor) and value.ndim > 1 and len(value) == call.rows
+        ]
+        found = [
+            width for _, width in sorted(tensors, key=itemgetter(0)) if width >= longest
+        ]
+        if not found:
+            raise TrainkitError(
+                f"{name}: the largest of its lengths {self._lengths!r} is {longest}, "
+                f"and no argument of {call.rows} rows has as many columns: they are "
+                f"{listed(call.paths, at_most=9)}. Give lengths in columns, or a mask."
+            )
+        return list(dict.fromkeys(found))
 
     def _from_first(self, spans: list[Span], width: int, name: str) -> list[Span]:
         """Spans that begin at column 0, since columns are places there."""
-        if any(first for first, _ in spans) and all(end == width for _, end in spans):
+        is_empty = (0, 1)
+        if any(first for first, _ in spans) and all(
+            span == is_empty or span[1] == width for span in spans
+        ):
             raise TrainkitError(
-                f"{name}: its rows are padded on the left, so that a column without "
-                f"padding would get another place if others were left out. Pass "
-                f"{POSITIONS!r} by name, or pad on the right."
+                f"{name}: in {self._lengths!r} 1 or True must mark tokens, 0 or False "
+                f"padding, received a mask whose marks are at the end of rows. If it "
+                f"marks padding, pass ~mask. If its rows are padded on the left, a "
+                f"column without padding would get another place if others were left "
+                f"out: pass {POSITIONS!r} by name, or pad on the right."
             )
         return [(0, end) for _, end in spans]
 
@@ -196,8 +233,9 @@ class ByTokens:
             module: which runs.
             draws: keeps its random states.
         """
-        trimmed = with_columns(values, plan, cut.width)
-        key = key, trimmed  # a length may equal the padded one by chance
+        # Which lengths equal the padded one by chance is another kind of call.
+        found = tuple(with_columns(values, plan, width) for width in cut.widths)
+        key = key, found, cut.mask
         known, times = self._plans.get(key, (None, 0))
         if known is None or times < NUM_PROBES:
             put_back = draws.keep({v.device for v in values if isinstance(v, Tensor)})
@@ -209,8 +247,7 @@ class ByTokens:
 
             try:
                 with torch.no_grad():
-                    plan = replace(plan, trimmed=trimmed)
-                    known = padded_plan(plan, again, values, cut.sample(), modes)
+                    known = self._measured(plan, found, again, values, cut, modes)
             finally:
                 put_back()
                 if torch.is_autocast_cache_enabled():
@@ -218,7 +255,34 @@ class ByTokens:
                 for each, mode in modes:
                     each.training = mode
             self._plans[key] = known, times + 1
+        pairs = zip(values, known.columns, strict=True)
+        cut.width = next((value.shape[dims[0]] for value, dims in pairs if dims), 0)
         return known
+
+    def _measured(
+        self,
+        plan: Plan,
+        found: Sequence[tuple[Columns, ...]],
+        run: Callable[[list[Any]], Any],
+        values: Sequence[Any],
+        cut: Sorted,
+        modes: Sequence[tuple[nn.Module, bool]],
+    ) -> Plan:
+        """The plan of the first width that fits."""
+        refused: Unfit | None = None
+        for width, columns in zip(cut.widths, found, strict=True):
+            sample = cut.sample(width)
+            if sample is None:
+                return plan
+            try:
+                ways = ways_to_trim(columns, cut.mask)
+                return padded_plan(plan, ways, run, values, sample, modes)
+            except Unfit as error:
+                refused = refused or error
+        raise Unfit(
+            f"{refused}. A mask {self._lengths!r} must mark tokens by 1 or True, and "
+            f"size= alone leaves out no columns"
+        ) from refused
 
 
 def _spans(mask: Tensor) -> list[Span]:
