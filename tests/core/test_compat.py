@@ -141,3 +141,24 @@ def test_a_backward_pass_has_a_number_of_its_own() -> None:
     assert len(set(seen)) == 2
     assert -1 not in seen
     assert _compat.backward_pass() == -1
+
+
+def test_transforms_of_torch_func_are_seen() -> None:
+    seen: list[bool] = []
+
+    def noted(x: Tensor) -> Tensor:
+        seen.append(_compat.is_transformed())
+        return x.sum()
+
+    torch.func.grad(noted)(torch.ones(2))
+    noted(torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_draws_are_counted_by_shape() -> None:
+    with _compat.Drawn() as drawn:
+        torch.rand(3, 2)
+        torch.nn.functional.dropout(torch.ones(4, 5), 0.5)
+        torch.ones(7).cos()
+    shapes = [each.rpartition(" of shape ")[2] for each in drawn.counts]
+    assert sorted(shapes) == ["[3, 2]", "[4, 5]"]

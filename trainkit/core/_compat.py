@@ -55,6 +55,11 @@ class Drawn(TorchDispatchMode):
         return found
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, such as `grad` or `vmap`, runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
 def is_apart(module: DistributedDataParallel) -> bool:
     """Whether DDP's last forward pass ran under `no_sync()`, so that its backward pass
     leaves gradients on their ranks, even if that runs outside of `no_sync()`."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.core._compat import uncompiled
+from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batches import Path
 from trainkit.core.inside.arguments import (
     Arguments,
@@ -105,6 +105,11 @@ class ChunkedForward:
         is_evaluation = not module.training and not torch.is_grad_enabled()
         if self.is_off or is_evaluation:
             return original(*args, **kwargs)
+        if is_transformed():
+            raise TrainkitError(
+                f"{self.name}: it runs in chunks of rows, which transforms of "
+                f"torch.func cannot see through. Use loss.backward(), or do not cut it."
+            )
         self.was_called = True
         call = self._read(args, kwargs)
         self.most_rows = max(self.most_rows, call.rows)
