@@ -26,6 +26,7 @@ from trainkit.core.inside.call import Around, Call, Cut
 from trainkit.core.inside.checks import Check, refuse_strangers, strangers
 from trainkit.core.inside.chunks import Chunk, Sizes
 from trainkit.core.inside.draws import Draws
+from trainkit.core.inside.hints import announce_whole, refusal
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.left_behind import announce_left
 from trainkit.core.inside.moment import Moment
@@ -211,7 +212,7 @@ class ChunkedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds generators and graphs."""
-        begun = {"_draws": Draws(), "_check": Check(), "_plans": {}}
+        begun = {"_draws": Draws(), "_check": Check(), "_plans": {}, "around": _nothing}
         return vars(self) | begun
 
     def _original(self) -> Any:
@@ -279,6 +280,7 @@ class ChunkedForward:
             refuse_strangers(strangers(probe.foreign, moment.parameters), self.name)
             if not self._plans:
                 announce_left(self.module, self.name, probe.left)
+                announce_whole(call, plan, self.name)
         finally:
             probe.put_back()
             if torch.is_autocast_cache_enabled():
@@ -314,17 +316,22 @@ class ChunkedForward:
     ) -> Iterator[None]:
         try:
             yield
-        except Unfit as error:
+        except Exception as error:
+            if isinstance(error.__cause__, TrainkitError):
+                raise error.__cause__ from None
+            is_own = isinstance(error, TrainkitError) and not isinstance(error, Unfit)
+            if is_own or is_out_of_memory(error):
+                raise
             if moment is not None:
                 moment.check_state()  # what moves is why rows seem to see each other
             if probe is not None:
                 refuse_flat(self.module, self.name, probe.leaves)
-            raise TrainkitError(
-                f"{self.name}: it cannot run in chunks of rows: {error}. Its arguments "
-                f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a "
-                f"module within it or around it, or list in shared= the arguments that "
-                f"all rows need."
-            ) from error
+            reason = str(error)
+            if not isinstance(error, Unfit):
+                reason = (
+                    f"it does not run on fewer rows: {type(error).__name__}: {error}"
+                )
+            raise refusal(reason, call, self.module, self.name) from error
 
     def _is_shared(self, path: str) -> bool:
         parts = path.split(".")
