@@ -146,7 +146,7 @@ def test_a_backward_pass_has_a_number_of_its_own() -> None:
 def test_transforms_of_torch_func_are_seen() -> None:
     seen: list[bool] = []
 
-    def noted(x: Tensor) -> Tensor:
+    def noted(x: torch.Tensor) -> torch.Tensor:
         seen.append(_compat.is_transformed())
         return x.sum()
 

@@ -122,5 +122,5 @@ def test_strategy_is_another_name_of_accumulation() -> None:
         assert one.strategies == other.strategies
     with pytest.raises(TrainkitError, match="two names of one option, received Per"):
         AccumulationCallback(PerSample(), strategy=PerToken())
-    with pytest.raises(TrainkitError, match="must be an AccumulationStrategy"):
+    with pytest.raises(TrainkitError, match="must say what .*, received None"):
         AccumulationCallback()

@@ -24,6 +24,7 @@ from trainkit.core.inside.draws import (
     states_of_host,
     torch_states,
 )
+from trainkit.core.inside.hints import noted
 from trainkit.core.inside.joined import Joined
 from trainkit.core.inside.moment import Moment, replaced_parameters, version_of
 from trainkit.core.inside.rows import Plan, output_name
@@ -197,7 +198,9 @@ class Call:
         return [chunk.part(v, 0, m, c) if m or c else v for v, m, c in each]
 
     def _outputs(self, chunk: Chunk, arguments: list[Any]) -> list[Any]:
-        with self._cut.around(self, chunk):
+        rows = f"rows {chunk.start} to {chunk.stop - 1} of {self.num_rows}"
+        note = f"trainkit | {self._cut.name}: raised while it ran on {rows}"
+        with noted(note), self._cut.around(self, chunk):
             fields, build = take_apart(self._cut.run(arguments))
         self.build = self.build or build  # it holds outputs: the first have no graph
         return [field.value for field in fields]

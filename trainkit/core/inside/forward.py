@@ -185,10 +185,12 @@ class ChunkedForward:
             lambda leaves: ordered.restored(leaves, plan),
         )
 
-    def probe(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse a module that cannot run in chunks, as one call of it shows."""
+    def probe(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Refuse a module that cannot run in chunks, as one call of it shows; return
+        what a user would be warned of."""
         _refuse_module(self.module, self.name)
         self._plans.probe(self._read(args, kwargs), self.sizes.limit, self.around)
+        return self._plans.announced
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         original, module = self._original(), self.module
@@ -211,7 +213,7 @@ class ChunkedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        return vars(self) | {"_check": Check()}
+        return vars(self) | {"_check": Check(), "around": _nothing}
 
     def _original(self) -> Any:
         if self._before is not None:

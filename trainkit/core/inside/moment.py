@@ -87,7 +87,8 @@ class Moment:
         raise TrainkitError(
             f"{self._name}: its forward pass must not move buffers or weights, "
             f"which each chunk would do once more, and it moved {listed(moved)}. "
-            f"Name a module within it, or put the layer into evaluation mode."
+            f"Name a module within it, or put the layer into evaluation mode. If that "
+            f"is a cache, fill it before, by a call with the longest rows."
         )
 
     def _moved(self) -> list[str]:

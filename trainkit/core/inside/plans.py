@@ -19,6 +19,7 @@ from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.compare import Compared
 from trainkit.core.inside.cut import Around
 from trainkit.core.inside.draws import Draws
+from trainkit.core.inside.hints import refusal, shared_by_chunks
 from trainkit.core.inside.left_behind import announcements, num_hooks
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.probe import Probe
@@ -186,7 +187,10 @@ class Plans:
         self._moving |= probe.moved
         self._num_probes += 1
         left = sorted({*probe.left, *names_of(module, probe.moved)})
-        self.announced = list(announcements(module, name, left, drawn))
+        self.announced = [
+            *announcements(module, name, left, drawn),
+            *shared_by_chunks(call, plan),
+        ]
         pairs = zip(call.paths, plan.multiples, strict=True)
         self.with_rows |= {path for path, multiple in pairs if multiple}
         return plan
@@ -233,17 +237,20 @@ def refusing(
     """
     try:
         yield
-    except Unfit as error:
+    except Exception as error:
+        if isinstance(error.__cause__, TrainkitError):
+            raise error.__cause__ from None
+        is_own = isinstance(error, TrainkitError) and not isinstance(error, Unfit)
+        if is_own or is_out_of_memory(error):
+            raise
         if moment is not None:
             moment.check_state()  # what moves is why rows seem to see each other
         if probe is not None:
             refuse_flat(module, name, probe.leaves)
-        raise TrainkitError(
-            f"{name}: it cannot run in chunks of rows: {error}. Its arguments "
-            f"are {listed(call.paths, at_most=9)}, of {call.rows} rows. Name a "
-            f"module within it or around it, or list in shared= the arguments that "
-            f"all rows need."
-        ) from error
+        reason = str(error)
+        if not isinstance(error, Unfit):
+            reason = f"it does not run on fewer rows: {type(error).__name__}: {error}"
+        raise refusal(reason, call, module, name) from error
 
 
 def is_probed(times: int) -> bool:

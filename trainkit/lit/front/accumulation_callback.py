@@ -61,7 +61,8 @@ class AccumulationCallback(SchedulerHolder):
         self.has_strategy = chosen is not None
         if not self.has_strategy and is_inside(micro_batching):
             chosen = Uniform()
-        named_strategies(chosen)  # none at all is for a module that says it itself
+        refusals.refuse_no_strategy(chosen, "AccumulationCallback: accumulation")
+        named_strategies(chosen)
         super().__init__(
             chosen,
             aggregation=aggregation,

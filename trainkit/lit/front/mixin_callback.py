@@ -175,7 +175,8 @@ def strategies_of(pl_module: Any) -> Strategies:
     """The strategies of a mixin module, by term."""
     if pl_module.accumulation is None and is_inside(pl_module.micro_batching):
         return named_strategies(Uniform())
-    refusals.refuse_no_strategy(pl_module)
+    owner = f"{type(pl_module).__name__}.accumulation: a module with AccumulationMixin"
+    refusals.refuse_no_strategy(pl_module.accumulation, owner)
     return named_strategies(pl_module.accumulation)
 
 

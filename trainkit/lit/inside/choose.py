@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainkit.core.batches import describe
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
+from trainkit.core.inside.hints import paths_within
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.strategies import Uniform
 from trainkit.errors import TrainkitError
-from trainkit.lit.measure.clean import aside
+from trainkit.lit.inside.refusals import refusing_logs
+from trainkit.lit.measure.clean import aside, in_one_line
 from trainkit.lit.measure.first_rows import FirstRows
 from trainkit.lit.measure.passes import Passes
 
 ROWS = 5
+SELF = "self"
+"""The path of the module's own `forward`."""
+
 LEAST_SHARE = 0.05
 """A module that holds less of the graph's memory is not worth a second pass."""
 
@@ -47,29 +54,54 @@ def choose(
         TrainkitError: there is none.
     """
     if not pl_module.automatic_optimization:
-        raise TrainkitError(
-            'MicroBatching inside="auto": it runs training_step on a few rows, which a '
-            "module with automatic_optimization=False would take a step with. Name the "
-            "submodules: inside='path'."
+        raise _unfit(
+            pl_module,
+            "it runs training_step on a few rows, which a module with "
+            "automatic_optimization=False would take a step with",
         )
-    rows = FirstRows(batch, None, Uniform())
-    number = min(ROWS, rows.num_rows)
-    few = rows.take(list(range(number)))
+    try:
+        rows = FirstRows(batch, None, Uniform())
+        number = min(ROWS, rows.num_rows)
+        few = rows.take(list(range(number)))
+    except TrainkitError as error:
+        raise _unfit(
+            pl_module,
+            f"it runs training_step on a few rows of the batch, and they cannot be "
+            f"cut from {describe(batch)}",
+        ) from error
     passes = Passes(pl_module, number, dtype=None, as_it_is=True, arguments=arguments)
-    reasons: dict[str, str] = {}
-    with aside(trainer, pl_module), passes.prepared():
-        watch = _Watch(pl_module)
-        with watch:
-            passes.run(few, range(number))
-        found = list(_fitting(pl_module, watch, reasons))
-        passes.restore()
+    with catch_warnings(), aside(trainer, pl_module):
+        simplefilter("ignore")  # what others say of a few rows is not for the user
+        with passes.prepared():
+            watch = _Watch(pl_module)
+            try:
+                with watch:
+                    passes.run(few, range(number))
+            except Exception as error:
+                raise _unfit(
+                    pl_module,
+                    f"it runs training_step on {number} rows of the batch, and that "
+                    f"failed: {in_one_line(error)}",
+                ) from error
+            chooser = _Chooser(pl_module, watch)
+            found = list(chooser.fitting(pl_module))
+            passes.restore()
     if found:
         return found
-    said = "; ".join(f"{path}: {reason}" for path, reason in list(reasons.items())[:3])
+    reasons = list(chooser.reasons.items())[:3]
+    said = "; ".join(f"{path}: {reason}" for path, reason in reasons)
     raise TrainkitError(
         f'MicroBatching inside="auto": no submodule of {type(pl_module).__name__} can '
         f"run in chunks of rows. {said or 'None was called with rows.'}. Name one with "
         f"inside='path'."
+    )
+
+
+def _unfit(pl_module: nn.Module, text: str) -> TrainkitError:
+    found = paths_within(pl_module, SELF) or ["path"]
+    inside = repr(found[0] if len(found) == 1 else found)
+    return TrainkitError(
+        f'MicroBatching inside="auto": {text}. Name the submodules: inside={inside}.'
     )
 
 
@@ -115,23 +147,40 @@ class _Watch(ExitStack):
         return max(self._total.bytes, 1)
 
 
-def _fitting(
-    module: nn.Module, watch: _Watch, reasons: dict[str, str], path: str = ""
-) -> Iterator[str]:
-    """The paths of the outermost submodules that fit, from `module` on."""
-    called, name = watch.calls.pop(module, None), path or "self"
-    if called is not None:
-        if called.bytes < LEAST_SHARE * watch.total:
-            return
+@dataclass
+class _Chooser:
+    """Tries submodules on their first calls.
+
+    Attributes:
+        pl_module: what trains.
+        watch: has seen these calls.
+        reasons: why a submodule does not fit, by its path.
+    """
+
+    pl_module: Any
+    watch: _Watch
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def fitting(self, module: nn.Module, path: str = "") -> Iterator[str]:
+        """The paths of the outermost submodules that fit, from `module` on."""
+        called, name = self.watch.calls.pop(module, None), path or SELF
+        if called is not None:
+            if called.bytes < LEAST_SHARE * self.watch.total:
+                return
+            reason = self._reason(module, name, called)
+            if not reason:
+                yield name
+                return
+            self.reasons[name] = reason
+        for name, child in module.named_children():
+            yield from self.fitting(child, f"{path}.{name}".lstrip("."))
+
+    def _reason(self, module: nn.Module, name: str, called: _Called) -> str:
+        """Why a module is not taken: it is refused, or would be warned of."""
         cut = ChunkedForward(module, name, Sizes(1), Keeper(0))
+        cut.around = refusing_logs(self.pl_module, module, name)
         try:
-            cut.probe(*called.arguments[0], **called.arguments[1])
-            yield name
-            return
-        except TrainkitError as error:
-            text = str(error.__cause__ or error).removeprefix(f"{name}: ")
-            reasons[name] = text.split(". ")[0]
+            said = cut.probe(*called.arguments[0], **called.arguments[1])
         except Exception as error:
-            reasons[name] = f"{type(error).__name__}: {error}"[:200]
-    for name, child in module.named_children():
-        yield from _fitting(child, watch, reasons, f"{path}.{name}".lstrip("."))
+            said = [in_one_line(error).removeprefix(f"{name}: ")]
+        return said[0].split(". ")[0] if said else ""

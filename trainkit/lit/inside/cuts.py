@@ -18,10 +18,8 @@ from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row, show
-from trainkit.lit.inside.choose import choose
-
-SELF = "self"
-"""The path of the module's own `forward`."""
+from trainkit.lit.inside.choose import SELF, choose
+from trainkit.lit.inside.refusals import refusing_logs
 
 
 class InsideCuts:
@@ -81,6 +79,7 @@ class InsideCuts:
                 options.shared,
                 _by_tokens(options),
             )
+            cut.around = refusing_logs(self._module, cut.module, path)
             cut.install()
             self._cuts.append(cut)
 
@@ -144,7 +143,8 @@ class InsideCuts:
         """
         held = [(c, c.sizes, c.keeper, c.around, c.by_tokens) for c in self._cuts]
         for cut, *_, by_tokens in held:
-            cut.sizes, cut.keeper, cut.around = Sizes(size), Keeper(0), around
+            cut.sizes, cut.keeper = Sizes(size), Keeper(0)
+            cut.around = refusing_logs(self._module, cut.module, cut.name, around)
             cut.by_tokens = by_tokens and by_tokens.finest()
         try:
             yield

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from torch import nn
+
 from trainkit.errors import TrainkitError
+from trainkit.lit._compat import replaced
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import WindowOwner
 
@@ -22,3 +27,50 @@ def refuse_several_unweighed(
             f"accumulate_grad_batches at 1; or say what a loader batch weighs, such as "
             f"PerSample(), if the loss is a mean over that."
         )
+
+
+LOGS = ("log", "log_dict", "log_exact")
+
+Around = Callable[[Any, Any], AbstractContextManager[Any]]
+
+
+def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def refusing_logs(
+    pl_module: Any, module: nn.Module, name: str, then: Around = _nothing
+) -> Around:
+    """Makes the context of a chunk, in which nothing can be logged.
+
+    Args:
+        pl_module: what trains.
+        module: which runs in chunks.
+        name: of it.
+        then: makes another context within.
+    """
+    owners = [
+        (each, {log: _refusal(log, name) for log in LOGS if hasattr(each, log)})
+        for each in {pl_module, *module.modules()}
+        if hasattr(each, "log") and hasattr(each, "log_dict")
+    ]
+
+    @contextmanager
+    def around(call: Any, chunk: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owner, refusals in owners:
+                stack.enter_context(replaced(owner, **refusals))
+            stack.enter_context(then(call, chunk))
+            yield
+
+    return around
+
+
+def _refusal(log: str, name: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise TrainkitError(
+            f"self.{log} within {name}, which runs in chunks of rows, would log each "
+            f"chunk's value, twice: return the value, and log it in training_step."
+        )
+
+    return refuse

@@ -18,7 +18,13 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import say
-from trainkit.lit.measure.clean import NotMeasured, aside, largest, refuse_unclean
+from trainkit.lit.measure.clean import (
+    NotMeasured,
+    aside,
+    in_one_line,
+    largest,
+    refuse_unclean,
+)
 from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
 from trainkit.lit.measure.found import (
     Found,
@@ -102,7 +108,7 @@ class ProofAtStart:
             rows = self._first_rows(batch)
             number = self._number_of(rows)
         except Exception as error:
-            reason = _in_one_line(error)
+            reason = in_one_line(error)
         # The number of rows that every rank can measure with.
         number = -int(largest(self._trainer, -number))
         found, cut = None, None
@@ -112,7 +118,7 @@ class ProofAtStart:
                 with aside(self._trainer, self._module), passes.prepared():
                     found, cut = self._in_float32(passes, rows)
             except Exception as error:
-                reason = _in_one_line(error)
+                reason = in_one_line(error)
         is_open = largest(self._trainer, float(found is not None and found.is_open))
         if is_open and found is not None and cut is not None:
             passes = self._passes(number, args, kwargs, torch.float64)
@@ -133,7 +139,7 @@ class ProofAtStart:
             raise
         except Exception as error:
             raise NotMeasured(
-                f"the rows of the batch cannot be told apart: {_in_one_line(error)}"
+                f"the rows of the batch cannot be told apart: {in_one_line(error)}"
             ) from error
 
     def _number_of(self, rows: FirstRows) -> int:
@@ -324,10 +330,3 @@ def _check_number(rows: FirstRows, options: MicroBatching | None, loader: Any) -
             f"the first dimension of the batch is {rows.num_rows}, and the loader's "
             f"batch size {size}: it may not be that of the rows"
         )
-
-
-def _in_one_line(error: BaseException) -> str:
-    first = str(error).strip().split("\n")[0][:200]
-    if isinstance(error, NotMeasured | TrainkitError):
-        return first
-    return f"{type(error).__name__}: {first}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -12,12 +13,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.core.bare import is_a
+from trainkit.errors import TrainkitError
 from trainkit.lit._compat import parts_of
 from trainkit.lit.rerun.snapshot import FRAMEWORK, Snapshot
 
 
 class NotMeasured(Exception):  # nothing is wrong
     """The proof would not be cheap or clean here; its text says why."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """The first sentence of an error, in whole words."""
+    first = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+    said = shorten(first, 200, placeholder=" ...")
+    if isinstance(error, NotMeasured | TrainkitError):
+        return said
+    return f"{type(error).__name__}: {said}"
 
 
 def refuse_unclean(trainer: Any, module: Any) -> None:

@@ -38,15 +38,16 @@ def refuse_two_drivers(trainer: Any, callback: Any, kind: type) -> None:
         )
 
 
-def refuse_no_strategy(pl_module: Any) -> None:
-    if pl_module.accumulation is None:
+def refuse_no_strategy(accumulation: Any, who: str) -> None:
+    if accumulation is None:
         raise TrainkitError(
-            f"{type(pl_module).__name__}.accumulation: a module with AccumulationMixin "
-            f"must say what a micro-batch weighs, received None. Set it to what the "
-            f"loss of training_step is a mean over: PerSample() for a mean over "
+            f"{who} must say what a micro-batch weighs, received None. Set it to what "
+            f"the loss of training_step is a mean over: PerSample() for a mean over "
             f"samples; PerToken() for a mean over labels that are not ignored; "
             f"Uniform() only if all micro-batches have the same size, which is not "
-            f"checked. On the command line: accumulation=per_sample for trainkit "
+            f"checked. A loss that compares rows needs none: "
+            f"MicroBatching(size=8, inside='net') runs the submodule net in chunks of "
+            f"rows. On the command line: accumulation=per_sample for trainkit "
             f"train, --accumulation=PerSample for trainkit fit."
         )
 

@@ -1,0 +1,168 @@
+"""What `inside="auto"` takes, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.core.inside.common import Net, batch, nt_xent
+from tests.helpers import run_ranks
+from tests.lit.inside.common import Foreign, data, fit
+from trainkit import AccumulationCallback, MicroBatching, TrainkitError
+
+AUTO, NAMED = (MicroBatching(size=4, inside=inside) for inside in ("auto", "net"))
+
+
+class Fixed(Foreign):
+    """Its loss needs all rows of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).view(2, 11, 5).diff(dim=0).square().mean()
+
+
+class Both(Foreign):
+    """Gets the batches of two loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return sum(nt_xent(self(x), labels) for x, labels in batch.values())  # type: ignore[return-value]
+
+
+class Listed(Foreign):
+    """Gets lists of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nt_xent(self(torch.stack([x for x, _ in batch])), batch)
+
+
+def two_loaders() -> Any:
+    return CombinedLoader({"a": data(), "b": data(33, 11)}, "min_size")
+
+
+def lists() -> Any:
+    return DataLoader(TensorDataset(*batch(66)), batch_size=22, collate_fn=list)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader", "words"),
+    [
+        (
+            Fixed,
+            data,
+            r"on 5 rows of the batch, and that failed: RuntimeError: .*2, 11",
+        ),
+        (Both, two_loaders, r"cannot be cut from dict\(a: "),
+        (Listed, lists, r"cannot be cut from list\(tuple\("),
+    ],
+)
+def test_a_step_of_which_no_few_rows_can_run(
+    kind: Any, loader: Any, words: str
+) -> None:
+    with pytest.raises(
+        TrainkitError, match=f'^MicroBatching inside="auto": .*{words}'
+    ) as e:
+        fit(kind(), AUTO, loader=loader())
+    assert str(e.value).endswith("Name the submodules: inside='net'.")
+    fit(kind(), NAMED, loader=loader())
+
+
+class Gathering(Foreign):
+    """Compares with the rows of other ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Any = self.all_gather(self(batch[0]), sync_grads=True)
+        return nt_xent(out.flatten(0, 1), batch[1])
+
+
+def train_gathering(rank: int, world: int, options: Any) -> str:
+    try:
+        fit(Gathering(), options, strategy="ddp", devices=world)
+    except TrainkitError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_step_that_gathers_is_refused_on_all_ranks() -> None:
+    for text in run_ranks(train_gathering, 2, AUTO):
+        assert "failed: training_step: self.all_gather waits for other ranks" in text
+        assert text.endswith("Name the submodules: inside='net'.")
+    assert set(run_ranks(train_gathering, 2, NAMED)) == {"trained"}
+
+
+class Leaving(Net):
+    """Leaves a tensor that the step reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        self.largest = out.detach().abs().amax(1)
+        return self.head(out)
+
+
+class Reading(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Leaving().double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + len(self.net.largest)  # type: ignore[arg-type]
+
+
+def test_a_module_that_leaves_tensors_is_not_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module, plain = Reading(), Reading()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        fit(module, AUTO)
+    assert 'found by inside="auto": net.body, net.head' in capsys.readouterr().out
+    assert not [w for w in heard if "leaves values" in str(w.message)]
+    fit(plain, None)
+    assert int(module.logged[0] - 0.5) == int(plain.logged[0] - 0.5)
+    with pytest.warns(UserWarning, match="net: its forward leaves values in largest"):
+        fit(Reading(), NAMED)
+
+
+def test_why_a_module_is_not_taken_is_said() -> None:
+    class Only(Net):
+        """Has no submodule to go to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(6, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.largest = x.abs().amax(1)
+            return x @ self.weight
+
+    module = Foreign()
+    module.net = Only().double()
+    with pytest.raises(TrainkitError, match="net: its forward leaves values in"):
+        fit(module, AUTO)
+
+
+def test_warnings_while_it_looks_are_not_for_the_user() -> None:
+    class Counting(Leaving):
+        """Warns of few rows."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) < 6:
+                warnings.warn("only few rows", stacklevel=2)
+            return self.head(self.body(x))
+
+    def heard(options: MicroBatching) -> list[str]:
+        module = Foreign()
+        module.net = Counting().double()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            callback = AccumulationCallback(micro_batching=options, proof="off")
+            fit(module, None, callback)
+        return [str(w.message) for w in found if "few rows" in str(w.message)]
+
+    assert not heard(MicroBatching(size=22, inside="auto"))
+    assert heard(MicroBatching(size=4, inside="net"))
