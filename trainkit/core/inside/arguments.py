@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.split.fields import is_array
+from trainkit.core.split.fields import is_array, take_apart
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -103,6 +103,61 @@ def _kind(value: Any, rows: int, is_of_row: bool) -> Any:
     if is_array(value) and len(value) == rows:
         return hash(value.tobytes())
     return type(value)
+
+
+class Watched:
+    """Shows what a run puts into its arguments, of which each chunk gets a copy.
+
+    Args:
+        given: the arguments, in order.
+    """
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self._given = {id(value) for value in given}
+        self._objects = [(x, _held_by(x)) for x in given if hasattr(x, "__dict__")]
+
+    def changed(self, containers: Any, found: Any) -> set[str]:
+        """The kinds of objects, and the places in containers, that were changed; but
+        for what is returned as well.
+
+        Args:
+            containers: which hold the arguments.
+            found: what the run has returned.
+        """
+        known = self._given | {id(field.value) for field in take_apart(found)[0]}
+        places = [x.path for x in take_apart(containers)[0] if id(x.value) not in known]
+        return {
+            *(f"[{place.rpartition('.')[2]!r}]" for place in places),
+            *(type(x).__name__ for x, held in self._objects if held != _held_by(x)),
+        }
+
+
+def _held_by(value: Any) -> Any:
+    """What stands in an object's attributes; nothing of tensors and modules."""
+    if isinstance(value, Tensor | torch.nn.Module | type) or callable(value):
+        return None
+    return {
+        name: x if isinstance(x, int | float | str) else (id(x), _length(x))
+        for name, x in vars(value).items()
+    }
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | dict | set) else 0
+
+
+def lengths_of_lists(call: Arguments) -> dict[str, int]:
+    """How many entries lists of other things than tensors have, and arrays."""
+    counts: Counter[str] = Counter()
+    for index, (path, value) in enumerate(zip(call.paths, call.values, strict=True)):
+        place, _, last = path.rpartition(".")
+        if index in call.shared:
+            continue
+        if is_array(value) and not isinstance(value, Tensor):
+            counts[path] = len(value)
+        elif place and last.isdigit() and not isinstance(value, Tensor):
+            counts[place] += 1
+    return dict(counts)
 
 
 def refuse_layouts(

@@ -19,6 +19,7 @@ from trainkit.core.batches import Path
 from trainkit.core.inside.arguments import (
     Arguments,
     Names,
+    Watched,
     refuse_layouts,
 )
 from trainkit.core.inside.call import Call
@@ -200,9 +201,16 @@ class ChunkedForward:
         is_flat = len(values) == len(args) and all(map(is_, values, args))
 
         def run(given: list[Any]) -> Any:
-            positional, named = (given, kwargs) if is_flat else build(iter(given))
+            if is_flat and not self._plans.is_probing:
+                with _without_cache(module):
+                    return original(*given, **kwargs)
+            watched = Watched(given) if self._plans.is_probing else None
+            positional, named = build(iter(given))
             with _without_cache(module):
-                return original(*positional, **named)
+                found = original(*positional, **named)
+            if watched is not None:
+                self._plans.written |= watched.changed((positional, named), found)
+            return found
 
         paths = [self._names.path(each.path) for each in fields]
         shared = {i for i, path in enumerate(paths) if self._is_shared(path)}

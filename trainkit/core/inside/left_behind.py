@@ -36,7 +36,11 @@ def moved_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def announcements(
-    module: nn.Module, name: str, left: list[str], drawn: list[str]
+    module: nn.Module,
+    name: str,
+    left: list[str],
+    drawn: list[str],
+    written: list[str],
 ) -> Iterator[str]:
     """What each chunk overwrites, runs or draws, so that it is not that of all rows.
 
@@ -45,6 +49,7 @@ def announcements(
         name: of it.
         left: the attributes in which its forward leaves values.
         drawn: what it draws at random once for all rows.
+        written: what its forward puts into its arguments.
     """
     root = _package(type(module))
     hooked = [p for p, each in module.named_modules() if p and _is_hooked(each, root)]
@@ -59,6 +64,12 @@ def announcements(
             f"its forward leaves values in {listed(left)}, which will hold those of "
             f"one chunk of rows, or count chunks. Return them, if the step or a log "
             f"reads them."
+        )
+    if written:
+        yield (
+            f"its forward puts values into its arguments, {listed(written)}, of which "
+            f"each chunk of rows gets a copy, so that the step does not see them. "
+            f"Return them."
         )
     if drawn:
         yield (

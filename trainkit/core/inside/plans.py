@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
-from trainkit.core.inside.arguments import Arguments, kinds_of
+from trainkit.core.inside.arguments import Arguments, kinds_of, lengths_of_lists
 from trainkit.core.inside.checks import refuse_strangers, strangers
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.compare import Compared
@@ -35,8 +35,8 @@ from trainkit.core.inside.sharded import refuse_flat
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
 
-MANY = 8
-"""With more rows than this, two chunks are compared with their rows at once."""
+MOST_PAIRS = 32
+"""So many pairs of chunks are compared with their rows at once."""
 
 MOST_PLANS = 99
 """How many kinds of calls are remembered."""
@@ -53,6 +53,8 @@ class Plans:
     Attributes:
         row_bytes: what the graph of a row holds.
         announced: what the last probe has found that is not all rows'.
+        is_probing: whether rows run to be looked at.
+        written: what these runs have put into their arguments.
         with_rows: the paths of the arguments that had rows.
     """
 
@@ -66,6 +68,9 @@ class Plans:
         self._plans: dict[Any, tuple[Plan, int]] = {}
         self._num_probes = 0
         self.announced: list[str] = []
+        self.is_probing = False
+        self.written: set[str] = set()
+        self._lengths: dict[str, set[tuple[int, int]]] = {}
         self._said: set[str] = set()
         self._settings: Settings = {}
         self._moving: set[Any] = set()
@@ -168,7 +173,9 @@ class Plans:
         probe = Probe(module, run, call.values, self._draws)
         probe.may_reenter = is_sharded  # whose chunks have backward passes of their own
         drawn: list[str] = []
+        self.is_probing, self.written = True, set()
         try:
+            self._refuse_lists(call)
             with refusing(module, name, call, moment, probe):
                 if call.rows <= 1:
                     raise Unfit("none of its arguments has rows")
@@ -179,6 +186,7 @@ class Plans:
                 drawn = self._compare(call, plan, probe, most)
             moment.check_sums(sums)
         finally:
+            self.is_probing = False
             probe.put_back()
             put_back(before, probe.moved)
             if torch.is_autocast_cache_enabled():
@@ -188,12 +196,27 @@ class Plans:
         self._num_probes += 1
         left = sorted({*probe.left, *names_of(module, probe.moved)})
         self.announced = [
-            *announcements(module, name, left, drawn),
+            *announcements(module, name, left, drawn, sorted(self.written)),
             *shared_by_chunks(call, plan),
         ]
         pairs = zip(call.paths, plan.multiples, strict=True)
         self.with_rows |= {path for path, multiple in pairs if multiple}
         return plan
+
+    def _refuse_lists(self, call: Arguments) -> None:
+        """Refuse lists with an entry for each row, of which each chunk gets all; but
+        for one that had as many entries with other numbers of rows."""
+        for place, length in lengths_of_lists(call).items():
+            seen = self._lengths.setdefault(place, set())
+            is_constant = any(had == length and rows != call.rows for had, rows in seen)
+            if length == call.rows > 1 and not is_constant:
+                raise TrainkitError(
+                    f"{self._name}: what belongs to a row must be a tensor, and {place} "
+                    f"has {length} entries, as many as there are rows, which are no "
+                    f"tensors: each chunk of rows would get all of them. Make it a "
+                    f"tensor, or list it in shared= if all rows need it."
+                )
+            seen.add((length, call.rows))
 
     def _compare(
         self, call: Arguments, plan: Plan, probe: Probe, most: int | None
@@ -206,11 +229,12 @@ class Plans:
                 drawn = compared.shared_draws()
             if not probe.may_reenter and torch.is_grad_enabled():
                 compared.gradients(most)
-            if call.rows > MANY:
-                size = most or -(-call.rows // 2)
-                draw = random.Random(self._num_probes)  # other rows each time
-                rows = sorted(draw.sample(range(call.rows), min(2 * size, call.rows)))
-                compared.outputs(rows, Sizes(size).cut(0, len(rows)))
+            # Each time each chunk is compared with another one.
+            chunks = Sizes(most or -(-call.rows // 2)).cut(0, call.rows)
+            random.Random(self._num_probes).shuffle(chunks)
+            pairs = zip(chunks[::2], [*chunks[1::2], chunks[0]], strict=False)
+            for one, other in list(pairs)[:MOST_PAIRS]:
+                compared.outputs(one, other)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
