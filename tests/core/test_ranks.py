@@ -74,7 +74,7 @@ def shown(rank: int, world_size: int) -> dict[str, Any]:
     modules: dict[str, Any] = {
         "ddp": ddp,
         "ddp inside": nn.Sequential(ddp),
-        "ddp compiled": torch.compile(ddp),
+        "ddp compiled": torch.compile(ddp, backend="eager"),
         "ddp of a strategy": Holder(ddp),
         "sharded": sharded,
         "sharded, of a strategy": Holder(sharded),

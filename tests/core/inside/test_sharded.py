@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.core.conftest import OnRanks
@@ -25,6 +27,7 @@ from trainkit.core.split.partition import even_runs
 
 EXACT = 1e-12
 ROWS = 20
+STEPS = 2  # the second begins with what the first has left
 
 
 class Block(nn.Module):
@@ -85,16 +88,24 @@ def sharded(how: str, *, dropout: float = 0.0, dtype: Any = torch.float64, **opt
     return model
 
 
-def gradients(model: nn.Module) -> Tensor:
+Of = Callable[[Any], Tensor]
+
+
+def own(tensor: Any) -> Tensor:
+    """This rank's shard, which nobody sends."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model: nn.Module, of: Of = own) -> Tensor:
     found = [
-        torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else whole(p.grad)
+        torch.zeros_like(of(p)) if p.grad is None else of(p.grad)
         for p in model.parameters()
     ]
-    return torch.cat([each.double().flatten() for each in found])
+    return torch.cat([each.detach().double().flatten() for each in found])
 
 
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([whole(p).detach().flatten() for p in model.parameters()])
+def weights(model: nn.Module, of: Of = own) -> Tensor:
+    return torch.cat([of(p).detach().flatten() for p in model.parameters()])
 
 
 def data(rank: int, step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -102,19 +113,25 @@ def data(rank: int, step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    model: Any, rank: int, optimizer: Any, *, calls: int = 1, rows: int = ROWS
+    model: Any,
+    rank: int,
+    optimizer: Any,
+    *,
+    calls: int = 1,
+    rows: int = ROWS,
+    of: Of = own,
 ) -> Any:
     """Gradients of each step, and the weights at last."""
     stepping, found = optimizer(model.parameters()), []
-    for step in range(3):
+    for step in range(STEPS):
         x, labels = data(rank, step, rows)
         torch.manual_seed(100 * step + rank)
         outs = [model(each) for each in (x, x.flip(1))[:calls]]
         nt_xent(torch.stack(outs).sum(0), labels).backward()
-        found.append(gradients(model))
+        found.append(gradients(model, of))
         stepping.step()
         stepping.zero_grad()
-    return torch.stack([*found, weights(model)])
+    return torch.stack([*found, weights(model, of)])
 
 
 def sgd(parameters: Any) -> Any:
@@ -158,7 +175,7 @@ def alone(rows: tuple[int, int], num_chunks: int, dropout: float) -> Tensor:
     """One process without FSDP, with the same chunks in one graph."""
     model = Model(dropout).double()
     stepping, found = sgd(model.parameters()), []
-    for step in range(3):
+    for step in range(STEPS):
         for rank in range(2):
             x, labels = data(rank, step, rows[rank])
             torch.manual_seed(100 * step + rank)
@@ -174,7 +191,7 @@ def alone(rows: tuple[int, int], num_chunks: int, dropout: float) -> Tensor:
 def with_dropout(rank: int, world_size: int, rows: tuple[int, int], how: str) -> Any:
     model = sharded(how, dropout=0.5)
     with Chunked(model.deep, size=6):
-        return train(model, rank, sgd, rows=rows[rank])
+        return train(model, rank, sgd, rows=rows[rank], of=whole)
 
 
 @pytest.mark.parametrize("rows", [(20, 20), (20, 14)], ids=str)
@@ -190,10 +207,11 @@ def test_dropout_on_ranks_equals_the_same_chunks_in_one_process(
 
 
 def without_rest(rank: int, world_size: int) -> Any:
-    wanted = train(sharded("blocks", reshard_after_forward=False), rank, sgd)
-    model = sharded("blocks", reshard_after_forward=False)
+    options = {"reshard_after_forward": False}
+    wanted = train(sharded("blocks", **options), rank, sgd, of=whole)
+    model = sharded("blocks", **options)
     with Chunked(model.deep, size=6), mock.patch.object(_compat, "_rest"):
-        return wanted, train(model, rank, sgd)
+        return wanted, train(model, rank, sgd, of=whole)
 
 
 def test_passes_within_a_backward_pass_need_a_fresh_state(on_ranks: OnRanks) -> None:
