@@ -202,7 +202,7 @@ def test_without_gradients_and_in_evaluation() -> None:
                 assert max(net.seen) == 22 if not is_training else max(net.seen) <= 16
         net.seen = ()
         assert off_by(net.eval()(X), wanted) <= EXACT  # it may train so
-        assert max(net.seen) == 16  # two chunks are compared at first
+        assert max(net.seen) in (14, 15)  # two chunks are compared at first
 
 
 def test_calls_with_other_numbers_of_rows_in_one_step() -> None:
@@ -303,7 +303,7 @@ def test_values_of_rows_that_are_no_tensors_are_refused(
     with Chunked(net, size=4):
         for _ in range(3):
             net(X, kind([3] * 22))  # as good as one value for all
-        with pytest.raises(TrainkitError, match="place in the batch"):
+        with pytest.raises(TrainkitError, match="numbers has 22 entries"):
             net(X, kind(list(range(22))))
         with Chunked(Listed(), size=4, shared=["numbers"]) as other:
             with pytest.raises(TrainkitError, match="place in the batch"):

@@ -50,5 +50,5 @@ class Capacity(Net):
 
 def test_a_capacity_that_a_few_rows_do_not_show_is_refused() -> None:
     net, (x, _) = twin(Capacity()), batch()
-    with Chunked(net, size=4), pytest.raises(TrainkitError, match="for 8 rows is not"):
+    with Chunked(net, size=4), pytest.raises(TrainkitError, match="for 7 rows is not"):
         net(x)

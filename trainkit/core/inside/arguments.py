@@ -147,17 +147,22 @@ def _length(value: Any) -> int:
 
 
 def lengths_of_lists(call: Arguments) -> dict[str, int]:
-    """How many entries lists of other things than tensors have, and arrays."""
-    counts: Counter[str] = Counter()
+    """How many entries lists of other things than tensors have, and arrays; but for
+    those whose entries are all the same."""
+    held: dict[str, list[Any]] = {}
     for index, (path, value) in enumerate(zip(call.paths, call.values, strict=True)):
         place, _, last = path.rpartition(".")
-        if index in call.shared:
+        if index in call.shared or isinstance(value, Tensor):
             continue
-        if is_array(value) and not isinstance(value, Tensor):
-            counts[path] = len(value)
-        elif place and last.isdigit() and not isinstance(value, Tensor):
-            counts[place] += 1
-    return dict(counts)
+        if is_array(value):
+            held[path] = value.tolist()
+        elif place and last.isdigit():
+            held.setdefault(place, []).append(value)
+    return {
+        place: len(values)
+        for place, values in held.items()
+        if any(each is not values[0] and each != values[0] for each in values)
+    }
 
 
 def refuse_layouts(

@@ -48,10 +48,10 @@ class Compared:
         pairs = zip(self._values, self._plan.multiples, strict=True)
         return [taken(x, rows, m, self._num_rows) if m else x for x, m in pairs]
 
-    def outputs(self, one: Chunk, other: Chunk) -> None:
+    def outputs(self, first: Chunk, second: Chunk) -> None:
         """Refuse outputs of two chunks of rows at once that are not those of each."""
-        rows = [*range(one.start, one.stop), *range(other.start, other.stop)]
-        chunks = Chunk(0, one.num_rows), Chunk(one.num_rows, len(rows))
+        rows = [*range(first.start, first.stop), *range(second.start, second.stop)]
+        chunks = Chunk(0, first.num_rows), Chunk(first.num_rows, len(rows))
         probe, joints = self._probe, self._plan.joints
         whole = probe(self._given(rows), evaluates=self._evaluates)
         if (self._evaluates and probe.has_drawn) or len(whole) != len(joints):

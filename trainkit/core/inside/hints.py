@@ -94,11 +94,11 @@ def _of_arguments(call: Arguments) -> Iterator[str]:
             )
     for place, values in lists.items():
         kinds = {type(each) for each in values}
-        what = f"{place} is a list of {len(values)}"
         if kinds == {Tensor} and len(values) > 1 and call.rows not in others:
-            yield f"{what} tensors: if they are samples, stack them into one tensor"
-        elif kinds <= {int, float} and len(values) == call.rows:
-            yield f"{what} numbers: make it one tensor"
+            yield (
+                f"{place} is a list of {len(values)} tensors: if they are samples, "
+                f"stack them into one tensor"
+            )
 
 
 def _of_layers(module: nn.Module, name: str, reason: str) -> Iterator[str]:

@@ -211,10 +211,10 @@ class Plans:
             is_constant = any(had == length and rows != call.rows for had, rows in seen)
             if length == call.rows > 1 and not is_constant:
                 raise TrainkitError(
-                    f"{self._name}: what belongs to a row must be a tensor, and {place} "
-                    f"has {length} entries, as many as there are rows, which are no "
-                    f"tensors: each chunk of rows would get all of them. Make it a "
-                    f"tensor, or list it in shared= if all rows need it."
+                    f"{self._name}: what belongs to a row must be a tensor, and "
+                    f"{place} has {length} entries, as many as there are rows, which "
+                    f"are no tensors: each chunk of rows would get all of them. Make "
+                    f"it one tensor, or list it in shared= if all rows need it."
                 )
             seen.add((length, call.rows))
 
