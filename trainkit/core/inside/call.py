@@ -118,10 +118,9 @@ class Call:
         return leaves
 
     def _chunks(self, *, has_graph: bool) -> list[Any]:
-        cut, is_checked = self._cut, self._cut.check.is_on
-        joined = Joined(
-            self._plan, self.num_rows, cut.name, cut.width, is_checked=is_checked
-        )
+        cut, waits = self._cut, self._cut.check.is_on
+        cut.check.read(cut.name)
+        joined = Joined(self._plan, self.num_rows, cut.name, cut.width, waits=waits)
         waiting = cut.sizes.cut(0, self.num_rows)
         self._done, self._kept, self.differentiable = [], {}, []
         while waiting:
@@ -132,6 +131,7 @@ class Call:
             with nullcontext() if is_last else torch.no_grad():
                 self._forward(waiting, joined, has_graph=is_last)
         self._states = torch_states(self._devices)
+        cut.check.differs = joined.differs
         return joined.values
 
     def _versions(self) -> list[int]:

@@ -18,9 +18,15 @@ ON_DEVICE, HALF_ON_DEVICE = 200, 4
 
 
 class Check:
-    """Compares a chunk's outputs in both passes: in backward passes 1, 2, 4, 8, ..."""
+    """Compares a chunk's outputs in both passes: in backward passes 1, 2, 4, 8, ...
+
+    Attributes:
+        differs: whether chunks gave other values of an output without rows, as far as
+            nobody has waited for the device that knows it.
+    """
 
     def __init__(self) -> None:
+        self.differs: Tensor | None = None
         self._num_passes = 0
         self._first: tuple[Chunk, list[Any]] | None = None
 
@@ -29,6 +35,16 @@ class Check:
         """Whether the next backward pass is one that is looked at."""
         number = self._num_passes + 1
         return number & (number - 1) == 0
+
+    def read(self, name: str) -> None:
+        """Refuse what a call has found on a device, when the next one begins."""
+        found, self.differs = self.differs, None
+        if found is not None and found:
+            raise TrainkitError(
+                f"{name}: an output that has no rows must be the same for all chunks, "
+                f"and in the call before this one it was not. Name a module within it, "
+                f"or around it."
+            )
 
     def ran(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
         """A chunk has run in a forward pass, whose graph is not kept."""

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.rows import Joint, Plan, are_close, are_equal, output_name
+from trainkit.core.inside.rows import (
+    Joint,
+    Plan,
+    are_close,
+    are_equal,
+    differ,
+    output_name,
+)
 from trainkit.errors import TrainkitError
+
+AT_HAND = frozenset({"cpu"})
+"""Where values can be read at once."""
 
 
 class Joined:
@@ -21,10 +31,10 @@ class Joined:
         num_rows: of the call.
         name: of the module, for messages.
         width: how many columns there are, where chunks leave some out.
-        is_checked: whether to compare tensors that have no rows, which waits for a
-            device.
+        waits: whether to wait for a device to compare tensors that have no rows.
 
     Attributes:
+        differs: whether such tensors differ, as far as that was not waited for.
         values: the leaves; complete when each chunk was added.
     """
 
@@ -35,11 +45,12 @@ class Joined:
         name: str,
         width: int = 0,
         *,
-        is_checked: bool = False,
+        waits: bool = False,
     ) -> None:
         self._plan, self._num_rows, self._name = plan, num_rows, name
-        self._width, self._is_checked = width, is_checked
+        self._width, self._waits = width, waits
         self.values: list[Any] = []
+        self.differs: Tensor | None = None
 
     def add(self, chunk: Chunk, outputs: Sequence[Any]) -> None:
         """Write a chunk's outputs to their place."""
@@ -86,7 +97,12 @@ class Joined:
         if is_first:
             return
         if isinstance(one, Tensor) and isinstance(other, Tensor):
-            is_same = not self._is_checked or are_close(one, other)
+            is_same = one.shape == other.shape and one.dtype == other.dtype
+            if is_same and (self._waits or one.device.type in AT_HAND):
+                is_same = are_close(one, other)
+            elif is_same:
+                found = differ(one, other)
+                self.differs = found if self.differs is None else found | self.differs
         else:
             is_same = are_equal(one, other)
         if not is_same:
