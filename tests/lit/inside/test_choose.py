@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -69,6 +71,45 @@ def test_a_step_of_which_no_few_rows_can_run(
         fit(kind(), AUTO, loader=loader())
     assert str(e.value).endswith("Name the submodules: inside='net'.")
     fit(kind(), NAMED, loader=loader())
+
+
+class Moving(Foreign):
+    """Takes a number from what it holds."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        held = self.held
+        scale: Any = held(batch_idx) if callable(held) else next(held)
+        return super().training_step(batch, batch_idx) * (scale + 1)
+
+
+def test_an_iterator_is_not_moved() -> None:
+    held = itertools.count()
+    with pytest.raises(TrainkitError, match=r"batch, and held is an iterator, or hol"):
+        fit(Moving(held), AUTO)
+    assert next(held) == 0
+    named, other = Moving(itertools.count()), Moving(itertools.count())
+    fit(named, NAMED)
+    fit(other, None)
+    assert named.logged == pytest.approx(other.logged, rel=1e-12)
+
+
+def test_a_cache_that_is_not_put_back_is_refused() -> None:
+    def trained(entries: int, options: Any) -> Moving:
+        cached = lru_cache(entries)(abs)
+        cached(-7)
+        module = Moving(cached)
+        fit(module, options)
+        return module
+
+    with pytest.raises(TrainkitError, match=r"it ran training_step, and a full or c"):
+        trained(1, AUTO)
+    found, other = trained(9, AUTO), trained(9, None)
+    assert found.logged == pytest.approx(other.logged, rel=1e-12)
+    assert found.held.cache_info().currsize == 4
 
 
 class Gathering(Foreign):

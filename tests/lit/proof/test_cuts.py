@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.lit.measure.test_no_trace import Log
 from tests.lit.proof import zoo
 from tests.lit.proof.test_check import check
 from tests.lit.proof.zoo import Tokens, token_loader
@@ -49,7 +50,7 @@ def test_rows_of_unlike_lengths_are_taken(collates: bool) -> None:
     """The short ones come first in the data, and the first 8 are all short."""
     rows = sorted(zoo.sequences(60), key=lambda row: len(row["ids"]))
     data = DataLoader(rows, batch_size=4, collate_fn=zoo.padded)  # type: ignore[arg-type]
-    widths: list[int] = []
+    widths = Log()
 
     class Looks(Tokens):
         def features(self, batch: dict[str, Any]) -> Any:
@@ -61,5 +62,5 @@ def test_rows_of_unlike_lengths_are_taken(collates: bool) -> None:
     )
     assert report.exact
     assert report.num_rows == 8
-    assert max(widths) == 11
-    assert min(widths) == 3
+    assert max(widths.entries) == 11
+    assert min(widths.entries) == 3

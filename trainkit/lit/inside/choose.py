@@ -19,7 +19,13 @@ from trainkit.core.inside.keep import Keeper
 from trainkit.core.strategies import Uniform
 from trainkit.errors import TrainkitError
 from trainkit.lit.inside.refusals import refusing_logs
-from trainkit.lit.measure.clean import aside, in_one_line
+from trainkit.lit.measure.clean import (
+    NotMeasured,
+    aside,
+    in_one_line,
+    lost_text,
+    refuse_iterators,
+)
 from trainkit.lit.measure.first_rows import FirstRows
 from trainkit.lit.measure.passes import Passes
 
@@ -75,17 +81,22 @@ def choose(
         with passes.prepared():
             watch = _Watch(pl_module)
             try:
+                refuse_iterators(passes)
                 with watch:
                     passes.run(few, range(number))
             except Exception as error:
+                why = "" if isinstance(error, NotMeasured) else "that failed: "
                 raise _unfit(
                     pl_module,
-                    f"it runs training_step on {number} rows of the batch, and that "
-                    f"failed: {in_one_line(error)}",
+                    f"it runs training_step on {number} rows of the batch, and "
+                    f"{why}{in_one_line(error)}",
                 ) from error
             chooser = _Chooser(pl_module, watch)
             found = list(chooser.fitting(pl_module))
             passes.restore()
+            if passes.lost:
+                text = f"it ran training_step, and {lost_text(passes)}"
+                raise _unfit(pl_module, text)
     if found:
         return found
     reasons = list(chooser.reasons.items())[:3]

@@ -23,6 +23,8 @@ from trainkit.lit.measure.clean import (
     aside,
     in_one_line,
     largest,
+    lost_text,
+    refuse_iterators,
     refuse_unclean,
 )
 from trainkit.lit.measure.first_rows import FirstRows, InParts, refuse_kept_counts
@@ -113,19 +115,33 @@ class ProofAtStart:
         number = -int(largest(self._trainer, -number))
         found, cut = None, None
         if rows is not None and number:
+            passes = self._passes(number, args, kwargs, torch.float32)
             try:
-                passes = self._passes(number, args, kwargs, torch.float32)
                 with aside(self._trainer, self._module), passes.prepared():
+                    refuse_iterators(passes)
                     found, cut = self._in_float32(passes, rows)
             except Exception as error:
                 reason = in_one_line(error)
+            found, reason = self._unless_lost(passes, found, reason)
         is_open = largest(self._trainer, float(found is not None and found.is_open))
         if is_open and found is not None and cut is not None:
             passes = self._passes(number, args, kwargs, torch.float64)
             with contextlib.suppress(Exception):  # not every operation knows float64
                 with aside(self._trainer, self._module):
                     found = found.decided(*self._in_float64(passes, cut))
+            found, reason = self._unless_lost(passes, found, reason)
         self._tell(found, reason)
+
+    def _unless_lost(
+        self, passes: Passes, found: Found | None, reason: str
+    ) -> tuple[Found | None, str]:
+        """What was found, or why not; with a warning if training is not as before."""
+        if not passes.lost:
+            return found, reason
+        reason = lost_text(passes)
+        text = f"{self.label}: measuring has changed this training: {reason}."
+        warnings.warn(f'{text} Choose proof="off".', stacklevel=2)
+        return None, reason
 
     # ---- the rows --------------------------------------------------------------------
 

@@ -12,10 +12,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.core.bare import is_a
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import parts_of
-from trainkit.lit.rerun.snapshot import FRAMEWORK, Snapshot
+from trainkit.lit.rerun.snapshot import Snapshot
 
 
 class NotMeasured(Exception):  # nothing is wrong
@@ -38,14 +37,23 @@ def refuse_unclean(trainer: Any, module: Any) -> None:
     parameters = list(module.parameters())
     if any(is_lazy(each) for each in parameters):
         raise NotMeasured("parameters get their shape in the first pass")
-    for path, each in module.named_modules():
-        for name, value in vars(each).items():
-            if name not in FRAMEWORK and is_a(value, Iterator):
-                place = f"{path}.{name}".lstrip(".")
-                raise NotMeasured(f"{place} is an iterator, which cannot be put back")
     trained = [each for each in parameters if each.requires_grad]
     if any(each.dtype.itemsize < 4 for each in trained):
         raise NotMeasured("the parameters are in half precision; see trainkit.check")
+
+
+def refuse_iterators(passes: Any) -> None:
+    """Refuse where passes would move what cannot be put back."""
+    for place in passes.iterators:
+        raise NotMeasured(
+            f"{place} is an iterator, or holds one, which cannot be put back"
+        )
+
+
+def lost_text(passes: Any) -> str:
+    """What passes have moved and could not put back."""
+    caches = " and ".join(passes.lost)
+    return f"a full or cleared functools.lru_cache is not put back: {caches}"
 
 
 def communicates(trainer: Any, module: Any) -> bool:

@@ -17,9 +17,12 @@ from torch import nn
 
 from trainkit.core.bare import is_a, names_in
 from trainkit.core.generators import generator_keeper
+from trainkit.errors import TrainkitError
 from trainkit.lit.measure.draws import Draws, seed_of
-from trainkit.lit.measure.own_code import is_of_framework, owners_of
+from trainkit.lit.measure.own_code import owners_of
 from trainkit.lit.measure.place import place
+from trainkit.lit.rerun.hidden import is_of_framework
+from trainkit.lit.rerun.snapshot import holds_plain_values, is_iterator
 
 PYTHONS, NUMPYS, MAKER = random.Random, np.random.RandomState, np.random.default_rng
 KINDS = (PYTHONS, NUMPYS, np.random.Generator)
@@ -59,7 +62,11 @@ def replayed(module: nn.Module, draws: Draws) -> Iterator[Callable[[], None]]:
     imported = set(sys.modules)
     with contextlib.ExitStack() as stack:
         for held in _namespaces(module):
-            others = {}
+            others: dict[str, Any] = {
+                name: Unmoved(name, value)
+                for name, value in held.items()
+                if is_iterator(value) and not holds_plain_values(value)
+            }
             for name, value in list(held.items()):
                 owner = value.__self__ if is_a(value, *METHODS) else value
                 if name == "_inst" or not is_a(owner, *KINDS):
@@ -90,6 +97,30 @@ def replayed(module: nn.Module, draws: Draws) -> Iterator[Callable[[], None]]:
             for name in sys.modules.keys() - imported:  # `from random import gauss`
                 held = names_in(sys.modules[name]) or {}
                 held.update({n: own[id(v)][1] for n, v in held.items() if id(v) in own})
+
+
+class Unmoved:
+    """Stands in for an iterator, and gives nothing.
+
+    Args:
+        name: of the iterator.
+        own: the iterator.
+    """
+
+    def __init__(self, name: str, own: Any) -> None:
+        self._name, self._own = name, own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise TrainkitError(
+            f"training_step: it takes from {self._name}, an iterator, which cannot be "
+            f"put back after a pass of a few rows. Count in an attribute instead."
+        )
 
 
 def _put(

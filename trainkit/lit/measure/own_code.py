@@ -12,11 +12,8 @@ from typing import Any
 from torch import nn
 
 from trainkit.core.bare import is_a, names_in
+from trainkit.lit.rerun.hidden import is_of_framework
 
-FRAMEWORKS = frozenset(
-    "builtins torch lightning lightning_fabric pytorch_lightning lightning_utilities "
-    "torchmetrics trainkit numpy typing abc".split()
-)
 PLACES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
@@ -36,11 +33,6 @@ def owners_of(module: nn.Module) -> list[Any]:
                 found.update({id(each): each for each in new})
                 waiting += new
     return list(found.values())
-
-
-def is_of_framework(name: Any) -> bool:
-    """Whether a module of this name belongs to a framework, and not to the user."""
-    return is_a(name, str) and name.split(".")[0] in FRAMEWORKS
 
 
 def _file_of(value: Any) -> Any:

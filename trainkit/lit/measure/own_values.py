@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 from trainkit.core.bare import is_a
 from trainkit.lit.measure.calls import wide_for
-
-CACHING = type(functools.lru_cache(len))
+from trainkit.lit.rerun.hidden import CACHING
 
 
 @contextlib.contextmanager

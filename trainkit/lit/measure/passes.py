@@ -97,6 +97,7 @@ class Passes:
         draws: replays random numbers by row.
         without_hooks: whether hooks that `training_step` registers do not run.
         num_chunks: how many chunks of submodules have run.
+        iterators: where the module and its files hold some, from `prepared` on.
         scale: what losses are multiplied by while gradients are in half precision.
     """
 
@@ -124,6 +125,7 @@ class Passes:
         self.coordinates: Coordinates | None = None
         self.in_eval: list[nn.Module] = []
         self.draws = Draws(num_rows)
+        self.iterators: list[str] = []
         self.scale = 1.0
         self.without_hooks = False
         self._snapshot: Snapshot | None = None
@@ -144,6 +146,7 @@ class Passes:
         """The module as passes need it; afterwards it is as before."""
         module = self.module
         outer = Snapshot(module, device=module.device)
+        self.iterators = list(outer.iterators)
         with contextlib.ExitStack() as stack:
             stack.callback(outer.restore)
             stack.callback(StashedGradients(module.parameters()).put_back)
@@ -169,6 +172,7 @@ class Passes:
             self._put_back = stack.enter_context(replayed(module, self.draws))
             self._snapshot = Snapshot(module, device=module.device)
             self._registries = Registries(module, module.trainer.optimizers)
+            self.iterators += self._registries.values.iterators
             self._modes = [(each, each.training) for each in module.modules()]
             self._flags = [(p, p.requires_grad) for p in module.parameters()]
             yield
@@ -274,6 +278,13 @@ class Passes:
             stack.callback(self._snapshot.restore)
             stack.callback(self._registries.put_back)
             stack.callback(self._written.put_back)
+
+    @property
+    def lost(self) -> list[str]:
+        """The caches that could not be put back."""
+        if self._snapshot is None or self._registries is None:
+            return []
+        return list(self._snapshot.lost | self._registries.values.lost)
 
     def _put_back_modes(self) -> None:
         for each, mode in self._modes:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.core.bare import is_a, names_in
+from trainkit.lit.measure.host_draws import Unmoved
 from trainkit.lit.measure.own_code import owners_of
 from trainkit.lit.rerun.snapshot import FRAMEWORK, Snapshot
 
@@ -23,6 +24,9 @@ class Registries:
     Args:
         module: whose parts and hooks.
         optimizers: whose rates and other options.
+
+    Attributes:
+        values: what the values in classes and files hold.
     """
 
     def __init__(self, module: nn.Module, optimizers: list[Any]) -> None:
@@ -38,8 +42,8 @@ class Registries:
         # A double underscore marks what Python itself keeps there.
         self._owners = [(each, _own_names(each)) for each in owners_of(module)]
         held = (value for _, names in self._owners for value in names.values())
-        own = (value for value in held if value is not sys.modules)
-        self._values = Snapshot(*own, leave_out=[module], by_value=False)
+        own = (v for v in held if v is not sys.modules and type(v) is not Unmoved)
+        self.values = Snapshot(*own, leave_out=[module], by_value=False)
 
     def put_back(self) -> None:
         for value, kept in self._kept:
@@ -56,7 +60,7 @@ class Registries:
             for name in present.keys() - kept.keys():
                 if not is_a(present[name], ModuleType):  # which was imported
                     _bare(owner).__delattr__(owner, name)
-        self._values.restore()
+        self.values.restore()
 
 
 def _own_names(owner: Any) -> dict[str, Any]:

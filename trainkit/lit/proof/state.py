@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric, MetricCollection
 
+from trainkit.core.bare import names_in
 from trainkit.lit.rerun.snapshot import FRAMEWORK, holds_plain_values
 
 DEPTH = 4
@@ -46,7 +47,7 @@ def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         for number, each in enumerate(value[:100]):
             yield from _leaves(f"{path}.{number}", each, depth - 1)
     elif depth and holds_plain_values(value):
-        yield from _leaves(path, vars(value), depth - 1)
+        yield from _leaves(path, names_in(value) or {}, depth - 1)
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import io
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,14 @@ from trainkit.core.generators import (
     read_states,
     write_states,
 )
+from trainkit.lit.rerun.hidden import (
+    CACHING,
+    WRAPPERS,
+    behind,
+    cache_keeper,
+    is_of_framework,
+    places_of,
+)
 
 FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 """What torch, Lightning and torchmetrics keep in a module; `training_step` changes none
@@ -31,6 +41,7 @@ of it but the buffers, which have a public list."""
 
 VALUES = (int, float, complex, bool, str, bytes, type(None))
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)
+PLAIN = (*VALUES, *CONTAINERS, tuple, Tensor, np.ndarray, FunctionType, *WRAPPERS)
 
 MOST_BYTES = 2**26
 """A larger array of NumPy is data, which training reads."""
@@ -44,9 +55,10 @@ class Snapshot:
 
     Of a module it keeps the buffers, and what the attributes hold: numbers, tensors,
     lists, sets and dicts, random generators, the states of metrics, and objects that
-    hold plain values alone, such as a meter of the user's own. The very objects are put
-    back, tensors by value. Tensors in a list are put back by reference, because such a
-    list grows with each batch. Other objects are left as they are, tuples among them.
+    hold plain values alone, such as a meter of the user's own. It keeps slots as
+    attributes, and so the cells, attributes and defaults of functions. The very objects
+    are put back, tensors by value. Tensors in a list are put back by reference, because
+    such a list grows with each batch. Other objects are left as they are.
 
     Args:
         things: modules, or containers of them.
@@ -62,6 +74,10 @@ class Snapshot:
         leave_out: modules that stay as they are.
         only_buffers: keep no attributes of modules.
         by_value: whether to keep tensors and arrays, which are copied.
+
+    Attributes:
+        iterators: where there are iterators or files, which cannot be put back.
+        lost: the names of caches that could not be put back.
     """
 
     def __init__(
@@ -81,12 +97,19 @@ class Snapshot:
         self._device = device
         self._only_buffers = only_buffers
         self._put_back: list[Callable[[], None]] = []
+        self._place, self._waiting = "", list[tuple[str, Any]]()
+        self.iterators: dict[str, None] = {}
+        self.lost: dict[str, None] = {}
         # It holds the objects, so that no other object gets one of their ids.
         self._seen: dict[int, Any] = {id(each): each for each in leave_out}
-        for thing in things:
-            self._keep(thing)
-        for other in others:
-            self._keep_attributes(other, within=False)
+        with _no_collection():
+            for thing in things:
+                self._keep(thing)
+            for other in others:
+                self._keep_attributes(other, within=False)
+            while self._waiting:
+                self._place, value = self._waiting.pop()
+                self._keep_content(value)
         self._random = None if device is None else read_states(device)
 
     def restore(self) -> None:
@@ -105,18 +128,19 @@ class Snapshot:
             raise failed
 
     def _keep(self, value: Any) -> None:
-        if type(value) in VALUES or self._was_seen(value):
-            return
+        if type(value) not in VALUES and not self._was_seen(value):
+            self._waiting.append((self._place, value))
+
+    def _keep_content(self, value: Any) -> None:
         if is_a(value, Tensor, np.ndarray):
             if self._by_value:
                 (self._keep_tensor if is_a(value, Tensor) else self._keep_array)(value)
         elif is_a(value, nn.Module):
-            self._keep_module(value)
-            for module in value.modules():
-                if not self._was_seen(module):
-                    self._keep_module(module)
+            for path, module in value.named_modules():
+                if module is value or not self._was_seen(module):
+                    self._keep_module(module, f"{path}.".lstrip("."))
         elif is_a(value, tuple):
-            if self._around_steps:
+            if self._around_steps or len(value) <= MOST_ENTRIES:
                 self._keep_entries(value)
         elif is_a(value, *CONTAINERS):
             self._keep_container(value)
@@ -142,11 +166,11 @@ class Snapshot:
         kept = tensor.detach().to(place, copy=True)
         self._put_back.append(functools.partial(_restore, tensor, kept, tensor.device))
 
-    def _keep_module(self, module: nn.Module) -> None:
+    def _keep_module(self, module: nn.Module, path: str) -> None:
         if not self._around_steps:  # which keeps the attribute that holds them
             self._keep_buffers(module)
         if not self._only_buffers:
-            self._keep_attributes(module, within=True)
+            self._keep_attributes(module, within=True, path=path)
 
     def _keep_buffers(self, module: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
@@ -171,7 +195,7 @@ class Snapshot:
             if self._around_steps or not is_a(each, Tensor):
                 self._keep(each)
 
-    def _keep_attributes(self, thing: Any, *, within: bool) -> None:
+    def _keep_attributes(self, thing: Any, *, within: bool, path: str = "") -> None:
         # A loader's persistent iterator may have been shut down meanwhile.
         left = FRAMEWORK if within and not self._around_steps else {"_iterator"}
         held = vars(thing)
@@ -183,7 +207,8 @@ class Snapshot:
             held.update(kept)
 
         self._put_back.append(put_back)
-        for value in kept.values():
+        for name, value in kept.items():
+            self._place = path + name
             if within:
                 self._keep(value)
             elif not is_a(value, DataLoader, Sampler, Dataset):
@@ -199,8 +224,30 @@ class Snapshot:
     def _keep_object(self, value: Any) -> None:
         if self._keep_generator(value) or self._around_steps:
             return
-        if holds_plain_values(value):
-            self._keep_container(names_in(value))
+        is_function = is_a(value, FunctionType)
+        if is_function:
+            if is_of_framework(value.__module__):
+                return
+            self._place = self._place or value.__qualname__
+        elif is_a(value, CACHING):
+            put_back = cache_keeper(value)
+            self._put_back.append(lambda: self.lost.update(put_back()))
+        for each in behind(value):
+            self._keep(each)
+        if is_function or holds_plain_values(value):
+            self._keep_names_and_places(value)
+        elif is_iterator(value) or self._place and is_a(value, io.IOBase):
+            self.iterators[self._place or type(value).__name__] = None
+
+    def _keep_names_and_places(self, value: Any) -> None:
+        held = names_in(value)
+        if held:
+            self._keep_container(held)
+        elif type(held) is dict:
+            self._put_back.append(held.clear)
+        for place in places_of(value):
+            self._put_back.append(place.put_back)
+            self._keep(place.kept)
 
     def _keep_generator(self, value: Any) -> bool:
         """Whether the value is a random generator."""
@@ -218,6 +265,18 @@ def kept(*things: Any, **options: Any) -> Iterator[None]:
         yield
     finally:
         snapshot.restore()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python looks for no cycles meanwhile: nothing becomes garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def container_keeper(value: Any) -> tuple[Callable[[], None], Any]:
@@ -251,15 +310,24 @@ def _is_as_before(kind: Any, value: Any, kept: Any) -> bool:
 def holds_plain_values(value: Any, depth: int = 3) -> bool:
     """Whether it is an object that nothing else works on, as on a lock; objects in it
     may be such again."""
-    if is_a(value, type, nn.Module, ModuleType) or callable(value) or not depth:
+    if is_a(value, type, nn.Module, ModuleType, io.IOBase) or not depth:
         return False
-    held = names_in(value)
-    return type(held) is dict and all(
-        is_a(each, *VALUES, *CONTAINERS, tuple, Tensor, np.ndarray)
+    if is_iterator(value) and not is_a(type(value).__next__, FunctionType):
+        return False
+    held, places = names_in(value), places_of(value)
+    values = held.values() if type(held) is dict else ()
+    return (type(held) is dict or bool(places)) and all(
+        is_a(each, *PLAIN)
         or is_generator(each)
+        or is_iterator(each)
         or holds_plain_values(each, depth - 1)
-        for each in held.values()
+        for each in (*values, *(place.kept for place in places))
     )
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether it gives values one by one; a file rather takes them."""
+    return is_a(value, Iterator) and not is_a(value, io.IOBase)
 
 
 def _restore(tensor: Tensor, kept: Tensor, device: torch.device) -> None:
