@@ -23,6 +23,8 @@ from tests.core.inside.common import (
 )
 from trainkit import Chunked, TrainkitError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*leaves values in (seen),")
+
 X, LABELS = batch()
 
 

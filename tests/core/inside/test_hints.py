@@ -72,7 +72,7 @@ LENGTHS = torch.tensor([7] * 8 + [2] * 8)
         (
             Last(batch_first=True),
             (SEQUENCES, LENGTHS.tolist()),
-            "lengths has 16 entries, as many as there are rows, .* Make it one tensor",
+            "lengths has 16 entries, as many as there are rows, .* make it one tensor",
             (SEQUENCES, LENGTHS),
         ),
     ],

@@ -20,6 +20,8 @@ from tests.core.inside.common import (
 from trainkit import Chunked, TrainkitError
 from trainkit.core.inside.keep import Keeper, checked_keep
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*leaves values in (passes|rows),")
+
 X, LABELS = batch()
 
 

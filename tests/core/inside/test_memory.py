@@ -22,6 +22,8 @@ from trainkit import Chunked
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.keep import Keeper
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*leaves values in (sizes),")
+
 X, LABELS = batch(40)
 
 

@@ -22,6 +22,8 @@ from tests.core.inside.common import (
 )
 from trainkit import Chunked, TrainkitError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*leaves values in")
+
 X, LABELS = batch()
 
 

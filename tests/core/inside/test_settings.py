@@ -189,7 +189,7 @@ def warned(net: Any) -> list[str]:
 )
 def test_a_coin_for_all_rows_is_told(how: str, what: str) -> None:
     (text,) = warned(twin(Dropping(how)))
-    assert f"random numbers that do not belong to a row: {what}. Each chunk" in text
+    assert f"random numbers that do not belong to a row: {what}. All rows" in text
 
 
 @pytest.mark.parametrize("how", ["rows", "each row"])

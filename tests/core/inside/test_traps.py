@@ -211,7 +211,7 @@ def test_hooks_on_parameters_fire_once_with_the_sum(kind: Any, keep: int) -> Non
     torch.testing.assert_close(sum(map(torch.Tensor.sum, seen)), singly)
 
 
-def test_hooks_would_fire_for_each_chunk_without_shadows() -> None:
+def test_hooks_would_fire_for_each_chunk_if_they_were_not_held_back() -> None:
     net, seen = twin(Net()), []
     net.head.weight.register_hook(seen.append)
     for x in X.split(4):
@@ -219,19 +219,37 @@ def test_hooks_would_fire_for_each_chunk_without_shadows() -> None:
     assert len(seen) == 6
 
 
-def test_a_result_of_hooked_parameters_that_was_made_before_is_refused() -> None:
+def test_a_result_of_hooked_parameters_that_was_made_before() -> None:
     class Cached(Net):
         cached: list[Tensor]
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.cached[0]
 
-    net = twin(Cached())
-    net.head.bias.register_hook(lambda g: None)
-    with Chunked(net, size=8):
+    def made_before(net: Any) -> Tensor:
         net.cached = [net.head.bias + 0]
-        with pytest.raises(TrainkitError, match="neither"):
-            step(net).backward()
+        return step(net)
+
+    net = twin(Cached())
+    net.head.bias.register_hook(lambda g: 2 * g)
+    _, wanted = gradient(net, made_before)
+    with Chunked(net, size=8):
+        assert off_by(gradient(net, made_before)[1], wanted) <= EXACT
+
+
+def test_parameters_stay_themselves_while_rows_are_looked_at() -> None:
+    class Keyed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            assert all(isinstance(p, nn.Parameter) for p in self.parameters())
+            return super().forward(x) * self.widths[id(self.head.weight)]
+
+    net = twin(Keyed())
+    net.widths = {id(net.head.weight): 3.0}
+    net.head.weight.register_hook(lambda g: 2 * g)
+    _, wanted = gradient(net, step)
+    with Chunked(net, size=4):
+        for _ in range(2):
+            assert off_by(gradient(net, step)[1], wanted) <= EXACT
 
 
 # ---- tensors reached by other ways ---------------------------------------------------

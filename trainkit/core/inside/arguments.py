@@ -146,23 +146,33 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list | dict | set) else 0
 
 
-def lengths_of_lists(call: Arguments) -> dict[str, int]:
-    """How many entries lists of other things than tensors have, and arrays; but for
-    those whose entries are all the same."""
-    held: dict[str, list[Any]] = {}
+def lists_of(call: Arguments) -> dict[str, list[int]]:
+    """The arguments that are entries of a list and no tensors, by the list's path; an
+    array counts as a list of one."""
+    held: dict[str, list[int]] = {}
     for index, (path, value) in enumerate(zip(call.paths, call.values, strict=True)):
         place, _, last = path.rpartition(".")
         if index in call.shared or isinstance(value, Tensor):
             continue
         if is_array(value):
-            held[path] = value.tolist()
+            held[path] = [index]
         elif place and last.isdigit():
-            held.setdefault(place, []).append(value)
-    return {
-        place: len(values)
-        for place, values in held.items()
-        if any(each is not values[0] and each != values[0] for each in values)
-    }
+            held.setdefault(place, []).append(index)
+    return held
+
+
+def length_of(call: Arguments, at: Sequence[int]) -> int:
+    """How many entries a list or an array has, by its indices among the arguments."""
+    value = call.values[at[0]]
+    return len(value) if is_array(value) else len(at)
+
+
+def reversed_list(call: Arguments, at: Sequence[int]) -> dict[int, Any]:
+    """The entries of a list or an array in reversed order, by their indices."""
+    values = [call.values[index] for index in at]
+    if is_array(values[0]):
+        return {at[0]: values[0][::-1].copy()}
+    return dict(zip(at, values[::-1], strict=True))
 
 
 def refuse_layouts(

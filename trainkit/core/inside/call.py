@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
+from trainkit.core._compat import without_gradient_hooks
 from trainkit.core.inside.checks import Strangers
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.cut import Cut
@@ -26,9 +27,9 @@ from trainkit.core.inside.draws import (
 )
 from trainkit.core.inside.hints import noted
 from trainkit.core.inside.joined import Joined
-from trainkit.core.inside.moment import Moment, replaced_parameters, version_of
+from trainkit.core.inside.moment import Moment, version_of
 from trainkit.core.inside.rows import Plan, output_name
-from trainkit.core.inside.sharded import pulled
+from trainkit.core.inside.sharded import pulled, replaced_parameters
 from trainkit.core.inside.sums import Pieces, Sums
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build, take_apart
@@ -188,9 +189,7 @@ class Call:
     def _look_for_strangers(self, graph: Graph) -> None:
         if self._cut.shards is not None:
             return  # whose weights are other tensors in each pass
-        # Shadows take the place of parameters: then these get no gradient themselves.
-        own = [] if self.moment.has_hooks else self.moment.parameters
-        self._strangers.look(graph.outputs, [*own, *graph.sources])
+        self._strangers.look(graph.outputs, graph.sources)
 
     def _taken(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
         plan = self._plan
@@ -212,8 +211,7 @@ class Call:
             arguments[index] = arguments[index].detach().requires_grad_()
         parameters, cut = self.moment.parameters, self._cut
         with ExitStack() as stack:
-            if self.moment.has_hooks or cut.shards is not None:
-                # Hooks on a gradient are for the sum, not for each chunk's share.
+            if cut.shards is not None:
                 shadows = [each.detach().requires_grad_() for each in parameters]
                 others = list(zip(parameters, shadows, strict=True))
                 stack.enter_context(replaced_parameters(cut.module, others))
@@ -248,8 +246,6 @@ class Call:
             self._cut.padding.look(gradients, plan, self._done, self._cut.name)
         self._now = self._cut.draws.keep(self._devices)
         kept, self._kept = self._kept, {}
-        if self.moment.note_hooks():
-            kept = {}  # they would see each chunk's gradient
         # The last comes first: its graph may be kept, and the order is always the same.
         waiting = self._done[::-1]
         try:
@@ -356,7 +352,13 @@ class Call:
             return [None] * len(graph.sources)
         if self._cut.shards is not None:
             return pulled(outputs, given, graph.sources)
-        with self._draws_follow(), sums.arriving(outputs, graph.sources):
+        # Hooks on a gradient are for the sum, not for each chunk's share.
+        hooked = [each for each in self.moment.parameters if each._backward_hooks]
+        with (
+            self._draws_follow(),
+            without_gradient_hooks(hooked),
+            sums.arriving(outputs, graph.sources),
+        ):
             return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
 
     @contextmanager

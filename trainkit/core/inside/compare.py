@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from trainkit.core.inside.rows import (
     Plan,
     Unfit,
     are_close,
+    are_equal,
     output_name,
     taken,
 )
 from trainkit.core.inside.sums import Sums
+from trainkit.core.out_of_memory import is_out_of_memory
+from trainkit.core.split.fields import Field
 
 ROWS = 4
 """The most rows whose gradient is compared with that of their halves."""
@@ -53,6 +57,8 @@ class Compared:
         rows = [*range(first.start, first.stop), *range(second.start, second.stop)]
         chunks = Chunk(0, first.num_rows), Chunk(first.num_rows, len(rows))
         probe, joints = self._probe, self._plan.joints
+        if not self.can_be:
+            return
         whole = probe(self._given(rows), evaluates=self._evaluates)
         if (self._evaluates and probe.has_drawn) or len(whole) != len(joints):
             return  # nothing can be compared, or the mode returns something else
@@ -80,6 +86,8 @@ class Compared:
         num = min(self._num_rows, ROWS if most is None else max(2, min(most, ROWS)))
         last = self._num_rows - num
         # Once more on other rows: a kink may lie where rounding differs.
+        if not self.can_be:
+            return
         try:
             is_mixed = all(self._is_mixed(range(at, at + num)) for at in (0, last))
         except RuntimeError as error:
@@ -98,23 +106,25 @@ class Compared:
         given, probe = self._given(rows), self._probe
         leaves = probe.leaves_of(given)
         total = _Total([*probe.parameters, *leaves])
+        if not total.sources:
+            return False
         middle = len(rows) // 2
         for chunk, sign in (
             (Chunk(0, len(rows)), 1),
             (Chunk(0, middle), -1),
             (Chunk(middle, len(rows)), -1),
         ):
-            if not self._pull(total, given, leaves, chunk, sign):
+            if not self._pull(total, given, chunk, sign):
                 return False
         if probe.draws_backward:
             return False
-        return bool(total.sizes[0] * 3 * total.eps**0.5 < total.sizes[-1] < torch.inf)
+        rounding = 3 * max(total.eps, probe.eps) ** 0.5
+        return bool(total.sizes[0] * rounding < total.sizes[-1] < torch.inf)
 
     def _pull(
         self,
         total: _Total,
         given: Sequence[Any],
-        leaves: Sequence[Tensor],
         chunk: Chunk,
         sign: int,
     ) -> bool:
@@ -126,7 +136,7 @@ class Compared:
                 for x, m in zip(given, plan.multiples, strict=True)
             ],
             evaluates=self._evaluates,
-        ) as (outputs, sources):
+        ) as outputs:
             is_drawn = self._evaluates and probe.has_drawn
             if is_drawn or len(outputs) != len(plan.joints):
                 return False
@@ -135,10 +145,33 @@ class Compared:
                 for x, joint in zip(outputs, plan.joints, strict=True)
                 if isinstance(x, Tensor) and x.requires_grad and joint.dim is not None
             ]
-            if not pulled or not (sources or leaves):
+            if not pulled:
                 return False
-            total.add(pulled, [*sources, *leaves])
+            total.add(pulled)
         return True
+
+    @cached_property
+    def can_be(self) -> bool:
+        """Whether rows run without random numbers, if need be in evaluation mode."""
+        try:
+            self._probe(self._given([0]), evaluates=self._evaluates)
+        except Exception as error:
+            if not self._evaluates or is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def uses(self, others: Mapping[int, Any]) -> bool:
+        """Whether outputs of some rows change with other values of some arguments."""
+        given = self._given(range(min(self._num_rows, ROWS)))
+        changed = [others.get(index, value) for index, value in enumerate(given)]
+        try:
+            pair = [self._probe(each) for each in (given, changed)]
+            return not all(map(_are_alike, *pair))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return True
 
     def shared_draws(self) -> list[str]:
         """What is drawn at random once for all rows, as operators and shapes."""
@@ -147,25 +180,29 @@ class Compared:
         return [name for name, times in one.items() if two.get(name) == times]
 
 
+def _are_alike(one: Field, other: Field) -> bool:
+    if isinstance(one.value, Tensor) and isinstance(other.value, Tensor):
+        return are_close(one.value, other.value)
+    return are_equal(one.value, other.value)
+
+
 class _Total:
     """The sum of gradients, its size so far, and the rounding of what it is made of.
 
     Args:
-        parameters: which get a gradient.
+        sources: which get a gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._sums = Sums(parameters)
+    def __init__(self, sources: Sequence[Tensor]) -> None:
+        self.sources, self._sums = sources, Sums(sources)
         self.sizes: list[float] = []
         self.eps = 0.0
 
-    def add(
-        self, pulled: Sequence[tuple[Tensor, Tensor]], sources: Sequence[Tensor]
-    ) -> None:
+    def add(self, pulled: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Run a backward pass from outputs, with their gradients."""
         outputs, given = map(list, zip(*pulled, strict=True))
-        with self._sums.arriving(outputs, sources):
-            found = torch.autograd.grad(outputs, sources, given, allow_unused=True)
+        with self._sums.arriving(outputs, self.sources):
+            found = torch.autograd.grad(outputs, self.sources, given, allow_unused=True)
         self._sums.add(found)
         sums = [each for each in self._sums.results() if each is not None]
         squares = [each.detach().double().norm().square().cpu() for each in sums]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.arguments import Arguments
+from trainkit.core.inside.arguments import Arguments, length_of, lists_of
 from trainkit.core.inside.rows import Plan, multiples_of
 from trainkit.errors import TrainkitError
 
@@ -91,6 +91,12 @@ def _of_arguments(call: Arguments) -> Iterator[str]:
                 f"{place or 'An argument'} is a PackedSequence, whose rows cannot be "
                 f"cut: pass the padded tensor and the lengths, and pack them inside "
                 f"the module"
+            )
+    for place, at in lists_of(call).items():
+        if length_of(call, at) == call.rows:
+            yield (
+                f"{place} has {call.rows} entries, as many as there are rows, and each "
+                f"chunk gets all of them: make it one tensor"
             )
     for place, values in lists.items():
         kinds = {type(each) for each in values}

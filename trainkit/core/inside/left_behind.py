@@ -10,29 +10,28 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.moment import version_of
-from trainkit.core.inside.settings import OF_TORCH
+from trainkit.core.inside.settings import KINDS, OF_TORCH
 from trainkit.core.split.fields import is_array
 
 
-def held_tensors(module: nn.Module) -> dict[str, Any]:
-    """Which tensors stand in plain attributes of a module and of those in it, and how
-    often each was changed in place, by their path.
+def held_values(module: nn.Module) -> dict[str, Any]:
+    """What stands in plain attributes of a module and of those in it, by path: tensors,
+    with how often each was changed in place, arrays, numbers and words.
 
-    A list or dict counts as what it holds, an array of NumPy as its entries. What a
-    layer caches stays the same object from one pass to the next; what it leaves for
-    others does not.
+    A list or dict counts as what it holds. What a layer caches stays the same object
+    from one pass to the next; what it leaves for others does not.
     """
     return {
-        f"{path}.{name}".lstrip("."): tuple(map(_identity, value))
+        f"{path}.{name}".lstrip("."): value
         for path, each in module.named_modules()
         for name, attribute in vars(each).items()
-        if name not in OF_TORCH and (value := tuple(_tensors(attribute)))
+        if name not in OF_TORCH and (value := tuple(map(_identity, _in(attribute))))
     }
 
 
-def moved_between(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The paths of attributes that hold other tensors than before."""
-    return [path for path, tensors in after.items() if tensors != before.get(path, ())]
+def moved_between(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The paths of attributes that hold other values than before."""
+    return {path for path, value in after.items() if value != before.get(path, ())}
 
 
 def announcements(
@@ -74,9 +73,9 @@ def announcements(
     if drawn:
         yield (
             f"its forward draws random numbers that do not belong to a row: "
-            f"{listed(drawn)}. Each chunk of rows draws its own: what they decide, "
-            f"such as a layer that is left out, is decided for each chunk. Draw them "
-            f"before it, and pass them; or name modules within it."
+            f"{listed(drawn)}. All rows of a batch would share them, as with LayerDrop "
+            f"or dropout on a table, and each chunk of rows draws its own. Where that "
+            f"matters, draw them before it, or name modules within it."
         )
 
 
@@ -106,16 +105,21 @@ def _package(value: Any) -> str:
     return str(getattr(value, "__module__", "")).split(".")[0]
 
 
-def _tensors(value: Any) -> Iterator[Any]:
-    if isinstance(value, Tensor) or is_array(value):
-        yield value
-    elif isinstance(value, list | tuple):
-        yield from (each for each in value if isinstance(each, Tensor))
+def _in(value: Any) -> Iterator[Any]:
+    """A value, or what a list or dict holds, of what can be compared."""
+    held = [value]
+    if isinstance(value, list | tuple):
+        held = list(value)
     elif isinstance(value, dict):
-        yield from (each for each in value.values() if isinstance(each, Tensor))
+        held = list(value.values())
+    yield from (
+        each
+        for each in held
+        if isinstance(each, Tensor) or type(each) in KINDS or is_array(each)
+    )
 
 
-def _identity(value: Any) -> tuple[int, int]:
+def _identity(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), version_of(value)
-    return 0, hash(value.tobytes())
+    return value if type(value) in KINDS else hash(value.tobytes())

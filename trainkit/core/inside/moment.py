@@ -15,6 +15,9 @@ from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.settings import changed, put_back, settings_of
 from trainkit.errors import TrainkitError
 
+MANY = 2**16
+"""Of larger tensors so many entries are looked at."""
+
 Autocast = tuple[str, bool, torch.dtype]
 
 
@@ -33,8 +36,6 @@ class Moment:
 
     Attributes:
         parameters: the parameters that train.
-        has_hooks: whether one of them has a hook on its gradient, which would see each
-            chunk's.
     """
 
     def __init__(
@@ -50,22 +51,12 @@ class Moment:
             (p, p.requires_grad) for p in module.parameters() if id(p) not in apart
         ]
         self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
-        self.has_hooks = False
-        self.note_hooks()
         named = module.named_parameters()
         self._apart = {name for name, each in named if id(each) in apart}
         self._state = self._state_now()
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [_autocast_of(kind) for kind in sorted(kinds)]
         self._caches = torch.is_autocast_cache_enabled()
-
-    def note_hooks(self) -> bool:
-        """Look for hooks on gradients; return whether there are any since the call."""
-        had, self.has_hooks = (
-            self.has_hooks,
-            any(each._backward_hooks for each in self.parameters),
-        )
-        return self.has_hooks and not had
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since."""
@@ -106,7 +97,7 @@ class Moment:
         """The sum of each weight and buffer, which also shows what is written behind
         torch's back, such as by `.data`; waits for the device."""
         return {
-            name: each.detach().sum(dtype=torch.float64).item()
+            name: _some_of(each.detach()).sum(dtype=torch.float64).item()
             for name, each in _own_tensors(self._module)
             if type(each) in (Tensor, nn.Parameter)
             and each.layout is torch.strided
@@ -140,43 +131,6 @@ class Moment:
             _set_flags(self._flags, flags)
 
 
-@contextlib.contextmanager
-def replaced_parameters(
-    module: nn.Module, others: Sequence[tuple[Tensor, Tensor]]
-) -> Iterator[None]:
-    """A module with other tensors in place of some of its parameters, for a while.
-
-    Args:
-        module: whose parameters they are.
-        others: pairs of a parameter and what takes its place.
-    """
-    by_id = {id(parameter): other for parameter, other in others}
-    held = [
-        (each._parameters, name, parameter)
-        for each in module.modules()
-        for name, parameter in each._parameters.items()
-        if id(parameter) in by_id
-    ]
-    try:
-        for place, name, parameter in held:
-            place[name] = by_id[id(parameter)]  # type: ignore[assignment]
-        _renew_lists(module)
-        yield
-    finally:
-        for place, name, parameter in held:
-            place[name] = parameter
-        _renew_lists(module)
-
-
-def _renew_lists(module: nn.Module) -> None:
-    """Recurrent layers hold their weights in a list as well."""
-    for each in module.modules():
-        if isinstance(each, nn.RNNBase):
-            each._flat_weights = [
-                each._parameters[name] for name in each._flat_weights_names
-            ]
-
-
 def _autocast_of(kind: str) -> Autocast:
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
@@ -192,6 +146,12 @@ def _set_flags(
 def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Which tensors a module has, and how often each was changed in place."""
     return {name: (id(each), version_of(each)) for name, each in _own_tensors(module)}
+
+
+def _some_of(value: Tensor) -> Tensor:
+    """Its entries, or some of them where they are many."""
+    step = value.numel() // MANY
+    return value.view(-1)[::step] if step > 1 and value.is_contiguous() else value
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
-from trainkit.core.inside.arguments import Arguments, kinds_of, lengths_of_lists
+from trainkit.core.inside.arguments import (
+    Arguments,
+    kinds_of,
+    length_of,
+    lists_of,
+    reversed_list,
+)
 from trainkit.core.inside.checks import refuse_strangers, strangers
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.compare import Compared
@@ -27,7 +33,6 @@ from trainkit.core.inside.rows import Plan, Unfit, multiples_of, settle
 from trainkit.core.inside.settings import (
     Settings,
     changed,
-    names_of,
     put_back,
     settings_of,
 )
@@ -37,6 +42,9 @@ from trainkit.errors import TrainkitError
 
 MOST_PAIRS = 32
 """So many pairs of chunks are compared with their rows at once."""
+
+MOST_CHANGES = 32
+"""After so many changes of numbers and words, few more are a reason to look again."""
 
 MOST_PLANS = 99
 """How many kinds of calls are remembered."""
@@ -75,6 +83,7 @@ class Plans:
         self._settings: Settings = {}
         self._moving: set[Any] = set()
         self._changes: Counter[Any] = Counter()
+        self._num_changes, self._is_brief = 0, False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what was seen is another module's."""
@@ -129,7 +138,11 @@ class Plans:
         self._changes.update(moved)
         _, times = self._plans.get(self.key(call), (None, 0))
         # What changes in each call is not looked at in each.
-        return is_probed(times) or any(_is_power_of_2(self._changes[k]) for k in moved)
+        is_new = any(_is_power_of_2(self._changes[k]) for k in moved)
+        self._num_changes += is_new
+        is_new &= self._num_changes <= MOST_CHANGES or _is_power_of_2(self._num_changes)
+        self._is_brief = times == 1 and not is_new
+        return is_probed(times) or is_new
 
     def key(self, call: Arguments) -> Any:
         """What a call has in common with others that are cut alike."""
@@ -175,7 +188,6 @@ class Plans:
         drawn: list[str] = []
         self.is_probing, self.written = True, set()
         try:
-            self._refuse_lists(call)
             with refusing(module, name, call, moment, probe):
                 if call.rows <= 1:
                     raise Unfit("none of its arguments has rows")
@@ -183,7 +195,7 @@ class Plans:
                 moment.check_state()
                 refuse_flat(module, name, probe.foreign)
                 refuse_strangers(strangers(probe.foreign, moment.parameters), name)
-                drawn = self._compare(call, plan, probe, most)
+                drawn = self._compare(call, plan, probe, most, is_brief=self._is_brief)
             moment.check_sums(sums)
         finally:
             self.is_probing = False
@@ -194,37 +206,44 @@ class Plans:
         self.row_bytes = max(self.row_bytes, probe.row_bytes)
         self._moving |= probe.moved
         self._num_probes += 1
-        left = sorted({*probe.left, *names_of(module, probe.moved)})
+        left, written = sorted(probe.left), sorted(self.written)
         self.announced = [
-            *announcements(module, name, left, drawn, sorted(self.written)),
+            *announcements(module, name, left, drawn, written),
             *shared_by_chunks(call, plan),
         ]
         pairs = zip(call.paths, plan.multiples, strict=True)
         self.with_rows |= {path for path, multiple in pairs if multiple}
         return plan
 
-    def _refuse_lists(self, call: Arguments) -> None:
+    def _refuse_lists(self, call: Arguments, compared: Compared) -> None:
         """Refuse lists with an entry for each row, of which each chunk gets all; but
         for one that had as many entries with other numbers of rows."""
-        for place, length in lengths_of_lists(call).items():
+        for place, at in lists_of(call).items():
+            length = length_of(call, at)
             seen = self._lengths.setdefault(place, set())
             is_constant = any(had == length and rows != call.rows for had, rows in seen)
-            if length == call.rows > 1 and not is_constant:
-                raise TrainkitError(
-                    f"{self._name}: what belongs to a row must be a tensor, and "
-                    f"{place} has {length} entries, as many as there are rows, which "
-                    f"are no tensors: each chunk of rows would get all of them. Make "
-                    f"it one tensor, or list it in shared= if all rows need it."
-                )
             seen.add((length, call.rows))
+            if length != call.rows or is_constant:
+                continue
+            if compared.uses(reversed_list(call, at)):
+                raise Unfit("its outputs depend on a list that is not cut")
 
     def _compare(
-        self, call: Arguments, plan: Plan, probe: Probe, most: int | None
+        self,
+        call: Arguments,
+        plan: Plan,
+        probe: Probe,
+        most: int | None,
+        *,
+        is_brief: bool,
     ) -> list[str]:
         """Compare rows at once with chunks of them: the capacity of experts, say, does
         not show in a few rows. Returns what is drawn once for all rows."""
         compared, drawn = Compared(plan, probe, call.values, call.rows), []
         try:
+            self._refuse_lists(call, compared)
+            if is_brief:
+                return drawn
             if probe.draws_in_training:
                 drawn = compared.shared_draws()
             if not probe.may_reenter and torch.is_grad_enabled():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainkit.core._compat import Drawn
+from trainkit.core._compat import Drawn, without_gradient_hooks
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.checks import leaves_of
 from trainkit.core.inside.draws import (
@@ -23,13 +23,13 @@ from trainkit.core.inside.draws import (
     states_of_host,
     torch_states,
 )
-from trainkit.core.inside.left_behind import held_tensors, moved_between
-from trainkit.core.inside.moment import replaced_parameters, version_of
+from trainkit.core.inside.left_behind import held_values, moved_between
+from trainkit.core.inside.moment import version_of
 from trainkit.core.inside.rows import (
     Unfit,
     refuse_kind,
 )
-from trainkit.core.inside.settings import changed, settings_of
+from trainkit.core.inside.settings import Settings, changed, settings_of
 from trainkit.core.split.fields import Field, take_apart
 
 REENTRANT = "CheckpointFunctionBackward"
@@ -50,9 +50,9 @@ class Probe:
         may_reenter: whether chunks may hold reentrant checkpoints.
         row_bytes: what the graph of a row holds.
         leaves: what the last graph trains.
-        left: the attributes in which the last run left other tensors than the one
-            before.
-        moved: the attributes whose number or word the last run has changed.
+        left: the attributes in which a run left other values than the one before.
+        moved: those among them that are numbers or words.
+        eps: the coarsest rounding of what graphs have saved.
         foreign: the leaves that the last two graphs have in common and that are no
             arguments.
     """
@@ -73,10 +73,11 @@ class Probe:
         self._torch = draws.keep(self._devices)
         self._host = states_of_host()
         self.has_drawn = self.draws_in_training = self.may_reenter = False
-        self.row_bytes = 0
+        self.row_bytes, self.eps = 0, 0.0
         self.leaves: list[Tensor] = []
         self._attributes: dict[str, Any] | None = None
-        self.left: list[str] = []
+        self._settings: Settings | None = None
+        self.left: set[str] = set()
         self.moved: set[tuple[nn.Module, str]] = set()
         self.foreign: list[Tensor] = []
 
@@ -86,7 +87,7 @@ class Probe:
         self.put_back()
         tensors = [each for each in given if isinstance(each, Tensor)]
         versions = [version_of(each) for each in tensors]
-        before, settings = torch_states(self._devices), settings_of(self._module)
+        before = torch_states(self._devices)
         if rows_with_graph and self._has_graph:
             fields = self._with_graph(given, rows_with_graph)
         else:
@@ -94,13 +95,17 @@ class Probe:
                 fields = take_apart(self._run(given))[0]
         if versions != [version_of(each) for each in tensors]:
             raise Unfit("it changes its arguments in place")
-        self.moved = changed(settings, settings_of(self._module))
-        before_run, self._attributes = self._attributes, held_tensors(self._module)
-        if before_run is not None:
-            self.left = moved_between(before_run, self._attributes)
+        self._note_left()
         self._note_draws(before)
         self.draws_in_training |= self.has_drawn and not evaluates
         return fields
+
+    def _note_left(self) -> None:
+        left, numbers = held_values(self._module), settings_of(self._module)
+        if self._attributes is not None and self._settings is not None:
+            self.left |= moved_between(self._attributes, left)
+            self.moved |= changed(self._settings, numbers)
+        self._attributes, self._settings = left, numbers
 
     # ---- what is compared ------------------------------------------------------------
 
@@ -123,11 +128,9 @@ class Probe:
     @contextlib.contextmanager
     def graph(
         self, given: Callable[[], list[Any]], *, evaluates: bool
-    ) -> Iterator[tuple[list[Any], list[Tensor]]]:
-        """The outputs with their graph, and what stands for the parameters in it.
-
-        Within it, a backward pass finds the module as it was, and shows whether it
-        draws random numbers.
+    ) -> Iterator[list[Any]]:
+        """The outputs with their graph. Within it, a backward pass finds the module as
+        it was, and shows whether it draws random numbers.
 
         Args:
             given: makes the arguments.
@@ -135,18 +138,22 @@ class Probe:
         """
         self.put_back()
         before = torch_states(self._devices)
-        pairs = [(each, each.detach().requires_grad_()) for each in self.parameters]
         with (
-            replaced_parameters(self._module, pairs),
+            without_gradient_hooks(self.parameters),
             _in_evaluation(self._module, evaluates),
         ):
-            with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _itself):
+            with torch.enable_grad(), saved_tensors_hooks(self._kept, _itself):
                 fields = take_apart(self._run(given()))[0]
             self._note_draws(before)
             behind = torch_states(self._devices)
-            yield [each.value for each in fields], [other for _, other in pairs]
+            yield [each.value for each in fields]
         is_quiet = are_same(behind, torch_states(self._devices))
         self._draws.of_backward |= not is_quiet
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
+        return tensor.detach()
 
     def _note_draws(self, before: Sequence[Tensor]) -> None:
         self._draws.note(self._host)

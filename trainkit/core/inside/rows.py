@@ -191,9 +191,11 @@ def _guesses(multiples: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def taken(value: Tensor, rows: Sequence[int], multiple: int, of: int) -> Tensor:
-    """Some rows of a tensor, with all entries that belong to them."""
+    """Some rows of a tensor, with all entries that belong to them; no part of a graph,
+    since checkpoints around count what that saves."""
     index = torch.as_tensor(rows, device=value.device)
-    return value.unflatten(0, (of, multiple)).index_select(0, index).flatten(0, 1)
+    entries = value.detach().unflatten(0, (of, multiple))
+    return entries.index_select(0, index).flatten(0, 1)
 
 
 def _plan(

@@ -39,9 +39,3 @@ def put_back(settings: Settings, where: Collection[tuple[nn.Module, str]]) -> No
             vars(module)[name] = settings[module, name]
         else:
             vars(module).pop(name, None)
-
-
-def names_of(module: nn.Module, where: Collection[tuple[nn.Module, str]]) -> list[str]:
-    """The paths of attributes."""
-    paths = {each: path for path, each in module.named_modules()}
-    return sorted(f"{paths.get(each, '')}.{name}".lstrip(".") for each, name in where)

@@ -145,6 +145,43 @@ def shards_within(module: nn.Module, name: str, keep: Keep) -> Shards | None:
     return Shards(parts, name)
 
 
+@contextlib.contextmanager
+def replaced_parameters(
+    module: nn.Module, others: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[None]:
+    """A module with other tensors in place of some of its parameters, for a while.
+
+    Args:
+        module: whose parameters they are.
+        others: pairs of a parameter and what takes its place.
+    """
+    by_id = {id(parameter): other for parameter, other in others}
+    held = [
+        (each._parameters, name, parameter)
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if id(parameter) in by_id
+    ]
+    try:
+        for place, name, parameter in held:
+            place[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        _renew_lists(module)
+        yield
+    finally:
+        for place, name, parameter in held:
+            place[name] = parameter
+        _renew_lists(module)
+
+
+def _renew_lists(module: nn.Module) -> None:
+    """Recurrent layers hold their weights in a list as well."""
+    for each in module.modules():
+        if isinstance(each, nn.RNNBase):
+            each._flat_weights = [
+                each._parameters[name] for name in each._flat_weights_names
+            ]
+
+
 def pulled(
     outputs: Sequence[Tensor], given: Sequence[Tensor], sources: Sequence[Tensor]
 ) -> list[Tensor | None]:
