@@ -41,12 +41,14 @@ class Memory:
             are run again, if they can be cut.
         place: where in them.
         make: the error.
+        kind: a class; an object that holds one is not put back, and so it counts all.
     """
 
     fits: dict[int, int] = field(default_factory=dict)
     calls: Sequence[int] = ()
     place: Place = "forward"
     make: Callable[[str], BaseException] = out_of_memory
+    kind: type = object
     num_calls: int = 0
     num_failures: int = 0
 

@@ -41,9 +41,13 @@ class Registries:
         self._groups = [(group, dict(group)) for group in groups]
         # A double underscore marks what Python itself keeps there.
         self._owners = [(each, _own_names(each)) for each in owners_of(module)]
-        held = (value for _, names in self._owners for value in names.values())
-        own = (v for v in held if v is not sys.modules and type(v) is not Unmoved)
-        self.values = Snapshot(*own, leave_out=[module], by_value=False)
+        pairs = [pair for _, names in self._owners for pair in names.items()]
+        own = [
+            p for p in pairs if p[1] is not sys.modules and type(p[1]) is not Unmoved
+        ]
+        names, values = zip(*own, strict=True) if own else ((), ())
+        left = [module]
+        self.values = Snapshot(*values, names=names, leave_out=left, by_value=False)
 
     def put_back(self) -> None:
         for value, kept in self._kept:

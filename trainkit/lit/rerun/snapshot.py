@@ -8,6 +8,7 @@ import gc
 import io
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import zip_longest
 from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
@@ -74,9 +75,11 @@ class Snapshot:
         leave_out: modules that stay as they are.
         only_buffers: keep no attributes of modules.
         by_value: whether to keep tensors and arrays, which are copied.
+        names: of the things; those of other things are their attributes' paths.
 
     Attributes:
-        iterators: where there are iterators or files, which cannot be put back.
+        iterators: the names of what holds iterators, or by value files, which cannot be
+            put back.
         lost: the names of caches that could not be put back.
     """
 
@@ -90,6 +93,7 @@ class Snapshot:
         leave_out: Iterable[nn.Module] = (),
         only_buffers: bool = False,
         by_value: bool = True,
+        names: Iterable[str] = (),
     ) -> None:
         self._by_value = by_value
         self._around_steps = around_steps
@@ -103,7 +107,7 @@ class Snapshot:
         # It holds the objects, so that no other object gets one of their ids.
         self._seen: dict[int, Any] = {id(each): each for each in leave_out}
         with _no_collection():
-            for thing in things:
+            for self._place, thing in zip_longest(names, things, fillvalue=""):
                 self._keep(thing)
             for other in others:
                 self._keep_attributes(other, within=False)
@@ -228,7 +232,6 @@ class Snapshot:
         if is_function:
             if is_of_framework(value.__module__):
                 return
-            self._place = self._place or value.__qualname__
         elif is_a(value, CACHING):
             put_back = cache_keeper(value)
             self._put_back.append(lambda: self.lost.update(put_back()))
@@ -236,8 +239,8 @@ class Snapshot:
             self._keep(each)
         if is_function or holds_plain_values(value):
             self._keep_names_and_places(value)
-        elif is_iterator(value) or self._place and is_a(value, io.IOBase):
-            self.iterators[self._place or type(value).__name__] = None
+        elif is_iterator(value) or self._by_value and is_a(value, io.IOBase):
+            self.iterators[self._place] = None
 
     def _keep_names_and_places(self, value: Any) -> None:
         held = names_in(value)
