@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -319,39 +319,3 @@ def test_a_pair_of_numbers_is_no_list_of_two_rows() -> None:
         net(X[:2], (3, 5))  # it cannot be told
     with Chunked(net, size=1, shared=["size"]):
         net(X[:2], (3, 5))
-
-
-# ---- operators that probes must not disturb ------------------------------------------
-
-
-class Sparse(Net):
-    """Multiplies each row by a sparse matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mesh", torch.eye(WIDTH).to_sparse())
-
-    def forward(self, x: Tensor) -> Tensor:
-        mesh: Any = self.mesh
-        return super().forward((mesh @ x.T).T)
-
-
-class Sloped(Net):
-    """Takes the slope of its own body for each row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        slopes = torch.func.vmap(torch.func.jacrev(self.body))(x)
-        return self.head(slopes.sum(-1))
-
-
-@pytest.fixture
-def _no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-@pytest.mark.usefixtures("_no_warnings")
-@pytest.mark.parametrize("make", [Sparse, Sloped])
-def test_sparse_operators_and_slopes_within(make: Callable[[], nn.Module]) -> None:
-    assert off(twin(make())) <= EXACT  # type: ignore[arg-type]

@@ -239,6 +239,8 @@ def test_a_result_of_hooked_parameters_that_was_made_before() -> None:
 
 def test_parameters_stay_themselves_while_rows_are_looked_at() -> None:
     class Keyed(Net):
+        widths: dict[int, float]
+
         def forward(self, x: Tensor) -> Tensor:
             assert all(isinstance(p, nn.Parameter) for p in self.parameters())
             return super().forward(x) * self.widths[id(self.head.weight)]
