@@ -226,7 +226,7 @@ def _link(path: Path, place: Path) -> None:
 
 
 SMALL = [
-    "trainer=debug", "data.num_train=32", "data.num_val=4", "data.max_length=64",
+    "debug=default", "data.num_train=32", "data.num_val=4", "data.max_length=64",
     "data.batch_size=2", "trainer.limit_val_batches=1",
 ]  # fmt: skip
 

@@ -22,6 +22,7 @@ SMALL = [
     "trainer.num_sanity_val_steps=0",
     "trainer.log_every_n_steps=1",
     "callbacks.checkpoint.every_n_train_steps=1",
+    "experiment=demo",
     "data.max_length=128",
     "data.num_train=64",
     "data.num_val=8",

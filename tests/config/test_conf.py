@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
+from trainkit.recipes.code_lm import CodeLM  # type: ignore[import-not-found]
 
 from trainkit import AccumulationCallback, PerToken, TrainkitError
 from trainkit.config import conf_dir, register
@@ -43,8 +44,18 @@ def no_hydra_is_left() -> Iterator[None]:
 
 
 def composed(*overrides: str, run_dir: str = "/tmp/run") -> DictConfig:
+    """A configuration; the demo's, if no experiment is chosen."""
+    if not any(word.startswith("experiment=") for word in overrides):
+        overrides = ("experiment=demo", *overrides)
     with initialize_config_module("trainkit.conf", **VERSION_BASE):
         return compose("train", [f"paths.run_dir={run_dir}", *overrides])
+
+
+class Optimized(CodeLM):
+    """Has an optimizer of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 # What an option leaves open has to be said.
@@ -59,6 +70,9 @@ OPEN["schedule", "by_tokens"] = ["schedule.sizes={0: 2, 9000: 4}"]
 OPEN["micro_batching", "size"] = ["micro_batching.size=4"]
 OPEN["micro_batching", "tokens"] = ["micro_batching.tokens=4096"]
 OPEN["optimizer", "none"] = ["scheduler=none"]
+OPEN["optimizer", "none"] += ["model._target_=tests.config.test_conf.Optimized"]
+OPEN["model", "own"] = ["model._target_=trainkit.recipes.code_lm.CodeLM"]
+OPEN["data", "own"] = ["data._target_=trainkit.recipes.code_lm.Functions"]
 # A recipe's model and data go together: its experiment chooses both.
 OPEN |= {
     (group, name): [f"experiment={name}"]
@@ -84,7 +98,7 @@ def test_every_group_of_the_list_is_there() -> None:
         "accumulation", "micro_batching", "lr_scaling", "batchnorm", "schedule",
         "model", "data",
         "optimizer", "scheduler", "trainer", "logger", "callbacks", "experiment",
-        "hparams_search", "paths", "sweep",
+        "debug", "hparams_search", "paths", "sweep",
     }  # fmt: skip
 
 
@@ -98,8 +112,8 @@ def test_every_group_of_the_list_is_there() -> None:
 )
 def test_an_option_lists_every_argument(group: str, option: str) -> None:
     node = OmegaConf.load(conf_dir() / group / f"{option}.yaml")
-    if not node:
-        assert option == "none"
+    if not node or option == "own":
+        assert option in ("none", "own")
         return
     assert isinstance(node, DictConfig)
     target = locate(node[TARGET])
@@ -223,7 +237,7 @@ TOGETHER = (
     *("accumulation", "batchnorm", "lr_scaling", "schedule", "scheduler"),
     *("micro_batching", "logger", "callbacks", "paths"),
 )
-LATER = ("optimizer", "trainer", "hparams_search")
+LATER = ("optimizer", "trainer", "hparams_search", "debug")
 OF_EXPERIMENTS = ("experiment", "model", "data")
 CHOICES = [
     *zip_longest(

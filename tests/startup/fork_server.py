@@ -274,7 +274,7 @@ def compose_once() -> None:
 
     register()
     with initialize_config_module("trainkit.conf", **VERSION_BASE):
-        compose("train", ["seed=1", "optimizer.lr=0.1", "trainer.accelerator=cpu"])
+        compose("train", ["experiment=demo", "seed=1", "optimizer.lr=0.1"])
     GlobalHydra.instance().clear()
 
 

@@ -16,6 +16,7 @@ from trainkit.cli.words import (
     CONFIG_NAME,
     CONFIG_PATH,
     SEARCH_PATH,
+    completed,
     key_of,
     option,
     quoted,
@@ -33,7 +34,7 @@ class Composition:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._words = list(words)
+        self._words = completed(words)
         self._options: dict[str, list[str]] = {}
         register_types()
 

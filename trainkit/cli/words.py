@@ -11,6 +11,9 @@ from pathlib import Path
 CONFIG_DIR, CONFIG_NAME, CONFIG_PATH = "--config-dir", "--config-name", "--config-path"
 SEARCH_PATH = "hydra.searchpath"
 
+OF_ONES_OWN = {"model", "data", "experiment", "model._target_", "data._target_"}
+"""Who chooses one of them does not want the demo."""
+
 _LONG = {
     "-c": "--cfg",
     "-cd": CONFIG_DIR,
@@ -103,6 +106,28 @@ def of_this_job() -> list[str]:
             words.append(f"{CONFIG_PATH}={source.path}")
     words += [word for word in hydra.overrides.hydra if key_of(word) == SEARCH_PATH]
     return [*words, *hydra.overrides.task]
+
+
+def completed(words: Sequence[str]) -> list[str]:
+    """A command line with what it leaves out: the groups in `conf/` of the current
+    folder, and the demo where neither a model nor data nor an experiment is chosen.
+
+    Args:
+        words: in the order of `options_first`.
+    """
+    from trainkit.config.conf import conf_dir
+
+    words = list(words)
+    named = {word.partition("=")[0] for word in words}
+    here = Path("conf")
+    is_given = {CONFIG_DIR, CONFIG_PATH} & named
+    if not is_given and here.is_dir() and not here.samefile(conf_dir()):
+        words.insert(0, f"{CONFIG_DIR}={here.absolute()}")
+    chosen = {key_of(word) for word in words}
+    has_own_root = {CONFIG_NAME, CONFIG_PATH} & chosen
+    if not has_own_root and not OF_ONES_OWN & chosen:
+        words.append("experiment=demo")
+    return words
 
 
 def find_modules_here() -> None:

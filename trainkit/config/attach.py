@@ -19,7 +19,7 @@ Interval = Literal["epoch", "step"]
 MakeOptimizer = Callable[[Iterable[Any]], Any]
 MakeScheduler = Callable[[Any], Any]
 
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 def attach_accumulation(
@@ -114,7 +114,7 @@ def attach_optimizer(
             f"interval: must be 'step' or 'epoch', received {interval!r}. Choose the "
             f"unit in which the scheduler counts."
         )
-    if _has_own_optimizer(module):
+    if has_own_optimizer(module):
         raise TrainkitError(
             f"{type(module).__name__}: it defines configure_optimizers itself, so an "
             f"optimizer of the configuration would never be used. Choose "
@@ -128,11 +128,12 @@ def attach_optimizer(
     )
 
 
-def _has_own_optimizer(module: Any) -> bool:
+def has_own_optimizer(module: Any) -> bool:
+    """Whether a module defines `configure_optimizers` itself."""
     if "configure_optimizers" in vars(module):
         return True
     owner = next(c for c in type(module).__mro__ if "configure_optimizers" in vars(c))
-    return not owner.__module__.startswith(_LIGHTNING)
+    return not owner.__module__.startswith(LIGHTNING)
 
 
 def _configure(

@@ -15,9 +15,15 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainkit.config.attach import attach_accumulation, attach_optimizer
+from trainkit.config.attach import (
+    LIGHTNING,
+    attach_accumulation,
+    attach_optimizer,
+    has_own_optimizer,
+)
 from trainkit.config.check import AUTO, check_all
 from trainkit.config.kinds import CALLBACK_GROUPS
+from trainkit.config.limits import refuse_no_end
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
@@ -49,9 +55,11 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
         TrainkitError: a wrong key, type or target, before anything is built.
     """
     check_all(config)
+    refuse_no_end(config.trainer)
     if config.seed is not None:
         seed_everything(config.seed, workers=True, verbose=False)
     module = _make(config, "model")
+    _refuse_no_data(config, module)
     if not module.automatic_optimization and config.trainer.get("gradient_clip_val"):
         raise TrainkitError(
             f"trainer.gradient_clip_val: must be null for {type(module).__name__}, "
@@ -70,6 +78,17 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
         config, "trainer", callbacks=[*made, *callbacks], logger=loggers or False
     )
     return Training(trainer, module, data)
+
+
+def _refuse_no_data(config: DictConfig, module: LightningModule) -> None:
+    owner = next(c for c in type(module).__mro__ if "train_dataloader" in vars(c))
+    has_data = config.data and config.data.get(TARGET, True)
+    if not has_data and owner.__module__.startswith(LIGHTNING):
+        raise TrainkitError(
+            f"data: must be given, since {type(module).__name__} has no "
+            f"train_dataloader. Choose data=..., or write "
+            f"data._target_=my_module.MyData."
+        )
 
 
 def _useless(
@@ -96,7 +115,7 @@ def _named(config: DictConfig, group: str) -> list[str]:
 def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
     """The object that a node describes; None for an empty node, such as `none`."""
     node = OmegaConf.select(config, key)
-    if not node:
+    if not node or node.get(TARGET, True) is None:
         return None
     try:
         return instantiate(node, _convert_="all", **kwargs)
@@ -134,6 +153,15 @@ def _cannot_make(
 def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]:
     strategy = _make(config, "accumulation")
     own = getattr(module, "accumulation", None)
+    number = config.trainer.get("accumulate_grad_batches", 1)
+    is_plain = strategy is None and not isinstance(module, AccumulationMixin)
+    if is_plain and number > 1 and module.automatic_optimization:
+        raise TrainkitError(
+            f"accumulation: must be chosen where a step has several micro-batches "
+            f"(trainer.accumulate_grad_batches={number}), since it says what they "
+            f"weigh. Choose accumulation=per_sample or per_token; trainkit check "
+            f"train ... measures which one is exact."
+        )
     is_own = own is not AccumulationMixin.accumulation
     if strategy is not None and own is not None and is_own and own != strategy:
         warnings.warn(
@@ -160,6 +188,11 @@ def _give_optimizer(config: DictConfig, module: LightningModule) -> None:
             raise TrainkitError(
                 "scheduler: needs an optimizer of the configuration, received "
                 "optimizer=none. Choose scheduler=none, or an optimizer."
+            )
+        if not has_own_optimizer(module):
+            raise TrainkitError(
+                f"optimizer: must be chosen, since {type(module).__name__} has no "
+                f"configure_optimizers. Choose optimizer=adamw, adam or sgd."
             )
         return
     make_scheduler = None

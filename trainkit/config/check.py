@@ -27,6 +27,11 @@ _PARTIAL = ("optimizer", "scheduler")
 
 def check_all(config: DictConfig) -> None:
     """Refuse arguments that do not fit the signatures of their targets."""
+    if not config.model or not config.model.get(TARGET, True):
+        raise TrainkitError(
+            "model: must be given. Choose model=..., one of trainkit's or of your "
+            "conf/model, or write model._target_=my_module.MyModule."
+        )
     check_kinds(config)
     groups = ("accumulation", "micro_batching", *CALLBACK_GROUPS, "optimizer")
     for name in ("model", "data", *groups, "trainer"):

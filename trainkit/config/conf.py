@@ -9,11 +9,12 @@ from pathlib import Path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trainkit.config._compat import register_resolver, store
 from trainkit.config.run_name import run_name
 from trainkit.config.schema import TrainSchema
+from trainkit.config.targets import TARGET
 from trainkit.errors import TrainkitError
 
 PACKAGE = "pkg://trainkit.conf"
@@ -48,7 +49,15 @@ def register_types() -> None:
     register_resolver("trainkit.run_name", run_name, use_cache=True)
     register_resolver("trainkit.accumulate", accumulate)
     register_resolver("trainkit.unless_scheduled", unless_scheduled)
+    register_resolver("trainkit.name", name_of_model)
     register_resolver("trainkit.direction", lambda mode: f"{mode}imize")
+
+
+def name_of_model(*, _root_: DictConfig) -> str:
+    """The name of the class that the group `model` names."""
+    model = OmegaConf.select(_root_, "model", throw_on_missing=False)
+    target = str(model.get(TARGET, "")) if OmegaConf.is_dict(model) else ""
+    return target.rpartition(".")[2] or "train"
 
 
 def accumulate(target: int, micro_batch: int, world_size: int = 1) -> int:

@@ -75,6 +75,18 @@ def check_limits(config: DictConfig) -> None:
             _refuse_no_steps(f"callbacks.{name}", node.get("every_n_steps"))
 
 
+def refuse_no_end(trainer: DictConfig) -> None:
+    """Refuse a training for which nothing says when it ends."""
+    ends = [trainer.get(key) for key in ("max_epochs", "max_time", "fast_dev_run")]
+    if any(end is not None and end is not False for end in ends):
+        return
+    if trainer.get("max_steps", -1) == -1:
+        raise TrainkitError(
+            "trainer.max_epochs: a training needs an end, and none is given. Add "
+            "trainer.max_epochs=10, or trainer.max_steps=1000."
+        )
+
+
 def _refuse_no_steps(key: str, every_n_steps: int | None) -> None:
     """Refuse a monitor at 0 steps, which to Lightning mean no logging."""
     if every_n_steps is not None and every_n_steps < 1:

@@ -88,8 +88,8 @@ class TrainSchema:
     lr_scaling: Any = None
     batchnorm: Any = None
     schedule: Any = None
-    model: Any = MISSING
-    data: Any = MISSING
+    model: Any = None
+    data: Any = None
     optimizer: Any = None
     scheduler: Any = None
     trainer: TrainerSchema = field(default_factory=TrainerSchema)

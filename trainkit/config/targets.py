@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import hydra.utils
@@ -32,6 +35,8 @@ _PARTS = (
     "lightning_fabric",
 )
 """Packages that are always allowed; the rest of torch can run programs, for example."""
+
+INSTALLED = {"site-packages", "dist-packages"}
 
 _allowed: set[str] = set()
 
@@ -95,7 +100,14 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
     if not isinstance(target, str):
         return target  # a program has put it there
     package = target.partition(".")[0]
-    if package not in allowed_packages():
+    is_here = _is_here(package)
+    if package not in allowed_packages() and not is_here:
+        if _found(package) is None:
+            raise TrainkitError(
+                f"{key}: must name something that can be imported, received "
+                f"{target!r}, and there is no module {package!r}, neither installed "
+                f"nor in the current folder ({Path.cwd()})."
+            )
         raise _not_allowed(target, key, package)
     try:
         found = hydra.utils.get_object(target)
@@ -114,10 +126,35 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
             f"or function that can be imported."
         ) from error
     home = found.__name__ if inspect.ismodule(found) else _home_of(found)
-    if not any(f"{home}.".startswith(f"{part}.") for part in allowed()):
+    is_of_here = is_here and _is_here(home.partition(".")[0])
+    if not is_of_here and not any(
+        f"{home}.".startswith(f"{part}.") for part in allowed()
+    ):
         is_own = home.partition(".")[0] == package
         raise _not_allowed(target, key, home if is_own else home.partition(".")[0])
     return found
+
+
+def _found(package: str) -> ModuleSpec | None:
+    try:
+        return find_spec(package)
+    except (ImportError, ValueError):
+        return None
+
+
+def _is_here(package: str) -> bool:
+    """Whether a module lies in the current folder, and is not installed there."""
+    spec = _found(package)
+    if spec is None or package == "trainkit":
+        return False
+    origin = [spec.origin] if spec.origin and spec.has_location else []
+    places = origin or spec.submodule_search_locations or []
+    paths = [Path(place).absolute() for place in places]
+    return any(
+        path.is_relative_to(Path.cwd())
+        and not INSTALLED & set(path.relative_to(Path.cwd()).parts)
+        for path in paths
+    )
 
 
 def _is_of_others(error: BaseException) -> bool:

@@ -68,7 +68,7 @@ CANDIDATES = {
     "trainkit train -m accumulation=per_token,u": ["accumulation=per_token,uniform"],
     "trainkit train seed=1 -m accumulation=n": ["accumulation=none"],
     "trainkit train ~schedu": ["~schedule", "~scheduler"],
-    "trainkit train trainer=debug trainer.devi": ["trainer.devices="],
+    "trainkit train trainer=cpu trainer.devi": ["trainer.devices="],
     "trainkit train accumulation=nothing data.batch_s": [],
     "trainkit train 'unbalanced": [],
     "trainkit plan --probe accumulation=per_t": ["accumulation=per_token"],

@@ -99,7 +99,7 @@ def test_a_configuration_of_ones_own_is_found(
     folder = tmp_path / "my conf" / "experiment"
     folder.mkdir(parents=True)
     folder.joinpath("mine.yaml").write_text(
-        "# @package _global_\ndata:\n  batch_size: 8\n"
+        "# @package _global_\ndefaults: [demo]\ndata:\n  batch_size: 8\n"
     )
     words = [word for word in PROBE if not word.startswith("data.batch_size")]
     argv = [*words, "-cd", "my conf", "experiment=mine", "--max-micro-batch", "8"]

@@ -199,7 +199,9 @@ def test_the_shipped_sweeps_compose_in_every_corner(path: Path) -> None:
         }
         words = [f"{name}={hydra_text(value)}" for name, value in swept.items()]
         with initialize_config_module("trainkit.conf", **VERSION_BASE):
-            config = compose("train", [*fixed_words(sweep.config), *words])
+            config = compose(
+                "train", ["experiment=demo", *fixed_words(sweep.config), *words]
+            )
         trainer = OmegaConf.to_container(config.trainer, resolve=False)
         assert isinstance(trainer, dict)
         if path.stem == "lr_batch":

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from trainkit.cli.sweep.whole_config import for_train, swept_arguments, without_swept
+from trainkit.cli.words import completed
 from trainkit.config._compat import VERSION_BASE
 
 KNOWN = {"optimizer.lr", "optimizer.eps", "lr_scaling", "seed", "name", "experiment"}
@@ -117,7 +118,7 @@ def test_the_train_door_takes_a_resumed_trial(
 
     # Its own group is chosen among the swept arguments: both are needed to compose.
     with initialize_config_module("trainkit.conf", **VERSION_BASE):
-        config = compose("train", kept)
+        config = compose("train", completed(kept))
     assert config.optimizer.lr == 1e-05
     assert config.optimizer.eps == 1e-08
     assert config.lr_scaling.rule == "none"

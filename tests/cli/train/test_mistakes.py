@@ -207,7 +207,7 @@ def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:
     bare = ["logger=none", "trainer.enable_progress_bar=false"]
     assert train(*bare) == 0
     assert not (the_run(tmp_path) / "metrics.csv").exists()
-    small = ["trainer=debug", "data.num_train=16", "data.num_val=8", "model.d_model=8"]
+    small = ["debug=default", "data.num_train=16", "data.num_val=8", "model.d_model=8"]
     small += ["trainer.max_steps=1", "pictures=false", "data.max_length=128"]
     assert train(*bare, "callbacks=none", "metric=null", small=small) == 0
 
@@ -216,6 +216,7 @@ def test_callbacks_with_nothing_to_do_are_left_out(tmp_path: Path) -> None:
     """There are no checkpoints, and no windows to monitor."""
     model = "model._target_=tests.cli.train.test_mistakes.Foreign"
     off = ["trainer.enable_checkpointing=false", "accumulation=none"]
+    off.append("trainer.accumulate_grad_batches=1")
     assert train(model, *off) == 0
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -258,8 +259,8 @@ def test_a_group_that_is_taken_out_is_asked_for(
 ) -> None:
     assert train("~model", small=[]) == 2
     assert capsys.readouterr().err == (
-        "trainkit: Missing mandatory value: model\n"
-        "Say which: model=...; trainkit train --help lists the options.\n"
+        "trainkit: model: must be given. Choose model=..., one of trainkit's or of "
+        "your conf/model, or write model._target_=my_module.MyModule.\n"
     )
 
 

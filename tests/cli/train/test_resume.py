@@ -38,11 +38,11 @@ def test_without_it_nothing_changes() -> None:
 
 def test_the_newest_run_goes_on_as_it_was_configured() -> None:
     made("a", ["seed=1"], at=200)
-    folder = made("b", ["seed=2", "trainer=debug", "ckpt_path=x"], at=300)
+    folder = made("b", ["seed=2", "debug=default", "ckpt_path=x"], at=300)
     made("c", ["seed=3"], at=100)
     assert expand(["ckpt_path=last"]) == [
         "seed=2",
-        "trainer=debug",
+        "debug=default",
         f"hydra.run.dir='{folder.path}'",
         f"ckpt_path='{folder.path}/checkpoints/last.ckpt'",
     ]

@@ -22,7 +22,7 @@ from trainkit.cli.comparison import (
 from trainkit.cli.errors import is_mistake
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
-from trainkit.cli.words import find_modules_here, key_of, options_first
+from trainkit.cli.words import completed, find_modules_here, key_of, options_first
 from trainkit.config._compat import main_options
 from trainkit.config.conf import PACKAGE, register
 from trainkit.config.targets import allowed_packages
@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     if not any(word.partition("=")[0] in _ONLY_SHOWS for word in argv):
         argv = resume.expand(resume.as_trial(for_train(argv)))
         argv = options_first(_in_one_folder(argv))
+    argv = completed(argv)
     program = _as_program("trainkit train", argv)
     with program, _errors_come_through(), compared_even_if_some_fail():
         app = hydra.main(

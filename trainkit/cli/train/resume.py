@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.cli.composition import Composition
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.wandb_logger import run_id as wandb_id
-from trainkit.cli.words import SEARCH_PATH, key_of, quoted, unquoted
+from trainkit.cli.words import OF_ONES_OWN, SEARCH_PATH, key_of, quoted, unquoted
 from trainkit.config.redact import REDACTED
 from trainkit.config.run_name import job_name
 from trainkit.errors import TrainkitError
@@ -72,7 +72,7 @@ def _resumed_or_begun(given: list[str]) -> list[str]:
     """
     folder = _of_the_job(given)
     if folder is None:
-        newest = _newest_of(_paths(given).output_dir)
+        newest = _newest_of(_folder_of_runs(given))
         return given if newest is None else _resumed(*newest, given)
     if folder.is_of_a_run():
         return _resumed(folder, folder.newest_checkpoint(), given)
@@ -124,10 +124,9 @@ def _replacing(word: str, saved: list[str]) -> str:
 
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:
-    """The newest run in `paths.run_dir` if given, or else in `paths.output_dir`."""
-    paths = _paths(argv)
+    """The newest run in `paths.run_dir` if given, or else in the folder of runs."""
     is_given = any(key_of(word) == "paths.run_dir" for word in argv)
-    where = Path(paths.run_dir if is_given else paths.output_dir)
+    where = Path(_paths(argv).run_dir if is_given else _folder_of_runs(argv))
     newest = _newest_of(where, deep=not is_given)
     if newest is None:
         raise TrainkitError(
@@ -170,6 +169,14 @@ def _of_file(wanted: str) -> tuple[RunFolder | None, Path]:
     return None, path
 
 
+def _folder_of_runs(argv: list[str]) -> Path:
+    """`paths.output_dir`; that of all names, if no word decides the name."""
+    where = Path(_paths(argv).output_dir)
+    deciding = {"name", "paths.output_dir", *OF_ONES_OWN}
+    is_of_all = not deciding & {key_of(word) for word in argv}
+    return where.parent if is_of_all and where.name else where
+
+
 def _paths(argv: list[str]) -> Any:
     # Only overrides that decide the folder: others may need keys that the run added.
     deciding = ("name", "paths", "experiment")
@@ -178,6 +185,7 @@ def _paths(argv: list[str]) -> Any:
         for word in argv
         if word.startswith("-")
         or key_of(word).partition(".")[0] in deciding
+        or key_of(word) in OF_ONES_OWN
         or key_of(word) == SEARCH_PATH
     ]
     return Composition(words).config.paths

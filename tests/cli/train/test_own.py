@@ -1,0 +1,147 @@
+"""A model and data of one's own, in the current folder, with nothing of the demo."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.training import summary_of, the_run, train
+from trainkit.cli.words import completed
+
+MODULE = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Bare(LightningModule):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(3, width), torch.nn.Linear(width, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
+class Mine(Bare):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(23, 3)), 4)
+
+    val_dataloader = train_dataloader
+
+
+class WithData(Mine):
+    def train_dataloader(self):
+        return Data().train_dataloader()
+
+    val_dataloader = train_dataloader
+"""
+MINE = ["model._target_=ones_own.Mine", "data._target_=ones_own.Data"]
+EPOCHS = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1", "pictures=false"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRAINKIT_ALLOW", raising=False)
+    (tmp_path / "ones_own.py").write_text(MODULE)
+    yield
+    sys.modules.pop("ones_own", None)
+
+
+def own(*words: str) -> int:
+    return train(*words, small=EPOCHS)
+
+
+def test_nothing_of_the_demo_is_left(tmp_path: Path) -> None:
+    assert own(*MINE) == 0
+    run = the_run(tmp_path)
+    assert run.parent == tmp_path / "outputs" / "Mine"
+    assert summary_of(run)["steps"] == 12  # two epochs of six batches
+    assert (run / "checkpoints" / "best.ckpt").exists()
+    assert (run / "metrics.csv").read_text().count("val/loss") == 1
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    trainer = config["trainer"]
+    assert trainer.get("gradient_clip_val") is None
+    assert trainer.get("accumulate_grad_batches", 1) == 1
+    assert not config["optimizer"]
+    assert not config["scheduler"]
+    assert not config["accumulation"]
+
+
+def test_nothing_chosen_is_the_demo() -> None:
+    assert completed(["optimizer.lr=0.1"]) == ["optimizer.lr=0.1", "experiment=demo"]
+    for word in ("model=mine", "data=mine", "experiment=gan", *MINE):
+        assert completed([word]) == [word]
+    assert completed(["--config-name=mine"]) == ["--config-name=mine"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([MINE[1]], "model: must be given"),
+        ([MINE[0]], "data: must be given, since Mine has no train_dataloader"),
+        ([*MINE, "trainer.max_epochs=null"], "a training needs an end"),
+        (
+            ["model._target_=ones_own.Bare", MINE[1]],
+            "optimizer: must be chosen, since Bare has no configure_optimizers",
+        ),
+        (
+            [*MINE, "trainer.accumulate_grad_batches=4"],
+            "accumulation: must be chosen where a step has several micro-batches",
+        ),
+        (["model._target_=no_such_file.Mine"], "there is no module 'no_such_file'"),
+        (["model._target_=pytest.Item"], "must name something of an allowed package"),
+    ],
+)
+def test_what_is_missing_is_asked_for(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    assert own(*words) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_an_optimizer_that_is_chosen(tmp_path: Path) -> None:
+    words = ["model._target_=ones_own.Bare", MINE[1], "optimizer=sgd"]
+    assert own(*words, "optimizer.lr=0.1") == 0
+    assert own("model._target_=ones_own.WithData", "name=other") == 0
+    assert {path.parent.parent.name for path in tmp_path.rglob("summary.json")} == {
+        "Bare",
+        "other",
+    }
+
+
+def test_conf_of_the_current_folder_is_found(tmp_path: Path) -> None:
+    for group, name in (("model", "Mine"), ("data", "Data")):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        text = f"_target_: ones_own.{name}\n"
+        (tmp_path / "conf" / group / "mine.yaml").write_text(text)
+    assert own("model=mine", "data=mine") == 0
+    assert own("ckpt_path=last", "trainer.max_epochs=3") == 0
+    assert summary_of(the_run(tmp_path))["steps"] == 18
+
+
+def test_several_micro_batches_with_a_strategy(tmp_path: Path) -> None:
+    words = ["accumulation=per_sample", "trainer.accumulate_grad_batches=4"]
+    assert own(*MINE, *words) == 0
+    assert summary_of(the_run(tmp_path))["steps"] == 4
