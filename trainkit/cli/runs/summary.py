@@ -39,6 +39,7 @@ def collect(
         "metrics": metrics,
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
+        "ended_by": _ended_by(trainer),
         "windows": {
             name: _number(fact) for name, fact in facts_of_windows(trainer).items()
         },
@@ -104,6 +105,22 @@ def _effective_batch(
                 "first_size": begun.size,
                 "unit": found.unit,
             }
+    return None
+
+
+def _ended_by(trainer: Any) -> str | None:
+    """Which of two limits ended the training, if it has both."""
+    steps, epochs = trainer.max_steps, trainer.max_epochs
+    if steps in (-1, None) or epochs in (-1, None) or trainer.fast_dev_run:
+        return None
+    limits = [f"trainer.max_steps={steps}", f"trainer.max_epochs={epochs}"]
+    # Lightning also counts an epoch that a number of steps has ended.
+    is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    has_all_epochs = trainer.current_epoch >= epochs and is_whole
+    if trainer.global_step >= steps and not has_all_epochs:
+        return f"{limits[0]} came before {limits[1]}"
+    if trainer.global_step < steps and has_all_epochs:
+        return f"{limits[1]} came before {limits[0]}"
     return None
 
 

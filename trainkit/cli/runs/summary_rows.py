@@ -11,8 +11,10 @@ Row = tuple[str, str]
 
 def rows(facts: dict[str, Any]) -> list[Row]:
     """The lines of the table after training, and of the report."""
+    ended = f": {facts['ended_by']}" if facts.get("ended_by") else ""
+    done = f"{facts['status']} after {counted_steps(facts['steps'])}{ended}"
     found = [
-        ("training", f"{facts['status']} after {counted_steps(facts['steps'])}"),
+        ("training", done),
         *_window_rows(facts["windows"]),
     ]
     for name, value in facts["metrics"].items():

@@ -58,7 +58,19 @@ class OrderedCallback(Callback):
         shows the table of all."""
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
         if ours[-1] is self and trainer.is_global_zero:
-            show([row for each in ours for row in each.table_rows(trainer, pl_module)])
+            rows = [row for each in ours for row in each.table_rows(trainer, pl_module)]
+            show([*rows, *_clipping(trainer)])
+
+
+def _clipping(trainer: Any) -> list[Row]:
+    """What the Trainer clips, as a row of the table."""
+    limit = trainer.gradient_clip_val
+    if not limit:
+        return []
+    how = "entries" if trainer.gradient_clip_algorithm == "value" else "a norm"
+    return [
+        ("clipping", f"gradients above {how} of {limit:g} (trainer.gradient_clip_val)")
+    ]
 
 
 class WindowOwner(OrderedCallback):
