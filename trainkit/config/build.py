@@ -23,7 +23,6 @@ from trainkit.config.attach import (
 )
 from trainkit.config.check import AUTO, check_all
 from trainkit.config.kinds import CALLBACK_GROUPS
-from trainkit.config.limits import refuse_no_end
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
@@ -55,7 +54,6 @@ def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training
         TrainkitError: a wrong key, type or target, before anything is built.
     """
     check_all(config)
-    refuse_no_end(config.trainer)
     if config.seed is not None:
         seed_everything(config.seed, workers=True, verbose=False)
     module = _make(config, "model")

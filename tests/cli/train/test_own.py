@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.cli.training import summary_of, the_run, train
+from trainkit.cli.main import main
 from trainkit.cli.words import completed
 
 MODULE = """
@@ -119,6 +120,10 @@ def test_what_is_missing_is_asked_for(
     assert own(*words) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_a_check_needs_no_end() -> None:
+    assert main(["check", "train", *MINE]) == 0
 
 
 def test_an_optimizer_that_is_chosen(tmp_path: Path) -> None:
