@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,26 @@ def test_a_package_may_be_as_old_as_lightning_allows() -> None:
     assert all(ours.specifier.contains(version) for version in lowest)
     assert ours.specifier.contains("4.41.0")
     assert not any(s.operator.startswith("<") for s in ours.specifier)
+
+
+def test_messages_and_pages_name_the_distribution() -> None:
+    """On PyPI `trainkit` is another project: its extras would not be found."""
+    name, extras = SETTINGS["project"]["name"], "optional-dependencies"
+    named = re.compile(r"([\w-]*trainkit)\[([a-z,]+)\]")
+    assert named.search("pip install 'trainkit[recipes]'")  # the control
+    kinds = ("*.py", "*.md", "*.toml", "*.yaml", "Makefile", "Dockerfile")
+    places = [ROOT, *(ROOT / each for each in ("trainkit", "conf", "recipes"))]
+    found = [
+        (path.name, *match.groups())
+        for place in [*places, ROOT / "docker"]
+        for kind in kinds
+        for path in (place.glob(kind) if place == ROOT else place.rglob(kind))
+        for match in named.finditer(path.read_text())
+    ]
+    assert len({file for file, *_ in found}) >= 5
+    for file, distribution, asked in found:
+        assert distribution == name, file
+        assert set(asked.split(",")) <= SETTINGS["project"][extras].keys(), file
 
 
 def _is_under(name: str, package: str) -> bool:
