@@ -7,6 +7,7 @@ makes it the finder of one more entry at the end of `sys.path`.
 """
 
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -27,8 +28,10 @@ class BuildPy(build_py):
     def run(self) -> None:
         super().run()
         if self.editable_mode:
-            wheel = self.get_finalized_command("install").install_lib
-            Path(wheel, "lightning_trainkit.pth").write_text(PTH, encoding="ascii")
+            install: Any = self.get_finalized_command("install")
+            Path(install.install_lib, "lightning_trainkit.pth").write_text(
+                PTH, encoding="ascii"
+            )
 
 
 setup(cmdclass={"build_py": BuildPy})
