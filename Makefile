@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
@@ -11,17 +12,21 @@ READY := $(VENV)/.ready
 help:  ## show this list
 	@grep -hE '^[a-z_]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s :
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: a second resolve could take another build of it
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(READY)  ## train a small language model, with a table before and after
+demo: $(DEMO)  ## train a small language model, with a table before and after
 	$(BIN)/trainkit train
 
-side_by_side: $(READY)  ## the same training by plain Lightning, trainkit and the big batch
+side_by_side: $(DEMO)  ## the same training by plain Lightning, trainkit and the big batch
 	$(BIN)/python recipes/side_by_side.py
 
 test: $(READY)  ## run the tests, with a worker more than there are cores

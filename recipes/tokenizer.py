@@ -22,7 +22,7 @@ try:
 except ModuleNotFoundError as error:
     raise TrainkitError(
         "byte-level BPE: needs the package tokenizers, which is not installed. "
-        "pip install 'trainkit[recipes]'"
+        "pip install 'lightning-trainkit[recipes]'"
     ) from error
 
 NUM_BYTES = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,8 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("trainkit", "conf", "recipes", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("trainkit", "conf", "recipes", "pyproject.toml", "setup.py", "README.md")
+SOURCES += ("LICENSE",)
 PLACES = {
     "trainkit": "trainkit",
     "conf": "trainkit/conf",
@@ -65,6 +67,26 @@ def test_a_package_may_be_as_old_as_lightning_allows() -> None:
     assert not any(s.operator.startswith("<") for s in ours.specifier)
 
 
+def test_messages_and_pages_name_the_distribution() -> None:
+    """On PyPI `trainkit` is another project: its extras would not be found."""
+    name, extras = SETTINGS["project"]["name"], "optional-dependencies"
+    named = re.compile(r"([\w-]*trainkit)\[([a-z,]+)\]")
+    assert named.search("pip install 'trainkit[recipes]'")  # the control
+    kinds = ("*.py", "*.md", "*.toml", "*.yaml", "Makefile", "Dockerfile")
+    places = [ROOT, *(ROOT / each for each in ("trainkit", "conf", "recipes"))]
+    found = [
+        (path.name, *match.groups())
+        for place in [*places, ROOT / "docker"]
+        for kind in kinds
+        for path in (place.glob(kind) if place == ROOT else place.rglob(kind))
+        for match in named.finditer(path.read_text())
+    ]
+    assert len({file for file, *_ in found}) >= 5
+    for file, distribution, asked in found:
+        assert distribution == name, file
+        assert set(asked.split(",")) <= SETTINGS["project"][extras].keys(), file
+
+
 def _is_under(name: str, package: str) -> bool:
     return package in ("", name) or name.startswith(f"{package}.")
 
@@ -82,9 +104,9 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Of a copy: building leaves files in the sources."""
+    """Of a copy, named as a clone is: building leaves files in the sources."""
     where = tmp_path_factory.mktemp("built")
-    source = where / "source"
+    source = where / "trainkit"
     source.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -334,3 +356,20 @@ def test_the_other_doors(installed: Installed) -> None:
     assert "_target_: trainkit.PerToken" in installed.run(
         "trainkit", "train", "--cfg", "job"
     )
+
+
+@pytest.mark.environments
+@pytest.mark.parametrize("installed", ["editable"], indirect=True)
+def test_the_folder_around_a_clone_does_not_hide_it(
+    installed: Installed, built: Built
+) -> None:
+    python, around = str(installed.bin / "python"), built.source.parent
+    shown = "import trainkit; print(trainkit.__file__)"
+    said = done([python, "-c", f"{shown}; import trainkit.recipes"], cwd=around)
+    assert said.strip() == str(built.source / "trainkit" / "__init__.py")
+    forget = "import sys; sys.path = [p for p in sys.path if '.trainkit' not in p]; "
+    assert done([python, "-c", forget + shown], cwd=around).strip() == "None"
+    # What is no namespace package goes first, as it does with any installed package.
+    mine = written(installed.folder / "around" / "trainkit" / "__init__.py", "")
+    said = done([python, "-c", shown], cwd=mine.parents[1])
+    assert said.strip() == str(mine)

@@ -173,7 +173,9 @@ def test_the_extra_that_a_recipe_needs_is_named(
     monkeypatch.delattr(trainkit, "recipes", raising=False)  # an earlier test's
     for package in ("sklearn.datasets", "tokenizers"):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
-    with pytest.raises(TrainkitError, match=r"^_target_: .*'trainkit\[recipes\]'$"):
+    with pytest.raises(
+        TrainkitError, match=r"^_target_: .*'lightning-trainkit\[recipes\]'$"
+    ):
         instantiate({"_target_": f"trainkit.recipes.{recipe}"})
     assert f"trainkit.recipes.{name}" not in sys.modules
 

@@ -6,8 +6,8 @@ import os
 import sys
 from importlib import import_module
 
-from trainkit import __version__
 from trainkit.cli.errors import guarded
+from trainkit.cli.mixture import refuse_a_mixture
 from trainkit.errors import TrainkitError, did_you_mean
 
 COMMANDS = {
@@ -52,11 +52,14 @@ def run() -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
+    refuse_a_mixture()  # before anything that the other could have replaced
     if not argv or argv[0] in ("-h", "--help"):
         lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
         print(HELP.format(commands="\n".join(lines)), end="")
         return 0 if argv else 2
     if argv[0] == "--version":
+        from trainkit import __version__
+
         print(f"trainkit {__version__}")
         return 0
     if argv[0] not in COMMANDS:

@@ -119,7 +119,7 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
         if target.startswith("trainkit.recipes.") and _is_of_others(cause):
             raise TrainkitError(
                 f"{key}: {target} needs a package that is not installed: {reason}. "
-                f"pip install 'trainkit[recipes]'"
+                f"pip install 'lightning-trainkit[recipes]'"
             ) from error
         raise TrainkitError(
             f"{key}: there is no {target!r}: {reason}. Give the dotted path of a class "

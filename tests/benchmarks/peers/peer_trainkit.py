@@ -13,7 +13,7 @@ from trainkit import (
     WeighNothing,
 )
 
-PACKAGES = ("trainkit", "lightning")
+PACKAGES = ("lightning-trainkit", "lightning")
 
 
 class Exact(AccumulationMixin, Module):

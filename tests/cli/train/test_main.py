@@ -16,6 +16,7 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torchmetrics.classification import BinaryConfusionMatrix
 
+import trainkit
 from recipes.code_lm import CodeLM, Functions
 from tests.cli.training import (
     SMALL,
@@ -63,6 +64,7 @@ def test_a_run_leaves_its_folder(
     assert summary["metrics"]["val/loss"] > 0
     assert summary["plain_accumulation"]["mean"] > 0
     assert summary["versions"]["torch"] == torch.__version__
+    assert summary["versions"]["trainkit"] == trainkit.__version__
     with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows if row["window/loss"]] == ["0", "1"]

@@ -15,6 +15,7 @@ from typing import Any
 
 from argcomplete.completers import ChoicesCompleter
 
+from trainkit import __version__
 from trainkit.cli.arguments import Arguments
 from trainkit.pages.atomic_file import write_atomically
 
@@ -45,7 +46,7 @@ def _kept() -> Any:
 
 def _cache() -> Path:
     """The file of the options, with another name for other versions of their makers."""
-    made_by = [version(name) for name in ("trainkit", "lightning", "jsonargparse")]
+    made_by = [__version__, version("lightning"), version("jsonargparse")]
     made_by.append(
         str(Path(__file__).parents[1].joinpath("fit/cli.py").stat().st_mtime)
     )

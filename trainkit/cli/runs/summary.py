@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from trainkit import __version__
 from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
@@ -23,7 +24,7 @@ from trainkit.lit.logs.plain_comparison import PlainComparison
 from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
 from trainkit.lit.split.callback import SplitCallback
 
-_PACKAGES = ("trainkit", "torch", "lightning", "hydra-core", "wandb")
+_PACKAGES = ("torch", "lightning", "hydra-core", "wandb")
 
 
 def collect(
@@ -50,6 +51,7 @@ def collect(
         "run_dir": str(folder.path),
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "versions": {
+            "trainkit": __version__,
             **{name: _version(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },

@@ -57,7 +57,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Arguments(prog="trainkit sweep", description=_ABOUT, epilog=_EXIT)
     add = parser.add_argument
     add("file", metavar="FILE", help="the sweep, YAML in W&B's format")
-    here = "run without a server; needs pip install trainkit[sweeps]"
+    here = "run without a server; needs pip install 'lightning-trainkit[sweeps]'"
     add("--offline", action="store_true", help=here)
     at_once = "trials at once (default: 1)"
     add("--agents", type=int, default=1, metavar="K", help=at_once)

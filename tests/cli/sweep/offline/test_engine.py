@@ -144,5 +144,7 @@ def test_a_missing_engine_is_said_with_the_command_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sweeps", None)
 
-    with pytest.raises(TrainkitError, match=r"pip install 'trainkit\[sweeps\]'"):
+    with pytest.raises(
+        TrainkitError, match=r"pip install 'lightning-trainkit\[sweeps\]'"
+    ):
         Engine(config("random", lr=RANGE), seed=0)

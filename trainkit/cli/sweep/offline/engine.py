@@ -99,7 +99,7 @@ def _import() -> ModuleType:
     except ImportError as error:
         raise TrainkitError(
             "trainkit sweep --offline: needs W&B's engine, the package `sweeps`, which "
-            "is not installed. Run pip install 'trainkit[sweeps]'."
+            "is not installed. Run pip install 'lightning-trainkit[sweeps]'."
         ) from error
     return sweeps
 
