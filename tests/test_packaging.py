@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import os
 import re
 import shutil
@@ -181,6 +182,19 @@ def test_the_wheel_holds_every_file(built: Built) -> None:
 @pytest.mark.environments
 def test_the_sdist_makes_the_same_wheel(built: Built) -> None:
     assert contents(built.wheel_of_sdist) == contents(built.wheel)
+
+
+@pytest.mark.environments
+def test_the_metadata_are_fit_to_be_published(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as file:
+        (name,) = (n for n in file.namelist() if n.endswith("/METADATA"))
+        told = email.message_from_bytes(file.read(name))
+    assert told["Name"] == "lightning-trainkit"
+    assert told["Description-Content-Type"] == "text/markdown"
+    for field in ("Author", "Keywords", "License-Expression", "Summary", "Version"):
+        assert told[field], field
+    assert told["Authors"] is None  # the control: no such field
+    assert told.get_payload() == (ROOT / "README.md").read_text()
 
 
 # ---- installing ----------------------------------------------------------------------
