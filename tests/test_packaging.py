@@ -88,6 +88,16 @@ def test_messages_and_pages_name_the_distribution() -> None:
         assert set(asked.split(",")) <= SETTINGS["project"][extras].keys(), file
 
 
+def test_the_demo_installs_no_extra() -> None:
+    steps = {
+        name: subprocess.check_output(["make", "-nB", name], cwd=ROOT, text=True)
+        for name in ("demo", "test")
+    }
+    assert "--editable .\n" in steps["demo"]
+    assert "[" not in steps["demo"]
+    assert "--editable '.[dev]'" in steps["test"]  # the control
+
+
 def _is_under(name: str, package: str) -> bool:
     return package in ("", name) or name.startswith(f"{package}.")
 
