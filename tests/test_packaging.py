@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import os
 import re
 import shutil
@@ -85,6 +86,16 @@ def test_messages_and_pages_name_the_distribution() -> None:
     for file, distribution, asked in found:
         assert distribution == name, file
         assert set(asked.split(",")) <= SETTINGS["project"][extras].keys(), file
+
+
+def test_the_demo_installs_no_extra() -> None:
+    steps = {
+        name: subprocess.check_output(["make", "-nB", name], cwd=ROOT, text=True)
+        for name in ("demo", "test")
+    }
+    assert "--editable .\n" in steps["demo"]
+    assert "[" not in steps["demo"]
+    assert "--editable '.[dev]'" in steps["test"]  # the control
 
 
 def _is_under(name: str, package: str) -> bool:
@@ -181,6 +192,19 @@ def test_the_wheel_holds_every_file(built: Built) -> None:
 @pytest.mark.environments
 def test_the_sdist_makes_the_same_wheel(built: Built) -> None:
     assert contents(built.wheel_of_sdist) == contents(built.wheel)
+
+
+@pytest.mark.environments
+def test_the_metadata_are_fit_to_be_published(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as file:
+        (name,) = (n for n in file.namelist() if n.endswith("/METADATA"))
+        told = email.message_from_bytes(file.read(name))
+    assert told["Name"] == "lightning-trainkit"
+    assert told["Description-Content-Type"] == "text/markdown"
+    for field in ("Author", "Keywords", "License-Expression", "Summary", "Version"):
+        assert told[field], field
+    assert told["Authors"] is None  # the control: no such field
+    assert told.get_payload() == (ROOT / "README.md").read_text()
 
 
 # ---- installing ----------------------------------------------------------------------
