@@ -23,6 +23,7 @@ from trainkit.config.attach import (
 )
 from trainkit.config.check import AUTO, check_all
 from trainkit.config.kinds import CALLBACK_GROUPS
+from trainkit.config.limits import refuse_no_end
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
@@ -43,17 +44,22 @@ class Training:
         self.trainer.fit(self.module, self.data, ckpt_path=ckpt_path)
 
 
-def build(config: DictConfig, *, callbacks: Sequence[Callback] = ()) -> Training:
+def build(
+    config: DictConfig, *, callbacks: Sequence[Callback] = (), trains: bool = False
+) -> Training:
     """Check a configuration, then make its training.
 
     Args:
         config: the configuration that `conf/train.yaml` composes.
         callbacks: more callbacks than the configuration names.
+        trains: whether it will run to its end, which must then be given.
 
     Raises:
         TrainkitError: a wrong key, type or target, before anything is built.
     """
     check_all(config)
+    if trains:
+        refuse_no_end(config.trainer)
     if config.seed is not None:
         seed_everything(config.seed, workers=True, verbose=False)
     module = _make(config, "model")

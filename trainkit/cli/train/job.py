@@ -30,7 +30,6 @@ from trainkit.cli.train.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build
-from trainkit.config.limits import refuse_no_end
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
@@ -47,8 +46,7 @@ def run(config: DictConfig) -> float | None:
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
     windows = WindowSummary()
-    refuse_no_end(config.trainer)
-    training = build(config, callbacks=[windows, WandbFacts()])
+    training = build(config, callbacks=[windows, WandbFacts()], trains=True)
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
