@@ -357,7 +357,7 @@ def test_train_with_a_module_and_a_strategy_in_the_current_folder(
     written(groups / "accumulation" / "rows.yaml", "_target_: mine.Rows\n")
     written(groups / "model" / "mine.yaml", "_target_: mine.Net\nwidth: 3\n")
     asked = ["accumulation=rows", "model=mine", "--config-dir", "my conf", *SMALL]
-    said = installed.run("trainkit", "train", *asked, TRAINKIT_ALLOW="mine")
+    said = installed.run("trainkit", "train", "experiment=demo", *asked)
     assert "weighed by Rows" in said
     assert "finished after 4 optimizer steps" in said
     (run,) = installed.folder.glob("outputs/code_lm/*")
