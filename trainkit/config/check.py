@@ -28,6 +28,8 @@ _PARTIAL = ("optimizer", "scheduler")
 def check_all(config: DictConfig) -> None:
     """Refuse arguments that do not fit the signatures of their targets."""
     check_kinds(config)
+    for name in ("model", "data", "trainer"):
+        _refuse_without_class(config[name], name)
     groups = ("accumulation", "micro_batching", *CALLBACK_GROUPS, "optimizer")
     for name in ("model", "data", *groups, "trainer"):
         check(config[name], key=name)
@@ -49,8 +51,20 @@ def _refuse_without_option(node: DictConfig | None, group: str) -> None:
         raise TrainkitError(
             f"{group}.{name}: needs an option of {group}, and none is chosen, received "
             f"{node[name]!r}. Choose one before it: {group}=...; trainkit train --help "
-            f"lists the options. If an experiment sets the argument and you want no "
+            f"lists the options. A file of your own needs a line {TARGET}: "
+            f"my_module.MyClass. If an experiment sets the argument and you want no "
             f"{group}: {group}=none {without}"
+        )
+
+
+def _refuse_without_class(node: DictConfig | None, group: str) -> None:
+    """Refuse a group's file without a target; only the data may be left out."""
+    if (node or group != "data") and TARGET not in (node or {}):
+        names = ", ".join(map(str, node or ())) or "nothing"
+        raise TrainkitError(
+            f"{group}: must have a {TARGET}, received {names}. Add a line {TARGET}: "
+            f"my_module.MyClass to the file that {group}=... names, and set "
+            f"TRAINKIT_ALLOW=my_module in the environment."
         )
 
 
