@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -108,8 +108,10 @@ def check(config: Any, *, key: str) -> None:
     for name in range(len(config)) if is_list else config:
         inner = f"{key}[{name}]" if is_list else f"{key}.{name}"
         if OmegaConf.is_missing(config, name):
+            hints = {} if is_list else _hints(locate(config.get(TARGET), key=key))
             raise TrainkitError(
-                f"{inner}: must be given. Add {inner}=... to the command line."
+                f"{inner}: must be given. Add {_word(inner, hints.get(name))} to the "
+                f"command line."
             )
         check(config[name], key=inner)
     if not is_list and TARGET in config:
@@ -172,10 +174,21 @@ def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
             return  # an object that is not made yet
         value = OmegaConf.to_container(value, resolve=True)
     if not fits(value, hint):
+        advice = remedy_for_text(value, hint)
+        if _is_mapping(hint):
+            advice = f"On the command line: {_word(key, hint)}"
         raise TrainkitError(
-            f"{key}: must be {_name_of(hint)}, received {value!r}. "
-            f"{remedy_for_text(value, hint)}".rstrip()
+            f"{key}: must be {_name_of(hint)}, received {value!r}. {advice}".rstrip()
         )
+
+
+def _is_mapping(hint: Any) -> bool:
+    return get_origin(hint) is Mapping and get_args(hint) == (int, int)
+
+
+def _word(key: str, hint: Any) -> str:
+    """A word that sets a key; a shell would take braces without quotes apart."""
+    return f"'{key}={{0: 2, 5: 4}}'" if _is_mapping(hint) else f"{key}=..."
 
 
 def _hints(target: Any) -> Mapping[str, Any]:

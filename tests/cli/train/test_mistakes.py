@@ -162,6 +162,19 @@ def test_a_value_that_does_not_fit_is_one_message_and_2(
     assert is_one_message(text, capsys.readouterr().err)
 
 
+def test_the_advice_about_stages_is_taken_when_pasted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = [[], ["schedule.sizes=10:4"], ["+schedule.sizes.0=4"]]
+    for word in wrong:
+        assert train("schedule=stages", *word) == 2
+        shown = capsys.readouterr().err
+        assert is_one_message("schedule.sizes: must be", shown)
+        words = [each for each in shlex.split(shown) if each.startswith("schedule.s")]
+        assert words[-1] == "schedule.sizes={0: 2, 5: 4}"
+    assert train("schedule=stages", words[-1], "trainer.max_steps=1") == 0
+
+
 def test_what_an_experiment_says_of_an_optimizer_that_is_taken_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
