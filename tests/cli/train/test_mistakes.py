@@ -226,7 +226,8 @@ def test_a_file_of_ones_own_needs_a_target(
     assert train(*words, small=[]) == 2
     shown = capsys.readouterr().err
     assert is_one_message("line _target_: my_module.MyClass", shown)
-    assert shown.startswith(f"trainkit: {group}") and "depth" in shown
+    assert shown.startswith(f"trainkit: {group}")
+    assert "depth" in shown
     assert not run_dirs(tmp_path)
 
 
