@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
@@ -57,3 +58,21 @@ def test_no_secret_waits_for_the_end_of_a_multirun(tmp_path: Path) -> None:
     assert "abcdefgh" not in written.read_text()
     assert "seed=1" in written.read_text()
     assert [each.name for each in tmp_path.iterdir()] == ["multirun.yaml"]
+
+
+def test_how_many_runs_failed_is_no_name_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that failed before they had begun."""
+    for name in "12":
+        made(tmp_path, name, 1.0)
+    config = OmegaConf.create(
+        {"mode": "min", "hydra": {"sweep": {"dir": str(tmp_path)}}}
+    )
+    Comparison().on_multirun_end(config)
+    assert "runs failed" not in capsys.readouterr().out
+    (tmp_path / "0").mkdir()
+    for name in "02":
+        (tmp_path / name / ".failed").touch()
+    Comparison().on_multirun_end(config)
+    assert capsys.readouterr().out.endswith("\ntrainkit | 2 of 3 runs failed\n")

@@ -16,7 +16,9 @@ from trainkit.config._compat import (
     main_options,
     register_resolver,
     store,
+    without_group,
 )
+from trainkit.config.conf import register
 
 
 @dataclass
@@ -54,3 +56,17 @@ def test_what_hydra_main_is_told() -> None:
         assert "mine.*" in options["execution_whitelist"]
     else:
         assert options == {"version_base": "1.3"}
+
+
+def test_one_folder_of_one_package_is_listed_as_no_group() -> None:
+    GlobalHydra.instance().clear()
+    register()
+    groups: list[list[str]] = []
+    with initialize(config_path=None, **VERSION_BASE):
+        loader = GlobalHydra.instance().config_loader()
+        for package in ("trainkit.conf", "another.package"):
+            with without_group(package, "sweep"):
+                groups.append(loader.list_groups(""))
+        assert "sweep" in loader.list_groups("")  # as it was before
+    hidden, listed = groups
+    assert set(listed) - set(hidden) == {"sweep"}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -43,6 +45,24 @@ def store(name: str, node: Any) -> None:
     stores.store(
         name, node, provider="trainkit", **({"replace": True} if accepts else {})
     )
+
+
+@contextmanager
+def without_group(package: str, name: str) -> Iterator[None]:
+    """Make Hydra list no group for a folder of a package that holds other files."""
+    source: Any = SourcesRegistry.instance().resolve("pkg")
+    before = source.list
+
+    def others(self: Any, config_path: str, *args: Any, **kwargs: Any) -> list[str]:
+        found = before(self, config_path, *args, **kwargs)
+        is_here = self.path == package and not config_path
+        return [each for each in found if not (is_here and each == name)]
+
+    source.list = others
+    try:
+        yield
+    finally:
+        source.list = before
 
 
 def main_options(packages: Sequence[str]) -> dict[str, Any]:

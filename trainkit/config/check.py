@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -33,6 +33,8 @@ def check_all(config: DictConfig) -> None:
             "conf/model, or write model._target_=my_module.MyModule."
         )
     check_kinds(config)
+    for name in ("model", "data", "trainer"):
+        _refuse_without_class(config[name], name)
     groups = ("accumulation", "micro_batching", *CALLBACK_GROUPS, "optimizer")
     for name in ("model", "data", *groups, "trainer"):
         check(config[name], key=name)
@@ -54,8 +56,19 @@ def _refuse_without_option(node: DictConfig | None, group: str) -> None:
         raise TrainkitError(
             f"{group}.{name}: needs an option of {group}, and none is chosen, received "
             f"{node[name]!r}. Choose one before it: {group}=...; trainkit train --help "
-            f"lists the options. If an experiment sets the argument and you want no "
+            f"lists the options. A file of your own needs a line {TARGET}: "
+            f"my_module.MyClass. If an experiment sets the argument and you want no "
             f"{group}: {group}=none {without}"
+        )
+
+
+def _refuse_without_class(node: DictConfig | None, group: str) -> None:
+    """Refuse a group's file without a target; only the data may be left out."""
+    if (node or group != "data") and TARGET not in (node or {}):
+        names = ", ".join(map(str, node or ())) or "nothing"
+        raise TrainkitError(
+            f"{group}: must have a {TARGET}, received {names}. Add a line {TARGET}: "
+            f"my_module.MyClass to the file that {group}=... names."
         )
 
 
@@ -99,8 +112,10 @@ def check(config: Any, *, key: str) -> None:
     for name in range(len(config)) if is_list else config:
         inner = f"{key}[{name}]" if is_list else f"{key}.{name}"
         if OmegaConf.is_missing(config, name):
+            hints = {} if is_list else _hints(locate(config.get(TARGET), key=key))
             raise TrainkitError(
-                f"{inner}: must be given. Add {inner}=... to the command line."
+                f"{inner}: must be given. Add {_word(inner, hints.get(name))} to the "
+                f"command line."
             )
         check(config[name], key=inner)
     if not is_list and TARGET in config:
@@ -163,10 +178,21 @@ def _refuse_wrong_type(value: Any, hint: Any, key: str) -> None:
             return  # an object that is not made yet
         value = OmegaConf.to_container(value, resolve=True)
     if not fits(value, hint):
+        advice = remedy_for_text(value, hint)
+        if _is_mapping(hint):
+            advice = f"On the command line: {_word(key, hint)}"
         raise TrainkitError(
-            f"{key}: must be {_name_of(hint)}, received {value!r}. "
-            f"{remedy_for_text(value, hint)}".rstrip()
+            f"{key}: must be {_name_of(hint)}, received {value!r}. {advice}".rstrip()
         )
+
+
+def _is_mapping(hint: Any) -> bool:
+    return get_origin(hint) is Mapping and get_args(hint) == (int, int)
+
+
+def _word(key: str, hint: Any) -> str:
+    """A word that sets a key; a shell would take braces without quotes apart."""
+    return f"'{key}={{0: 2, 5: 4}}'" if _is_mapping(hint) else f"{key}=..."
 
 
 def _hints(target: Any) -> Mapping[str, Any]:

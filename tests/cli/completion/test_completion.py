@@ -68,6 +68,7 @@ CANDIDATES = {
     "trainkit train -m accumulation=per_token,u": ["accumulation=per_token,uniform"],
     "trainkit train seed=1 -m accumulation=n": ["accumulation=none"],
     "trainkit train ~schedu": ["~schedule", "~scheduler"],
+    "trainkit train +sw": [],  # conf/sweep is no group
     "trainkit train trainer=cpu trainer.devi": ["trainer.devices="],
     "trainkit train accumulation=nothing data.batch_s": [],
     "trainkit train 'unbalanced": [],

@@ -154,7 +154,9 @@ def test_optuna_goes_on_past_failed_trials_and_the_status_tells(
     assert len(found) == trials
     failed = [rate for rate, status in found if status == "failed"]
     assert set(failed) == {7}
-    assert f"trainkit | failed runs: {len(failed)}\n" in capsys.readouterr().out
+    assert (
+        f"trainkit | {len(failed)} of {trials} runs failed\n" in capsys.readouterr().out
+    )
     if "0.001" in rates:
         assert {rate for rate, _ in found} == {0.001, 7, 8}
         (results,) = tmp_path.rglob("optimization_results.yaml")

@@ -54,3 +54,17 @@ def test_it_ends_as_one_long_run(
     assert same_weights(weights_of(run), weights_of(whole))
     rows = (run / "metrics.csv").read_text().splitlines()
     assert rows == (whole / "metrics.csv").read_text().splitlines()
+
+
+def test_of_a_run_that_has_ended_only_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["trainer.max_steps=1", "metric=nope", "callbacks.best=null"]
+    run_in(tmp_path, *RUN, *short)
+    capsys.readouterr()
+    run_in(tmp_path, "ckpt_path=last")
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("trainkit | training: nothing to do: the run had finished")
+    assert said.endswith("trainer.max_steps=2")
+    run_in(tmp_path, "ckpt_path=last", "trainer.max_steps=2")
+    assert "metric: nope was not logged" in capsys.readouterr().out

@@ -126,6 +126,7 @@ REMOVED: Any = object()
         ),
         ("model._target_", "os.getcwd", "TRAINKIT_ALLOW=os"),
         ("data.num_workers", "2", "data.num_workers: must be int, received '2'"),
+        ("model._target_", REMOVED, "model: must have a _target_, received"),
         ("accumulation.ignore_index", "x", "accumulation.ignore_index: must be int"),
         ("callbacks.mine", 1, "callbacks.mine: must have a _target_ or be null"),
         ("logger.mine", {"a": 1}, "logger.mine: must have a _target_ or be null"),
@@ -159,6 +160,19 @@ def test_a_value_that_does_not_fit_is_one_message_and_2(
 
     assert guarded(built) == 2
     assert is_one_message(text, capsys.readouterr().err)
+
+
+def test_the_advice_about_stages_is_taken_when_pasted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = [[], ["schedule.sizes=10:4"], ["+schedule.sizes.0=4"]]
+    for word in wrong:
+        assert train("schedule=stages", *word) == 2
+        shown = capsys.readouterr().err
+        assert is_one_message("schedule.sizes: must be", shown)
+        words = [each for each in shlex.split(shown) if each.startswith("schedule.s")]
+        assert words[-1] == "schedule.sizes={0: 2, 5: 4}"
+    assert train("schedule=stages", words[-1], "trainer.max_steps=1") == 0
 
 
 def test_what_an_experiment_says_of_an_optimizer_that_is_taken_out(
@@ -200,6 +214,21 @@ def test_a_file_that_is_no_yaml_is_named(
     shown = capsys.readouterr().err
     assert "mine.yaml" in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("group", ["model", "data", "optimizer"])
+def test_a_file_of_ones_own_needs_a_target(
+    group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "mine.yaml").write_text("depth: 1\n")
+    words = ["experiment=demo", f"{group}=mine", f"--config-dir={tmp_path}", "name=own"]
+    assert train(*words, small=[]) == 2
+    shown = capsys.readouterr().err
+    assert is_one_message("line _target_: my_module.MyClass", shown)
+    assert f"trainkit: {group}" in shown
+    assert "depth" in shown
+    assert not run_dirs(tmp_path)
 
 
 def test_it_does_without_logger_and_callbacks(tmp_path: Path) -> None:

@@ -146,6 +146,19 @@ def test_a_loss_that_is_no_mean_is_left_out(reduction: Any) -> None:
     assert comparison.deviation is None
 
 
+def test_a_fast_dev_run_says_nothing_of_windows() -> None:
+    """Its only batch is a whole window, of which plain Lightning would take a part."""
+    comparison = PlainComparison()
+    trainer = Trainer(
+        fast_dev_run=True,
+        accumulate_grad_batches=4,
+        callbacks=[AccumulationCallback(PerSample()), comparison],
+        accelerator="cpu",
+    )
+    trainer.fit(Net(), batches(RAGGED))
+    assert comparison.deviation is None
+
+
 def test_uniform_is_no_measure_of_plain_accumulation() -> None:
     """It would say that plain accumulation is off by nothing."""
     comparison = PlainComparison()

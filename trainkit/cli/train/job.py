@@ -72,6 +72,8 @@ def run(config: DictConfig) -> float | None:
     heard = stop.heard or ending.signals.heard
     if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise Interrupted(heard)  # the other runs do not start
+    if not beginning.is_written:
+        return None  # no step was left, and that has been said
     return _metric(training, config.metric)
 
 

@@ -23,7 +23,7 @@ from trainkit.cli.errors import is_mistake
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
 from trainkit.cli.words import completed, find_modules_here, key_of, options_first
-from trainkit.config._compat import main_options
+from trainkit.config._compat import main_options, without_group
 from trainkit.config.conf import PACKAGE, register
 from trainkit.config.targets import allowed_packages
 from trainkit.errors import TrainkitError
@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
         argv = options_first(_in_one_folder(argv))
     argv = completed(argv)
     program = _as_program("trainkit train", argv)
-    with program, _errors_come_through(), compared_even_if_some_fail():
+    no_sweep = without_group("trainkit.conf", "sweep")  # files of `trainkit sweep`
+    with no_sweep, program, _errors_come_through(), compared_even_if_some_fail():
         app = hydra.main(
             config_path=PACKAGE,
             config_name="train",

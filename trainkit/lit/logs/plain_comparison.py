@@ -28,9 +28,10 @@ class PlainComparison(Callback):
 
     This needs memory for two more copies of the gradient, so models with more than
     `max_parameters` are not measured. Nor are several ranks, manual optimization,
-    losses that are not means, and split windows, which plain Lightning does not have.
-    `Uniform()` is not measured either: it does what plain Lightning does, except in
-    short windows, so the result would not show how far both are from the big batch.
+    losses that are not means, split windows, which plain Lightning does not have, and
+    `fast_dev_run`, which cuts its only window short. Nor is `Uniform()`: it does what
+    plain Lightning does, except in short windows, so the result would not show how far
+    both are from the big batch.
 
     Args:
         max_parameters: the largest number of parameters that is measured.
@@ -79,6 +80,7 @@ class PlainComparison(Callback):
             and windows.strategy.loss_reduction == "mean"
             and not windows.is_split
             and pl_module.automatic_optimization
+            and not trainer.fast_dev_run
             and trainer.world_size == 1
             and len({p.device for p in trained}) == 1
             and sum(p.numel() for p in trained) <= self.max_parameters
