@@ -19,10 +19,9 @@ from trainkit.cli.words import (
     completed,
     key_of,
     option,
-    quoted,
 )
 from trainkit.config._compat import VERSION_BASE
-from trainkit.config.conf import register_types
+from trainkit.config.conf import found_first, register
 
 
 class Composition:
@@ -36,7 +35,7 @@ class Composition:
     def __init__(self, words: Sequence[str]) -> None:
         self._words = completed(words)
         self._options: dict[str, list[str]] = {}
-        register_types()
+        register()
 
     @cached_property
     def config(self) -> DictConfig:
@@ -65,12 +64,13 @@ class Composition:
         if folder is not None and path is None and name != "train":
             # Hydra does not look for a root configuration in hydra.searchpath.
             folder, path = None, folder
-        if folder is not None:
-            overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
         GlobalHydra.instance().clear()
         with (
-            initialize_config_module("trainkit.conf", **VERSION_BASE)
-            if path is None
-            else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
+            found_first(folder),
+            (
+                initialize_config_module("trainkit.conf", **VERSION_BASE)
+                if path is None
+                else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
+            ),
         ):
             yield name, overrides

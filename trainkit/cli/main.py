@@ -11,6 +11,7 @@ from trainkit.cli.mixture import refuse_a_mixture
 from trainkit.errors import TrainkitError, did_you_mean
 
 COMMANDS = {
+    "new": ("trainkit.cli.new.main", "make a folder for a training of your own"),
     "train": ("trainkit.cli.train.main", "train what a Hydra configuration describes"),
     "fit": ("trainkit.cli.fit.main", "train with the Lightning CLI"),
     "validate": ("trainkit.cli.fit.main", "validate with the Lightning CLI"),

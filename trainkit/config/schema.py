@@ -100,6 +100,7 @@ class TrainSchema:
     name: str = MISSING
     seed: Optional[int] = None
     wide_gradients: bool = False
+    checks: str = "late"
     proof: str = "warn"
     ckpt_path: Optional[str] = None
     metric: Optional[str] = None

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
             world_size=args.world_size or 1,
             max_micro_batch=args.max_micro_batch,
         )
-    epoch = scaling = None
+    epoch = scaling = reference = None
     if args.dataset_size is not None:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
     if args.lr is not None:
@@ -73,7 +73,10 @@ def main(argv: list[str]) -> int:
             eps=EPS if args.eps is None else args.eps,
         )
         scaling = scaled_by_rules(plan, reference, rule=args.rule)
-    report = make_report(plan, epoch, scaling, rule=args.rule, reference=args.reference)
+    words = args.overrides if probes else ()
+    report = make_report(
+        plan, epoch, scaling, rule=args.rule, reference=reference, words=words
+    )
     report["trials"] = None if found is None else [asdict(t) for t in found.trials]
     if args.json:
         print(json.dumps(report, indent=2))

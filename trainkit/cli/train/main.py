@@ -22,9 +22,16 @@ from trainkit.cli.comparison import (
 from trainkit.cli.errors import is_mistake
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
-from trainkit.cli.words import completed, find_modules_here, key_of, options_first
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    completed,
+    find_modules_here,
+    key_of,
+    option,
+    options_first,
+)
 from trainkit.config._compat import main_options, without_group
-from trainkit.config.conf import PACKAGE, register
+from trainkit.config.conf import PACKAGE, found_first, register
 from trainkit.config.targets import allowed_packages
 from trainkit.errors import TrainkitError
 
@@ -51,7 +58,9 @@ def main(argv: list[str]) -> int:
     argv = completed(argv)
     program = _as_program("trainkit train", argv)
     no_sweep = without_group("trainkit.conf", "sweep")  # files of `trainkit sweep`
-    with no_sweep, program, _errors_come_through(), compared_even_if_some_fail():
+    own = found_first(option(argv, CONFIG_DIR))
+    compared = compared_even_if_some_fail()
+    with own, no_sweep, program, _errors_come_through(), compared:
         app = hydra.main(
             config_path=PACKAGE,
             config_name="train",
