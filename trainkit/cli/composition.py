@@ -22,6 +22,14 @@ from trainkit.cli.words import (
 )
 from trainkit.config._compat import VERSION_BASE
 from trainkit.config.conf import found_first, register
+from trainkit.errors import TrainkitError
+
+LOOP = (
+    "configuration: a file must not name itself in its defaults, and one does, maybe "
+    "through others. A file of your own that has the name of one of trainkit's takes "
+    "its place, so give it another name to build on it."
+)
+"""What is said of files that name each other in a circle."""
 
 
 class Composition:
@@ -40,7 +48,10 @@ class Composition:
     @cached_property
     def config(self) -> DictConfig:
         with self._hydra() as (name, overrides):
-            return compose(name, overrides)
+            try:
+                return compose(name, overrides)
+            except RecursionError as error:
+                raise TrainkitError(LOOP) from error
 
     def options(self, group: str) -> list[str]:
         """The options of a group, the user's own too; none for an unknown group."""

@@ -100,6 +100,7 @@ class TrainSchema:
     name: str = MISSING
     seed: Optional[int] = None
     wide_gradients: bool = False
+    tags: Optional[list[str]] = None
     checks: str = "late"
     proof: str = "warn"
     ckpt_path: Optional[str] = None
