@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from trainkit.cli.runs.checkpoint import unreadable, why_unreadable
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
@@ -74,12 +75,14 @@ def was_restoring(error: BaseException) -> bool:
 
 def does_not_fit(path: str, error: BaseException) -> TrainkitError:
     """A short error in place of torch's, which may list every tensor."""
+    why = why_unreadable(path)
+    if why is not None:
+        return unreadable("ckpt_path", path, why)
     first, *more = [line.strip() for line in str(error).splitlines()] or ["?"]
     shown = " ".join([first, *more[:1]])
     shown += f" (and {len(more) - 1} more)" if len(more) > 1 else ""
     return TrainkitError(
-        f"ckpt_path: {path} does not fit this configuration, or is not a checkpoint: "
-        f"{shown}\n"
+        f"ckpt_path: {path} does not fit this configuration: {shown}\n"
         f"Undo what you changed in the configuration (the run's config.yaml shows the "
         f"old values), or leave ckpt_path out to start a new run."
     )
