@@ -104,4 +104,5 @@ class TrainSchema:
     ckpt_path: Optional[str] = None
     metric: Optional[str] = None
     mode: str = "min"
+    test: bool = False
     pictures: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ def trained(
     where: Path, *words: str, model: str = "Net", data: str = "Data", status: int = 0
 ) -> Path:
     classes = [f"model._target_={OWN}.{model}", f"data._target_={OWN}.{data}"]
-    assert train(*classes, *words, small=EPOCHS) == status
+    assert _status(lambda: train(*classes, *words, small=EPOCHS)) == status
     return the_run(where)
 
 
 def trainkit(*words: Any) -> int:
     GlobalHydra.instance().clear()
-    return main([str(word) for word in words])
+    return _status(lambda: main([str(word) for word in words]))
 
 
 def result(run: Path, verb: str) -> dict[str, Any]:
@@ -44,3 +45,10 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock"
     }
+
+
+def _status(call: Callable[[], int]) -> Any:
+    try:
+        return call()
+    except SystemExit as end:  # after a signal
+        return end.code

@@ -14,6 +14,13 @@ from tests.cli.evaluate.ones_own import Data, Net
 from tests.cli.evaluate.runs import files, result, trained, trainkit
 
 
+def validations(run: Path) -> dict[int, float]:
+    """What the training's own validations have logged, after so many steps."""
+    with (run / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["val/loss"]]
+    return {int(row["step"]) + 1: float(row["val/loss"]) for row in rows}
+
+
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["single", "double"])
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     before = torch.get_default_dtype()
@@ -29,12 +36,7 @@ def test_of_validation(
     and of other weights another one."""
     run = trained(tmp_path)
     before = files(run)
-    with (run / "metrics.csv").open() as file:
-        logged = {
-            int(row["step"]) + 1: float(row["val/loss"])
-            for row in csv.DictReader(file)
-            if row["val/loss"]
-        }
+    logged = validations(run)
     capsys.readouterr()
     assert trainkit("validate", run) == 0
     said = capsys.readouterr().out
@@ -74,14 +76,15 @@ def test_of_a_test_with_overrides(tmp_path: Path) -> None:
     assert again["metrics"] != wanted
 
 
-def test_log_exact_and_a_layer_that_the_guard_replaced(tmp_path: Path) -> None:
-    """`log_exact` needs its callback, and the layers those of the training."""
-    words = ["experiment=digits_bn_debug", "batchnorm=group_norm", "pictures=false"]
-    words += ["model.freeze=null"] if False else []
+@pytest.mark.parametrize("policy", ["group_norm", "recalibrate"])
+def test_log_exact_and_layers_that_a_guard_has_changed(
+    policy: str, tmp_path: Path
+) -> None:
+    words = ["experiment=digits_bn_debug", f"batchnorm={policy}", "pictures=false"]
     assert trainkit("train", *words, "name=run") == 0
     (run,) = (tmp_path / "outputs" / "run").iterdir()
-    assert trainkit("validate", run / "checkpoints" / "last.ckpt") == 0
-    name, value = next(iter(result(run, "validate")["metrics"].items()))
-    with (run / "metrics.csv").open() as file:
-        logged = [row[name] for row in csv.DictReader(file) if row[name]]
-    assert float(logged[-1]) == value
+    logged = validations(run)
+    for name in ("best.ckpt", "last.ckpt"):
+        assert trainkit("validate", run / "checkpoints" / name) == 0
+        found = result(run, "validate")
+        assert found["metrics"]["val/loss"] == logged[found["step"]]

@@ -60,9 +60,7 @@ def main(argv: list[str]) -> int:
     return _evaluate(verb, words[0], words[1:], argv)
 
 
-def _evaluate(
-    verb: str, named: str, words: Sequence[str], argv: Sequence[str]
-) -> int:
+def _evaluate(verb: str, named: str, words: Sequence[str], argv: Sequence[str]) -> int:
     from trainkit.cli.evaluate import of_fit, of_train
     from trainkit.cli.evaluate.place import find
     from trainkit.cli.evaluate.trainers import forget_trainings

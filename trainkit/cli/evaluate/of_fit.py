@@ -35,9 +35,9 @@ def make(verb: str, place: Place, words: Sequence[str]) -> Evaluation:
     for name in _OF_FIT:
         config.pop(name, None)
     _refuse_own_script(verb, config, place.config)
-    _refuse_secrets(config, given)
+    config["trainer"]["logger"] = False
+    config = _without_secrets(config, given)
     trainer = config["trainer"]
-    trainer["logger"] = False
     if "trainer.profiler" not in given:
         trainer["profiler"] = None
     put_on_one_device(verb, trainer, given)
@@ -104,19 +104,21 @@ def _refuse_own_script(verb: str, config: Mapping[str, Any], path: Path) -> None
         )
 
 
-def _refuse_secrets(config: Any, given: set[str], key: str = "") -> None:
-    if key and key in given:
-        return
-    if isinstance(config, Mapping):
-        for name, value in config.items():
-            inner = f"{key}.{name}" if key else str(name)
-            if not inner.startswith("trainer.logger"):
-                _refuse_secrets(value, given, inner.replace(".init_args.", "."))
-    elif isinstance(config, list):
-        for value in config:
-            _refuse_secrets(value, given, key)
-    elif isinstance(config, str) and REDACTED in config:
-        raise TrainkitError(
-            f"--{key}: is a secret, so its value was not saved in the run's folder. "
-            f"Give it again on the command line: --{key}=..."
-        )
+def _without_secrets(config: Any, given: set[str], key: str = "") -> Any:
+    """The configuration without the redacted values that are given again."""
+    if isinstance(config, list):
+        return [_without_secrets(each, given, key) for each in config]
+    if not isinstance(config, Mapping):
+        return config
+    kept = {}
+    for name, value in config.items():
+        inner = f"{key}.{name}" if key else str(name)
+        inner = inner.replace(".init_args.", ".")
+        if not (isinstance(value, str) and REDACTED in value):
+            kept[name] = _without_secrets(value, given, inner)
+        elif inner not in given:
+            raise TrainkitError(
+                f"--{inner}: is a secret, so its value was not saved in the run's "
+                f"folder. Give it again on the command line: --{inner}=..."
+            )
+    return kept

@@ -45,9 +45,10 @@ def rows_of(prediction: Any, num_rows: int | None = None) -> list[Row]:
     found = next(iter(lengths.values()), 1)
     if num_rows not in (None, found):
         raise _refused(f"{found} for a batch of {num_rows}")
-    samples = columns.get(NAME)
-    if isinstance(prediction, list) and all(isinstance(x, dict) for x in samples):
-        return samples
+    if isinstance(prediction, list):
+        samples: list[Any] = columns[NAME]
+        if all(isinstance(each, dict) for each in samples):
+            return samples
     return [
         {name: x[n] if isinstance(x, list) else x for name, x in columns.items()}
         for n in range(found)

@@ -1,4 +1,4 @@
-"""A run's checkpoints: which is the best one, what one says of itself, its mistakes."""
+"""A run's checkpoints: the best one, the step and metric of one, and damaged ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEST = "best.ckpt"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, and what it says of itself.
+    """A checkpoint with its step and its metric.
 
     Args:
         path: its file, or its folder if it is sharded.
@@ -57,7 +57,7 @@ def best_checkpoint(folder: RunFolder) -> Path | None:
 
 
 def about_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint with what it says of itself.
+    """The checkpoint with the step and the metric that are saved in it.
 
     Raises:
         TrainkitError: it is not a readable checkpoint of Lightning.
