@@ -76,3 +76,19 @@ class Data(BareData):
 
     def predict_dataloader(self) -> Any:
         return loader(3, 10)
+
+
+class ForFit(Data):
+    """Makes its rows for training alone."""
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.rows = loader(2, 9)
+
+    def test_dataloader(self) -> Any:
+        return self.rows
+
+
+class ByPosition(Data):
+    def predict_dataloader(self) -> Any:
+        return DataLoader(loader(3, 10).dataset, 4)

@@ -47,6 +47,7 @@ def is_refused(
         ([f"model._target_={OWN}.Bare"], "model: must have test_step to test, and "),
         ([f"data._target_={OWN}.BareData"], "data: BareData has no test_dataloader."),
         ([f"data._target_={OWN}.loader", "+data.seed=1", "+data.rows=3"], "received D"),
+        ([f"data._target_={OWN}.ForFit"], 'setup with the stage "test" alone, without'),
         (["data._target_=nothing.Data"], "there is no module 'nothing'"),
         (["trainer.accelerator=tpu"], "trainer: lightning.pytorch.Trainer could not"),
     ],
@@ -65,6 +66,7 @@ def test_a_test_that_cannot_be_made_has_an_alternative(run: Path) -> None:
 def test_of_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         ([f"model._target_={OWN}.Bare"], "Write predict_step(self, batch, batch_idx)"),
+        ([f"data._target_={OWN}.ByPosition"], "DataLoader(rows, batch_size=8)"),
         (["trainer.devices=2"], "trainer.devices: must be 1 to predict"),
         ([f"data._target_={OWN}.BareData"], "BareData has no predict_dataloader"),
     ):

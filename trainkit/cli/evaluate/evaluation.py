@@ -84,8 +84,7 @@ class Evaluation:
                 **own,
             )
         except Exception as error:
-            if writer is not None:
-                _explain(error, self.module)
+            _explain(error, self.verb, self.module)
             raise
         finally:
             if writer is not None:
@@ -192,24 +191,29 @@ def _refuse_several_ranks(trainer: Any) -> None:
         )
 
 
-def _explain(error: Exception, module: LightningModule) -> None:
-    """Raise what a user of `predict` can do about an error, if that is known."""
+def _explain(error: Exception, verb: str, module: LightningModule) -> None:
+    """Raise what a user can do about an error, if that is known."""
+    loader = LOADERS[verb]
     if "more than one `__init__` argument" in str(error):
         raise TrainkitError(
-            "predict_dataloader: Lightning makes this loader again in order to predict,"
-            " which fails if batch_size is given by position. Give it by name: "
-            "DataLoader(rows, batch_size=8)."
+            f"{loader}: Lightning makes this loader again in order to {verb}, which "
+            f"fails if batch_size is given by position. Give it by name: "
+            f"DataLoader(rows, batch_size=8)."
         ) from error
-    frames = traceback.walk_tb(error.__traceback__)
-    is_in_step = any(f.f_code.co_name == "predict_step" for f, _ in frames)
-    if is_in_step and not is_overridden("predict_step", module):
+    frames = [f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, AttributeError) and loader in frames:
+        raise TrainkitError(
+            f"{loader}: it must find what it reads, and failed: {error}. To {verb}, "
+            f'Lightning calls setup with the stage "{verb}" alone, without "fit". '
+            f"Make it there too. {TRACEBACK}=1 in the environment shows where."
+        ) from error
+    if "predict_step" in frames and not is_overridden("predict_step", module):
         raise TrainkitError(
             f"model: must have predict_step to predict on these data, and "
             f"{type(module).__name__} has none. Lightning then calls forward with the "
-            f"whole batch of predict_dataloader, which failed: {type(error).__name__}: "
-            f"{error}\nWrite predict_step(self, batch, batch_idx), for example: "
-            f"inputs, _ = batch; return self(inputs). {TRACEBACK}=1 in the environment "
-            f"shows where."
+            f"whole batch of {loader}, which failed: {type(error).__name__}: {error}\n"
+            f"Write predict_step(self, batch, batch_idx), for example: inputs, _ = "
+            f"batch; return self(inputs). {TRACEBACK}=1 in the environment shows where."
         ) from error
 
 

@@ -42,8 +42,7 @@ def put_on_one_device(verb: str, trainer: Any, given: Collection[str]) -> None:
         trainer: the configuration, which is changed.
         given: the keys that the command line gives.
     """
-    names = {f"trainer.{name}" for name in ONE_DEVICE} | {"trainer"}
-    if names & set(given):
+    if {f"trainer.{name}" for name in ONE_DEVICE} & set(given):
         return
     had = [
         f"trainer.{name}={trainer[name]}"

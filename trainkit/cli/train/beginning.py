@@ -24,12 +24,16 @@ class Beginning(Callback):
         folder: the folder of the run.
         config: the resolved configuration.
         words: the overrides of the command line.
+
+    Attributes:
+        has_trained: whether training has started, on this rank and so on all.
     """
 
     def __init__(
         self, folder: RunFolder, config: Mapping[str, Any], words: Sequence[str]
     ) -> None:
         self.folder, self.config, self.words = folder, config, words
+        self.has_trained = False
         self._earlier = folder.started() if folder.is_of_a_run() else None
 
     @property
@@ -43,6 +47,7 @@ class Beginning(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _refuse_other_optimizers(trainer)
+        self.has_trained = True
         if self._earlier is not None and trainer.is_global_zero:
             self.folder.write_start(self.config, self.words)
 

@@ -126,7 +126,7 @@ def _fit_and_report(
         metrics = dict(trainer.callback_metrics)
         if test is not None:
             is_over = status == "finished" and not ending.signals.heard
-            facts["test"] = test.run(is_wanted=is_over and beginning.is_written)
+            facts["test"] = test.run(is_wanted=is_over and beginning.has_trained)
             metrics.update(trainer.callback_metrics)
         if trainer.is_global_zero and not beginning.is_written:
             if status == "finished":
