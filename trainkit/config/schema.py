@@ -106,4 +106,5 @@ class TrainSchema:
     ckpt_path: Optional[str] = None
     metric: Optional[str] = None
     mode: str = "min"
+    test: bool = False
     pictures: bool = True

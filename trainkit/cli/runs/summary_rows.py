@@ -17,7 +17,8 @@ def rows(facts: dict[str, Any]) -> list[Row]:
         ("training", done),
         *_window_rows(facts["windows"]),
     ]
-    for name, value in facts["metrics"].items():
+    tested = (facts.get("test") or {}).get("metrics", {})
+    for name, value in {**facts["metrics"], **tested}.items():
         if value is not None and not name.startswith("lr-"):
             found.append((name, f"{value:.4g}"))
     limits = facts["micro_batching"]
