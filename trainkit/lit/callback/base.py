@@ -59,7 +59,7 @@ class OrderedCallback(Callback):
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
         if ours[-1] is self and trainer.is_global_zero:
             rows = [row for each in ours for row in each.table_rows(trainer, pl_module)]
-            show([*rows, *_clipping(trainer)])
+            show([*rows, *_clipping(trainer)], trainer)
 
 
 def _clipping(trainer: Any) -> list[Row]:
