@@ -260,11 +260,12 @@ def test_shown_now_holds_what_the_batch_or_the_validation_has_logged() -> None:
             self.log("val/n", 7.0, prog_bar=True)
 
     class Reading(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
             metrics = dict(trainer.progress_bar_metrics)
             seen.append((_compat.shown_now(trainer), metrics))
 
-        on_validation_end = on_train_batch_end
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.on_train_batch_end(trainer)
 
     data = micro_batches(ragged_sequences(8), [4, 4])
     trainer(

@@ -72,10 +72,11 @@ def test_a_run_leaves_its_folder(
     for text in (
         "trainkit | step: per-device batch 2 x accumulation 4",  # before
         "trainkit | step 2 of 2: ",  # during
-        "trainkit | loss: ",  # after
+        "trainkit | window/loss: ",  # after
         "trainkit | window weight: ",
         "trainkit | learning rate: ",
         "trainkit | plain accumulation: its gradients would have been off by",
+        "trainkit | throughput: ",
         f"trainkit | written to: {run}",
     ):
         assert text in said, text

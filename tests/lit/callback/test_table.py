@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +138,31 @@ def test_each_fit_prints_its_own_plan(capsys: pytest.CaptureFixture[str]) -> Non
         fit = trainer(size, callbacks=ours, max_epochs=1)
         fit.fit(module, micro_batches(SEQUENCES))
     assert len(lines(capsys)) == 4
+
+
+def test_a_resumed_fit_says_from_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is named by its folder, relative to the current one if it is below it."""
+    monkeypatch.chdir(tmp_path)
+    module, ours = make("callback")
+    first = trainer(2, callbacks=ours, max_epochs=1)
+    first.fit(module, micro_batches(SEQUENCES))
+    assert "resumed" not in capsys.readouterr().out
+    for path in ("out/run/checkpoints/last.ckpt", "elsewhere.ckpt"):
+        first.save_checkpoint(tmp_path / path)
+    step = f"trainkit | training: resumed at step {first.global_step}"
+
+    def resumed(path: str) -> str:
+        module, ours = make("callback")
+        trainer(2, callbacks=ours, max_epochs=2).fit(
+            module, micro_batches(SEQUENCES), ckpt_path=path
+        )
+        return lines(capsys)[-1]
+
+    assert resumed("out/run/checkpoints/last.ckpt") == f"{step} of out/run"
+    assert resumed(str(tmp_path / "elsewhere.ckpt")) == f"{step} from elsewhere.ckpt"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    run = tmp_path / "out" / "run"
+    assert resumed(f"{run}/checkpoints/last.ckpt") == f"{step} of {run}"
