@@ -14,7 +14,7 @@ from tests.helpers import pad, ragged_sequences, run_ranks, trainer
 from tests.lit.fronts import Mixed, micro_batches
 from tests.lit.schedule.scheduling import FRONTS, SEQUENCES, batches, fitted, make
 from trainkit import AccumulationSchedule
-from trainkit.lit.callback.table import show
+from trainkit.lit.callback.table import say, show
 
 SCHEDULE = {0: 4, 3: 3, 5: 1}
 
@@ -92,6 +92,25 @@ def test_plan_of_brackets_is_shown_as_written(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stdout", terminal)
     show([("lr", "[0.1] -> [0.2] [bold]")])
     assert "[0.1] -> [0.2] [bold]" in terminal.getvalue()
+
+
+def test_a_line_of_its_own_is_cut_between_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "not measured: " + " ".join(["word"] * 20)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    say(trainer(), ("proof", text))
+    cut = terminal.getvalue().splitlines()
+    assert len(cut) > 1
+    assert all(len(line) <= 60 for line in cut)
+    whole = f"trainkit | proof: {text}"
+    assert " ".join(line.strip() for line in cut) == whole
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    say(trainer(), ("proof", text))
+    assert pipe.getvalue() == f"{whole}\n"
 
 
 def test_empty_plan_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 from tests.helpers import loader, quiet_lightning, trainer
 from trainkit import (
@@ -21,6 +21,7 @@ from trainkit import (
     TrainkitError,
 )
 from trainkit.core.late_reading import LateReading
+from trainkit.lit.callback.base import Stopped
 from trainkit.lit.logs import step_progress
 from trainkit.lit.logs.step_bar import StepBar
 
@@ -296,3 +297,29 @@ def test_disabled_it_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_interval_is_refused(wrong: Any) -> None:
     with pytest.raises(TrainkitError, match=f"every_n_steps: .* received {wrong}"):
         StepProgress(every_n_steps=wrong)
+
+
+class Stopping(Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if trainer.global_step == 3:
+            raise self.error
+
+
+@pytest.mark.parametrize(("error", "last"), [(Stopped(), 3), (KeyError("x"), 2)])
+def test_the_bar_of_a_run_that_was_stopped_shows_its_last_step(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, last: int
+) -> None:
+    """After an error nothing more is read from the device."""
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(StepProgress, "_is_due", lambda self, step, before: step == 2)
+    bars: list[int] = []
+    keep = StepBar.draw
+    monkeypatch.setattr(
+        StepBar, "draw", lambda self, n, texts: (bars.append(n), keep(self, n, texts))
+    )
+    with pytest.raises(type(error)):
+        fit(StepProgress(), Stopping(error), module=Counting(), limit_val_batches=0)
+    assert bars[-1] == last

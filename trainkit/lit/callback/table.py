@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from typing import Any
 
 Row = tuple[str, str]
@@ -46,7 +48,17 @@ def say(trainer: Any, row: Row) -> None:
         trainer: in `fit`.
         row: a label and its text.
     """
-    _print(f"trainkit | {row[0]}: {row[1]}", trainer)
+    line = f"trainkit | {row[0]}: {row[1]}"
+    if is_terminal():  # which would cut words
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(
+            line,
+            width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    _print(line, trainer)
 
 
 def is_terminal() -> bool:

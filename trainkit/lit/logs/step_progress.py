@@ -15,7 +15,7 @@ from trainkit.core.whole_number import check_whole_number
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import shown_now
-from trainkit.lit.callback.base import windows_of
+from trainkit.lit.callback.base import Stopped, windows_of
 from trainkit.lit.callback.table import is_terminal
 from trainkit.lit.schedule.total_steps import total_steps
 
@@ -119,6 +119,8 @@ class StepProgress(ProgressBar):
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
+        if isinstance(exception, Stopped):
+            self.on_train_end(trainer, pl_module)
         self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
