@@ -80,6 +80,8 @@ def test_a_run_leaves_its_folder(
         f"trainkit | written to: {run}",
     ):
         assert text in said, text
+    assert "\x1b" not in said  # there is no terminal
+    assert summary["throughput"]["steps"] == 1
 
 
 def test_with_a_schedule_the_effective_batch_is_that_of_the_last_step(
