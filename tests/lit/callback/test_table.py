@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader
 
 from tests.helpers import pad, ragged_sequences, run_ranks, trainer
 from tests.lit.fronts import Mixed, micro_batches
 from tests.lit.schedule.scheduling import FRONTS, SEQUENCES, batches, fitted, make
-from trainkit import AccumulationSchedule
+from trainkit import AccumulationSchedule, BatchNormGuard, StepProgress
 from trainkit.lit.callback.table import say, show
 
 SCHEDULE = {0: 4, 3: 3, 5: 1}
@@ -185,3 +186,22 @@ def test_a_resumed_fit_says_from_where(
     monkeypatch.chdir(tmp_path / "other")
     run = tmp_path / "out" / "run"
     assert resumed(f"{run}/checkpoints/last.ckpt") == f"{step} of {run}"
+
+
+@pytest.mark.parametrize("guard", [[], [BatchNormGuard()]], ids=["early", "late"])
+@pytest.mark.parametrize("checks", [0, 1])
+@pytest.mark.parametrize("bar", [StepProgress, RichProgressBar, TQDMProgressBar])
+def test_plan_is_printed_once_beside_every_bar(
+    bar: Any, checks: int, guard: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the bar of tqdm is drawn, and after it has closed that of the sanity
+    check, its own `print` writes nothing. With the guard the table is printed late."""
+    module, ours = make("callback")
+    module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    data = micro_batches(SEQUENCES)
+    for _ in range(2):
+        trainer(
+            2, callbacks=[*ours, *guard, bar()], max_epochs=1,
+            num_sanity_val_steps=checks, enable_progress_bar=True,
+        ).fit(module, data, data)  # fmt: skip
+        assert capsys.readouterr().out.count("trainkit | step: ") == 1
