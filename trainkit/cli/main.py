@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 
 from trainkit.cli.errors import guarded
+from trainkit.cli.loading import say_loading
 from trainkit.cli.mixture import refuse_a_mixture
 from trainkit.errors import TrainkitError, did_you_mean
 
@@ -72,5 +73,6 @@ def _dispatch(argv: list[str]) -> int:
         )
     module, _ = COMMANDS[argv[0]]
     if module in ("trainkit.cli.fit.main", EVALUATE):
+        say_loading(argv[0], argv[1:])
         return import_module(module).main(argv)  # it has several commands
     return import_module(module).main(argv[1:])

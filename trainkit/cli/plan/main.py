@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import overrides
+from trainkit.cli.loading import say_loading
 from trainkit.cli.plan.report import describe, make_report
 from trainkit.cli.plan.scaling import BETAS, EPS, Reference, scaled_by_rules
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
@@ -86,6 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
+    say_loading("plan", ["--json"] if args.json else [])
     from trainkit.cli.plan.probe import probe  # loads torch and lightning
 
     return probe(

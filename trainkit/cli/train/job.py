@@ -34,6 +34,7 @@ from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
+from trainkit.lit.logs.throughput import Throughput
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
@@ -47,7 +48,8 @@ def run(config: DictConfig) -> float | None:
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
     windows = WindowSummary()
-    training = build(config, callbacks=[windows, WandbFacts()], trains=True)
+    ours = [windows, Throughput(), WandbFacts()]
+    training = build(config, callbacks=ours, trains=True)
     test = TestAtEnd(training, folder) if config.test else None
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))

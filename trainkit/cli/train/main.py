@@ -21,6 +21,7 @@ from trainkit.cli.comparison import (
 )
 from trainkit.cli.composition import LOOP
 from trainkit.cli.errors import is_mistake
+from trainkit.cli.loading import say_loading
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
 from trainkit.cli.words import (
@@ -106,6 +107,7 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 
 def run_job(config: DictConfig) -> float | None:
     """Train once, and return the metric that a sweeper optimises."""
+    say_loading("train")
     from trainkit.cli.train.job import run
 
     try:
