@@ -10,6 +10,7 @@ from typing import Any
 
 import hydra.utils
 import pytest
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import trainkit
@@ -158,9 +159,16 @@ def test_a_part_of_a_package_can_be_allowed(monkeypatch: pytest.MonkeyPatch) -> 
         ("trainkit.nowhere.Thing", "nowhere"),
     ],
 )
-def test_a_target_that_is_not_there_is_named(target: str, reason: str) -> None:
+def test_a_target_that_is_not_there_is_named(
+    target: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: Hydra's own words, the control, are not logged beside ours."""
     with pytest.raises(TrainkitError, match=f"there is no '{target}'.*{reason}"):
         instantiate({"_target_": target})
+    assert not caplog.records
+    with pytest.raises(HydraException):
+        hydra.utils.get_object(target)
+    assert caplog.records
 
 
 @pytest.mark.parametrize("recipe", ["gan.DigitsGAN", "completions.CompletionLM"])

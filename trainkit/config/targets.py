@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -109,7 +110,9 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
                 f"nor in the current folder ({Path.cwd()})."
             )
         raise _not_allowed(target, key, package)
+    log = logging.getLogger("hydra.utils")
     try:
+        log.disabled = True  # it would say what is said below
         found = hydra.utils.get_object(target)
     except (HydraException, ImportError, AttributeError, ValueError) as error:
         cause = error.__cause__ or error
@@ -125,6 +128,8 @@ def locate(target: Any, *, key: str = TARGET) -> Any:
             f"{key}: there is no {target!r}: {reason}. Give the dotted path of a class "
             f"or function that can be imported."
         ) from error
+    finally:
+        log.disabled = False
     home = found.__name__ if inspect.ismodule(found) else _home_of(found)
     is_of_here = is_here and _is_here(home.partition(".")[0])
     if not is_of_here and not any(
