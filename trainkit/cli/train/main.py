@@ -20,6 +20,7 @@ from trainkit.cli.comparison import (
     some_failed,
 )
 from trainkit.cli.errors import is_mistake
+from trainkit.cli.hydra_sweeper import relay
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
 from trainkit.cli.words import completed, find_modules_here, key_of, options_first
@@ -42,6 +43,8 @@ class _JobEnded(BaseException):
 
 def main(argv: list[str]) -> int:
     """Compose the configuration and train; with `-m`, train once for each choice."""
+    if relay.ADDRESS in os.environ:
+        return relay.main()
     register()
     find_modules_here()
     argv = options_first(argv)
