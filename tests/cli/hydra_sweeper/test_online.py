@@ -75,7 +75,6 @@ def test_a_trial_that_the_server_stops_is_a_result_and_the_next_one_starts(
 ) -> None:
     rule = "hydra.sweeper.early_terminate={type:hyperband,min_iter:2}"
     wandb_server.should_stop = lambda r: r.name == "sw0r0" and len(r.history) >= 1
-    # The second trial learns too fast to live long.
     long = [*LONG, "callbacks.checkpoint.every_n_train_steps=500", "~callbacks.best"]
     env = env_of(wandb_server, tmp_path)
     process = subprocess.Popen(
@@ -152,7 +151,14 @@ def test_after_ctrl_c_another_agent_can_continue_the_sweep(
                 "hydra/launcher=joblib",
                 "hydra.sweeper.early_terminate={type:hyperband,min_iter:2}",
             ],
-            "hydra/launcher=basic",
+            "received JoblibLauncher and n_jobs=1",
+        ),
+        (
+            [
+                "hydra.sweeper.n_jobs=2",
+                "hydra.sweeper.early_terminate={type:hyperband,min_iter:2}",
+            ],
+            "received BasicLauncher and n_jobs=2",
         ),
         (["optimizer.lrr=1,2"], "Did you mean optimizer.lr"),
     ],

@@ -38,7 +38,7 @@ class OnlineSource:
         server: the server, on which the sweep is created.
         n_jobs: how many agents, so trials at once.
         folder: where the agents write.
-        can_stop: whether a trial is in this process, so that SIGTERM stops it.
+        can_stop: whether SIGTERM for this process stops the trial under way.
         say: called with each line of news.
 
     Attributes:

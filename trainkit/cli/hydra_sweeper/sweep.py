@@ -144,18 +144,20 @@ class HydraSweep:
 
     def _online(self, sweep: SweepFile) -> OnlineSource:
         launcher = type(self._launcher).__name__
-        can_stop = launcher == _IN_THIS_PROCESS
+        n_jobs = self._options["n_jobs"]
+        can_stop = launcher == _IN_THIS_PROCESS and n_jobs == 1
         if not can_stop and sweep.config.get("early_terminate") is not None:
             raise TrainkitError(
-                f"hydra.sweeper.early_terminate: a trial can be stopped only in this "
-                f"process, received the launcher {launcher}. Leave it out, or choose "
-                f"hydra/launcher=basic, or `trainkit sweep FILE --agents K`."
+                f"hydra.sweeper.early_terminate: only a single trial in this process "
+                f"can be stopped, received {launcher} and n_jobs={n_jobs}. Leave it "
+                f"out, or write hydra/launcher=basic hydra.sweeper.n_jobs=1, or use "
+                f"`trainkit sweep FILE --agents K`."
             )
         server = Server(sweep, who=WHERE, instead="set WANDB_MODE=offline")
         source = OnlineSource(
             sweep,
             server,
-            n_jobs=self._options["n_jobs"],
+            n_jobs=n_jobs,
             folder=(self._folder / "agents").absolute(),
             can_stop=can_stop,
             say=_say,
