@@ -40,6 +40,8 @@ STAGES = [
     words[1].split()[-1] for words in INSTRUCTIONS if words[0] == "FROM"
 ]  # FROM image AS stage
 
+DEVICES = ("cpu", "cuda")
+
 
 def of(instruction: str, stage: str | None = None) -> list[str]:
     """What follows an instruction, each time it is there."""
@@ -52,7 +54,7 @@ def of(instruction: str, stage: str | None = None) -> list[str]:
 
 
 def settled(value: Any, **given: str) -> str:
-    """What compose makes of ${NAME:-default}."""
+    """What compose makes of ${NAME:-default}, for the variables that are given."""
     filled = re.sub(
         r"\$\{(\w+):-([^}]*)\}", lambda m: given.get(m[1]) or m[2], str(value)
     )
@@ -60,8 +62,8 @@ def settled(value: Any, **given: str) -> str:
     return filled
 
 
-def requirements_script() -> Any:
-    spec = importlib.util.spec_from_file_location("r", DOCKER / "requirements.py")
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location("r", DOCKER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -118,23 +120,21 @@ def test_what_the_wheel_is_built_of_is_copied_into_its_stage() -> None:
     assert "pyproject.toml" in copied
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_a_target_installs_all_and_runs_as_a_user(target: str) -> None:
-    order = [
-        ("torch" if rest.endswith(" torch") else "requirements")
-        if "--constraint" in rest
-        else "wheel"
-        for rest in of("RUN", target)
-    ]
-    assert order == ["torch", "requirements", "wheel"]  # rare changes first
-    (user,) = of("USER", target)
+def test_one_block_makes_both_images_and_they_run_as_a_user() -> None:
+    assert STAGES == ["base", "wheel", "image"]
+    assert "DEVICE=cpu" in of("ARG", "image")
+    torch, packages, wheel = of("RUN", "image")  # rare changes first
+    assert re.search(r"--constraint constraints.txt .* torch\s", torch)
+    assert "--constraint constraints.txt --requirement" in packages
+    assert "/wheels/*.whl" in wheel
+    (user,) = of("USER", "image")
     assert user == "1000:1000"
     assert "useradd --create-home --uid 1000" in of("RUN", "base")[0]
-    assert of("ENTRYPOINT", target) == ['["trainkit"]']
-    (extras,) = of("ARG", target)[-1:]
+    assert of("ENTRYPOINT", "image") == ['["trainkit"]']
+    (extras,) = of("ARG", "image")[-1:]
     names = extras.partition("=")[2].strip('"').split()
     assert set(names) <= SETTINGS["project"]["optional-dependencies"].keys()
-    assert requirements_script().requirements(
+    assert script("requirements").requirements(
         (ROOT / "pyproject.toml").read_text(), names
     ) == [
         *SETTINGS["project"]["dependencies"],
@@ -142,10 +142,27 @@ def test_a_target_installs_all_and_runs_as_a_user(target: str) -> None:
     ]
 
 
+def test_cuda_in_an_image_for_cpus_is_told_or_ends_the_build() -> None:
+    """Nothing else can be had without an index; an index was to prevent it."""
+    message = script("torch_build").message
+    usual, small = ["torch", "nvidia-cudnn-cu13", "triton"], ["torch", "numpy"]
+    assert "for CPUs carries 1 packages of CUDA" in message(usual, "cpu", "")
+    assert message(small, "cpu", "an-index").endswith("in this image: 0")
+    assert message(usual, "cuda", "an-index").endswith("in this image: 1")
+    with pytest.raises(SystemExit, match=r"TORCH_INDEX: .* such as nvidia-cudnn-cu13"):
+        message(usual, "cpu", "an-index")
+    with pytest.raises(SystemExit, match=r"DEVICE=cuda: .* has no CUDA"):
+        message(small, "cuda", "")
+    with pytest.raises(SystemExit, match="must be cpu or cuda, received 'gpu'"):
+        message(small, "gpu", "")
+    torch, *_ = of("RUN", "image")
+    assert torch.endswith('&& python torch_build.py "${DEVICE}" "${TORCH_INDEX}"')
+
+
 def test_an_extra_that_there_is_not_is_named_with_those_there_are() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     with pytest.raises(SystemExit, match=r"EXTRAS: .*'sweeps'.* received \['sweep'\]"):
-        requirements_script().requirements(text, ["recipes", "sweep"])
+        script("requirements").requirements(text, ["recipes", "sweep"])
 
 
 def test_the_python_of_the_images_is_one_that_trainkit_supports() -> None:
@@ -170,27 +187,33 @@ def test_no_address_is_written_down() -> None:
 # ---- compose.yaml --------------------------------------------------------------------
 
 
-def test_services_are_built_from_targets_that_exist() -> None:
+def test_services_are_built_for_devices_that_exist() -> None:
     for service in SERVICES.values():
         build = service["build"]
         top = (DOCKER / build["context"]).resolve()
         assert top == ROOT
         assert (top / build["dockerfile"]).samefile(DOCKER / "Dockerfile")
-        assert build["target"] in STAGES
-        assert service["image"] == f"trainkit:{build['target']}"
-        arguments = {rest.partition("=")[0] for rest in of("ARG", build["target"])}
-        assert build.get("args", {}).keys() <= arguments
+        device = build["args"]["DEVICE"]
+        assert device in DEVICES
+        assert service["image"] == f"trainkit:{device}"
+        arguments = {rest.partition("=")[0] for rest in of("ARG")}
+        assert build["args"].keys() <= arguments
 
 
-def test_volumes_and_networks_are_declared_and_folders_are_there() -> None:
+def test_every_service_works_in_the_users_project_as_its_owner() -> None:
+    """The folder where the command is given; its outputs/ are written there."""
+    (folder,) = of("WORKDIR", "image")[-1:]
     for service in SERVICES.values():
-        for volume in service["volumes"]:
-            source = volume.partition(":")[0]
-            assert source in COMPOSE["volumes"] or (DOCKER / source).is_dir()
+        (volume,) = service["volumes"]
+        assert settled(volume, PWD="/home/me/project") == f"/home/me/project:{folder}"
+        assert "working_dir" not in service
+        assert settled(service["user"]) == of("USER", "image")[0]
+        assert settled(service["user"], OWNER="1234:5") == "1234:5"
         assert set(service.get("networks", [])) <= COMPOSE["networks"].keys()
-    # What a user may write to was made for that user: a volume takes over the owner.
-    made = of("RUN", "base")[0]
-    assert all(f"/workspace/{name}" in made for name in COMPOSE["volumes"])
+    # Another user than 1000 has a home to write to, and a name; pip, as root, does not
+    # write its cache there.
+    assert "chmod 1777 /home/trainkit" in of("RUN", "base")[0]
+    assert any("HOME=/home/trainkit" in rest for rest in of("ENV", "image"))
 
 
 def words_of(service: dict[str, Any], **given: str) -> list[str]:
@@ -226,9 +249,7 @@ def test_a_training_can_be_composed(name: str) -> None:
 def test_the_sweep_is_one_that_can_be_read() -> None:
     file, *options = words_of(SERVICES["sweep"])[2:]
     assert options == ["--offline"]
-    places = dict(v.split(":")[:2] for v in SERVICES["sweep"]["volumes"])
-    (source,) = (s for s, place in places.items() if place == "/workspace/conf")
-    assert (DOCKER / source / Path(file).relative_to("conf")).is_file()
+    assert (ROOT / file).is_file()
 
 
 def test_two_nodes_are_one_training_on_a_network_of_their_own() -> None:
@@ -279,10 +300,13 @@ def test_commands_of_the_readme_name_what_is_there() -> None:
     ]
     used = set()
     for words in commands:
-        words = [w for w in words if not re.fullmatch(r"[A-Z_]+=\S*", w)]
-        assert words[0] == "docker"
-        if "--target" in words:
-            assert words[words.index("--target") + 1] in STAGES
+        while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        assert words[0] in ("docker", "export")
+        if "--build-arg" in words:
+            name, _, value = words[words.index("--build-arg") + 1].partition("=")
+            assert name == "DEVICE"
+            assert value in DEVICES
         if words[1] == "compose":
             used |= SERVICES.keys() & set(words)
     assert used == SERVICES.keys()

@@ -60,15 +60,19 @@ def test_no_secret_waits_for_the_end_of_a_multirun(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["multirun.yaml"]
 
 
+@pytest.mark.parametrize("place", ["absolute", "relative"])
 def test_how_many_runs_failed_is_no_name_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
     """Also those that failed before they had begun."""
+    monkeypatch.chdir(tmp_path)
+    folder = "." if place == "relative" else str(tmp_path)
     for name in "12":
         made(tmp_path, name, 1.0)
-    config = OmegaConf.create(
-        {"mode": "min", "hydra": {"sweep": {"dir": str(tmp_path)}}}
-    )
+    config = OmegaConf.create({"mode": "min", "hydra": {"sweep": {"dir": folder}}})
     Comparison().on_multirun_end(config)
     assert "runs failed" not in capsys.readouterr().out
     (tmp_path / "0").mkdir()

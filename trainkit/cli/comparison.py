@@ -83,7 +83,9 @@ def _show(config: DictConfig) -> None:
         print("\n".join(table(runs, maximizes=config.mode == "max")), flush=True)
         print(f"trainkit | all runs: {where.absolute()}", flush=True)
     if failures:
-        begun = {run.path for run in runs} | {path.parent for path in failures}
+        begun = {run.path for run in runs} | {
+            path.parent.absolute() for path in failures
+        }
         counted = f"{len(failures)} of {len(begun)} runs failed"
         print(f"trainkit | {counted}", flush=True)
 

@@ -17,6 +17,8 @@ _OF_ANOTHER_RUN = ("WANDB_SERVICE", "WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_RES
 KILL_DELAY = "WANDB_AGENT_KILL_DELAY"
 """Seconds between SIGTERM and SIGKILL: a variable of W&B's agent."""
 
+_MAX_INITIAL_FAILURES = "WANDB_AGENT_MAX_INITIAL_FAILURES"
+
 
 def base() -> dict[str, str]:
     """This process's environment, with this Python's `python` and `trainkit` first."""
@@ -52,3 +54,8 @@ def offline(
 
 def kill_delay() -> float:
     return float(os.environ.get(KILL_DELAY, 30))  # the agent's own default
+
+
+def max_initial_failures() -> int:
+    """How many trials may crash before one has ended well."""
+    return int(os.environ.get(_MAX_INITIAL_FAILURES, 3))

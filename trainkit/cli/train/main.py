@@ -21,6 +21,7 @@ from trainkit.cli.comparison import (
 )
 from trainkit.cli.composition import LOOP
 from trainkit.cli.errors import is_mistake
+from trainkit.cli.hydra_sweeper import relay
 from trainkit.cli.loading import say_loading
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
@@ -51,6 +52,8 @@ class _JobEnded(BaseException):
 
 def main(argv: list[str]) -> int:
     """Compose the configuration and train; with `-m`, train once for each choice."""
+    if relay.ADDRESS in os.environ:
+        return relay.main()
     register()
     find_modules_here()
     argv = options_first(argv)

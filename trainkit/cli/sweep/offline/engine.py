@@ -22,13 +22,20 @@ class Engine:
     Args:
         config: the sweep, in W&B's format.
         seed: the start of random proposals.
+        who: the command, for messages.
 
     Raises:
         TrainkitError: `sweeps` is not installed.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, seed: str | int) -> None:
-        self._sweeps = _import()
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        seed: str | int,
+        who: str = "trainkit sweep --offline",
+    ) -> None:
+        self._sweeps = _import(who)
         self._config = dict(config)
         self._seed = seed
 
@@ -90,7 +97,7 @@ class Engine:
             np.random.set_state(states[1])
 
 
-def _import() -> ModuleType:
+def _import(who: str) -> ModuleType:
     try:
         with warnings.catch_warnings():
             # Its model uses a name of pydantic 1, which warns at each import.
@@ -98,8 +105,8 @@ def _import() -> ModuleType:
             import sweeps
     except ImportError as error:
         raise TrainkitError(
-            "trainkit sweep --offline: needs W&B's engine, the package `sweeps`, which "
-            "is not installed. Run pip install 'lightning-trainkit[sweeps]'."
+            f"{who}: without a server it needs W&B's engine, the package `sweeps`, "
+            f"which is not installed. Run pip install 'lightning-trainkit[sweeps]'."
         ) from error
     return sweeps
 

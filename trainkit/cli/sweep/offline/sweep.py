@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,10 +19,6 @@ from trainkit.cli.sweep.rows import metric_values, read_run, run_files
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import State, Trial, describe, news_of
 
-MAX_INITIAL_FAILURES = "WANDB_AGENT_MAX_INITIAL_FAILURES"
-"""How many trials may crash before one has ended well: a variable of W&B's agent."""
-
-_MAX_INITIAL_FAILURES = 3
 _TICK = 0.1
 _LOOK_EVERY = 1.0
 """The least number of seconds between two looks at the rows of running trials."""
@@ -184,7 +179,7 @@ class OfflineSweep:
     def _crash(self, trial: Trial, note: str) -> None:
         self._end(trial, "crashed", note)
         self._crashed_first += 1
-        limit = int(os.environ.get(MAX_INITIAL_FAILURES, _MAX_INITIAL_FAILURES))
+        limit = environment.max_initial_failures()
         ended_well = any(t.state in ("finished", "stopped") for t in self._state.trials)
         if not ended_well and self._crashed_first >= limit and not self._is_over:
             self._is_over = True

@@ -52,7 +52,10 @@ class Agents:
             self._processes.append(process)
 
     def are_running(self) -> bool:
-        return any(process.poll() is None for process in self._processes)
+        return self.num_running() > 0
+
+    def num_running(self) -> int:
+        return sum(process.poll() is None for process in self._processes)
 
     def start_no_more(self) -> None:
         """Let the agents leave when the running trials have ended."""

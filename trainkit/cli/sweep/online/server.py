@@ -25,16 +25,25 @@ class Server:
 
     Args:
         sweep: the file.
+        who: the command, for messages.
+        instead: what to do without a server, for messages.
 
     Raises:
         TrainkitError: there is no server, or nobody is logged in.
     """
 
-    def __init__(self, sweep: SweepFile) -> None:
+    def __init__(
+        self,
+        sweep: SweepFile,
+        *,
+        who: str = "trainkit sweep",
+        instead: str = "run this file without a server: --offline",
+    ) -> None:
         import wandb
 
         self._sweep = sweep
-        with _as_our_error():
+        self._who, self._instead = who, instead
+        with self._as_our_error():
             self._api = wandb.Api(timeout=_SECONDS)
             entity = os.environ.get("WANDB_ENTITY") or sweep.config.get("entity")
             self.entity = str(entity or self._api.default_entity)
@@ -46,7 +55,7 @@ class Server:
         import wandb
 
         # The client prints; standard output is for the table.
-        with _as_our_error(), contextlib.redirect_stdout(sys.stderr):
+        with self._as_our_error(), contextlib.redirect_stdout(sys.stderr):
             return wandb.sweep(
                 dict(self._sweep.config), entity=self.entity, project=self.project
             )
@@ -57,7 +66,7 @@ class Server:
         Raises:
             TrainkitError: the server has no such sweep.
         """
-        with _as_our_error():
+        with self._as_our_error():
             return self._api.sweep(self.path(sweep_id)).id
 
     def path(self, name: str) -> str:
@@ -66,17 +75,11 @@ class Server:
 
     def is_alive(self) -> bool:
         """Whether anything answers at its address, through the user's proxies."""
-        try:
-            with urllib.request.urlopen(self._api.settings["base_url"], timeout=5):
-                return True
-        except urllib.error.HTTPError:
-            return True  # an error is an answer
-        except OSError:
-            return False
+        return answers(self._api.settings["base_url"])
 
     def trials(self, sweep_id: str) -> list[Trial]:
         """The sweep's runs, in the state that the server knows now."""
-        with _as_our_error():
+        with self._as_our_error():
             filters = {"$and": [{"sweep": sweep_id}]}  # as in the client's own Sweep
             project = f"{self.entity}/{self.project}"
             self._api.flush()
@@ -85,11 +88,23 @@ class Server:
 
     def logged(self, name: str) -> list[str]:
         """The names that a run has logged with numbers, from its summary."""
-        with _as_our_error():
+        with self._as_our_error():
             run = self._api.run(self.path(name))
             summary = dict(run.summary)
         named = (name for name in summary if not name.startswith("_"))
         return [name for name in named if _number(summary[name]) is not None]
+
+    @contextlib.contextmanager
+    def _as_our_error(self) -> Iterator[None]:
+        import wandb
+
+        try:
+            yield
+        except (wandb.Error, ValueError, OSError) as error:
+            raise TrainkitError(
+                f"{self._who}: W&B reports: {error} Check `wandb login` and the "
+                f"network, or {self._instead}."
+            ) from error
 
     def _trial(self, run: Any) -> Trial:
         summary = dict(run.summary)
@@ -104,21 +119,19 @@ class Server:
         )
 
 
+def answers(url: str) -> bool:
+    """Whether anything answers at an address, through the user's proxies."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True  # an error is an answer
+    except OSError:
+        return False
+
+
 def _number(value: Any) -> float | None:
     """The number in a summary's entry, which `define_metric(summary=...)` nests."""
     if hasattr(value, "items"):
         value = next((each for _, each in value.items()), None)
     return number(value)
-
-
-@contextlib.contextmanager
-def _as_our_error() -> Iterator[None]:
-    import wandb
-
-    try:
-        yield
-    except (wandb.Error, ValueError, OSError) as error:
-        raise TrainkitError(
-            f"trainkit sweep: W&B reports: {error} Check `wandb login` and the "
-            f"network, or run this file without a server: --offline."
-        ) from error
