@@ -78,7 +78,7 @@ class Data(BareData):
         return loader(3, 10)
 
 
-class ForFit(Data):
+class RowsOfTraining(Data):
     """Makes its rows for training alone."""
 
     def setup(self, stage: str) -> None:

@@ -47,7 +47,10 @@ def is_refused(
         ([f"model._target_={OWN}.Bare"], "model: must have test_step to test, and "),
         ([f"data._target_={OWN}.BareData"], "data: BareData has no test_dataloader."),
         ([f"data._target_={OWN}.loader", "+data.seed=1", "+data.rows=3"], "received D"),
-        ([f"data._target_={OWN}.ForFit"], 'setup with the stage "test" alone, without'),
+        (
+            [f"data._target_={OWN}.RowsOfTraining"],
+            'the stage "test" alone',
+        ),
         (["data._target_=nothing.Data"], "there is no module 'nothing'"),
         (["trainer.accelerator=tpu"], "trainer: lightning.pytorch.Trainer could not"),
     ],
@@ -102,15 +105,15 @@ def test_of_places(
 def test_a_module_that_lies_where_the_run_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "my_net.py").write_text(f"from {OWN} import Net\n")
-    run = trained(tmp_path, "model._target_=my_net.Net")
+    (tmp_path / "elsewhere_net.py").write_text(f"from {OWN} import Net\n")
+    run = trained(tmp_path, "model._target_=elsewhere_net.Net")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     others = [path for path in sys.path if path != str(tmp_path)]
     monkeypatch.setattr(sys, "path", others)
-    monkeypatch.delitem(sys.modules, "my_net")
-    text = f"model._target_: my_net.Net is in {tmp_path}, where the run was started"
+    monkeypatch.delitem(sys.modules, "elsewhere_net")
+    text = f"elsewhere_net.Net is in {tmp_path}, where the run was"
     assert is_refused(capsys, run, text, "test", run)
     monkeypatch.chdir(tmp_path)
     assert trainkit("test", run) == 0  # the control
