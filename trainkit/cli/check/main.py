@@ -85,7 +85,7 @@ def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
     from omegaconf import open_dict
 
     from trainkit.cli.composition import Composition
-    from trainkit.cli.train.ranks import ranks_of_one_run
+    from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.config.build import build
     from trainkit.lit.proof.check import check
 

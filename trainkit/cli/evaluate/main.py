@@ -64,7 +64,7 @@ def _evaluate(verb: str, named: str, words: Sequence[str], argv: Sequence[str]) 
     from trainkit.cli.evaluate import of_fit, of_train
     from trainkit.cli.evaluate.place import find
     from trainkit.cli.evaluate.trainers import forget_trainings
-    from trainkit.cli.train.ranks import ranks_of_one_run
+    from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.lit._compat import replaced
     from trainkit.lit.rerun.quietly import without_advice
 
@@ -89,7 +89,7 @@ def _evaluate(verb: str, named: str, words: Sequence[str], argv: Sequence[str]) 
 def _run(evaluation: Any, verb: str) -> dict[str, Any]:
     from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
     from trainkit.cli.evaluate.evaluation import does_not_fit
-    from trainkit.cli.train.beginning import was_restoring
+    from trainkit.cli.runs.checkpoint import was_restoring
     from trainkit.lit.front.exact_resume import find_stop
 
     try:

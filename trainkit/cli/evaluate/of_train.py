@@ -13,7 +13,7 @@ from trainkit.cli.evaluate.evaluation import Evaluation
 from trainkit.cli.evaluate.place import Place
 from trainkit.cli.evaluate.trainers import prepare, put_on_one_device
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.train.resume import words_of_run
+from trainkit.cli.runs.words_of_run import words_of_run
 from trainkit.cli.words import (
     CONFIG_DIR,
     CONFIG_NAME,

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.composition import Composition
-from trainkit.cli.train.ranks import ranks_of_one_run
+from trainkit.cli.runs.ranks import ranks_of_one_run
 from trainkit.cli.words import find_modules_here, options_first
 from trainkit.config.build import build
 from trainkit.errors import TrainkitError

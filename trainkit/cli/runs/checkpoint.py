@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,3 +125,11 @@ def _savers(content: dict[str, Any]) -> list[dict[str, Any]]:
     """The states of the callbacks that chose a checkpoint by a metric."""
     states = (content.get("callbacks") or {}).values()
     return [s for s in states if isinstance(s, dict) and s.get("monitor")]
+
+
+def was_restoring(error: BaseException) -> bool:
+    """Whether Lightning raised the error while it restored a checkpoint."""
+    return any(
+        frame.f_globals.get("__name__", "").endswith(".checkpoint_connector")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,14 +67,6 @@ def _refuse_other_optimizers(trainer: Any) -> None:
                     f"{missing[0]!r} for it. Undo the change, or leave ckpt_path out "
                     f"to start a new run."
                 )
-
-
-def was_restoring(error: BaseException) -> bool:
-    """Whether Lightning raised the error while it restored a checkpoint."""
-    return any(
-        frame.f_globals.get("__name__", "").endswith(".checkpoint_connector")
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def does_not_fit(path: str, error: BaseException) -> TrainkitError:

@@ -22,12 +22,13 @@ from trainkit.cli.evaluate.at_end import TestAtEnd
 from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.write import report_of_training
 from trainkit.cli.runs import summary
+from trainkit.cli.runs.checkpoint import was_restoring
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
-from trainkit.cli.train.beginning import Beginning, does_not_fit, was_restoring
+from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
+from trainkit.cli.train.beginning import Beginning, does_not_fit
 from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
-from trainkit.cli.train.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build

@@ -8,13 +8,13 @@ from typing import Any
 
 from trainkit.cli.composition import Composition
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.words_of_run import CHECKPOINT as KEY
+from trainkit.cli.runs.words_of_run import words_of_run
 from trainkit.cli.wandb_logger import run_id as wandb_id
 from trainkit.cli.words import OF_ONES_OWN, SEARCH_PATH, key_of, quoted, unquoted
-from trainkit.config.redact import REDACTED
 from trainkit.config.run_name import job_name
 from trainkit.errors import TrainkitError
 
-KEY = "ckpt_path"
 LAST = "last"
 AUTO = "auto"
 
@@ -52,12 +52,6 @@ def expand(argv: list[str]) -> list[str]:
     if checkpoint is None:
         print(f"trainkit | {folder.path}: no checkpoint yet, so it starts anew")
     return _resumed(folder, checkpoint, rest)
-
-
-def words_of_run(folder: RunFolder, given: list[str]) -> list[str]:
-    """The run's own arguments, with those that are given now in place of theirs."""
-    saved = folder.overrides()
-    return [*_still_wanted(saved, given), *(_replacing(word, saved) for word in given)]
 
 
 def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
@@ -107,25 +101,6 @@ def as_trial(argv: list[str]) -> list[str]:
             print(f"trainkit | {run_id}: resuming from {checkpoint}", flush=True)
             return [*argv, f"{KEY}={quoted(checkpoint)}"]
     return argv
-
-
-def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
-    again = {key_of(word) for word in given} | {KEY}
-    wanted = [word for word in saved if key_of(word) not in again]
-    for word in wanted:
-        if REDACTED in word:
-            raise TrainkitError(
-                f"{key_of(word)}: is a secret, so its value was not saved in the run's "
-                f"folder. Give it again on the command line: {key_of(word)}=..."
-            )
-    return wanted
-
-
-def _replacing(word: str, saved: list[str]) -> str:
-    """The override with `++` if the run added its key with `+`: it replaces that."""
-    is_plain = not word.startswith(("+", "~", "-"))
-    was_added = any(w.startswith("+") and key_of(w) == key_of(word) for w in saved)
-    return f"++{word}" if is_plain and was_added else word
 
 
 def _newest(argv: list[str]) -> tuple[RunFolder, Path | None]:

@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch import Trainer
 
 from trainkit.cli.errors import TrainingFailed
-from trainkit.cli.train import ranks
-from trainkit.cli.train.ranks import ranks_of_one_run
+from trainkit.cli.runs import ranks
+from trainkit.cli.runs.ranks import ranks_of_one_run
 
 SLEEPS = "import time; time.sleep(600)"
 
