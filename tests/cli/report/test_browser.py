@@ -114,7 +114,8 @@ async function probe(figure, plot) {
   await soon();
   found.colours.push(style.backgroundColor);
   const figures = [...document.querySelectorAll("figure")];
-  for (const [n, figure] of figures.entries()) await probe(figure, plots[n]);
+  for (const figure of figures)
+    await probe(figure, plots[figure.querySelector(".plot").id]);
   found.isNarrow = innerWidth < 600;
   found.wide = document.documentElement.scrollWidth > innerWidth;
   window.name = JSON.stringify([...JSON.parse(window.name || "[]"), found]);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,16 @@ from typing import Literal
 from trainkit.cli.report.series import Drawn, Series
 from trainkit.pages.look import is_wide, number, value_text
 
-Role = Literal["train", "validation", "plan", "other"]
+Role = Literal["train", "validation", "plan", "other", "run"]
+Axis = Literal["whole", "log", "late"]
+_EARLY = 0.25
+"""The share of the steps whose largest values a clipped axis may leave out."""
+_STEEP, _HIGH = 4, 1.3
+"""How many times as long an axis is with its early values as without: from the first on
+it is clipped, and from the second on it can be."""
+_FEW = 20
+"""An axis is not clipped if so few values are drawn."""
+_STYLES = ("train", "validation", "other1", "other2", "other3", "other4")
 
 
 @dataclass(frozen=True)
@@ -21,11 +31,20 @@ class Line:
     Attributes:
         label: its name in the legend.
         role: decides how it is drawn.
+        place: of several runs, the place of its run.
     """
 
     label: str
     role: Role
     series: Series
+    place: int = 0
+
+    @property
+    def dash(self) -> int:
+        """0 for a whole line, else one of two patterns."""
+        if self.role == "run":
+            return self.place // len(_STYLES) % 3
+        return int(self.role == "other")
 
     @property
     def num_gaps(self) -> int:
@@ -44,7 +63,8 @@ class Chart:
         lines: at least one.
         is_share: whether values are shown as a percentage.
         from_zero: whether 0 is on the axis.
-        may_be_log: whether the axis is logarithmic if values are far apart.
+        may_be_log: whether there is a choice of axes: logarithmic, if values are far
+            apart, or without high values of the beginning.
         as_stairs: whether a value holds until the next one.
         note: a remark below it.
     """
@@ -66,9 +86,44 @@ class Chart:
         return min(values), max(values)
 
     @property
+    def axes(self) -> list[Axis]:
+        """The axes to choose from, the best one first.
+
+        "late" ends at the largest value after the first quarter of the steps.
+        """
+        axes: list[Axis] = ["whole"]
+        if not self.may_be_log:
+            return axes
+        low, high = self.range
+        late = self.late[1]
+        times = (high - low) / (late - low) if late > low else 0.0
+        if 0 < low < high:
+            axes.insert(0 if is_wide(low, high) else 1, "log")
+        num_values = max(len(line.series.shown) for line in self.lines)
+        if times > _HIGH and num_values > _FEW:
+            is_best = times >= _STEEP and axes[0] != "log"
+            axes.insert(0 if is_best else len(axes), "late")
+        return axes
+
+    @cached_property
+    def late(self) -> tuple[float, float]:
+        """The step at which the first quarter ends, and the largest value after it."""
+        points = [point for line in self.lines for point in line.series.shown]
+        steps = [step for step, _ in points]
+        start = min(steps) + _EARLY * (max(steps) - min(steps))
+        return start, max(value for step, value in points if step >= start)
+
+    @property
+    def clipped(self) -> str:
+        """What the axis that ends early does not show."""
+        start, _ = self.late
+        most = self.text(self.range[1])
+        return f"before step {number(math.ceil(start))} values go up to {most}"
+
+    @property
     def is_log(self) -> bool:
         """Whether its axis is logarithmic."""
-        return self.may_be_log and is_wide(*self.range)
+        return self.axes[0] == "log"
 
     def drawn(self, most: int) -> Iterator[tuple[Line, str, Drawn]]:
         """Each line with its style and its points, as `Series.drawn` gives them.
@@ -77,7 +132,10 @@ class Chart:
         """
         others = cycle(["other1", "other2", "other3", "other4"])
         for line in self.lines:
-            style = next(others) if line.role == "other" else line.role
+            if line.role == "run":
+                style = _STYLES[line.place % len(_STYLES)]
+            else:
+                style = next(others) if line.role == "other" else line.role
             yield line, style, line.series.drawn(most)
 
     def described(self) -> str:

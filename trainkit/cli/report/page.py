@@ -87,7 +87,9 @@ def _figure(chart: Chart, name: str, stretches: int) -> str:
 def _data(chart: Chart, stretches: int) -> dict[str, Any]:
     """A chart as `page.js` reads it."""
     return {
-        "isLog": chart.is_log,
+        "axes": chart.axes,
+        "late": chart.late,
+        "clipped": chart.clipped,
         "isShare": chart.is_share,
         "fromZero": chart.from_zero,
         "asStairs": chart.as_stairs,
@@ -95,6 +97,7 @@ def _data(chart: Chart, stretches: int) -> dict[str, Any]:
             {
                 "label": line.label,
                 "style": style,
+                "dash": line.dash,
                 "steps": [int(x) if x.is_integer() else x for x in drawn.steps],
                 "values": _short(drawn.values),
                 "low": _short(drawn.low),
