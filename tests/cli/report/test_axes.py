@@ -31,11 +31,12 @@ def steep(step: int) -> float:
         (steep, ["late", "whole", "log"]),
         (lambda step: steep(step) - 2, ["late", "whole"]),  # 0 has no logarithm
         (lambda step: 100 * math.exp(-step / 30), ["log", "whole", "late"]),
-        (lambda step: 4 - step / LAST, ["whole", "log", "late"]),
+        (lambda step: 5 - 3 * step / LAST, ["whole", "log", "late"]),
         # controls: as high at the end as at the start; high only at the end; level
-        (lambda step: 2.0 + step % 2, ["whole", "log"]),
+        (lambda step: 2.0 + step % 3, ["whole", "log"]),
         (lambda step: steep(LAST - step), ["whole", "log"]),
         (lambda step: 2.0, ["whole"]),
+        (lambda step: 3.5 - step % 2, ["whole"]),
     ],
 )
 def test_high_first_values_do_not_decide_the_axis(

@@ -110,7 +110,7 @@ def test_a_point_that_stands_alone_is_drawn(tmp_path: Path) -> None:
         ("window/loss", [0.1, 40.0], {"axes": ["log", "whole"], "fromZero": False}),
         ("window/loss", [-0.1, 40.0], {"axes": ["whole"]}),
         ("window/loss", [2.0, 2.0], {"axes": ["whole"]}),
-        ("window/loss", [2.0, 3.0], {"axes": ["whole", "log"]}),
+        ("window/loss", [2.0, 4.0], {"axes": ["whole", "log"]}),
         ("window/weight", [0.1, 40.0], {"axes": ["whole"], "fromZero": True}),
         ("window/micro_batches", [1.0, 4.0], {"asStairs": True, "isShare": False}),
         ("window/padding", [0.1, 0.2], {"asStairs": False, "isShare": True}),

@@ -19,9 +19,21 @@ _EARLY = 0.25
 _STEEP, _HIGH = 4, 1.3
 """How many times as long an axis is with its early values as without: from the first on
 it is clipped, and from the second on it can be."""
+_FAR = 2
+"""From this ratio of the largest to the least value on an axis can be logarithmic."""
 _FEW = 20
 """An axis is not clipped if so few values are drawn."""
 _STYLES = ("train", "validation", "other1", "other2", "other3", "other4")
+
+
+def run_style(place: int) -> str:
+    """The style of one of several runs."""
+    return _STYLES[place % len(_STYLES)]
+
+
+def run_dash(place: int) -> int:
+    """0 for a whole line, else one of two patterns, when all styles are taken."""
+    return place // len(_STYLES) % 3
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class Line:
     def dash(self) -> int:
         """0 for a whole line, else one of two patterns."""
         if self.role == "run":
-            return self.place // len(_STYLES) % 3
+            return run_dash(self.place)
         return int(self.role == "other")
 
     @property
@@ -97,7 +109,7 @@ class Chart:
         low, high = self.range
         late = self.late[1]
         times = (high - low) / (late - low) if late > low else 0.0
-        if 0 < low < high:
+        if 0 < _FAR * low <= high:
             axes.insert(0 if is_wide(low, high) else 1, "log")
         num_values = max(len(line.series.shown) for line in self.lines)
         if times > _HIGH and num_values > _FEW:
@@ -133,7 +145,7 @@ class Chart:
         others = cycle(["other1", "other2", "other3", "other4"])
         for line in self.lines:
             if line.role == "run":
-                style = _STYLES[line.place % len(_STYLES)]
+                style = run_style(line.place)
             else:
                 style = next(others) if line.role == "other" else line.role
             yield line, style, line.series.drawn(most)

@@ -38,7 +38,14 @@ click a name to hide its line. Arrow keys go from point to point.</p>
 <script id="points" type="application/json">{points}</script>"""
 
 
-def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> str:
+def page(
+    charts: Charts,
+    *,
+    title: str,
+    where: str,
+    summary: Sequence[Row] = (),
+    table: str = "",
+) -> str:
     """The text of `report.html`.
 
     Args:
@@ -46,6 +53,7 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
         title: the run's name.
         where: the run's folder.
         summary: the rows of the table on top.
+        table: HTML in place of that table.
     """
     num_lines = sum(len(chart.lines) for chart in charts.shown)
     stretches = max(_FEWEST, min(_MOST, _OF_PAGE // num_lines))
@@ -54,7 +62,7 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
     figures = [_figure(chart, name, stretches) for name, chart in named.items()]
     body = _BODY.format(
         library=text_of(_HERE / "uplot/LICENSE"),
-        summary=summary_table(summary),
+        summary=table or summary_table(summary),
         figures="\n".join(figures),
         left_out=_left_out(charts.left_out),
         numbers=_numbers(charts.shown),
@@ -136,5 +144,5 @@ def _numbers(charts: Sequence[Chart]) -> str:
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
         f"<details><summary>The lines in numbers</summary>"
-        f'<div class="scroll"><table>{body}</table></div></details>'
+        f'<div class="scroll"><table class="numbers">{body}</table></div></details>'
     )

@@ -42,7 +42,7 @@ def write_report(folder: RunFolder, *, pictures: bool = True) -> str | None:
     charts = read_charts(folder)
     if not charts.shown:
         return None
-    facts = _summary(folder)
+    facts = read_facts(folder)
     text = page(
         charts,
         title=str(facts.get("name") or folder.path.name),
@@ -151,7 +151,8 @@ def _origin(facts: dict[str, Any]) -> Sequence[Row]:
     return found
 
 
-def _summary(folder: RunFolder) -> dict[str, Any]:
+def read_facts(folder: RunFolder) -> dict[str, Any]:
+    """The content of `summary.json`; empty if there is none."""
     try:
         facts = folder.read_summary() or {}
         missing = sorted(_SHOWN - facts.keys()) if facts else []
