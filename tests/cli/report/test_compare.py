@@ -41,7 +41,7 @@ def table(page: str) -> dict[str, list[str]]:
     return {
         re.sub("<.*?>", "", head): [
             unescape(re.sub("<.*?>", "", cell))
-            for cell in re.findall(r"<td>(.*?)</td>", cells)
+            for cell in re.findall(r"<td.*?>(.*?)</td>", cells)
         ]
         for head, cells in rows
     }
@@ -63,7 +63,7 @@ def test_a_line_for_each_run_and_a_table_of_what_differs(tmp_path: Path) -> None
         "model.width": ["4", "8"],
         "lr": ["0.1", "–"],
         "name": ["–", EVIL],
-        "training": ["has not ended, or was killed; its last row is of step 2"] * 2,
+        "training": ["under way or killed, step 2"] * 2,
     }
     assert EVIL not in page
     assert escape(EVIL) in page
@@ -80,6 +80,19 @@ def test_equal_configurations_are_called_equal(tmp_path: Path) -> None:
     other = made(tmp_path / "c", {"seed": 1})  # the control
     page = page_of(*runs, other, to=tmp_path / "page.html")
     assert "are equal" not in page
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_many_bands_would_hide_each_other(count: int, tmp_path: Path) -> None:
+    for name in range(count):
+        rows = [{"step": n, "val/loss": n % 5} for n in range(1500)]
+        run_folder(tmp_path / str(name), rows)
+    paths = [tmp_path / str(name) for name in range(count)]
+    page = page_of(*paths, to=tmp_path / "page.html")
+    has_bands = [bool(line["low"]) for line in charts(page)[0]["lines"]]
+    assert has_bands == [count == 3] * count
+    said = "Long lines: 1,500 values, shown as the mean of each stretch of steps"
+    assert said + " in a band" * has_bands[0] in page
 
 
 def test_metrics_stand_beside(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ _FAR = 2
 """From this ratio of the largest to the least value on an axis can be logarithmic."""
 _FEW = 20
 """An axis is not clipped if so few values are drawn."""
+_MOST_BANDS = 3
+"""Of more runs there are only lines: their bands would lie on each other."""
 _STYLES = ("train", "validation", "other1", "other2", "other3", "other4")
 
 
@@ -148,7 +150,10 @@ class Chart:
                 style = run_style(line.place)
             else:
                 style = next(others) if line.role == "other" else line.role
-            yield line, style, line.series.drawn(most)
+            drawn = line.series.drawn(most)
+            if line.role == "run" and len(self.lines) > _MOST_BANDS:
+                drawn = Drawn(drawn.steps, drawn.values)
+            yield line, style, drawn
 
     def described(self) -> str:
         """The chart in words, for readers who cannot see it."""
@@ -163,13 +168,15 @@ class Chart:
                 notes.append(
                     f"{line.label}: {line.num_gaps:,} {rows} no finite value: a gap."
                 )
-        long = [line for line, _, drawn in self.drawn(most) if drawn.low]
+        long = [line for line in self.lines if line.series.is_long(most)]
         if long:
-            names = ", ".join(line.label for line in long)
+            is_many = long[0].role == "run"
+            names = "Long lines" if is_many else ", ".join(line.label for line in long)
             largest = max(len(line.series.shown) for line in long)
+            bands = any(drawn.low for *_, drawn in self.drawn(most))
             notes.append(
                 f"{names}: {largest:,} values, shown as the mean of each stretch of "
-                f"steps in a band from its least to its largest."
+                f"steps{' in a band from its least to its largest' * bands}."
             )
         return notes
 

@@ -20,7 +20,7 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
 
 _LONGEST = 40
-"""The longest text of values in a legend, in characters."""
+"""The longest text of values in a legend, and in one line of the table."""
 _NONE = "–"
 _MANY = 15
 """More values that differ are folded away."""
@@ -80,6 +80,8 @@ def read_run(folder: RunFolder, name: str) -> Run:
     facts = read_facts(folder)
     ended = dict(summary_rows(facts, charts))
     if not facts:
+        last = max(step for step, _ in _last_points(charts))
+        ended["training"] = f"under way or killed, step {last:,.0f}"
         ended |= _last_values(charts)
     return Run(name, charts, _config(folder), ended)
 
@@ -174,18 +176,26 @@ def _table(runs: Sequence[Run], texts: Mapping[str, Sequence[str]]) -> str:
     if len(runs) > _FEW:
         rows = [list(column) for column in zip(*rows, strict=True)]
     body = "".join(
-        f'<tr><th scope="row">{first}</th>'
-        + "".join(f"<td>{cell}</td>" for cell in rest)
-        + "</tr>"
+        f'<tr><th scope="row">{first}</th>' + "".join(map(_cell, rest)) + "</tr>"
         for first, *rest in rows
     )
     return f'<div class="scroll"><table class="runs">{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    is_short = len(text) <= _LONGEST or text.startswith("<i")
+    return f"<td class=short>{text}</td>" if is_short else f"<td>{text}</td>"
 
 
 def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
     """The keys under which not all have the same text."""
     keys = dict.fromkeys(key for each in found for key in each)
     return [key for key in keys if len({each.get(key) for each in found}) > 1]
+
+
+def _last_points(charts: Charts) -> list[tuple[float, float]]:
+    lines = [line for chart in charts.shown for line in chart.lines]
+    return [line.series.shown[-1] for line in lines if line.role != "plan"]
 
 
 def _last_values(charts: Charts) -> dict[str, str]:
