@@ -8,7 +8,6 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.lit._compat import logged_step
 
 _EVERY = 1.0
 """How many seconds pass at least between two writes."""
@@ -17,9 +16,10 @@ _EVERY = 1.0
 class StepTimes(Callback):
     """Writes `step_times.csv`: the seconds from one optimizer step to the next.
 
-    They are the host's time, so nothing waits for a device. The time of a validation is
-    left out. What came before the first step of a process is not known, and written as
-    nan. A resumed run writes some steps again; the later line counts.
+    Steps are numbered as in `trainer.global_step`: 1 is the first. The seconds are the
+    host's time, so nothing waits for a device. The time of a validation is left out.
+    What came before the first step of a process is not known, and written as nan. A
+    resumed run writes some steps again; the later line counts.
 
     The times are not in `metrics.csv`, whose rows a resumed run repeats exactly.
 
@@ -34,14 +34,15 @@ class StepTimes(Callback):
         self._since = self._paused = self._written = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._step, self._since = -1, float("nan")
+        self._step, self._since = trainer.global_step, float("nan")
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, now = logged_step(trainer), time.perf_counter()
-        if step == self._step or not trainer.is_global_zero or not trainer.loggers:
-            return  # of several optimizers the first one counts
+        step, now = trainer.global_step, time.perf_counter()
+        is_told = trainer.is_global_zero and trainer.loggers
+        if step == self._step or trainer.fast_dev_run or not is_told:
+            return
         self._lines.append(f"{step},{now - self._since:.6g}\n")
         self._step, self._since = step, now
         if now - self._written > _EVERY:
