@@ -63,4 +63,6 @@ def _rate(name: str, seen: Series, times: Mapping[float, float]) -> Series:
         steps.append(step)
         values.append((number - before) / seconds if seconds > 0 else math.nan)
         before = number
-    return Series(name, tuple(steps[1:]), tuple(values[1:]))
+    known = [place for place, value in enumerate(values) if math.isfinite(value)]
+    first = known[0] if known else len(values)  # before it the time is not known
+    return Series(name, tuple(steps[first:]), tuple(values[first:]))
