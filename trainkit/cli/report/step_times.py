@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from trainkit.cli.report.throughput import STEP_TIMES
 from trainkit.cli.runs.folder import RunFolder
 
 _EVERY = 1.0
@@ -28,7 +29,7 @@ class StepTimes(Callback):
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._file = folder.path / folder.STEP_TIMES
+        self._file = folder.path / STEP_TIMES
         self._lines: list[str] = []
         self._step = -1
         self._since = self._paused = self._written = 0.0

@@ -9,6 +9,8 @@ from pathlib import Path
 from trainkit.cli.report.series import WINDOW, Series
 from trainkit.lit.logs.metric_file import read_rows
 
+STEP_TIMES = "step_times.csv"
+"""The file in the folder of a run."""
 _COUNTS = {"samples_seen": "samples", "seen": ""}
 """Columns that count what was trained on; the second in the unit of the weights."""
 

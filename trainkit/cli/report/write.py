@@ -11,7 +11,7 @@ from trainkit.cli.report.chart import Charts
 from trainkit.cli.report.charts import choose
 from trainkit.cli.report.page import page
 from trainkit.cli.report.series import Series, read_series
-from trainkit.cli.report.throughput import read_step_times, throughput
+from trainkit.cli.report.throughput import STEP_TIMES, read_step_times, throughput
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import Row, rows
 from trainkit.core.effective import EffectiveBatch
@@ -77,7 +77,7 @@ def read_charts(folder: RunFolder) -> Charts:
     """The charts of a run, from `metrics.csv` and the files beside it."""
     plan = RatePlan.of_json(folder.read_rate_plan())
     columns = _read(folder, folder.METRICS, lambda path: read_series(read_rows(path)))
-    times = _read(folder, folder.STEP_TIMES, read_step_times)
+    times = _read(folder, STEP_TIMES, read_step_times)
     columns |= {each.name: each for each in throughput(columns, times, plan.unit)}
     steps = tuple(map(float, plan.steps))
     planned = {

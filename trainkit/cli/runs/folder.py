@@ -17,9 +17,9 @@ class RunFolder:
     """Reads and writes the files of a run.
 
     `config.yaml` has the resolved configuration, `overrides.yaml` the command line,
-    `summary.json` the end, `learning_rate_plan.json` the planned rates,
-    `step_times.csv` the time of each step; `report.html` and `pictures/` show them.
-    Loggers and callbacks write `metrics.csv`, `checkpoints/` and `wandb/`.
+    `summary.json` the end, `learning_rate_plan.json` the planned rates; `report.html`
+    and `pictures/` show them. Loggers and callbacks write `metrics.csv`, `checkpoints/`
+    and `wandb/`.
 
     Args:
         path: the folder; it need not exist yet.
@@ -31,7 +31,6 @@ class RunFolder:
     METRICS = "metrics.csv"
     CHECKPOINTS = "checkpoints"
     RATE_PLAN = "learning_rate_plan.json"
-    STEP_TIMES = "step_times.csv"
     REPORT = "report.html"
     PICTURES = "pictures"
 
