@@ -25,7 +25,7 @@ _BODY = """\
 {library}
 -->
 {summary}
-<noscript><p class="note">The charts need scripts, which are switched off here. Their
+<noscript><style>.plot{{display:none}}</style><p class="note">The charts need scripts, which are switched off here. Their
 numbers are at the end of this page, and the folder pictures beside it has them as PNGs,
 unless pictures were switched off.</p></noscript>
 <p class="hint" id="hint" hidden>Drag in a chart to zoom, double-click to zoom out,
