@@ -196,3 +196,13 @@ def test_the_table_on_top_is_the_summary(
     table = page.partition('<table class="summary">')[2].partition("</table>")[0]
     assert said in table
     assert ("resumed" in table) == (last_step == 9)
+
+
+def test_plain_accumulation_and_the_gap_name_each_other(tmp_path: Path) -> None:
+    said = ["the chart Uniform gap shows", "Plain accumulation gives equal weights."]
+    for rows, count in (([{"window/uniform_gap": 0.1}], 1), ([{"val/loss": 1}], 0)):
+        folder = run_folder(tmp_path, [{"step": 0, **rows[0]}])
+        folder.write_summary(SUMMARY)
+        page = page_of(folder)
+        assert "off by 5.8% of their size" in page
+        assert [page.count(each) for each in said] == [count, count]

@@ -25,8 +25,9 @@ _BODY = """\
 {library}
 -->
 {summary}
-<noscript><style>.plot{{display:none}}</style><p class="note">The charts need scripts, which are switched off here. Their
-numbers are at the end of this page, and the folder pictures beside it has them as PNGs,
+<noscript><style>.plot{{display:none}}</style>
+<p class="note">The charts need scripts, which are switched off here. Their
+numbers are at the end of this page, and the folder pictures of a run has them as PNGs,
 unless pictures were switched off.</p></noscript>
 <p class="hint" id="hint" hidden>Drag in a chart to zoom, double-click to zoom out,
 click a name to hide its line. Arrow keys go from point to point.</p>
