@@ -18,6 +18,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.evaluate.at_end import TestAtEnd
 from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.report.write import report_of_training
@@ -34,6 +35,7 @@ from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
+from trainkit.lit.logs.throughput import Throughput
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
@@ -47,7 +49,9 @@ def run(config: DictConfig) -> float | None:
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
     windows = WindowSummary()
-    training = build(config, callbacks=[windows, WandbFacts()], trains=True)
+    ours = [windows, Throughput(), WandbFacts()]
+    training = build(config, callbacks=ours, trains=True)
+    test = TestAtEnd(training, folder) if config.test else None
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
@@ -68,15 +72,19 @@ def run(config: DictConfig) -> float | None:
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            _fit_and_report(training, config, beginning, windows, stop, ending)
+            metrics = _fit_and_report(
+                training, config, beginning, windows, stop, ending, test
+            )
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
     heard = stop.heard or ending.signals.heard
     if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise Interrupted(heard)  # the other runs do not start
+    if test is not None and test.error is not None:
+        raise test.error
     if not beginning.is_written:
         return None  # no step was left, and that has been said
-    return _metric(training, config.metric)
+    return _metric(metrics, config.metric)
 
 
 def _keep_profile(trainer: Any, folder: RunFolder) -> None:
@@ -94,8 +102,13 @@ def _fit_and_report(
     windows: WindowSummary,
     stop: GracefulStop,
     ending: Ending,
-) -> None:
-    """Train, then write and show the summary, even after an error."""
+    test: TestAtEnd | None,
+) -> dict[str, Any]:
+    """Train and test, then write and show the summary, even after an error.
+
+    Returns:
+        The last metrics of both.
+    """
     started = time.monotonic()
     status = "failed"
     try:
@@ -114,6 +127,11 @@ def _fit_and_report(
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
+        metrics = dict(trainer.callback_metrics)
+        if test is not None:
+            is_over = status == "finished" and not ending.signals.heard
+            facts["test"] = test.run(is_wanted=is_over and beginning.has_trained)
+            metrics.update(trainer.callback_metrics)
         if trainer.is_global_zero and not beginning.is_written:
             if status == "finished":
                 why = why_no_more(trainer, config.ckpt_path)
@@ -123,6 +141,7 @@ def _fit_and_report(
             report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
+    return metrics
 
 
 def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
@@ -155,10 +174,9 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
     raise Interrupted(stop.stopped_by)
 
 
-def _metric(training: Training, name: str | None) -> float | None:
+def _metric(found: dict[str, Any], name: str | None) -> float | None:
     if not name:
         return None
-    found: Any = training.trainer.callback_metrics
     if name not in found:
         print(f"trainkit | metric: {name} was not logged, so this run has no metric")
         return None
