@@ -97,7 +97,6 @@ def _refuse_no_steps(key: str, every_n_steps: int | None) -> None:
     """Refuse a monitor at 0 steps, which to Lightning mean no logging."""
     if every_n_steps is not None and every_n_steps < 1:
         raise TrainkitError(
-            f"{key}.every_n_steps: must be at least 1, received {every_n_steps}; in "
-            f"callbacks=default it is trainer.log_every_n_steps. {key}=null leaves the "
-            f"monitor out, {key}.every_n_steps=50 keeps it."
+            f"{key}.every_n_steps: must be at least 1, received {every_n_steps}. "
+            f"{key}=null leaves the monitor out, {key}.every_n_steps=50 keeps it."
         )

@@ -14,11 +14,16 @@ class RatePlan:
         steps: optimizer steps, counted from 0.
         rates: the rate at each of these steps, by the name under which it is logged.
         why_not: the reason, if there is no plan.
+        unit: what the weights of windows count; empty if it has no name.
+        optimizers: with several optimizers, the name of each by the beginnings of its
+            columns.
     """
 
     steps: list[float] = field(default_factory=list)
     rates: dict[str, list[float]] = field(default_factory=dict)
     why_not: str = ""
+    unit: str = ""
+    optimizers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_json(cls, found: Any) -> RatePlan:
@@ -36,6 +41,7 @@ class RatePlan:
             plan = cls(**found)
             lengths = {len(plan.steps), *map(len, plan.rates.values())}
             _ = [float(n) for each in (plan.steps, *plan.rates.values()) for n in each]
+            _ = "".join([plan.unit, *plan.optimizers, *plan.optimizers.values()])
         except (TypeError, ValueError, AttributeError):
             return damaged
         return plan if len(lengths) == 1 else damaged
@@ -56,4 +62,6 @@ class RatePlan:
                 name: [self.rates[name][place] for place in kept] + rates
                 for name, rates in later.rates.items()
             },
+            unit=later.unit,
+            optimizers=later.optimizers,
         )

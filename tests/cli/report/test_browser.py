@@ -105,6 +105,13 @@ async function probe(figure, plot) {
   mouse(plot, "dblclick", 100);
   await soon();
   chart.whole = [plot.scales.x.min, plot.scales.x.max].join() === [min, max].join();
+  chart.axes = {};
+  for (const button of figure.querySelectorAll(".axes button")) {
+    button.click();
+    await soon();
+    const {distr, max} = plots[place.id].scales.y;
+    chart.axes[button.textContent] = [distr, max];
+  }
   found.charts.push(chart);
 }
 (async () => {
@@ -114,7 +121,8 @@ async function probe(figure, plot) {
   await soon();
   found.colours.push(style.backgroundColor);
   const figures = [...document.querySelectorAll("figure")];
-  for (const [n, figure] of figures.entries()) await probe(figure, plots[n]);
+  for (const figure of figures)
+    await probe(figure, plots[figure.querySelector(".plot").id]);
   found.isNarrow = innerWidth < 600;
   found.wide = document.documentElement.scrollWidth > innerWidth;
   window.name = JSON.stringify([...JSON.parse(window.name || "[]"), found]);
@@ -269,6 +277,15 @@ def test_every_chart_has_data_and_nothing_complains(
         assert re.search(r" at step 1,\d{3},000$", chart["middle"][0]), chart
         assert 0.05 < chart["zoom"] < 0.5, chart
         assert chart["whole"], chart
+
+
+def test_buttons_choose_the_axis(light: dict[str, Visit]) -> None:
+    axes = light["long"].found["charts"][0]["axes"]
+    assert list(axes) == ["linear", "log", "start clipped"]
+    assert [distr for distr, _ in axes.values()] == [1, 3, 1]
+    assert axes["linear"][1] > 40  # the largest value
+    assert axes["start clipped"][1] < 5  # what it is after a quarter of the steps
+    assert light["single"].found["charts"][0]["axes"] == {}  # the control
 
 
 def test_points_are_where_the_axes_say(light: dict[str, Visit]) -> None:

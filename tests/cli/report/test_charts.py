@@ -106,3 +106,24 @@ def test_more_metrics_than_a_page_holds_are_named() -> None:
     assert found.left_out == ("2 more columns: metric12, metric13",)
     keys = [each.key for each in found.shown]
     assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_sampled"), [((4.0, 8.0, 12.0), False), ((4.0, 44.0, 84.0), True)]
+)
+def test_windows_between_those_that_were_logged_are_told(
+    seen: tuple[float, ...], is_sampled: bool
+) -> None:
+    values = {"seen": seen, "weight": (4.0,) * 3, "loss": (1.0,) * 3}
+    columns = {
+        f"window/{name}": Series(f"window/{name}", (0.0, 1.0, 2.0), each)
+        for name, each in values.items()
+    }
+    note = chart(choose(columns, {}), "Loss").note
+    assert ("windows that were not logged" in note) == is_sampled
+
+
+def test_a_weight_has_its_unit() -> None:
+    columns = {"window/weight": Series("window/weight", (0.0, 1.0), (1.0, 2.0))}
+    titles = [choose(columns, {}, unit=u).shown[0].title for u in ("tokens", "")]
+    assert titles == ["Window weight, in tokens", "Window weight"]

@@ -107,10 +107,11 @@ def test_a_point_that_stands_alone_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "known"),
     [
-        ("window/loss", [0.1, 40.0], {"isLog": True, "fromZero": False}),
-        ("window/loss", [-0.1, 40.0], {"isLog": False}),
-        ("window/loss", [2.0, 2.0], {"isLog": False}),
-        ("window/weight", [0.1, 40.0], {"isLog": False, "fromZero": True}),
+        ("window/loss", [0.1, 40.0], {"axes": ["log", "whole"], "fromZero": False}),
+        ("window/loss", [-0.1, 40.0], {"axes": ["whole"]}),
+        ("window/loss", [2.0, 2.0], {"axes": ["whole"]}),
+        ("window/loss", [2.0, 4.0], {"axes": ["whole", "log"]}),
+        ("window/weight", [0.1, 40.0], {"axes": ["whole"], "fromZero": True}),
         ("window/micro_batches", [1.0, 4.0], {"asStairs": True, "isShare": False}),
         ("window/padding", [0.1, 0.2], {"asStairs": False, "isShare": True}),
     ],
@@ -195,3 +196,13 @@ def test_the_table_on_top_is_the_summary(
     table = page.partition('<table class="summary">')[2].partition("</table>")[0]
     assert said in table
     assert ("resumed" in table) == (last_step == 9)
+
+
+def test_plain_accumulation_and_the_gap_name_each_other(tmp_path: Path) -> None:
+    said = ["the chart Uniform gap shows", "Plain accumulation gives equal weights."]
+    for rows, count in (([{"window/uniform_gap": 0.1}], 1), ([{"val/loss": 1}], 0)):
+        folder = run_folder(tmp_path, [{"step": 0, **rows[0]}])
+        folder.write_summary(SUMMARY)
+        page = page_of(folder)
+        assert "off by 5.8% of their size" in page
+        assert [page.count(each) for each in said] == [count, count]

@@ -44,17 +44,6 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert [points(line) for line in chart["lines"]] == [[(0, 2)]]
 
 
-def test_several_runs_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        run_folder(folder, [{"step": 0, "val/loss": 2.0}])
-    assert main(["report", "--no-pictures", *map(str, folders)]) == 0
-    said = [f"trainkit | report: {folder / 'report.html'}" for folder in folders]
-    assert capsys.readouterr().out.splitlines() == said
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -49,9 +49,11 @@ def lines(run: Path, title: str) -> dict[str, list[tuple[float, float | None]]]:
 
 def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert titles(page)[:8] == [
+    assert titles(page)[:10] == [
         "Loss",
-        "Window weight",
+        "Window weight, in tokens",
+        "Throughput, in tokens per second",
+        "Throughput, in samples per second",
         "Imbalance",
         "Learning rate",
         "Accumulation",
@@ -63,6 +65,10 @@ def test_a_run_leaves_its_report_and_pictures(run: Path) -> None:
     windows = lines(run, "Accumulation")["window/micro_batches"]
     assert [value for _, value in windows] == [1, 1, 4, 4]
     assert "finished after 4 optimizer steps" in page
+    rates = lines(run, "Throughput, in tokens per second")["tokens per second"]
+    assert len(rates) < 4  # the time before the first step is not known
+    assert rates[-1][1] is not None
+    assert rates[-1][1] > 0
     names = {path.stem for path in (run / "pictures").iterdir()}
     assert names >= {"loss", "weight", "learning_rate", "grad_norm", "padding"}
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -75,6 +76,9 @@ def test_each_swept_parameter_has_a_panel_and_its_own_scale(
     assert scales["lr"] == scales["batch"] == "log"
     assert scales["decay"] == scales["kind"] == scales["trial"] == "linear"
     assert [t.get_text() for t in panels["batch"].get_xticklabels()] == ["4", "8", "16"]
+    best = next(e for e in panels["trial"].lines if e.get_label() == "best so far")
+    order = np.asarray(best.get_xdata()).tolist()
+    assert order == [0, 1, 2, 3, 4, 5, 6, 7]  # as in their names
     (legend,) = drawn[0].legends
     assert {text.get_text() for text in legend.get_texts()} == {
         "finished",

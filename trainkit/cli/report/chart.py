@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,30 @@ from typing import Literal
 from trainkit.cli.report.series import Drawn, Series
 from trainkit.pages.look import is_wide, number, value_text
 
-Role = Literal["train", "validation", "plan", "other"]
+Role = Literal["train", "validation", "plan", "other", "run"]
+Axis = Literal["whole", "log", "late"]
+_EARLY = 0.25
+"""The share of the steps whose largest values a clipped axis may leave out."""
+_STEEP, _HIGH = 4, 1.3
+"""How many times as long an axis is with its early values as without: from the first on
+it is clipped, and from the second on it can be."""
+_FAR = 2
+"""From this ratio of the largest to the least value on an axis can be logarithmic."""
+_FEW = 20
+"""An axis is not clipped if so few values are drawn."""
+_MOST_BANDS = 3
+"""Of more runs there are only lines: their bands would lie on each other."""
+_STYLES = ("train", "validation", "other1", "other2", "other3", "other4")
+
+
+def run_style(place: int) -> str:
+    """The style of one of several runs."""
+    return _STYLES[place % len(_STYLES)]
+
+
+def run_dash(place: int) -> int:
+    """0 for a whole line, else one of two patterns, when all styles are taken."""
+    return place // len(_STYLES) % 3
 
 
 @dataclass(frozen=True)
@@ -21,11 +45,20 @@ class Line:
     Attributes:
         label: its name in the legend.
         role: decides how it is drawn.
+        place: of several runs, the place of its run.
     """
 
     label: str
     role: Role
     series: Series
+    place: int = 0
+
+    @property
+    def dash(self) -> int:
+        """0 for a whole line, else one of two patterns."""
+        if self.role == "run":
+            return run_dash(self.place)
+        return int(self.role == "other")
 
     @property
     def num_gaps(self) -> int:
@@ -44,7 +77,8 @@ class Chart:
         lines: at least one.
         is_share: whether values are shown as a percentage.
         from_zero: whether 0 is on the axis.
-        may_be_log: whether the axis is logarithmic if values are far apart.
+        may_be_log: whether there is a choice of axes: logarithmic, if values are far
+            apart, or without high values of the beginning.
         as_stairs: whether a value holds until the next one.
         note: a remark below it.
     """
@@ -66,9 +100,44 @@ class Chart:
         return min(values), max(values)
 
     @property
+    def axes(self) -> list[Axis]:
+        """The axes to choose from, the best one first.
+
+        "late" ends at the largest value after the first quarter of the steps.
+        """
+        axes: list[Axis] = ["whole"]
+        if not self.may_be_log:
+            return axes
+        low, high = self.range
+        late = self.late[1]
+        times = (high - low) / (late - low) if late > low else 0.0
+        if 0 < _FAR * low <= high:
+            axes.insert(0 if is_wide(low, high) else 1, "log")
+        num_values = max(len(line.series.shown) for line in self.lines)
+        if times > _HIGH and num_values > _FEW:
+            is_best = times >= _STEEP and axes[0] != "log"
+            axes.insert(0 if is_best else len(axes), "late")
+        return axes
+
+    @cached_property
+    def late(self) -> tuple[float, float]:
+        """The step at which the first quarter ends, and the largest value after it."""
+        points = [point for line in self.lines for point in line.series.shown]
+        steps = [step for step, _ in points]
+        start = min(steps) + _EARLY * (max(steps) - min(steps))
+        return start, max(value for step, value in points if step >= start)
+
+    @property
+    def clipped(self) -> str:
+        """What the axis that ends early does not show."""
+        start, _ = self.late
+        most = self.text(self.range[1])
+        return f"before step {number(math.ceil(start))} values go up to {most}"
+
+    @property
     def is_log(self) -> bool:
         """Whether its axis is logarithmic."""
-        return self.may_be_log and is_wide(*self.range)
+        return self.axes[0] == "log"
 
     def drawn(self, most: int) -> Iterator[tuple[Line, str, Drawn]]:
         """Each line with its style and its points, as `Series.drawn` gives them.
@@ -77,8 +146,14 @@ class Chart:
         """
         others = cycle(["other1", "other2", "other3", "other4"])
         for line in self.lines:
-            style = next(others) if line.role == "other" else line.role
-            yield line, style, line.series.drawn(most)
+            if line.role == "run":
+                style = run_style(line.place)
+            else:
+                style = next(others) if line.role == "other" else line.role
+            drawn = line.series.drawn(most)
+            if line.role == "run" and len(self.lines) > _MOST_BANDS:
+                drawn = Drawn(drawn.steps, drawn.values)
+            yield line, style, drawn
 
     def described(self) -> str:
         """The chart in words, for readers who cannot see it."""
@@ -93,13 +168,15 @@ class Chart:
                 notes.append(
                     f"{line.label}: {line.num_gaps:,} {rows} no finite value: a gap."
                 )
-        long = [line for line, _, drawn in self.drawn(most) if drawn.low]
+        long = [line for line in self.lines if line.series.is_long(most)]
         if long:
-            names = ", ".join(line.label for line in long)
+            is_many = long[0].role == "run"
+            names = "Long lines" if is_many else ", ".join(line.label for line in long)
             largest = max(len(line.series.shown) for line in long)
+            bands = any(drawn.low for *_, drawn in self.drawn(most))
             notes.append(
                 f"{names}: {largest:,} values, shown as the mean of each stretch of "
-                f"steps in a band from its least to its largest."
+                f"steps{' in a band from its least to its largest' * bands}."
             )
         return notes
 

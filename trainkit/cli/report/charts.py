@@ -33,13 +33,14 @@ _RATES = Chart(
     "What the optimizer used, and what was planned when the training began.",
     from_zero=True,
 )
+_WEIGHT = Chart(
+    "weight",
+    "Window weight",
+    "How much each optimizer step counted, as the strategy weighs.",
+    from_zero=True,
+)
 _WINDOWS = (
-    Chart(
-        "weight",
-        "Window weight",
-        "How much each optimizer step counted, in the strategy's unit.",
-        from_zero=True,
-    ),
+    _WEIGHT,
     Chart(
         "imbalance",
         "Imbalance",
@@ -69,10 +70,21 @@ _WINDOWS = (
     Chart(
         "uniform_gap",
         "Uniform gap",
-        "How far off equal weights for the micro-batches that ran would have been.",
+        "The share of weight that equal weights would have given to the wrong "
+        "micro-batches: half the sum of |weight / window weight - 1 / micro-batches|.",
         is_share=True,
         from_zero=True,
+        note="Plain accumulation gives equal weights. In a full window its gradient is "
+        "off by at most twice this gap, times the distance from the window's gradient "
+        "to the farthest one of a micro-batch: by nothing if all of them agree, by "
+        "more than the gap if they are far apart.",
     ),
+)
+_THROUGHPUT = Chart(
+    "throughput",
+    "Throughput",
+    "What was trained on in a second, validation left out.",
+    from_zero=True,
 )
 _CUT = Chart(
     "micro_batch_size",
@@ -82,7 +94,12 @@ _CUT = Chart(
     as_stairs=True,
 )
 
-KEYS = frozenset(chart.key for chart in (_LOSS, *_WINDOWS, _CUT))
+_RATES_OF_DATA = {"tokens per second": "tokens_per_second"}
+_RATES_OF_DATA |= {"samples per second": "samples_per_second"}
+"""The keys of the charts of throughput by the names of their columns."""
+KEYS = frozenset(
+    (*(chart.key for chart in (_LOSS, *_WINDOWS, _CUT)), *_RATES_OF_DATA.values())
+)
 
 
 def choose(
@@ -90,6 +107,8 @@ def choose(
     plan: Mapping[str, Series],
     *,
     why_no_plan: str = "",
+    unit: str = "",
+    optimizers: Mapping[str, str] | None = None,
 ) -> Charts:
     """Sort a run's columns into charts.
 
@@ -97,14 +116,19 @@ def choose(
         columns: the columns by their names.
         plan: the planned learning rates by the names of their columns.
         why_no_plan: the reason if there is no plan.
+        unit: what weights count, if it has a name.
+        optimizers: the names of several optimizers by the beginnings of their columns.
     """
-    loss = replace(_LOSS, lines=_losses(columns))
+    loss = replace(_LOSS, lines=_losses(columns), note=_skipped(columns))
     charts = [loss]
     for chart in (*_WINDOWS, _CUT):
         if chart is _RATES:
             charts.append(_rates(columns, plan, why_no_plan))
         else:
             charts.append(replace(chart, lines=_window_lines(columns, chart.key)))
+        if chart is _WEIGHT:
+            charts[-1] = _in_unit(charts[-1], unit)
+            charts += _throughputs(columns)
     used = {line.series.name for chart in charts for line in chart.lines}
     others, too_many = _others(columns, used)
     missing = [
@@ -112,8 +136,62 @@ def choose(
         for chart in charts
         if not chart.lines and chart.key != _CUT.key
     ]
-    shown = [chart for chart in charts if chart.lines]
+    shown = [_named(chart, optimizers or {}) for chart in charts if chart.lines]
     return Charts((*shown, *others), (*missing, *too_many))
+
+
+def _in_unit(weight: Chart, unit: str) -> Chart:
+    if not unit:
+        return weight
+    caption = f"How many {unit} each optimizer step counted."
+    return replace(weight, title=f"Window weight, in {unit}", caption=caption)
+
+
+def _throughputs(columns: Mapping[str, Series]) -> list[Chart]:
+    return [
+        replace(
+            _THROUGHPUT,
+            key=key,
+            title=f"Throughput, in {name}",
+            lines=(Line(name, "train", columns[name]),),
+        )
+        for name, key in _RATES_OF_DATA.items()
+        if name in columns
+    ]
+
+
+def _named(chart: Chart, optimizers: Mapping[str, str]) -> Chart:
+    """The chart with the names of optimizers in place of their numbers."""
+
+    def named(line: Line) -> Line:
+        for start, name in optimizers.items():
+            if line.label.startswith(WINDOW) and line.label.startswith(start):
+                short = WINDOW + line.label.removeprefix(start)
+                return replace(line, label=f"{short} of {name}")
+            if line.label.partition(",")[0] == start:
+                return replace(line, label=f"{line.label}, of {name}")
+        return line
+
+    return replace(chart, lines=tuple(map(named, chart.lines)))
+
+
+def _skipped(columns: Mapping[str, Series]) -> str:
+    """A remark if there were windows between those that were logged."""
+    seen, weight = columns.get(f"{WINDOW}seen"), columns.get(f"{WINDOW}weight")
+    if seen is None or weight is None or seen.steps != weight.steps:
+        return ""
+    skipped = sum(
+        now - own > before + 0.5 * own
+        for before, now, own in zip(
+            seen.values, seen.values[1:], weight.values[1:], strict=False
+        )
+    )
+    if not skipped:
+        return ""
+    return (
+        "Between these points are windows that were not logged. "
+        "callbacks.monitor.every_n_steps=1 logs all of them."
+    )
 
 
 def _column_of(chart: Chart) -> str:

@@ -1,23 +1,32 @@
-"""`trainkit report`: draws the report of a run again."""
+"""`trainkit report`: draws the report of a run, or several runs in one page."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.cli.arguments import Arguments
+from trainkit.cli.report.compare import comparison, read_run, runs_in, short_names
 from trainkit.cli.report.write import write_report
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.errors import TrainkitError
+from trainkit.pages.atomic_file import write_atomically
 
 EPILOG = """\
-report.html needs no other file and no network. It is drawn from metrics.csv, and from
-summary.json and learning_rate_plan.json if they exist. The run may be under way, or may
-have been killed.
+One run: report.html and pictures/ in its folder. Several runs, or the folder of a
+multirun: one page with a line for each run and a table of what differs in their
+configurations.
+
+A page needs no other file and no network. It is drawn from metrics.csv, and from
+summary.json, config.yaml, learning_rate_plan.json and step_times.csv if they exist. A
+run may be under way, or may have been killed.
 """
+_PAGE = "runs.html"
 
 
 def main(argv: list[str]) -> int:
-    """Write the report of one or several runs.
+    """Write the report of a run, or the page of several runs.
 
     Args:
         argv: the arguments after `report`.
@@ -30,39 +39,113 @@ def main(argv: list[str]) -> int:
     """
     parser = Arguments(
         prog="trainkit report",
-        description="Write report.html and pictures/ into the folder of a run.",
+        description="Draw the report of a run, or several runs in one page.",
         epilog=EPILOG,
     )
     parser.add_argument(
         "run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"
     )
     parser.add_argument("--no-pictures", action="store_true", help="leave the PNGs out")
+    parser.add_argument(
+        "--to", type=Path, metavar="PAGE.html", help=f"several runs: default {_PAGE}"
+    )
     args = parser.parse_args(argv)
-    for path in args.run_dir:
-        folder = RunFolder(path)
-        _refuse_empty(folder)
-        try:
-            missing = write_report(folder, pictures=not args.no_pictures)
-        except OSError as error:
-            raise TrainkitError(
-                f"RUN_DIR: its report cannot be written: {error}. Make the folder "
-                f"writable, or copy {folder.METRICS} to another one."
-            ) from error
-        if missing is None:
-            raise TrainkitError(
-                f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
-                f"{folder.path} has none yet. Wait until the run logs its first one."
-            )
-        if missing:
-            print(f"trainkit | report: {missing}")
-        print(f"trainkit | report: {folder.path / folder.REPORT}")
+    folders, empty = _folders(args.run_dir)
+    if len(folders) > 1:
+        _several(folders, empty, _target(args.to))
+        return 0
+    if args.to is not None:
+        raise TrainkitError(
+            f"--to: is for the page of several runs, and there is one run, "
+            f"{folders[0].path}. Its report goes into its folder: leave --to out, or "
+            f"name more runs."
+        )
+    _one(folders[0], pictures=not args.no_pictures)
     return 0
 
 
-def _refuse_empty(folder: RunFolder) -> None:
-    if not (folder.path / folder.METRICS).is_file():
+def _folders(paths: Sequence[Path]) -> tuple[list[RunFolder], list[Path]]:
+    """The runs, and those of a multirun that have no rows."""
+    found: list[RunFolder] = []
+    empty: list[Path] = []
+    for path in paths:
+        folder = RunFolder(path)
+        if (folder.path / folder.METRICS).is_file():
+            found.append(folder)
+            continue
+        runs, without = runs_in(folder.path)
+        if len(runs) < 2:
+            _refuse(folder, runs)
+        found += runs
+        empty += without
+    places = [folder.path.resolve() for folder in found]
+    twice = [place for n, place in enumerate(places) if place in places[:n]]
+    if twice:
         raise TrainkitError(
-            f"RUN_DIR: must be the folder of a run, with {folder.METRICS} in it, "
-            f"received {folder.path}. `trainkit train` ends with the name of its "
-            f"folder; with logger=none it writes no rows."
+            f"RUN_DIR: each run once, and {twice[0]} was given twice. Leave one out."
         )
+    return found, empty
+
+
+def _refuse(folder: RunFolder, runs: Sequence[RunFolder]) -> None:
+    if runs:
+        raise TrainkitError(
+            f"RUN_DIR: must be a run, or the folder of several with {folder.METRICS}, "
+            f"and in {folder.path} there is one, {runs[0].path.name}. Name it: "
+            f"trainkit report {runs[0].path}"
+        )
+    raise TrainkitError(
+        f"RUN_DIR: must be the folder of a run, with {folder.METRICS} in it, "
+        f"received {folder.path}. `trainkit train` ends with the name of its "
+        f"folder; with logger=none it writes no rows."
+    )
+
+
+def _one(folder: RunFolder, *, pictures: bool) -> None:
+    try:
+        missing = write_report(folder, pictures=pictures)
+    except OSError as error:
+        raise TrainkitError(
+            f"RUN_DIR: its report cannot be written: {error}. Make the folder "
+            f"writable, or copy {folder.METRICS} to another one."
+        ) from error
+    if missing is None:
+        raise TrainkitError(
+            f"RUN_DIR: must have rows of numbers in {folder.METRICS}, and "
+            f"{folder.path} has none yet. Wait until the run logs its first one."
+        )
+    if missing:
+        print(f"trainkit | report: {missing}")
+    print(f"trainkit | report: {folder.path / folder.REPORT}")
+
+
+def _target(to: Path | None) -> Path:
+    path = (to or Path(_PAGE)).absolute()
+    if path.suffix not in (".html", ".htm") or path.is_dir():
+        raise TrainkitError(
+            f"--to: must be a file that ends in .html, received {to}. For example "
+            f"--to {_PAGE}."
+        )
+    if not path.parent.is_dir():
+        raise TrainkitError(
+            f"--to: must lie in a folder that exists, and {path.parent} does not. "
+            f"Make it, or name another one."
+        )
+    return path
+
+
+def _several(folders: Sequence[RunFolder], empty: Sequence[Path], to: Path) -> None:
+    paths = [folder.path for folder in folders]
+    names = short_names(paths)
+    runs = [read_run(each, name) for each, name in zip(folders, names, strict=True)]
+    left_out = [f"{path} (no {RunFolder.METRICS})" for path in empty]
+    where = os.path.commonpath(paths)
+    try:
+        write_atomically(to, comparison(runs, where=where, left_out=left_out))
+    except OSError as error:
+        raise TrainkitError(
+            f"--to: the page cannot be written: {error}. Name a writable folder."
+        ) from error
+    for text in left_out:
+        print(f"trainkit | report: left out: {text}")
+    print(f"trainkit | report: {len(runs)} runs in {to}")

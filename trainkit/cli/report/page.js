@@ -1,6 +1,6 @@
 const charts = JSON.parse(document.getElementById("points").textContent);
 const HEIGHT = 250;
-const plots = [];
+const plots = {};  // by the names of their places
 const colour = name => getComputedStyle(root).getPropertyValue("--" + name).trim();
 
 // As `number` in look.py.
@@ -26,6 +26,14 @@ function limits(low, high, {isLog, fromZero}) {
   const least = Math.max(Math.abs(low), Math.abs(high)) * 1e-4;
   const margin = Math.max((high - low) * 0.06, (least - (high - low)) / 2);
   return [low - (fromZero && !low ? 0 : margin), high + (fromZero && !high ? 0 : margin)];
+}
+
+// Round steps, and the last one, which takes the place of any tick too near to it.
+function stepTicks(low, high, by, last, near) {
+  const ticks = [];
+  for (let n = Math.ceil(low / by); n * by <= high; n++) ticks.push(n * by);
+  if (last < low || last > high || ticks.includes(last)) return ticks;
+  return [...ticks.filter(tick => last - tick >= near), last];
 }
 
 function evenTicks(low, high) {
@@ -78,9 +86,46 @@ function widened(column) {
   return column.reverse();
 }
 
-function draw(id, chart) {
-  const place = document.getElementById(id);
+const AXES = {whole: "linear", log: "log", late: "start clipped"};
+
+// Buttons that choose the axis; the first one is the best.
+function addAxes(id, chart) {
+  if (chart.axes.length < 2) return;
+  const group = document.createElement("div");
+  group.className = "axes";
+  group.setAttribute("role", "group");
+  group.setAttribute("aria-label", "Axis");
+  const said = document.createElement("span");
+  for (const name of Object.keys(AXES).filter(each => chart.axes.includes(each))) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = AXES[name];
+    const press = () => {
+      for (const each of group.querySelectorAll("button"))
+        each.setAttribute("aria-pressed", each === button);
+      said.textContent = name === "late" ? chart.clipped : "";
+    };
+    button.addEventListener("click", () => {
+      press();
+      const old = plots[id], {min, max} = old.scales.x;
+      const isShown = old.series.map(({show}) => show);
+      old.destroy();
+      draw(id, chart, name, isShown);
+      plots[id].setScale("x", {min, max});
+    });
+    group.append(button);
+    if (name === chart.axes[0]) press();
+  }
+  group.append(said);
+  document.getElementById(id).before(group);
+}
+
+function draw(id, chart, axis, isShown = []) {
+  const place = document.getElementById(id), isLog = axis === "log";
   const [steps, places] = align(chart.lines);
+  const ends = [steps[0], steps.at(-1)];
+  const clipped = (plot, low, high) => axis === "late" && plot.scales.x.min <= ends[0]
+    ? Math.min(high, Math.max(low, chart.late[1])) : high;
   const text = y => chart.isShare ? number(100 * y) + "%" : number(y);
   const columns = [steps], series = [{class: "unlisted"}], bands = [];
   chart.lines.forEach((line, n) => {
@@ -105,7 +150,7 @@ function draw(id, chart) {
       value,
       width: isPlan ? 5 : 1.5,
       alpha: isPlan ? 0.45 : 1,
-      dash: line.style.startsWith("other") ? [8, 4] : [],
+      dash: [[], [8, 4], [2, 4]][line.dash],
       paths: chart.asStairs ? uPlot.paths.stepped({align: 1}) : uPlot.paths.linear(),
       points: {
         size: 5, fill: stroke, width: 0, space: 12,
@@ -124,7 +169,10 @@ function draw(id, chart) {
   });
   const ink = {stroke: () => colour("quiet"), font: "12px system-ui, sans-serif"};
   const none = {show: false};
+  const room = high => 30 + 7 * step(Math.round(high)).length;
+  series.forEach((each, n) => { each.show = isShown[n] ?? true; });
   const plot = new uPlot({
+    padding: [null, Math.max(12, 4 * step(ends[1]).length), null, null],
     width: place.clientWidth,
     height: HEIGHT,
     series,
@@ -132,8 +180,9 @@ function draw(id, chart) {
     scales: {
       x: {time: false},
       y: {
-        distr: chart.isLog ? 3 : 1,
-        range: (_, low, high) => low === null ? [null, null] : limits(low, high, chart),
+        distr: isLog ? 3 : 1,
+        range: (plot, low, high) => low === null ? [null, null]
+          : limits(low, clipped(plot, low, high), {...chart, isLog}),
       },
     },
     axes: [
@@ -143,7 +192,9 @@ function draw(id, chart) {
         border: {show: true, stroke: ink.stroke, width: 1},
         incrs: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12].flatMap(
           power => [1, 2, 5].map(digit => digit * 10 ** power)),
-        space: (_, axis, low, high) => 30 + 7 * step(Math.round(high)).length,
+        space: (_, axis, low, high) => room(high),
+        splits: ({over}, axis, low, high, by) => stepTicks(
+          low, high, by, ends[1], 0.8 * room(high) * (high - low) / over.clientWidth),
         values: (_, ticks) => ticks.map(step),
       },
       {
@@ -155,7 +206,7 @@ function draw(id, chart) {
         // Its own know no numbers beyond 1e16; it takes any from 5 on, and leaves the
         // ticks to us.
         incrs: (_, axis, low, high) => [Math.max(5, high - low)],
-        splits: (_, axis, low, high) => (chart.isLog ? logTicks : evenTicks)(low, high),
+        splits: (_, axis, low, high) => (isLog ? logTicks : evenTicks)(low, high),
         filter: (_, ticks) => ticks,
         size: (_, labels) => 14 + 7 * Math.max(3, ...(labels ?? []).map(l => l.length)),
         values: (_, ticks) => ticks.map(text),
@@ -179,11 +230,9 @@ function draw(id, chart) {
     },
   }, columns, place);
   plot.setLegend({idx: null});
-  plots.push(plot);
-
-  new ResizeObserver(() => {
-    plot.setSize({width: place.clientWidth, height: HEIGHT});
-  }).observe(place);
+  plot.root.querySelectorAll(".u-series:not(.unlisted)").forEach(
+    (row, n) => row.classList.add(`dash${chart.lines[n].dash}`));
+  plots[id] = plot;
   plot.over.addEventListener("pointermove", event => {
     if (event.pointerType === "touch")
       plot.setCursor({left: event.offsetX, top: event.offsetY});
@@ -198,7 +247,15 @@ function draw(id, chart) {
       }
     });
   }
+}
+
+function listen(id) {
+  const place = document.getElementById(id);
+  new ResizeObserver(() => {
+    plots[id].setSize({width: place.clientWidth, height: HEIGHT});
+  }).observe(place);
   place.addEventListener("keydown", event => {
+    const plot = plots[id];
     const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (event.key === "Escape") plot.setCursor({left: -10, top: -10});
     if (!by) return;
@@ -206,10 +263,14 @@ function draw(id, chart) {
     const [first, last] = plot.series[0].idxs;
     const from = plot.cursor.idx ?? (by > 0 ? first - 1 : last + 1);
     const to = Math.min(Math.max(from + by, first), last);
-    plot.setCursor({left: plot.valToPos(steps[to], "x"), top: HEIGHT / 3});
+    plot.setCursor({left: plot.valToPos(plot.data[0][to], "x"), top: HEIGHT / 3});
   });
 }
 
-repainted.push(() => plots.forEach(plot => plot.redraw(false)));
+repainted.push(() => Object.values(plots).forEach(plot => plot.redraw(false)));
 document.getElementById("hint").hidden = false;
-for (const [id, chart] of Object.entries(charts)) draw(id, chart);
+for (const [id, chart] of Object.entries(charts)) {
+  addAxes(id, chart);
+  draw(id, chart, chart.axes[0]);
+  listen(id);
+}

@@ -25,8 +25,9 @@ _BODY = """\
 {library}
 -->
 {summary}
-<noscript><p class="note">The charts need scripts, which are switched off here. Their
-numbers are at the end of this page, and the folder pictures beside it has them as PNGs,
+<noscript><style>.plot{{display:none}}</style>
+<p class="note">The charts need scripts, which are switched off here. Their
+numbers are at the end of this page, and the folder pictures of a run has them as PNGs,
 unless pictures were switched off.</p></noscript>
 <p class="hint" id="hint" hidden>Drag in a chart to zoom, double-click to zoom out,
 click a name to hide its line. Arrow keys go from point to point.</p>
@@ -38,7 +39,14 @@ click a name to hide its line. Arrow keys go from point to point.</p>
 <script id="points" type="application/json">{points}</script>"""
 
 
-def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> str:
+def page(
+    charts: Charts,
+    *,
+    title: str,
+    where: str,
+    summary: Sequence[Row] = (),
+    table: str = "",
+) -> str:
     """The text of `report.html`.
 
     Args:
@@ -46,6 +54,7 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
         title: the run's name.
         where: the run's folder.
         summary: the rows of the table on top.
+        table: HTML in place of that table.
     """
     num_lines = sum(len(chart.lines) for chart in charts.shown)
     stretches = max(_FEWEST, min(_MOST, _OF_PAGE // num_lines))
@@ -54,7 +63,7 @@ def page(charts: Charts, *, title: str, where: str, summary: Sequence[Row]) -> s
     figures = [_figure(chart, name, stretches) for name, chart in named.items()]
     body = _BODY.format(
         library=text_of(_HERE / "uplot/LICENSE"),
-        summary=summary_table(summary),
+        summary=table or summary_table(summary),
         figures="\n".join(figures),
         left_out=_left_out(charts.left_out),
         numbers=_numbers(charts.shown),
@@ -87,7 +96,9 @@ def _figure(chart: Chart, name: str, stretches: int) -> str:
 def _data(chart: Chart, stretches: int) -> dict[str, Any]:
     """A chart as `page.js` reads it."""
     return {
-        "isLog": chart.is_log,
+        "axes": chart.axes,
+        "late": chart.late,
+        "clipped": chart.clipped,
         "isShare": chart.is_share,
         "fromZero": chart.from_zero,
         "asStairs": chart.as_stairs,
@@ -95,6 +106,7 @@ def _data(chart: Chart, stretches: int) -> dict[str, Any]:
             {
                 "label": line.label,
                 "style": style,
+                "dash": line.dash,
                 "steps": [int(x) if x.is_integer() else x for x in drawn.steps],
                 "values": _short(drawn.values),
                 "low": _short(drawn.low),
@@ -133,5 +145,5 @@ def _numbers(charts: Sequence[Chart]) -> str:
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
         f"<details><summary>The lines in numbers</summary>"
-        f'<div class="scroll"><table>{body}</table></div></details>'
+        f'<div class="scroll"><table class="numbers">{body}</table></div></details>'
     )

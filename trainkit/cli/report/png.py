@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _STRETCHES = 300
 _FEW = 40
 """A line of at most so many points has a dot at each."""
+_NEAR = 0.09
+"""The share of the axis that two ticks are apart at least."""
 _SPACING = {"left": 0.12, "right": 0.97, "top": 0.82, "bottom": 0.14}
 
 
@@ -106,7 +109,7 @@ def _draw_lines(panel: Axes, chart: Chart) -> None:
             color=colour,
             linewidth=4.0 if is_plan else 1.2,
             alpha=0.45 if is_plan else None,
-            linestyle="--" if line.role == "other" else "-",
+            linestyle="--" if line.dash else "-",
             drawstyle="steps-post" if chart.as_stairs else "default",
             marker="o" if dots else None,
             markersize=3,
@@ -119,20 +122,36 @@ def _draw_axes(panel: Axes, chart: Chart) -> None:
 
     if chart.is_log:
         panel.set_yscale("log")
-    panel.set_ylim(
-        *limits(*chart.range, is_log=chart.is_log, from_zero=chart.from_zero)
-    )
+    low, high = chart.range
+    if chart.axes[0] == "late":
+        high = chart.late[1]
+        quiet = {"fontsize": 8, "pad": 3, "color": LIGHT["quiet"]}
+        panel.set_title(chart.clipped, loc="right", **quiet)
+    panel.set_ylim(*limits(low, high, is_log=chart.is_log, from_zero=chart.from_zero))
     panel.minorticks_off()
     if chart.is_log:
         label_decades(panel.yaxis)
     else:
         panel.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: chart.text(y)))
+    shown = [step for line in chart.lines for step, _ in line.series.shown]
+    steps = min(shown), max(shown)
     whole = MaxNLocator(7, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
-    panel.xaxis.set_major_locator(whole)
+    panel.xaxis.set_ticks(_with_last(whole.tick_values(*steps), *steps))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     panel.margins(x=0.01)
     panel.set_xlabel("step", fontsize=8, loc="right")
     panel.tick_params(labelsize=8, colors=LIGHT["quiet"], length=0)
     tidy(panel, grid="y")
     panel.spines["left"].set_visible(False)
+
+
+def _with_last(ticks: Iterable[float], first: float, last: float) -> list[float]:
+    """The ticks and the last step, which takes the place of any too near to it.
+
+    >>> _with_last([0, 50, 100, 150, 200], 3, 155)
+    [50, 100, 155]
+    """
+    near = _NEAR * (last - first)
+    kept = [tick for tick in ticks if first <= tick and last - tick >= near]
+    return [tick for tick in kept if tick < last] + [last]

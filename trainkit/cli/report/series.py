@@ -36,6 +36,10 @@ class Series:
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
+    def is_long(self, most: int) -> bool:
+        """Whether its points are not drawn one by one."""
+        return len(self.steps) > 4 * most
+
     def drawn(self, most: int) -> Drawn:
         """The points of this column in a chart.
 
@@ -44,7 +48,7 @@ class Series:
         steps is one point: the mean, with the least and the largest value. After a
         stretch with a gap there is a gap.
         """
-        if len(self.steps) <= 4 * most:
+        if not self.is_long(most):
             return Drawn(self.steps, self.values)
         points = [(self.steps[0], *[self.values[0]] * 3)]
         for stretch in self._stretches(most):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from trainkit.cli.report.chart import Charts
 from trainkit.cli.report.charts import choose
 from trainkit.cli.report.page import page
 from trainkit.cli.report.series import Series, read_series
+from trainkit.cli.report.throughput import STEP_TIMES, read_step_times, throughput
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import Row, rows
 from trainkit.core.effective import EffectiveBatch
@@ -17,6 +19,7 @@ from trainkit.core.rate_plan import RatePlan
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import read_rows
 
+_Read = TypeVar("_Read")
 _SHOWN = {"status", "steps", "windows", "metrics", "micro_batching", "versions"}
 _SHOWN |= {"learning_rates", "plain_accumulation"}
 """Entries without which a summary is damaged."""
@@ -39,7 +42,7 @@ def write_report(folder: RunFolder, *, pictures: bool = True) -> str | None:
     charts = read_charts(folder)
     if not charts.shown:
         return None
-    facts = _summary(folder)
+    facts = read_facts(folder)
     text = page(
         charts,
         title=str(facts.get("name") or folder.path.name),
@@ -71,22 +74,35 @@ def report_of_training(folder: RunFolder, *, pictures: bool) -> None:
 
 
 def read_charts(folder: RunFolder) -> Charts:
-    """The charts of a run, from `metrics.csv` and the plan beside it."""
-    try:
-        found = read_series(read_rows(folder.path / folder.METRICS))
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise TrainkitError(
-            f"{folder.path / folder.METRICS}: must be a table of numbers in UTF-8, "
-            f"and is damaged: {error}. Mend it or remove it."
-        ) from error
+    """The charts of a run, from `metrics.csv` and the files beside it."""
     plan = RatePlan.of_json(folder.read_rate_plan())
+    columns = _read(folder, folder.METRICS, lambda path: read_series(read_rows(path)))
+    times = _read(folder, STEP_TIMES, read_step_times)
+    columns |= {each.name: each for each in throughput(columns, times, plan.unit)}
     steps = tuple(map(float, plan.steps))
     planned = {
         name: Series(name, steps, tuple(rates))
         for name, rates in plan.rates.items()
         if rates
     }
-    return choose(found, planned, why_no_plan=plan.why_not)
+    return choose(
+        columns,
+        planned,
+        why_no_plan=plan.why_not,
+        unit=plan.unit,
+        optimizers=plan.optimizers,
+    )
+
+
+def _read(folder: RunFolder, name: str, read: Callable[[Path], _Read]) -> _Read:
+    path = folder.path / name
+    try:
+        return read(path)
+    except (csv.Error, ValueError) as error:
+        raise TrainkitError(
+            f"{path}: must be a table of numbers in UTF-8, and is damaged: {error}. "
+            f"Mend it or remove it."
+        ) from error
 
 
 def summary_rows(facts: dict[str, Any], charts: Charts) -> list[Row]:
@@ -105,7 +121,7 @@ def summary_rows(facts: dict[str, Any], charts: Charts) -> list[Row]:
     if not facts:
         said = f"has not ended, or was killed; its last row is of step {last:,.0f}"
         return [("training", said)]
-    found = rows(facts)
+    found = [_related(row, charts) for row in rows(facts)]
     if last > facts["steps"]:
         found.insert(1, ("since then", f"resumed, up to step {last:,.0f}"))
     batch = facts.get("effective_batch")
@@ -118,6 +134,15 @@ def summary_rows(facts: dict[str, Any], charts: Charts) -> list[Row]:
     return [*found, *_origin(facts)]
 
 
+def _related(row: Row, charts: Charts) -> Row:
+    """The row; that of plain accumulation names the chart that belongs to it."""
+    label, text = row
+    has_gap = any(chart.key == "uniform_gap" for chart in charts.shown)
+    if label != "plain accumulation" or not has_gap:
+        return row
+    return label, f"{text}; the chart Uniform gap shows how far its weights are off"
+
+
 def _origin(facts: dict[str, Any]) -> Sequence[Row]:
     versions = [f"{name} {number}" for name, number in facts["versions"].items()]
     found = [("versions", ", ".join(versions))]
@@ -126,7 +151,8 @@ def _origin(facts: dict[str, Any]) -> Sequence[Row]:
     return found
 
 
-def _summary(folder: RunFolder) -> dict[str, Any]:
+def read_facts(folder: RunFolder) -> dict[str, Any]:
+    """The content of `summary.json`; empty if there is none."""
     try:
         facts = folder.read_summary() or {}
         missing = sorted(_SHOWN - facts.keys()) if facts else []

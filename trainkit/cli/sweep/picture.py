@@ -56,7 +56,7 @@ def _draw_progress(panel: Axes, sweep: SweepFile, trials: Sequence[Trial]) -> No
     import numpy as np
     from matplotlib.ticker import MaxNLocator
 
-    order = range(1, len(trials) + 1)
+    order = range(len(trials))  # as their names are numbered
     _scatter(panel, sweep, trials, order)
     finished = [t.number if t.state == "finished" else None for t in trials]
     better = np.fmax if sweep.maximizes else np.fmin  # which pass over NaN

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, open_dict
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.at_end import TestAtEnd
 from trainkit.cli.report.rate_plan import RatePlanFile
+from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.report.write import report_of_training
 from trainkit.cli.runs import summary
 from trainkit.cli.runs.checkpoint import was_restoring
@@ -61,7 +62,8 @@ def run(config: DictConfig) -> float | None:
     trainer.callbacks += without_checkpoint(trainer.callbacks, place)
     stop = find_stop(trainer)
     ending = Ending()
-    trainer.callbacks = [ending, *trainer.callbacks, beginning, RatePlanFile(folder)]
+    of_report = [RatePlanFile(folder), StepTimes(folder)]
+    trainer.callbacks = [ending, *trainer.callbacks, beginning, *of_report]
     _keep_profile(trainer, folder)
     # Two runs would mix their rows and checkpoints in one folder.
     one = only_one(folder.path, what="paths.run_dir")

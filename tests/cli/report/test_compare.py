@@ -1,0 +1,191 @@
+"""Several runs in one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.report.runs import charts, run_folder, titles
+from trainkit.cli.main import main
+
+EVIL = "</script><b>&{0}"
+
+
+def made(path: Path, config: Mapping[str, Any] | None = None, loss: float = 2) -> Path:
+    rows = [{"step": n, "window/loss": loss + n, "val/loss": loss} for n in range(3)]
+    run_folder(path, rows)
+    if config is not None:
+        whole = {**config, "paths": {"run_dir": str(path)}, "save": f"{path}/x"}
+        (path / "config.yaml").write_text(yaml.safe_dump(whole))
+        (path / "overrides.yaml").write_text("[]")
+    return path
+
+
+def page_of(*words: object, to: Path) -> str:
+    assert main(["report", *map(str, words), "--to", str(to)]) == 0
+    return to.read_text(encoding="utf-8")
+
+
+def table(page: str) -> dict[str, list[str]]:
+    """The table's rows, by their heads."""
+    found = re.search(r'<table class="runs">(.*?)</table>', page, re.DOTALL)
+    assert found is not None
+    rows = re.findall(r"<tr><th[^>]*>(.*?)</th>(.*?)</tr>", found[1])
+    return {
+        re.sub("<.*?>", "", head): [
+            unescape(re.sub("<.*?>", "", cell))
+            for cell in re.findall(r"<td.*?>(.*?)</td>", cells)
+        ]
+        for head, cells in rows
+    }
+
+
+def test_a_line_for_each_run_and_a_table_of_what_differs(tmp_path: Path) -> None:
+    one = made(tmp_path / "one", {"model": {"width": 4}, "lr": 0.1, "seed": 0}, loss=2)
+    two = made(tmp_path / "two", {"model": {"width": 8}, "seed": 0, "name": EVIL})
+    page = page_of(one, two, to=tmp_path / "page.html")
+    assert titles(page) == ["Loss: window/loss", "Loss: val/loss"]
+    for chart in charts(page):
+        assert [line["label"].split(":")[0] for line in chart["lines"]] == [
+            "one",
+            "two",
+        ]
+        assert len({line["style"] for line in chart["lines"]}) == 2
+    assert table(page) == {
+        "": ["one", "two"],
+        "model.width": ["4", "8"],
+        "lr": ["0.1", "–"],
+        "name": ["–", EVIL],
+        "training": ["under way or killed, step 2"] * 2,
+    }
+    assert EVIL not in page
+    assert escape(EVIL) in page
+    tame = page_of(one, made(tmp_path / "tame"), to=tmp_path / "tame.html")
+    assert page.count("</script>") == tame.count("</script>")  # the control
+
+
+def test_equal_configurations_are_called_equal(tmp_path: Path) -> None:
+    """The folders of the runs are no difference."""
+    runs = [made(tmp_path / name, {"seed": 0}) for name in "ab"]
+    page = page_of(*runs, to=tmp_path / "page.html")
+    assert "Their configurations are equal." in page
+    assert list(table(page)) == ["", "training"]
+    other = made(tmp_path / "c", {"seed": 1})  # the control
+    page = page_of(*runs, other, to=tmp_path / "page.html")
+    assert "are equal" not in page
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_many_bands_would_hide_each_other(count: int, tmp_path: Path) -> None:
+    for name in range(count):
+        rows = [{"step": n, "val/loss": n % 5} for n in range(1500)]
+        run_folder(tmp_path / str(name), rows)
+    paths = [tmp_path / str(name) for name in range(count)]
+    page = page_of(*paths, to=tmp_path / "page.html")
+    has_bands = [bool(line["low"]) for line in charts(page)[0]["lines"]]
+    assert has_bands == [count == 3] * count
+    said = "Long lines: 1,500 values, shown as the mean of each stretch of steps"
+    assert said + " in a band" * has_bands[0] in page
+
+
+def test_metrics_stand_beside(tmp_path: Path) -> None:
+    runs = [made(tmp_path / n, {"seed": i}, loss=i) for i, n in enumerate("abcde")]
+    page = page_of(*runs, to=tmp_path / "page.html")
+    rows = table(page)  # more than four runs are rows
+    assert rows[""] == ["seed", "training", "val/loss"]
+    assert [rows[name][2] for name in "abcde"] == ["0", "1", "2", "3", "4"]
+
+
+def test_many_differences_are_folded_away(tmp_path: Path) -> None:
+    one = made(tmp_path / "a", {f"k{n}": 0 for n in range(16)})
+    two = made(tmp_path / "b", {f"k{n}": 1 for n in range(16)})
+    page = page_of(one, two, to=tmp_path / "page.html")
+    assert "<summary>16 values of their configurations differ</summary>" in page
+    assert list(table(page)) == ["", "training"]
+
+
+def test_the_folder_of_a_multirun_stands_for_its_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (0, 2, 10):
+        made(tmp_path / "multi" / str(number), {"seed": number})
+    crashed = tmp_path / "multi" / "3"
+    crashed.mkdir()
+    (crashed / "overrides.yaml").write_text("[]")
+    other = made(tmp_path / "other" / "2", {"seed": 5})
+    page = page_of(tmp_path / "multi", other, to=tmp_path / "page.html")
+    assert table(page)[""] == ["multi/0", "multi/2", "multi/10", "other/2"]
+    assert f"Left out: {crashed} (no metrics.csv)" in page
+    assert f"left out: {crashed} (no metrics.csv)" in capsys.readouterr().out
+
+
+def test_the_page_is_written_here_unless_it_is_told_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        made(tmp_path / name)
+    assert main(["report", "a", "b"]) == 0
+    assert capsys.readouterr().out == (
+        f"trainkit | report: 2 runs in {tmp_path / 'runs.html'}\n"
+    )
+    assert not list(tmp_path.rglob("report.html"))
+
+
+def test_numbers_of_a_run_that_ended_are_from_its_summary(tmp_path: Path) -> None:
+    runs = [made(tmp_path / name, {"seed": 0}) for name in "ab"]
+    facts = {"status": "finished", "steps": 3, "metrics": {"test/acc": 0.5}}
+    facts |= {"windows": {}, "micro_batching": None, "versions": {}}
+    facts |= {"learning_rates": [], "plain_accumulation": None}
+    (runs[0] / "summary.json").write_text(json.dumps(facts))
+    rows = table(page_of(*runs, to=tmp_path / "page.html"))
+    assert rows["training"][0] == "finished after 3 optimizer steps"
+    assert rows["test/acc"] == ["0.5", "–"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("a a", "each run once, and .*/a was given twice"),
+        ("a multi/../a", "each run once, and .*/a was given twice"),
+        ("multi multi/0", "each run once, and .*/multi/0 was given twice"),
+        ("a nowhere", "must be the folder of a run, .*received .*/nowhere"),
+        ("a a/metrics.csv", "must be the folder of a run, .*metrics.csv"),
+        ("single", "in .*/single there is one, 0. Name it: trainkit report .*/0"),
+        ("a empty", "must have rows of numbers in metrics.csv, and .*/empty has none"),
+        ("a damaged", "damaged/metrics.csv: must be a table of numbers in UTF-8"),
+        ("a config", "config/config.yaml: must be YAML with a mapping, .*list"),
+        ("a yaml", "yaml/config.yaml: must be YAML with a mapping, .*damaged"),
+        ("a --to page.html", "--to: is for the page of several runs, and there is one"),
+        ("a multi --to page.txt", "--to: must be a file that ends in .html, received"),
+        ("a multi --to multi", "--to: must be a file that ends in .html, received mu"),
+        ("a multi --to no/p.html", "--to: must lie in a folder that exists, and .*no"),
+        ("a multi --to", "--to"),
+        ("", "RUN_DIR"),
+    ],
+)
+def test_wrong_input_has_one_message_and_writes_nothing(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "multi/0", "multi/1", "single/0", "damaged", "config", "yaml"):
+        made(tmp_path / name, {})
+    run_folder(tmp_path / "empty", [])
+    (tmp_path / "damaged/metrics.csv").write_bytes(b"step,a\n0,\xff\n")
+    (tmp_path / "config/config.yaml").write_text("- 1")
+    (tmp_path / "yaml/config.yaml").write_text("a: [\n b: }")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["report", "--no-pictures", *words.split()]) == 2
+    assert re.search(message, capfd.readouterr().err, re.DOTALL)
+    assert sorted(tmp_path.rglob("*")) == before
