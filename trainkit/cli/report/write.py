@@ -80,7 +80,7 @@ def read_charts(folder: RunFolder) -> Charts:
             f"and is damaged: {error}. Mend it or remove it."
         ) from error
     plan = RatePlan.of_json(folder.read_rate_plan())
-    steps = tuple(map(float, plan.steps))
+    steps = tuple(step + 1.0 for step in plan.steps)  # rows count from 1
     planned = {
         name: Series(name, steps, tuple(rates))
         for name, rates in plan.rates.items()

@@ -18,7 +18,7 @@ def rows(facts: dict[str, Any]) -> list[Row]:
         *_window_rows(facts["windows"]),
     ]
     for name, value in facts["metrics"].items():
-        if value is not None and not name.startswith("lr-"):
+        if value is not None and not name.startswith(("lr-", "window/")):
             found.append((name, f"{value:.4g}"))
     limits = facts["micro_batching"]
     if limits is not None:

@@ -33,6 +33,8 @@ from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
+from trainkit.lit.logs.one_step import OneStep
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
@@ -46,7 +48,12 @@ def run(config: DictConfig) -> float | None:
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
     windows = WindowSummary()
-    training = build(config, callbacks=[windows, WandbFacts()], trains=True)
+    training = build(
+        config,
+        callbacks=[OneStep(), windows, WandbFacts()],
+        metrics=MetricsCSVLogger(folder.path),
+        trains=True,
+    )
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides))
     trainer: Any = training.trainer
