@@ -97,6 +97,8 @@ def test_two_ranks_train_as_one_also_one_job_after_the_other(
     assert furthest(first, on_one_rank["uniform"]) > 1e-4
     for found in (first, second):
         assert steps_logged(found) == ["1", "2", "3", "4"]
+        log = (found / "train.log").read_text()
+        assert log.count("trainkit | step: ") == log.count("training: finished") == 1
         summary = summary_of(found)
         assert summary["run_dir"] == str(found)
         assert summary["effective_batch"]["replicas"] == 2

@@ -9,11 +9,12 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.errors import TrainkitError
 
 
 class Beginning(Callback):
-    """Writes `config.yaml` and `overrides.yaml`.
+    """Writes `config.yaml` and `overrides.yaml`, and opens `train.log`.
 
     A new folder gets them at once. A resumed run's folder gets them only when training
     starts: if the checkpoint does not fit, or no step is left, the folder stays as it
@@ -23,12 +24,17 @@ class Beginning(Callback):
         folder: the folder of the run.
         config: the resolved configuration.
         words: the overrides of the command line.
+        log: what has stood on the screen so far.
     """
 
     def __init__(
-        self, folder: RunFolder, config: Mapping[str, Any], words: Sequence[str]
+        self,
+        folder: RunFolder,
+        config: Mapping[str, Any],
+        words: Sequence[str],
+        log: ScreenLog,
     ) -> None:
-        self.folder, self.config, self.words = folder, config, words
+        self.folder, self.config, self.words, self.screen = folder, config, words, log
         self._earlier = folder.started() if folder.is_of_a_run() else None
 
     @property
@@ -38,12 +44,16 @@ class Beginning(Callback):
 
     def write_if_new(self) -> None:
         if self._earlier is None:
-            self.folder.write_start(self.config, self.words)
+            self._write()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _refuse_other_optimizers(trainer)
         if self._earlier is not None and trainer.is_global_zero:
-            self.folder.write_start(self.config, self.words)
+            self._write()
+
+    def _write(self) -> None:
+        self.folder.write_start(self.config, self.words)
+        self.screen.open(self.folder.log)
 
 
 def _refuse_other_optimizers(trainer: Any) -> None:

@@ -23,6 +23,7 @@ from trainkit.cli.report.write import report_of_training
 from trainkit.cli.runs import summary
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
+from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.train.beginning import Beginning, does_not_fit, was_restoring
 from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
@@ -39,7 +40,7 @@ from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
 
-def run(config: DictConfig) -> float | None:
+def run(config: DictConfig, log: ScreenLog) -> float | None:
     """Train, write the summary and the report, and return the metric."""
     _quieten()
     folder = RunFolder(config.paths.run_dir)
@@ -55,7 +56,7 @@ def run(config: DictConfig) -> float | None:
         trains=True,
     )
     shown = public_config(config)
-    beginning = Beginning(folder, shown, redact_words(overrides))
+    beginning = Beginning(folder, shown, redact_words(overrides), log)
     trainer: Any = training.trainer
     # Every run can be resumed exactly, whatever callbacks are configured.
     keeps = config.trainer.get("enable_checkpointing") is not False
@@ -124,6 +125,7 @@ def _fit_and_report(
                 why = why_no_more(trainer, config.ckpt_path)
                 print(f"trainkit | training: {why}", flush=True)
         elif trainer.is_global_zero:
+            beginning.screen.open(folder.log)  # if another rank began
             folder.write_summary(facts)
             report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:

@@ -19,7 +19,8 @@ from trainkit.cli.comparison import (
     compared_even_if_some_fail,
     some_failed,
 )
-from trainkit.cli.errors import is_mistake
+from trainkit.cli.errors import is_mistake, shown
+from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
 from trainkit.cli.words import completed, find_modules_here, key_of, options_first
@@ -80,14 +81,16 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 
 def run_job(config: DictConfig) -> float | None:
     """Train once, and return the metric that a sweeper optimises."""
-    from trainkit.cli.train.job import run
+    with screen_log() as log:
+        try:
+            from trainkit.cli.train.job import run
 
-    try:
-        return run(config)
-    except Exception as error:
-        if HydraConfig.get().mode is RunMode.RUN:
-            raise _JobEnded(error) from error
-        raise  # Hydra counts the failures of a multirun
+            return run(config, log)
+        except Exception as error:
+            log.write(f"{shown(error)}\n")  # it is printed when Hydra has ended
+            if HydraConfig.get().mode is RunMode.RUN:
+                raise _JobEnded(error) from error
+            raise  # Hydra counts the failures of a multirun
 
 
 def _is_of_a_job(error: Exception) -> bool:
