@@ -196,15 +196,6 @@ def test_a_refusal_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.count("You passed in -2") == 1
 
 
-def test_a_metric_that_no_callback_finds_fails_a_training_that_had_begun(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train("metric=window/loss") == 1
-    shown = capsys.readouterr().err
-    assert shown.startswith("trainkit: `ModelCheckpoint(monitor='window/loss')` could")
-    assert "Traceback" not in shown
-
-
 def test_a_file_that_is_no_yaml_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

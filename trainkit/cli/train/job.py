@@ -27,6 +27,7 @@ from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.train.beginning import Beginning, does_not_fit, was_restoring
 from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
+from trainkit.cli.train.monitors import Monitors
 from trainkit.cli.train.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import of_this_job
@@ -64,7 +65,10 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     trainer.callbacks += without_checkpoint(trainer.callbacks, place)
     stop = find_stop(trainer)
     ending = Ending()
-    trainer.callbacks = [ending, *trainer.callbacks, beginning, RatePlanFile(folder)]
+    monitors = Monitors(config, overrides, folder)
+    monitors.look_before(trainer, training.module, training.data)
+    first, last = [ending, monitors], [beginning, RatePlanFile(folder)]
+    trainer.callbacks = [*first, *trainer.callbacks, *last]
     _keep_profile(trainer, folder)
     # Two runs would mix their rows and checkpoints in one folder.
     one = only_one(folder.path, what="paths.run_dir")
@@ -74,7 +78,9 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            _fit_and_report(training, config, beginning, windows, stop, ending)
+            _fit_and_report(
+                training, config, beginning, windows, stop, ending, monitors
+            )
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
     heard = stop.heard or ending.signals.heard
@@ -82,7 +88,9 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         raise Interrupted(heard)  # the other runs do not start
     if not beginning.is_written:
         return None  # no step was left, and that has been said
-    return _metric(training, config.metric)
+    value = monitors.value(trainer)
+    # For Optuna's sweeper None is a failed trial; NaN makes it crash.
+    return None if value is None or math.isnan(value) else value
 
 
 def _keep_profile(trainer: Any, folder: RunFolder) -> None:
@@ -100,12 +108,13 @@ def _fit_and_report(
     windows: WindowSummary,
     stop: GracefulStop,
     ending: Ending,
+    monitors: Monitors,
 ) -> None:
     """Train, then write and show the summary, even after an error."""
     started = time.monotonic()
     status = "failed"
     try:
-        _fit(training, config.ckpt_path, beginning)
+        _fit(training, config.ckpt_path, beginning, monitors)
         status = "finished"
     except SystemExit as end:  # GracefulStop's, or Lightning's after a second Ctrl+C
         if ending.is_over:
@@ -132,10 +141,18 @@ def _fit_and_report(
                 summary.show(facts, folder)
 
 
-def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
+def _fit(
+    training: Training,
+    ckpt_path: str | None,
+    beginning: Beginning,
+    monitors: Monitors,
+) -> None:
     try:
         training.fit(ckpt_path)
     except Exception as error:
+        missing = monitors.explained(training.trainer, error)
+        if missing is not None:
+            raise missing from error
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit(ckpt_path, error) from error
         # A refusal of a later step, such as a loss of NaN, is a result of training.
@@ -160,18 +177,6 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
         # them in a row wandb's agent gives up.
         raise SystemExit(0)
     raise Interrupted(stop.stopped_by)
-
-
-def _metric(training: Training, name: str | None) -> float | None:
-    if not name:
-        return None
-    found: Any = training.trainer.callback_metrics
-    if name not in found:
-        print(f"trainkit | metric: {name} was not logged, so this run has no metric")
-        return None
-    value = float(found[name])
-    # For Optuna's sweeper None is a failed trial; NaN makes it crash.
-    return None if math.isnan(value) else value
 
 
 def _quieten() -> None:
