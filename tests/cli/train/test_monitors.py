@@ -50,6 +50,10 @@ class Plateau(Nll):
         return {"optimizer": optimizer, "lr_scheduler": how}
 
 
+class Free(Nll):
+    configure_optimizers = LightningModule.configure_optimizers
+
+
 class EachStep(Plateau):
     interval = "step"
 
@@ -164,6 +168,25 @@ def test_without_validation_it_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["metric=window/loss", "accumulation=none"],
+        ["metric=window/loss", "callbacks.monitor=null"],
+        ["metric=val/nll", "callbacks.monitor=null", stop("window/loss")],
+        ["metric=''"],
+    ],
+)
+def test_without_windows_a_metric_of_windows_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own("Nll", *words) == 2
+    assert "metric: must be" in (shown := capsys.readouterr().err) or (
+        "window/loss is logged by nothing, since WindowMonitor is not there" in shown
+    )
+    assert not run_dirs(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("model", "word", "key"),
     [
         ("Nll", "metric=val/loss", "metric"),
@@ -252,6 +275,7 @@ def test_lightnings_own_error_gets_the_list(capsys: pytest.CaptureFixture[str]) 
     assert own("EachStep", "metric=val/nll", NO_SANITY) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("trainkit: monitor of the scheduler: val/loss is logged by")
+    assert "Choose train/loss" in shown
     assert "Traceback" not in shown
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, row_of
 
 
@@ -144,6 +145,12 @@ def test_the_file_is_whole_whenever_a_row_has_grown(tmp_path: Path) -> None:
     again.log_metrics({"b": 1.0}, step=199)  # another process goes on
     assert again.rows()[-1]["b"] == "1.0"
     assert again.num_rows == 200
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainkitError, match="save_dir: must be a folder that can be"):
+        MetricsCSVLogger(tmp_path / "file").log_metrics({"a": 1.0}, step=1)
 
 
 def test_row_of_a_step_that_is_not_known() -> None:

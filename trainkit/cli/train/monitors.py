@@ -18,7 +18,9 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import key_of
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own
+from trainkit.lit.callback.base import find_callback
 from trainkit.lit.callback.table import say
+from trainkit.lit.logs.monitor import WindowMonitor
 from trainkit.lit.resume.between_steps import ends_epoch
 
 DEFAULT = "val/loss"
@@ -79,17 +81,27 @@ class Monitors(Checkpoint):
         self._is_chosen = "metric" in keys or config.metric != DEFAULT
         self._missing: MissingMetric | None = None
         self._dropped: list[_Watch] = []
-        self._has_validation = True
+        self._has_validation = self._has_windows = True
         self._has_validated = False
 
     # ---- before training -------------------------------------------------------------
 
     def look_before(self, trainer: Any, module: Any, data: Any) -> None:
-        """Refuse a metric of validation where there is none.
+        """Refuse a metric of windows or of validation where there is none of these.
 
         Raises:
             MissingMetric: such a metric was chosen.
         """
+        if self._config.metric == "":
+            raise MissingMetric("metric: must be a name or null, received ''.")
+        self._has_windows = find_callback(trainer, WindowMonitor) is not None
+        for watch in self._watches(trainer):
+            if watch.metric.startswith("window/") and not self._has_windows:
+                raise MissingMetric(
+                    f"{watch.key}: {watch.metric} is logged by nothing, since "
+                    f"WindowMonitor is not there, or has no windows. Keep "
+                    f"callbacks.monitor, and choose accumulation=per_sample or another."
+                )
         self._has_validation = _has_validation(trainer, module, data)
         self._refuse_validation(trainer, module)
 
@@ -100,11 +112,12 @@ class Monitors(Checkpoint):
             if not watch.is_of_validation:
                 continue
             if not watch.is_default:
+                other = "window/loss" if self._has_windows else "train/loss"
                 raise MissingMetric(
                     f"{watch.key}: {watch.metric} is logged by nothing, since "
                     f"{type(module).__name__} has no validation (a validation_step, "
                     f"val_dataloader and trainer.limit_val_batches above 0). Choose a "
-                    f"metric of the training: {_chosen(watch.key, 'window/loss')}"
+                    f"metric of the training, such as {_chosen(watch.key, other)}"
                 )
             self._drop(trainer, watch)
 
@@ -268,7 +281,7 @@ def _is_over(trainer: Any) -> bool:
 def _there_are(there: Iterable[str], watch: _Watch) -> str:
     """The names of all metrics, and how to choose one."""
     names = [name for name in there if not name.startswith("lr-")]
-    names.sort(key=lambda name: (not _OF_VALIDATION.match(name), name))
+    names.sort(key=lambda n: (not _OF_VALIDATION.match(n), "loss" not in n, n))
     if not names:
         return "there are none. The module logs one with self.log."
     close = difflib.get_close_matches(watch.metric, names, n=1, cutoff=0.5) or names

@@ -42,9 +42,12 @@ class MetricRows(Callback):
         put_in_order(trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.ckpt_path is not None or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         for logger in _loggers(trainer):
+            logger.make_folder()
+            if trainer.ckpt_path is not None:
+                continue
             if logger.num_rows and not logger.has_written:
                 renamed = logger.set_aside()
                 warnings.warn(

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers.logger import Logger
 
+from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import Row, read_rows
 
 FIRST = ("step", "epoch")
@@ -96,6 +97,20 @@ class MetricsCSVLogger(Logger):
         self._open()
         return self._recent[-1][1] if self._recent else None
 
+    def make_folder(self) -> None:
+        """Make the folder of the file.
+
+        Raises:
+            TrainkitError: it cannot be made.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainkitError(
+                f"MetricsCSVLogger save_dir: must be a folder that can be written, "
+                f"received {self.save_dir}: {error}. Choose another."
+            ) from error
+
     def rows(self) -> list[Row]:
         """All rows of the file, without a last row that was not written to its end."""
         return read_rows(self.path)
@@ -130,7 +145,7 @@ class MetricsCSVLogger(Logger):
         names = {name: None for row in rows for name in row}
         first = [name for name in FIRST if name in names or name == "step"]
         columns = [*first, *(name for name in names if name not in FIRST)]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         new = self.path.with_name(self.path.name + ".new")
         header = _lines(columns, [dict(zip(columns, columns, strict=True))])
         lines = [_lines(columns, [row]) for row in rows]
