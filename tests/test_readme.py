@@ -248,7 +248,8 @@ COMMANDS = [
 
 def test_there_are_commands_of_every_kind() -> None:
     assert {words[1] for words in COMMANDS} == {
-        *("train", "fit", "sweep", "plan", "check")
+        *("new", "train", "fit", "sweep", "plan", "check"),
+        *("validate", "test", "predict"),
     }
 
 

@@ -10,7 +10,6 @@ a mean of micro-batch means is not the mean over the window's tokens.
 from __future__ import annotations
 
 import re
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -187,11 +186,7 @@ class CodeLM(AccumulationMixin, LightningModule):
         self.log_exact("val/loss", loss, weight=num_labels, prog_bar=True)
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(__file__, "experiment=code_lm", model="CodeLM", data="Functions")

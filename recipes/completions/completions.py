@@ -12,7 +12,6 @@ rows did: huggingface/trl#2175.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -194,11 +193,9 @@ class CompletionLM(AccumulationMixin, LightningModule):
         self.log_exact("val/loss", loss, weight=num_labels, prog_bar=True)
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=completions", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(
+        __file__, "experiment=completions", model="CompletionLM", data="Completions"
+    )

@@ -10,7 +10,6 @@ and only the net runs in chunks of 32.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -232,11 +231,7 @@ def _block(c_in: int, c_out: int, *, stride: int = 1) -> list[nn.Module]:
     ]
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=contrastive", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(__file__, "experiment=contrastive", model="Contrastive", data="Digits")

@@ -11,7 +11,6 @@ windows become smaller, and the learning rate with them.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -138,11 +137,7 @@ def _block(c_in: int, c_out: int, *, stride: int = 1) -> list[nn.Module]:
     ]
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=digits_bn", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(__file__, "experiment=digits_bn", model="DigitsNet", data="Digits")

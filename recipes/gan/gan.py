@@ -9,7 +9,6 @@ has 64 and 2 images. A mean of means would give the 2 half of the step.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -232,11 +231,7 @@ def _perceptron(
     )
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=gan", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(__file__, "experiment=gan", model="DigitsGAN", data="Digits")

@@ -9,7 +9,6 @@ have to be counted, not all tokens (mosaicml/composer#3677).
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -217,11 +216,7 @@ class MaskedLM(AccumulationMixin, LightningModule):
         self.log_exact("val/loss", loss, weight=num_labels, prog_bar=True)
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=masked_lm", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(__file__, "experiment=masked_lm", model="MaskedLM", data="Paragraphs")

@@ -10,7 +10,6 @@ the inner cut (`MicroBatching(inside="net")`) the whole batch is balanced:
 
 from __future__ import annotations
 
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -279,11 +278,7 @@ class MixtureLM(AccumulationMixin, LightningModule):
         self.log_exact("val/in_a_row", alone.mean() / num_experts, weight=num_rows)
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=moe", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(__file__, "experiment=moe", model="MixtureLM", data="Blocks")

@@ -11,7 +11,6 @@ is right for the sum of both terms: each term has a strategy of its own.
 from __future__ import annotations
 
 import re
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,11 +190,7 @@ class NameVAE(AccumulationMixin, LightningModule):
         self.log_exact("val/bound", bound, weight=num_names, prog_bar=True)
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=multi_term", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(__file__, "experiment=multi_term", model="NameVAE", data="Names")

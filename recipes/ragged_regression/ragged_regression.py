@@ -12,7 +12,6 @@ batches have different results.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -132,11 +131,9 @@ class Regression(AccumulationMixin, LightningModule):
         self.log_exact("val/loss", loss, weight=batch["weight"].sum(), prog_bar=True)
 
 
-def main() -> None:
-    from trainkit.cli.main import main as trainkit
-
-    raise SystemExit(trainkit(["train", "experiment=ragged_regression", *sys.argv[1:]]))
-
-
 if __name__ == "__main__":
-    main()
+    from trainkit.cli.script import train_file
+
+    train_file(
+        __file__, "experiment=ragged_regression", model="Regression", data="Diabetes"
+    )

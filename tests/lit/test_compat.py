@@ -245,3 +245,34 @@ def test_average_of_finds_the_model_that_lightning_averages() -> None:
     assert isinstance(found[0], AveragedModel)
     assert isinstance(found[0].module, Looks)
     assert _compat.average_of(Callback()) is None
+
+
+def test_shown_now_holds_what_the_batch_or_the_validation_has_logged() -> None:
+    """Lightning's own `progress_bar_metrics` also keeps all earlier values."""
+    seen: list[tuple[dict[str, float], dict[str, Any]]] = []
+
+    class Logging(Mixed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train/n", float(batch_idx), prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/n", 7.0, prog_bar=True)
+
+    class Reading(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            metrics = dict(trainer.progress_bar_metrics)
+            seen.append((_compat.shown_now(trainer), metrics))
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            self.on_train_batch_end(trainer)
+
+    data = micro_batches(ragged_sequences(8), [4, 4])
+    trainer(
+        1, callbacks=[Reading()], max_epochs=1, val_check_interval=1,
+        num_sanity_val_steps=0,
+    ).fit(Logging(), data, data)  # fmt: skip
+    assert [now for now, _ in seen] == [
+        {"train/n": 0.0}, {"val/n": 7.0}, {"train/n": 1.0}, {"val/n": 7.0}
+    ]  # fmt: skip
+    assert seen[2][1] == {"train/n": 1.0, "val/n": 7.0}

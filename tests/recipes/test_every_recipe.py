@@ -27,7 +27,9 @@ def test_a_recipe_is_one_file_with_a_readme_and_a_picture(name: str) -> None:
     source = (HERE / name / f"{name}.py").read_text()
     assert f"trainkit train experiment={name}\n" in re.sub(r" +#.*", "", readme)
     assert COMMAND.search(source)
-    assert "\ndef main() -> None:\n" in source
+    assert f'\n    train_file(__file__, "experiment={name}"' in source.replace(
+        "(\n        ", "("
+    )
     for picture in re.findall(r"!\[.+\]\((.+)\)", readme):
         assert 10_000 < (HERE / name / picture).stat().st_size < 150_000
     assert f"{name}.png" in readme
@@ -47,5 +49,4 @@ def test_a_recipe_has_three_sizes(name: str, size: str) -> None:
 def test_a_recipe_uses_public_names_only(name: str) -> None:
     source = (HERE / name / f"{name}.py").read_text()
     imports = re.findall(r"^ *from (trainkit\S*) import", source, re.MULTILINE)
-    # The last is what main() starts.
-    assert set(imports) <= {"trainkit", "trainkit.recipes", "trainkit.cli.main"}
+    assert set(imports) <= {"trainkit", "trainkit.recipes", "trainkit.cli.script"}

@@ -112,7 +112,8 @@ def table(runs: Sequence[RunFolder], *, maximizes: bool = False) -> list[str]:
     metric = next((each["metric"] for each in summaries if each.get("metric")), None)
     rows = []
     for run, summary, values in zip(runs, summaries, overrides, strict=True):
-        value = (summary.get("metrics") or {}).get(metric)
+        tested = (summary.get("test") or {}).get("metrics", {})
+        value = {**(summary.get("metrics") or {}), **tested}.get(metric)
         cells = [
             run.path.name,
             *(values.get(name, "") for name in swept),

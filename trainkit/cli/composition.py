@@ -19,10 +19,17 @@ from trainkit.cli.words import (
     completed,
     key_of,
     option,
-    quoted,
 )
 from trainkit.config._compat import VERSION_BASE
-from trainkit.config.conf import register_types
+from trainkit.config.conf import found_first, register
+from trainkit.errors import TrainkitError
+
+LOOP = (
+    "configuration: a file must not name itself in its defaults, and one does, maybe "
+    "through others. A file of your own that has the name of one of trainkit's takes "
+    "its place, so give it another name to build on it."
+)
+"""What is said of files that name each other in a circle."""
 
 
 class Composition:
@@ -36,12 +43,15 @@ class Composition:
     def __init__(self, words: Sequence[str]) -> None:
         self._words = completed(words)
         self._options: dict[str, list[str]] = {}
-        register_types()
+        register()
 
     @cached_property
     def config(self) -> DictConfig:
         with self._hydra() as (name, overrides):
-            return compose(name, overrides)
+            try:
+                return compose(name, overrides)
+            except RecursionError as error:
+                raise TrainkitError(LOOP) from error
 
     def options(self, group: str) -> list[str]:
         """The options of a group, the user's own too; none for an unknown group."""
@@ -65,12 +75,13 @@ class Composition:
         if folder is not None and path is None and name != "train":
             # Hydra does not look for a root configuration in hydra.searchpath.
             folder, path = None, folder
-        if folder is not None:
-            overrides.append(f"{SEARCH_PATH}=[{quoted(Path(folder).absolute())}]")
         GlobalHydra.instance().clear()
         with (
-            initialize_config_module("trainkit.conf", **VERSION_BASE)
-            if path is None
-            else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
+            found_first(folder),
+            (
+                initialize_config_module("trainkit.conf", **VERSION_BASE)
+                if path is None
+                else initialize_config_dir(str(Path(path).absolute()), **VERSION_BASE)
+            ),
         ):
             yield name, overrides

@@ -7,15 +7,19 @@ import sys
 from importlib import import_module
 
 from trainkit.cli.errors import guarded
+from trainkit.cli.loading import say_loading
 from trainkit.cli.mixture import refuse_a_mixture
 from trainkit.errors import TrainkitError, did_you_mean
 
+EVALUATE = "trainkit.cli.evaluate.main"
+
 COMMANDS = {
+    "new": ("trainkit.cli.new.main", "make a folder for a training of your own"),
     "train": ("trainkit.cli.train.main", "train what a Hydra configuration describes"),
     "fit": ("trainkit.cli.fit.main", "train with the Lightning CLI"),
-    "validate": ("trainkit.cli.fit.main", "validate with the Lightning CLI"),
-    "test": ("trainkit.cli.fit.main", "test with the Lightning CLI"),
-    "predict": ("trainkit.cli.fit.main", "predict with the Lightning CLI"),
+    "validate": (EVALUATE, "validate a run, or with the Lightning CLI"),
+    "test": (EVALUATE, "test a run, or with the Lightning CLI"),
+    "predict": (EVALUATE, "predict with a run, or with the Lightning CLI"),
     "check": ("trainkit.cli.check.main", "measure whether windows are the big batch"),
     "plan": ("trainkit.cli.plan.main", "find micro-batch and accumulation for a batch"),
     "sweep": ("trainkit.cli.sweep.main", "run a W&B sweep, with or without a server"),
@@ -68,6 +72,7 @@ def _dispatch(argv: list[str]) -> int:
             f"{did_you_mean(argv[0], COMMANDS)} trainkit --help describes them."
         )
     module, _ = COMMANDS[argv[0]]
-    if module == "trainkit.cli.fit.main":
-        return import_module(module).main(argv)  # it has these as sub-commands
+    if module in ("trainkit.cli.fit.main", EVALUATE):
+        say_loading(argv[0], argv[1:])
+        return import_module(module).main(argv)  # it has several commands
     return import_module(module).main(argv[1:])

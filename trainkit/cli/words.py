@@ -110,7 +110,8 @@ def of_this_job() -> list[str]:
 
 def completed(words: Sequence[str]) -> list[str]:
     """A command line with what it leaves out: the groups in `conf/` of the current
-    folder, and the demo where neither a model nor data nor an experiment is chosen.
+    folder, and its `experiment/default.yaml`; or else the demo, where neither a model
+    nor data nor an experiment is chosen.
 
     Args:
         words: in the order of `options_first`.
@@ -124,8 +125,11 @@ def completed(words: Sequence[str]) -> list[str]:
     if not is_given and here.is_dir() and not here.samefile(conf_dir()):
         words.insert(0, f"{CONFIG_DIR}={here.absolute()}")
     chosen = {key_of(word) for word in words}
-    has_own_root = {CONFIG_NAME, CONFIG_PATH} & chosen
-    if not has_own_root and not OF_ONES_OWN & chosen:
+    if {CONFIG_NAME, CONFIG_PATH, "experiment"} & chosen:
+        return words
+    if Path(option(words, CONFIG_DIR) or "", "experiment", "default.yaml").is_file():
+        words.append("experiment=default")
+    elif not OF_ONES_OWN & chosen:
         words.append("experiment=demo")
     return words
 

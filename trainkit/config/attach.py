@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback
 
+from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.strategies import AccumulationStrategy, check_strategy
 from trainkit.errors import TrainkitError
@@ -28,6 +29,7 @@ def attach_accumulation(
     *,
     micro_batching: MicroBatching | None = None,
     wide_gradients: bool = False,
+    checks: Checks = "late",
     proof: Proof = "warn",
 ) -> list[Callback]:
     """Let a module with or without `AccumulationMixin` accumulate by a strategy.
@@ -40,6 +42,8 @@ def attach_accumulation(
         strategy: the weight of a micro-batch; None keeps the module's own strategy.
         micro_batching: how to cut loader batches; None keeps the module's own way.
         wide_gradients: keep the window's gradient in float32.
+        checks: when a loss that is not finite ends the training: one window late, or
+            `"now"`, before its step; `"late"` keeps the module's own.
         proof: what follows if a window is found not to be the big batch; `"warn"` keeps
             the module's own.
 
@@ -51,6 +55,7 @@ def attach_accumulation(
     """
     if strategy is not None:
         check_strategy(strategy)
+    _refuse_other_checks(checks)
     if isinstance(module, AccumulationMixin):
         if strategy is not None:
             module.accumulation = strategy
@@ -58,6 +63,8 @@ def attach_accumulation(
             module.micro_batching = micro_batching
         if wide_gradients:
             module.accumulation_wide_gradients = True
+        if checks != "late":
+            module.accumulation_checks = checks
         if proof != "warn":
             module.accumulation_proof = proof
         return []
@@ -67,12 +74,14 @@ def attach_accumulation(
                 strategy,
                 micro_batching=micro_batching,
                 wide_gradients=wide_gradients,
+                checks=checks,
                 proof=proof,
             )
         ]
     asked = {
         "micro_batching": micro_batching is not None,
         "wide_gradients": wide_gradients,
+        'checks="now"': checks == "now",
         'proof="require"': proof == "require",
     }
     if any(asked.values()):
@@ -83,6 +92,12 @@ def attach_accumulation(
             f"accumulation was chosen. Choose accumulation=per_sample or per_token."
         )
     return []
+
+
+def _refuse_other_checks(checks: Any) -> None:
+    if checks not in get_args(Checks):
+        known = " or ".join(get_args(Checks))
+        raise TrainkitError(f"checks: must be {known}, received {checks!r}.")
 
 
 def attach_optimizer(

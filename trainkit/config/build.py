@@ -187,6 +187,7 @@ def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]
         strategy,
         micro_batching=_make(config, "micro_batching"),
         wide_gradients=config.wide_gradients,
+        checks=config.checks,
         proof=checked_proof(config.proof),
     )
 

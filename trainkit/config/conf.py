@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from typing import ClassVar
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -21,12 +24,42 @@ PACKAGE = "pkg://trainkit.conf"
 
 
 class TrainkitSearchPath(SearchPathPlugin):
-    """Puts trainkit's groups behind those of an application, in every Hydra app."""
+    """Puts trainkit's groups behind those of an application, in every Hydra app.
+
+    Attributes:
+        first: a folder of groups that are found before all others.
+    """
+
+    first: ClassVar[Path | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         provided = [element.provider for element in search_path.get_path()]
         if "trainkit" not in provided:
             search_path.append(provider="trainkit", path=PACKAGE)
+        if self.first is not None:
+            search_path.prepend(provider="first", path=f"file://{self.first}")
+
+
+@contextmanager
+def found_first(folder: str | None) -> Iterator[None]:
+    """Make files in a folder replace trainkit's files of the same group and name.
+
+    Hydra would read `--config-dir` last, and ignore these files in silence.
+    """
+    path = None if folder is None else Path(folder).absolute()
+    root = "train.yaml"
+    if path is not None and (path / root).is_file():
+        raise TrainkitError(
+            f"{path / root}: must have another name, since trainkit's own {root} is "
+            f"read. Put its values into {path / 'experiment' / 'default.yaml'}, or "
+            f"give all of it: --config-path={path} --config-name=NAME."
+        )
+    before = TrainkitSearchPath.first
+    TrainkitSearchPath.first = path
+    try:
+        yield
+    finally:
+        TrainkitSearchPath.first = before
 
 
 def conf_dir() -> Path:

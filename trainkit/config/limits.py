@@ -50,6 +50,12 @@ _LIMITS = (
         "0 logs no step.",
     ),
     Limit(
+        "trainer.gradient_clip_val",
+        "at least 0",
+        lambda number: number >= 0,
+        "null and 0 clip nothing.",
+    ),
+    Limit(
         "seed",
         f"from 0 to {_LARGEST_SEED}",
         lambda number: 0 <= number <= _LARGEST_SEED,

@@ -100,8 +100,11 @@ class TrainSchema:
     name: str = MISSING
     seed: Optional[int] = None
     wide_gradients: bool = False
+    tags: Optional[list[str]] = None
+    checks: str = "late"
     proof: str = "warn"
     ckpt_path: Optional[str] = None
     metric: Optional[str] = None
     mode: str = "min"
+    test: bool = False
     pictures: bool = True

@@ -112,6 +112,11 @@ def follows_validation(trainer: Any) -> bool:
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
+def shown_now(trainer: Any) -> dict[str, float]:
+    """The values for progress bars of the batch or the validation that has ended."""
+    return trainer._logger_connector.metrics["pbar"]
+
+
 def logged_at_batch_end(trainer: Any) -> dict[str, int]:
     """How often each metric was logged in `on_train_batch_end` in this epoch."""
     results = trainer.fit_loop.epoch_loop._results.result_metrics
@@ -345,9 +350,8 @@ def skips_backward(trainer: Any) -> bool:
 
 def uncompiled(pl_module: Any, function: Any) -> Any:
     """A function that a compiled `training_step` does not trace."""
-    if getattr(pl_module, "_compiler_ctx", None) is None:
-        return function
-    return torch.compiler.disable(function)
+    is_plain = getattr(pl_module, "_compiler_ctx", None) is None
+    return function if is_plain else torch.compiler.disable(function)
 
 
 @contextmanager

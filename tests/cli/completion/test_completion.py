@@ -107,6 +107,21 @@ def test_values_of_a_path_are_files(tmp_path: Path) -> None:
     assert f"{start}last.ckpt" in complete(f"trainkit train {start}")
 
 
+def test_an_evaluation_completes_a_run_and_then_its_overrides(tmp_path: Path) -> None:
+    run, fit = tmp_path / "run", tmp_path / "fit"
+    for folder in (run, fit):
+        folder.mkdir()
+    (run / "overrides.yaml").write_text("[experiment=demo, trainer=cpu]\n")
+    of_run = f"trainkit test {run} trainer.devi"
+    of_fit = f"trainkit predict {fit} --trainer.devi"
+    found = complete_all(f"trainkit validate {tmp_path}/", of_run, of_fit)
+    assert found == {
+        f"trainkit validate {tmp_path}/": [f"{tmp_path}/fit/", f"{tmp_path}/run/"],
+        of_run: ["trainer.devices="],
+        of_fit: ["--trainer.devices", "--trainer.devices+"],
+    }
+
+
 def test_groups_and_options_of_the_users_own_folder(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: mine.Net\n")

@@ -38,12 +38,14 @@ def test_lines_say_what_the_issue_asks_for(capsys: pytest.CaptureFixture[str]) -
         "trainkit | left out: 20 samples, by --drop-last",
         "trainkit | lr, adam-sde: 0.141421, beta1 0.8, beta2 0.998, eps 7.07107e-09 "
         "(k = 2)",
-        "trainkit | Hydra: trainkit train data.batch_size=16 "
-        "trainer.accumulate_grad_batches=8 lr_scaling=adam_sde "
-        "lr_scaling.reference_batch=256",
-        "trainkit | Lightning CLI: trainkit fit --data.batch_size=16 "
+        "trainkit | Hydra: trainkit train trainer=ddp trainer.devices=4 "
+        "data.batch_size=16 trainer.accumulate_grad_batches=8 optimizer.lr=0.1 "
+        "lr_scaling=adam_sde lr_scaling.reference_batch=256",
+        "trainkit | Lightning CLI: trainkit fit --trainer.strategy=ddp "
+        "--trainer.devices=4 --data.batch_size=16 "
         "--trainer.accumulate_grad_batches=8 --lr_scaling.rule=adam-sde "
-        "--lr_scaling.reference_batch=256",
+        "--lr_scaling.reference_batch=256 (the rate for the reference batch is an "
+        "argument of your module)",
     ]
 
 
@@ -75,8 +77,23 @@ def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
         rule: plan.scaled_rate(0.1, reference_batch=256, rule=rule) for rule in RULES
     }
     assert found["overrides"] == {
-        "train": ["data.batch_size=16", "trainer.accumulate_grad_batches=8"],
-        "fit": ["--data.batch_size=16", "--trainer.accumulate_grad_batches=8"],
+        "train": [
+            "trainer=ddp",
+            "trainer.devices=4",
+            "data.batch_size=16",
+            "trainer.accumulate_grad_batches=8",
+            "optimizer.lr=0.1",
+            "lr_scaling=auto",
+            "lr_scaling.reference_batch=256",
+        ],
+        "fit": [
+            "--trainer.strategy=ddp",
+            "--trainer.devices=4",
+            "--data.batch_size=16",
+            "--trainer.accumulate_grad_batches=8",
+            "--lr_scaling.rule=auto",
+            "--lr_scaling.reference_batch=256",
+        ],
     }
 
 

@@ -59,8 +59,11 @@ def test_what_trains_no_step_leaves_the_run_as_it_was(
 
     (tmp_path / "no.ckpt").write_text("this is no checkpoint")
     status = train("ckpt_path=no.ckpt")
-    assert is_refused(status, "no.ckpt does not fit this configuration, or is not")
-    assert len(run_dirs(tmp_path)) == 2
+    assert is_refused(status, "must be a readable checkpoint, received ")
+    cut_off = (run / "checkpoints" / "last.ckpt").read_bytes()[:-100]
+    (tmp_path / "no.ckpt").write_bytes(cut_off)
+    assert is_refused(train("ckpt_path=no.ckpt"), "no.ckpt, which is damaged or no")
+    assert len(run_dirs(tmp_path)) == 3
 
     capsys.readouterr()
     for words in ([], ["trainer.max_steps=1"]):  # it has finished, and says so

@@ -73,13 +73,16 @@ def test_a_run_leaves_its_folder(
     for text in (
         "trainkit | step: per-device batch 2 x accumulation 4",  # before
         "trainkit | step 2 of 2: ",  # during
-        "trainkit | loss: ",  # after
+        "trainkit | window/loss: ",  # after
         "trainkit | window weight: ",
         "trainkit | learning rate: ",
         "trainkit | plain accumulation: its gradients would have been off by",
+        "trainkit | throughput: ",
         f"trainkit | written to: {run}",
     ):
         assert text in said, text
+    assert "\x1b" not in said  # there is no terminal
+    assert summary["throughput"]["steps"] == 1
 
 
 def test_with_a_schedule_the_effective_batch_is_that_of_the_last_step(

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 
 from tests.cli.training import summary_of, the_run, train
+from trainkit.cli.composition import Composition
 from trainkit.cli.main import main
 from trainkit.cli.words import completed
 
@@ -171,3 +173,69 @@ def test_the_end_and_the_clipping_are_said(
     assert line.endswith(f"optimizer steps{ended}")
     assert own(*MINE) == 0
     assert "| clipping" not in capsys.readouterr().out  # the control
+
+
+def test_a_file_of_ones_own_comes_before_trainkits_of_that_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "optimizer=sgd", "--cfg=job", "--package=optimizer"]
+    assert main(words) == 0
+    assert "lr: 0.1\n" in capsys.readouterr().out  # the control: trainkit's
+    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
+    (tmp_path / "conf" / "optimizer" / "sgd.yaml").write_text("lr: 7\n")
+    for more in ([], [f"--config-dir={tmp_path / 'conf'}"]):
+        GlobalHydra.instance().clear()
+        assert main([*words, *more]) == 0
+        assert capsys.readouterr().out.strip().endswith("lr: 7")
+        assert Composition(["optimizer=sgd", *more]).config.optimizer == {"lr": 7}
+
+
+def test_a_root_configuration_that_is_not_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir(exist_ok=True)
+    (tmp_path / "conf" / "train.yaml").write_text("seed: 7\n")
+    assert main(["train"]) == 2
+    shown = capsys.readouterr().err
+    assert "conf/train.yaml: must have another name" in shown
+    assert "Traceback" not in shown
+
+
+BROKEN = """
+from ones_own import Mine
+
+
+class Broken(Mine):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * float("nan")
+"""
+
+
+@pytest.mark.parametrize(
+    ("checks", "status", "said"),
+    [
+        ("now", 2, "No step was taken with it"),  # so nothing has begun
+        ("late", 1, "checks='now' to stop before"),
+    ],
+)
+def test_what_is_said_of_a_loss_that_is_not_finite_can_be_done(
+    checks: str,
+    status: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    words = ["model._target_=broken.Broken", "data._target_=ones_own.Data"]
+    words += ["accumulation=per_sample", f"checks={checks}", "proof=off"]
+    words += ["trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
+    try:
+        assert train(*words, small=[]) == status
+    finally:
+        sys.modules.pop("broken", None)
+    assert said in capsys.readouterr().err
+
+
+def test_other_checks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("checks=never") == 2
+    assert "checks: must be late or now, received 'never'." in capsys.readouterr().err

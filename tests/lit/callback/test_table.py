@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader
 
 from tests.helpers import pad, ragged_sequences, run_ranks, trainer
 from tests.lit.fronts import Mixed, micro_batches
 from tests.lit.schedule.scheduling import FRONTS, SEQUENCES, batches, fitted, make
-from trainkit import AccumulationSchedule
-from trainkit.lit.callback.table import show
+from trainkit import AccumulationSchedule, BatchNormGuard, StepProgress
+from trainkit.lit.callback.table import say, show
 
 SCHEDULE = {0: 4, 3: 3, 5: 1}
 
@@ -93,6 +95,25 @@ def test_plan_of_brackets_is_shown_as_written(monkeypatch: pytest.MonkeyPatch) -
     assert "[0.1] -> [0.2] [bold]" in terminal.getvalue()
 
 
+def test_a_line_of_its_own_is_cut_between_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "not measured: " + " ".join(["word"] * 20)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    say(trainer(), ("proof", text))
+    cut = terminal.getvalue().splitlines()
+    assert len(cut) > 1
+    assert all(len(line) <= 60 for line in cut)
+    whole = f"trainkit | proof: {text}"
+    assert " ".join(line.strip() for line in cut) == whole
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    say(trainer(), ("proof", text))
+    assert pipe.getvalue() == f"{whole}\n"
+
+
 def test_empty_plan_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show([])
     assert lines(capsys) == []
@@ -137,3 +158,50 @@ def test_each_fit_prints_its_own_plan(capsys: pytest.CaptureFixture[str]) -> Non
         fit = trainer(size, callbacks=ours, max_epochs=1)
         fit.fit(module, micro_batches(SEQUENCES))
     assert len(lines(capsys)) == 4
+
+
+def test_a_resumed_fit_says_from_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is named by its folder, relative to the current one if it is below it."""
+    monkeypatch.chdir(tmp_path)
+    module, ours = make("callback")
+    first = trainer(2, callbacks=ours, max_epochs=1)
+    first.fit(module, micro_batches(SEQUENCES))
+    assert "resumed" not in capsys.readouterr().out
+    for path in ("out/run/checkpoints/last.ckpt", "elsewhere.ckpt"):
+        first.save_checkpoint(tmp_path / path)
+    step = f"trainkit | training: resumed at step {first.global_step}"
+
+    def resumed(path: str) -> str:
+        module, ours = make("callback")
+        trainer(2, callbacks=ours, max_epochs=2).fit(
+            module, micro_batches(SEQUENCES), ckpt_path=path
+        )
+        return lines(capsys)[-1]
+
+    assert resumed("out/run/checkpoints/last.ckpt") == f"{step} of out/run"
+    assert resumed(str(tmp_path / "elsewhere.ckpt")) == f"{step} from elsewhere.ckpt"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    run = tmp_path / "out" / "run"
+    assert resumed(f"{run}/checkpoints/last.ckpt") == f"{step} of {run}"
+
+
+@pytest.mark.parametrize("guard", [[], [BatchNormGuard()]], ids=["early", "late"])
+@pytest.mark.parametrize("checks", [0, 1])
+@pytest.mark.parametrize("bar", [StepProgress, RichProgressBar, TQDMProgressBar])
+def test_plan_is_printed_once_beside_every_bar(
+    bar: Any, checks: int, guard: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the bar of tqdm is drawn, and after it has closed that of the sanity
+    check, its own `print` writes nothing. With the guard the table is printed late."""
+    module, ours = make("callback")
+    module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    data = micro_batches(SEQUENCES)
+    for _ in range(2):
+        trainer(
+            2, callbacks=[*ours, *guard, bar()], max_epochs=1,
+            num_sanity_val_steps=checks, enable_progress_bar=True,
+        ).fit(module, data, data)  # fmt: skip
+        assert capsys.readouterr().out.count("trainkit | step: ") == 1

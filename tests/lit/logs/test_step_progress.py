@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 from tests.helpers import loader, quiet_lightning, trainer
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
+    BatchNormGuard,
     PerSample,
     StepProgress,
     TrainkitError,
 )
 from trainkit.core.late_reading import LateReading
+from trainkit.lit.callback.base import Stopped
+from trainkit.lit.logs import step_progress
+from trainkit.lit.logs.step_bar import StepBar
 
 
 class Net(LightningModule):
@@ -66,9 +71,9 @@ def test_without_a_terminal_it_says_a_line_now_and_then(
 ) -> None:
     fit(StepProgress(every_n_steps=2))
     assert lines(capsys) == [
-        "trainkit | step 2 of 4: loss 3",
-        "trainkit | step 4 of 4: loss 3",
-        "trainkit | step 4 of 4: loss 3, val/loss 0.125",
+        "trainkit | step 2 of 4: window/loss 3",
+        "trainkit | step 4 of 4: window/loss 3",
+        "trainkit | step 4 of 4: val/loss 0.125",  # its loss stands above
     ]
 
 
@@ -83,15 +88,60 @@ def test_after_validation_the_loss_is_known_whatever_the_module_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fit(StepProgress(every_n_steps=50), module=Quiet())
-    assert lines(capsys) == ["trainkit | step 4 of 4: loss 3"]
+    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3"]
 
 
-def test_the_first_number_of_a_line_is_waited_for(
+class Counting(Quiet):
+    """Its loss is the number of the batch, and it shows each."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = (self.net(batch) * 0 + batch_idx).mean()
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+
+LOSSES = [0.5, 2.5, 4.5, 6.5]  # of windows of 2
+
+
+def test_a_line_has_the_numbers_of_its_own_step(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LateReading, "arrived", False)  # as on a busy GPU
-    fit(StepProgress(every_n_steps=2), module=Quiet())
-    assert lines(capsys)[0] == "trainkit | step 2 of 4: loss 3"
+    """Also where they arrive late, as from a busy GPU."""
+    expected = [
+        f"trainkit | step {n} of 4: window/loss {loss:g}, train/loss {loss + 0.5:g}"
+        for n, loss in enumerate(LOSSES, 1)
+    ]
+    for arrived in (True, False):
+        monkeypatch.setattr(LateReading, "arrived", arrived)
+        fit(StepProgress(every_n_steps=1), module=Counting())
+        assert lines(capsys) == expected
+
+
+class Validated(Counting):
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/loss", float(self.global_step), prog_bar=True)
+
+
+def test_no_line_repeats_an_earlier_number(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(StepProgress(every_n_steps=1), module=Validated(), val_check_interval=4)
+    assert [line.partition(": ")[2] for line in lines(capsys)] == [
+        "window/loss 0.5, train/loss 1",
+        "window/loss 2.5, train/loss 3",
+        "val/loss 2",
+        "window/loss 4.5, train/loss 5",  # without the validation of step 2
+        "window/loss 6.5, train/loss 7",
+        "val/loss 4",
+    ]
+
+
+def test_a_validation_between_two_lines_has_one_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(StepProgress(), module=Validated(), val_check_interval=4)
+    assert lines(capsys) == [
+        "trainkit | step 2 of 4: window/loss 2.5, val/loss 2",
+        "trainkit | step 4 of 4: window/loss 6.5, val/loss 4",
+    ]
 
 
 class TwoOptimizers(Net):
@@ -149,22 +199,79 @@ def test_a_schedule_says_how_many_steps_there_are(
 ) -> None:
     schedule = AccumulationSchedule({0: 1, 4: 2}, unit="step")
     fit(schedule, StepProgress(every_n_steps=6), accumulate=1)
-    assert lines(capsys)[0] == "trainkit | step 6 of 6: loss 3"
+    assert lines(capsys)[0] == "trainkit | step 6 of 6: window/loss 3"
 
 
-def test_on_a_terminal_it_draws_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, columns: int, module: LightningModule
+) -> list[str]:
+    """The lines that stand on a terminal at the end, without escape sequences."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    fit(StepProgress())
-    drawn = terminal.getvalue()
-    assert "4/4" in drawn
-    assert "loss 3, val/loss 0.125" in drawn
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(step_progress, "_SECONDS_BETWEEN_UPDATES", 0)
+    fit(StepProgress(), module=module, val_check_interval=4)
+    last = re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", terminal.getvalue())[-1]
+    return re.sub(r"\x1b\[[0-9;?]*\w", "", last).rstrip("\n").split("\n")
+
+
+def test_on_a_terminal_it_draws_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = drawn(monkeypatch, 120, Validated())
+    assert line.startswith("step")
+    assert " 4/4 window/loss 6.5, val/loss 4 0:00:" in line
+
+
+class Wordy(Validated):
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for name in ("val/first_of_them", "val/second_of_them", "val/third_of_them"):
+            self.log(name, float(self.global_step), prog_bar=True)
+
+
+def test_on_a_narrow_terminal_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = drawn(monkeypatch, 80, Wordy())
+    assert len(shown) > 1
+    assert [line for line in shown if len(line) > 80] == []
+    text = "\n".join(shown)
+    for number in ("window/loss 6.5,", "val/first_of_them 4,", "val/third_of_them 4"):
+        assert number in text
+    assert "0:00:0" in text
+    assert "…" not in text
+
+
+def test_in_the_bar_an_earlier_validation_has_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bars: list[list[str]] = []
+    keep = StepBar.draw
+    monkeypatch.setattr(
+        StepBar,
+        "draw",
+        lambda self, n, texts: (bars.append(texts), keep(self, n, texts)),
+    )
+    drawn(monkeypatch, 120, Validated())
+    assert ["window/loss 2.5", "val/loss 2"] in bars
+    assert ["window/loss 4.5", "train/loss 5", "val/loss 2 at step 2"] in bars
+    assert bars[-1] == ["window/loss 6.5", "val/loss 4"]
+
+
+def test_the_table_stands_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is printed later, when BatchNormGuard knows what trains."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    fit(BatchNormGuard(), StepProgress())
+    screen = re.sub(r"\x1b\[[0-9;?]*m", "", terminal.getvalue())
+    # The bar is cleared before the table, and drawn again below it.
+    above, _, below = screen.partition("trainkit")
+    assert above.endswith("\r\x1b[2K")
+    assert "step" in below
 
 
 def test_a_module_prints_above_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,3 +297,29 @@ def test_disabled_it_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_interval_is_refused(wrong: Any) -> None:
     with pytest.raises(TrainkitError, match=f"every_n_steps: .* received {wrong}"):
         StepProgress(every_n_steps=wrong)
+
+
+class Stopping(Callback):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if trainer.global_step == 3:
+            raise self.error
+
+
+@pytest.mark.parametrize(("error", "last"), [(Stopped(), 3), (KeyError("x"), 2)])
+def test_the_bar_of_a_run_that_was_stopped_shows_its_last_step(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, last: int
+) -> None:
+    """After an error nothing more is read from the device."""
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(StepProgress, "_is_due", lambda self, step, before: step == 2)
+    bars: list[int] = []
+    keep = StepBar.draw
+    monkeypatch.setattr(
+        StepBar, "draw", lambda self, n, texts: (bars.append(n), keep(self, n, texts))
+    )
+    with pytest.raises(type(error)):
+        fit(StepProgress(), Stopping(error), module=Counting(), limit_val_batches=0)
+    assert bars[-1] == last

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainkit.cli.loading import say_loading
 from trainkit.cli.words import find_modules_here, options_first
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
     if options is None:
         print(HELP, end="")
         return 0
+    say_loading("check", argv)
     from trainkit.lit.rerun.quietly import without_advice
 
     find_modules_here()

@@ -18,7 +18,7 @@ from trainkit.cli.arguments import Arguments, offer
 from trainkit.cli.check.main import CHECKED
 from trainkit.cli.completion import overrides
 from trainkit.cli.completion.lightning_options import parser_of
-from trainkit.cli.main import COMMANDS
+from trainkit.cli.main import COMMANDS, EVALUATE
 from trainkit.cli.main import main as trainkit
 
 
@@ -34,6 +34,14 @@ def answer() -> NoReturn:
         if at is None:
             offer(_parser_of_check(is_file=word.startswith("--html=")))
         command, *before = before[at:]
+    about = COMMANDS.get(command, ("",))[0]
+    if about == EVALUATE and not before and not word.startswith("-"):
+        offer(_parser_of_evaluation())
+    if about == EVALUATE and before and not before[0].startswith("-"):
+        run, *before = before
+        own = overrides.of_run(run)
+        if own is not None:
+            command, before = "train", [*own, *before]
     # argparse takes overrides in one place only, but Hydra also between options.
     overrides.before = [each for each in before if _is_override(each)]
     others = [each for each in before if not _is_override(each)]
@@ -42,7 +50,7 @@ def answer() -> NoReturn:
     os.environ |= {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": f"{len(line)}"}
     if command == "train":
         offer(_parser_of_train(), options=False)
-    elif COMMANDS.get(command) and COMMANDS[command][0] == COMMANDS["fit"][0]:
+    elif about in (COMMANDS["fit"][0], EVALUATE):
         offer(parser_of(command))
     trainkit([command, "--help"])  # its parser then has all options
     raise SystemExit(0)
@@ -57,6 +65,13 @@ def _parser_of_check(*, is_file: bool) -> Arguments:
     page.completer = FilesCompleter() if is_file else lambda **_: ()
     parser.add_argument("--rows")
     parser.add_argument("checked", choices=CHECKED)
+    return parser
+
+
+def _parser_of_evaluation() -> Arguments:
+    parser = Arguments(prog="trainkit")
+    parser.add_argument("command")
+    parser.add_argument("run").completer = FilesCompleter()  # type: ignore[attr-defined]
     return parser
 
 

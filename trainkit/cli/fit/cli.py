@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from trainkit.cli.fit import shared_yaml
 from trainkit.cli.fit.parser import TrainkitParser, readable
 from trainkit.config.attach import attach_accumulation
+from trainkit.core.checks import Checks
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
@@ -30,6 +31,7 @@ WAYS = (
     "--micro_batching.how=auto, --micro_batching.size=..., --micro_batching.tokens=..."
 )
 WIDE_GRADIENTS = "wide_gradients"
+CHECKS = "checks"
 PROOF = "proof"
 CALLBACKS: dict[str, type[Callback]] = {
     "lr_scaling": LRScaling,
@@ -94,6 +96,12 @@ class TrainkitCLI(LightningCLI):
             help="sum gradients in float32 beside bfloat16 parameters",
         )
         parser.add_argument(
+            f"--{CHECKS}",
+            type=Checks,
+            default="late",
+            help="now: stop before the step of a loss that is not finite",
+        )
+        parser.add_argument(
             f"--{PROOF}",
             type=Proof,
             default="warn",
@@ -141,6 +149,7 @@ class TrainkitCLI(LightningCLI):
                 config.get(ACCUMULATION),
                 micro_batching=config.get(MICRO_BATCHING),
                 wide_gradients=config.get(WIDE_GRADIENTS, False),
+                checks=config.get(CHECKS, "late"),
                 proof=config.get(PROOF, "warn"),
             ),
             *(callback for callback in callbacks if callback is not None),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import overrides
+from trainkit.cli.loading import say_loading
 from trainkit.cli.plan.report import describe, make_report
 from trainkit.cli.plan.scaling import BETAS, EPS, Reference, scaled_by_rules
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
             world_size=args.world_size or 1,
             max_micro_batch=args.max_micro_batch,
         )
-    epoch = scaling = None
+    epoch = scaling = reference = None
     if args.dataset_size is not None:
         epoch = plan.epoch(args.dataset_size, drop_last=args.drop_last)
     if args.lr is not None:
@@ -73,7 +74,10 @@ def main(argv: list[str]) -> int:
             eps=EPS if args.eps is None else args.eps,
         )
         scaling = scaled_by_rules(plan, reference, rule=args.rule)
-    report = make_report(plan, epoch, scaling, rule=args.rule, reference=args.reference)
+    words = args.overrides if probes else ()
+    report = make_report(
+        plan, epoch, scaling, rule=args.rule, reference=reference, words=words
+    )
     report["trials"] = None if found is None else [asdict(t) for t in found.trials]
     if args.json:
         print(json.dumps(report, indent=2))
@@ -83,6 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def _probed(args: argparse.Namespace) -> FoundMicroBatch | None:
+    say_loading("plan", ["--json"] if args.json else [])
     from trainkit.cli.plan.probe import probe  # loads torch and lightning
 
     return probe(

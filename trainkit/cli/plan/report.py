@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainkit.cli.plan.scaling import Reference
+from trainkit.cli.words import key_of
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.effective import brief
 from trainkit.core.epoch_plan import EpochPlan
@@ -17,7 +21,8 @@ def make_report(
     scaling: list[dict[str, Any]] | None,
     *,
     rule: str | None,
-    reference: int | None,
+    reference: Reference | None,
+    words: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The data of `trainkit plan --json`, whose keys its `--help` lists.
 
@@ -26,7 +31,8 @@ def make_report(
         epoch: its epoch, if the size of the data set is known.
         scaling: what the rules give, if a rate is known.
         rule: the only rule of interest, which the overrides then choose.
-        reference: the batch to which the rate belongs.
+        reference: the rate, and the batch to which it belongs.
+        words: what was probed; it is part of the overrides, and has the ranks.
     """
     near = plan.nearby()
     return {
@@ -38,7 +44,7 @@ def make_report(
         "nearby": None if near is None else _sizes(near),
         "epoch": None if epoch is None else asdict(epoch),
         "scaling": scaling,
-        "overrides": overrides(plan, rule=rule, reference=reference),
+        "overrides": overrides(plan, rule=rule, reference=reference, words=words),
     }
 
 
@@ -51,26 +57,39 @@ def _sizes(plan: BatchPlan) -> dict[str, int]:
 
 
 def overrides(
-    plan: BatchPlan, *, rule: str | None = None, reference: int | None = None
+    plan: BatchPlan,
+    *,
+    rule: str | None = None,
+    reference: Reference | None = None,
+    words: Sequence[str] = (),
 ) -> dict[str, list[str]]:
     """The arguments with which either command trains by the plan.
 
-    >>> plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
-    >>> overrides(plan)["train"]
-    ['data.batch_size=16', 'trainer.accumulate_grad_batches=8']
+    >>> plan = BatchPlan.make(target=64, world_size=4, max_micro_batch=16)
+    >>> " ".join(overrides(plan)["train"])
+    'trainer=ddp trainer.devices=4 data.batch_size=16 trainer.accumulate_grad_batches=1'
     """
-    train = [
+    sizes = [
         f"data.batch_size={plan.micro_batch}",
         f"trainer.accumulate_grad_batches={plan.accumulate}",
     ]
-    fit = [f"--{argument}" for argument in train]
-    if rule is not None:
-        group = rule.replace("-", "_")
-        train.append(f"lr_scaling={group}")
+    own = {size.partition("=")[0] for size in sizes}
+    train = [word for word in words if key_of(word) not in own]
+    fit = []
+    if plan.world_size > 1 and not words:
+        train += ["trainer=ddp", f"trainer.devices={plan.world_size}"]
+        fit += ["--trainer.strategy=ddp", f"--trainer.devices={plan.world_size}"]
+    train += sizes
+    fit += [f"--{argument}" for argument in sizes]
+    if reference is not None:
+        rule = rule or "auto"
+        # trainkit fit has no option for the rate: it is an argument of the module.
+        train += [f"optimizer.lr={reference.lr:g}"]
+        train += [f"lr_scaling={rule.replace('-', '_')}"]
         if rule != "none":
-            train.append(f"lr_scaling.reference_batch={reference}")
+            train.append(f"lr_scaling.reference_batch={reference.batch}")
             fit.append(f"--lr_scaling.rule={rule}")
-            fit.append(f"--lr_scaling.reference_batch={reference}")
+            fit.append(f"--lr_scaling.reference_batch={reference.batch}")
     return {"train": train, "fit": fit}
 
 
@@ -82,8 +101,11 @@ def describe(report: dict[str, Any]) -> list[Row]:
     for scaled in report["scaling"] or []:
         rows.append((f"lr, {scaled['rule']}", _about_rule(scaled)))
     paste = report["overrides"]
-    rows.append(("Hydra", f"trainkit train {' '.join(paste['train'])}"))
-    rows.append(("Lightning CLI", f"trainkit fit {' '.join(paste['fit'])}"))
+    rows.append(("Hydra", f"trainkit train {shlex.join(paste['train'])}"))
+    line = f"trainkit fit {shlex.join(paste['fit'])}"
+    if report["scaling"]:
+        line += " (the rate for the reference batch is an argument of your module)"
+    rows.append(("Lightning CLI", line))
     return rows
 
 

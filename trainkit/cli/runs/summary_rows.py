@@ -17,7 +17,8 @@ def rows(facts: dict[str, Any]) -> list[Row]:
         ("training", done),
         *_window_rows(facts["windows"]),
     ]
-    for name, value in facts["metrics"].items():
+    tested = (facts.get("test") or {}).get("metrics", {})
+    for name, value in {**facts["metrics"], **tested}.items():
         if value is not None and not name.startswith(("lr-", "window/")):
             found.append((name, f"{value:.4g}"))
     limits = facts["micro_batching"]
@@ -35,6 +36,8 @@ def rows(facts: dict[str, Any]) -> list[Row]:
                 f"size in these windows, {plain['largest']:.1%} in the worst",
             )
         )
+    if facts.get("throughput") is not None:
+        found.append(("throughput", _throughput(**facts["throughput"])))
     return found
 
 
@@ -52,7 +55,10 @@ def _window_rows(windows: dict[str, Any]) -> list[Row]:
         return []
     mean = windows["weight"] / windows["windows"]
     return [
-        ("loss", f"{_brief(windows['first_loss'])} -> {_brief(windows['last_loss'])}"),
+        (
+            "window/loss",
+            f"{_brief(windows['first_loss'])} -> {_brief(windows['last_loss'])}",
+        ),
         (
             "window weight",
             f"{mean:,.0f} on average, from {brief(windows['smallest'])} to "
@@ -75,3 +81,32 @@ def _limits(
         most = f"of at most {' and '.join(said)}" if said else "as large as fit"
         return f"none; inside training_step, {inside} ran in chunks {most}"
     return f"each loader batch was cut into some of at most {' and '.join(said)}"
+
+
+def _throughput(
+    steps_per_second: float,
+    samples_per_second: float | None,
+    tokens_per_second: float | None,
+    padding: float | None,
+    waiting: float | None,
+    **_: float,
+) -> str:
+    said = [f"{_rounded(steps_per_second)} steps/s"]
+    if samples_per_second is not None:
+        said = [f"{_rounded(samples_per_second)} samples/s"]
+    if tokens_per_second is not None:
+        said.append(f"{_rounded(tokens_per_second)} tokens/s")
+    if padding is not None:
+        said.append(f"{padding:.0%} padding")
+    if waiting is not None:
+        said.append(f"{waiting:.0%} of the time waiting for data")
+    return ", ".join(said)
+
+
+def _rounded(number: float) -> str:
+    """Three digits.
+
+    >>> _rounded(1.2345), _rounded(38149.2)
+    ('1.23', '38,100')
+    """
+    return f"{float(f'{number:.3g}'):,.10f}".rstrip("0").rstrip(".")

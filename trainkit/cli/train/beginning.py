@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from trainkit.cli.runs.checkpoint import unreadable, why_unreadable
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.errors import TrainkitError
@@ -25,6 +26,10 @@ class Beginning(Callback):
         config: the resolved configuration.
         words: the overrides of the command line.
         log: what has stood on the screen so far.
+
+
+    Attributes:
+        has_trained: whether training has started, on this rank and so on all.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class Beginning(Callback):
         log: ScreenLog,
     ) -> None:
         self.folder, self.config, self.words, self.screen = folder, config, words, log
+        self.has_trained = False
         self._earlier = folder.started() if folder.is_of_a_run() else None
 
     @property
@@ -48,6 +54,7 @@ class Beginning(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _refuse_other_optimizers(trainer)
+        self.has_trained = True
         if self._earlier is not None and trainer.is_global_zero:
             self._write()
 
@@ -84,12 +91,14 @@ def was_restoring(error: BaseException) -> bool:
 
 def does_not_fit(path: str, error: BaseException) -> TrainkitError:
     """A short error in place of torch's, which may list every tensor."""
+    why = why_unreadable(path)
+    if why is not None:
+        return unreadable("ckpt_path", path, why)
     first, *more = [line.strip() for line in str(error).splitlines()] or ["?"]
     shown = " ".join([first, *more[:1]])
     shown += f" (and {len(more) - 1} more)" if len(more) > 1 else ""
     return TrainkitError(
-        f"ckpt_path: {path} does not fit this configuration, or is not a checkpoint: "
-        f"{shown}\n"
+        f"ckpt_path: {path} does not fit this configuration: {shown}\n"
         f"Undo what you changed in the configuration (the run's config.yaml shows the "
         f"old values), or leave ckpt_path out to start a new run."
     )

@@ -18,6 +18,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.evaluate.at_end import TestAtEnd
 from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.write import report_of_training
 from trainkit.cli.runs import summary
@@ -37,6 +38,7 @@ from trainkit.config.redact import redact_words
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.one_step import OneStep
+from trainkit.lit.logs.throughput import Throughput
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
@@ -52,10 +54,11 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     windows = WindowSummary()
     training = build(
         config,
-        callbacks=[OneStep(), windows, WandbFacts()],
+        callbacks=[OneStep(), windows, Throughput(), WandbFacts()],
         metrics=MetricsCSVLogger(folder.path),
         trains=True,
     )
+    test = TestAtEnd(training, folder) if config.test else None
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides), log)
     trainer: Any = training.trainer
@@ -78,17 +81,19 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         for logger in trainer.loggers:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
-            _fit_and_report(
-                training, config, beginning, windows, stop, ending, monitors
+            metrics = _fit_and_report(
+                training, config, beginning, windows, stop, ending, monitors, test
             )
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
     heard = stop.heard or ending.signals.heard
     if heard and HydraConfig.get().mode is RunMode.MULTIRUN:
         raise Interrupted(heard)  # the other runs do not start
+    if test is not None and test.error is not None:
+        raise test.error
     if not beginning.is_written:
         return None  # no step was left, and that has been said
-    value = monitors.value(trainer)
+    value = monitors.value(trainer, metrics)
     # For Optuna's sweeper None is a failed trial; NaN makes it crash.
     return None if value is None or math.isnan(value) else value
 
@@ -109,8 +114,13 @@ def _fit_and_report(
     stop: GracefulStop,
     ending: Ending,
     monitors: Monitors,
-) -> None:
-    """Train, then write and show the summary, even after an error."""
+    test: TestAtEnd | None,
+) -> dict[str, Any]:
+    """Train and test, then write and show the summary, even after an error.
+
+    Returns:
+        The last metrics of both.
+    """
     started = time.monotonic()
     status = "failed"
     try:
@@ -129,6 +139,11 @@ def _fit_and_report(
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
+        metrics = dict(trainer.callback_metrics)
+        if test is not None:
+            is_over = status == "finished" and not ending.signals.heard
+            facts["test"] = test.run(is_wanted=is_over and beginning.has_trained)
+            metrics.update(trainer.callback_metrics)
         if trainer.is_global_zero and not beginning.is_written:
             if status == "finished":
                 why = why_no_more(trainer, config.ckpt_path)
@@ -139,6 +154,7 @@ def _fit_and_report(
             report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
                 summary.show(facts, folder)
+    return metrics
 
 
 def _fit(

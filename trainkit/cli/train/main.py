@@ -19,15 +19,24 @@ from trainkit.cli.comparison import (
     compared_even_if_some_fail,
     some_failed,
 )
+from trainkit.cli.composition import LOOP
 from trainkit.cli.errors import is_mistake, shown
+from trainkit.cli.loading import say_loading
 from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
-from trainkit.cli.words import completed, find_modules_here, key_of, options_first
-from trainkit.config._compat import main_options, without_group
-from trainkit.config.conf import PACKAGE, register
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    completed,
+    find_modules_here,
+    key_of,
+    option,
+    options_first,
+)
+from trainkit.config._compat import hydra_arguments, main_options, without_group
+from trainkit.config.conf import PACKAGE, found_first, register
 from trainkit.config.targets import allowed_packages
-from trainkit.errors import TrainkitError
+from trainkit.errors import TrainkitError, did_you_mean
 
 _ONLY_SHOWS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 _ONLY_SHOWS |= {"--shell-completion", "-sc", "--version"}
@@ -50,9 +59,12 @@ def main(argv: list[str]) -> int:
         argv = resume.expand(resume.as_trial(for_train(argv)))
         argv = options_first(_in_one_folder(argv))
     argv = completed(argv)
+    _refuse_unknown_options(argv)
     program = _as_program("trainkit train", argv)
     no_sweep = without_group("trainkit.conf", "sweep")  # files of `trainkit sweep`
-    with no_sweep, program, _errors_come_through(), compared_even_if_some_fail():
+    own = found_first(option(argv, CONFIG_DIR))
+    compared = compared_even_if_some_fail()
+    with own, no_sweep, program, _errors_come_through(), compared:
         app = hydra.main(
             config_path=PACKAGE,
             config_name="train",
@@ -62,13 +74,28 @@ def main(argv: list[str]) -> int:
             app(run_job)()
         except _JobEnded as ended:
             raise ended.error from ended.error.__cause__  # not from _JobEnded
-        except (OSError, ValueError) as error:
+        except (OSError, RecursionError, ValueError) as error:
             if is_mistake(error) or _is_of_a_job(error):
                 raise
             if some_failed():  # Optuna raises if every trial failed
                 return 1
             raise TrainkitError(_of_hydra_itself(error)) from error
     return 1 if Comparison.num_failed else 0
+
+
+def _refuse_unknown_options(argv: list[str]) -> None:
+    """Refuse what Hydra would answer with all of its usage."""
+    known = [
+        name for each in hydra_arguments()._actions for name in each.option_strings
+    ]
+    for word in argv:
+        name = word.partition("=")[0]
+        if name.startswith("-") and name not in known:
+            raise TrainkitError(
+                f"trainkit train: {name} is no option.{did_you_mean(name, known)} "
+                f"Settings have no dashes, as in trainer.max_epochs=3; trainkit train "
+                f"--hydra-help lists the options."
+            )
 
 
 def _in_one_folder(argv: list[str]) -> list[str]:
@@ -82,6 +109,7 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 def run_job(config: DictConfig) -> float | None:
     """Train once, and return the metric that a sweeper optimises."""
     with screen_log() as log:
+        say_loading("train")
         try:
             from trainkit.cli.train.job import run
 
@@ -107,6 +135,8 @@ def _of_hydra_itself(error: Exception) -> str:
             "metric: no trial has logged it as a number, so there is no best one. "
             "Name a column of metrics.csv instead, for example metric=val/loss."
         )
+    if isinstance(error, RecursionError):
+        return LOOP
     if isinstance(error, OSError):
         if str(error.filename).endswith(".yaml"):
             return f"configuration: {error}"

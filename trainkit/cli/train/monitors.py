@@ -6,7 +6,7 @@ import difflib
 import re
 import shlex
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,8 @@ class Monitors(Checkpoint):
     def _look(self, trainer: Any, watches: Iterable[_Watch]) -> None:
         there = trainer.callback_metrics
         for watch in list(watches):
-            if watch.metric in there:
+            is_later = self._config.test and watch.metric.startswith("test")
+            if watch.metric in there or is_later:
                 continue
             if watch.is_default:
                 self._drop(trainer, watch)
@@ -172,13 +173,16 @@ class Monitors(Checkpoint):
 
     # ---- after it --------------------------------------------------------------------
 
-    def value(self, trainer: Any) -> float | None:
+    def value(self, trainer: Any, there: Mapping[str, Any]) -> float | None:
         """The metric of the run.
+
+        Args:
+            trainer: after training.
+            there: all metrics, also those of a test at the end.
 
         Raises:
             MissingMetric: a metric that was chosen was not logged.
         """
-        there = trainer.callback_metrics
         for watch in self._watches(trainer):
             may_come = watch.is_of_validation and not self._knows_validation
             if watch.metric not in there and not watch.is_default and not may_come:

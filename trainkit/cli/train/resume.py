@@ -54,9 +54,14 @@ def expand(argv: list[str]) -> list[str]:
     return _resumed(folder, checkpoint, rest)
 
 
-def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
+def words_of_run(folder: RunFolder, given: list[str]) -> list[str]:
+    """The run's own arguments, with those that are given now in place of theirs."""
     saved = folder.overrides()
-    words = [*_still_wanted(saved, given), *(_replacing(word, saved) for word in given)]
+    return [*_still_wanted(saved, given), *(_replacing(word, saved) for word in given)]
+
+
+def _resumed(folder: RunFolder, checkpoint: Path | None, given: list[str]) -> list[str]:
+    words = words_of_run(folder, given)
     words.append(f"hydra.run.dir={quoted(folder.path)}")
     if checkpoint is not None:
         words.append(f"{KEY}={quoted(checkpoint)}")
@@ -111,7 +116,7 @@ def _still_wanted(saved: list[str], given: list[str]) -> list[str]:
         if REDACTED in word:
             raise TrainkitError(
                 f"{key_of(word)}: is a secret, so its value was not saved in the run's "
-                f"folder. Give it again on the command line, beside ckpt_path."
+                f"folder. Give it again on the command line: {key_of(word)}=..."
             )
     return wanted
 

@@ -112,6 +112,7 @@ class WandbRunLogger(WandbLogger):
         self._init_timeout = init_timeout
         self._finish_timeout = finish_timeout
         self._wanted_id = id
+        self.stays_open = False
         self._has_opened = False
         self._axes: set[str] = set()
         self._logged: dict[str, Any] = {}
@@ -247,8 +248,13 @@ class WandbRunLogger(WandbLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Log checkpoints if `log_model` says so, and finish the run."""
+        """Log checkpoints if `log_model` says so, and finish the run.
+
+        With `stays_open` a training that succeeded leaves the run open for a test.
+        """
         super().finalize(status)
+        if self.stays_open and status == "success":
+            return
         self.finish(exit_code=_exit_code(status))
 
     def finish(self, *, exit_code: int = 0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Callback
@@ -59,7 +60,7 @@ class OrderedCallback(Callback):
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
         if ours[-1] is self and trainer.is_global_zero:
             rows = [row for each in ours for row in each.table_rows(trainer, pl_module)]
-            show([*rows, *_clipping(trainer)])
+            show([*rows, *_clipping(trainer), *_resumed(trainer)], trainer)
 
 
 def _clipping(trainer: Any) -> list[Row]:
@@ -71,6 +72,20 @@ def _clipping(trainer: Any) -> list[Row]:
     return [
         ("clipping", f"gradients above {how} of {limit:g} (trainer.gradient_clip_val)")
     ]
+
+
+def _resumed(trainer: Any) -> list[Row]:
+    """The checkpoint from which a run resumes, as the last row of the table."""
+    if trainer.ckpt_path is None:
+        return []
+    of, path = "from", Path(trainer.ckpt_path)
+    if path.parent.name == "checkpoints":  # Lightning's place, and ours
+        of, path = "of", path.parents[1]
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    is_url = "://" in str(trainer.ckpt_path)
+    where = f"from {trainer.ckpt_path}" if is_url else f"{of} {path}"
+    return [("training", f"resumed at step {trainer.global_step:,} {where}")]
 
 
 class WindowOwner(OrderedCallback):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from typing import Any
 
 Row = tuple[str, str]
 """A label and its text."""
 
 
-def show(rows: list[Row]) -> None:
+def show(rows: list[Row], trainer: Any = None) -> None:
     """Print once: a table where there is a terminal, plain lines where there is none.
+
+    Args:
+        rows: of the table.
+        trainer: in `fit`, whose progress bar stays below the table.
 
     >>> show([("step", "64 samples"), ("epoch", "97 windows")])
     trainkit | step: 64 samples
@@ -18,10 +24,9 @@ def show(rows: list[Row]) -> None:
     """
     if not rows:
         return
-    isatty = getattr(sys.stdout, "isatty", None)  # there may be no standard output
-    if isatty is None or not isatty():
+    if not is_terminal():
         for label, text in rows:
-            print(f"trainkit | {label}: {text}", flush=True)
+            _print(f"trainkit | {label}: {text}", trainer)
         return
     from rich.console import Console
     from rich.table import Table
@@ -30,7 +35,10 @@ def show(rows: list[Row]) -> None:
     table = Table(title="trainkit", title_justify="left", show_header=False)
     for label, text in rows:
         table.add_row(label, Text(text))  # brackets are no markup
-    Console().print(table)
+    console = Console()
+    with console.capture() as drawn:
+        console.print(table)
+    _print(drawn.get().removesuffix("\n"), trainer)
 
 
 def say(trainer: Any, row: Row) -> None:
@@ -41,10 +49,37 @@ def say(trainer: Any, row: Row) -> None:
         row: a label and its text.
     """
     line = f"trainkit | {row[0]}: {row[1]}"
-    bar = trainer.progress_bar_callback
-    if bar is None or not getattr(bar, "is_enabled", True):
-        print(line, flush=True)
-        return
-    if any(cls.__name__ == "RichProgressBar" for cls in type(bar).__mro__):
-        line = line.replace("[", "\\[")  # brackets are no markup
-    bar.print(line)
+    if is_terminal():  # which would cut words
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(
+            line,
+            width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    _print(line, trainer)
+
+
+def is_terminal() -> bool:
+    """Whether the standard output is a terminal; there may be none at all."""
+    isatty = getattr(sys.stdout, "isatty", None)
+    return isatty is not None and isatty()
+
+
+def _print(text: str, trainer: Any) -> None:
+    bar = None if trainer is None else trainer.progress_bar_callback
+    if bar is None or not getattr(bar, "is_enabled", True) or _is_before_tqdm(bar):
+        print(text, flush=True)
+    else:
+        bar.print(text)
+
+
+def _is_before_tqdm(bar: Any) -> bool:
+    """Whether it is a bar of tqdm that is not drawn yet: its `print` does nothing."""
+    if all(cls.__name__ != "TQDMProgressBar" for cls in type(bar).__mro__):
+        return False
+    try:
+        return bar.train_progress_bar.disable
+    except TypeError:  # Lightning's: there is none yet
+        return True

@@ -17,7 +17,7 @@ from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
-from trainkit.lit.callback.table import Row, show
+from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import SELF, choose
 from trainkit.lit.inside.refusals import refusing_logs
 
@@ -59,7 +59,7 @@ class InsideCuts:
         )
         self._install(paths)
         if trainer.is_global_zero:
-            show([("inside", f'found by inside="auto": {listed(paths)}')])
+            say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
 
     def _install(self, paths: Sequence[str]) -> None:
         options, keeper = self._options, Keeper(self._options.keep)

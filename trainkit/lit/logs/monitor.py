@@ -107,12 +107,12 @@ class WindowMonitor(Callback):
         assert self._windows is not None
         if self._windows.is_split:
             return
+        counted = self._padding(batch)
+        if counted is None:
+            return
+        padding, tokens = counted
         for accumulator in self._windows.accumulators.values():
-            if self._is_due(accumulator.num_windows):
-                counted = self._padding(batch)
-                if counted is not None:
-                    padding, tokens = counted
-                    accumulator.window.count(padding=padding, tokens=tokens)
+            accumulator.window.count(padding=padding, tokens=tokens)
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import Any
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 from trainkit.core.effective import brief
 from trainkit.core.late_reading import LateReading
 from trainkit.core.whole_number import check_whole_number
+from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
-from trainkit.lit.callback.base import windows_of
+from trainkit.lit._compat import shown_now
+from trainkit.lit.callback.base import Stopped, windows_of
+from trainkit.lit.callback.table import is_terminal
 from trainkit.lit.schedule.total_steps import total_steps
+
+if TYPE_CHECKING:
+    from trainkit.lit.logs.step_bar import StepBar
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 
@@ -21,9 +28,15 @@ _SECONDS_BETWEEN_UPDATES = 0.2
 class StepProgress(ProgressBar):
     """Shows the progress of training in optimizer steps, with the loss of each window.
 
-    In a terminal it is a bar. Elsewhere it is a line after every `every_n_steps` and
-    after each validation. Lightning's own bars count micro-batches, and show the loss
-    of one. With several optimizers the steps of all count, as for `max_steps`.
+    Lightning's bars count batches. On a terminal this one draws a bar; without one it
+    prints a line every n steps and after validation.
+
+    `window/loss` is the mean loss of the window of this step, over all ranks. The other
+    numbers are those that the module logs with `prog_bar=True`, under their own names.
+    A line has only numbers of its own step; in the bar, those of the last validation
+    stay, with their step.
+
+    With several optimizers the steps of all count, as for `max_steps`.
 
     Args:
         every_n_steps: how many steps lie between two lines.
@@ -34,14 +47,17 @@ class StepProgress(ProgressBar):
         check_whole_number("StepProgress every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self._is_enabled = True
-        self._bar: Any = None
+        self._bar: StepBar | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._loss: LateReading | None = None
-        self._shown: dict[str, str] = {}
+        self._waiting: deque[_Reading] = deque()
+        self._read: dict[int, WindowStats] = {}
+        self._validated: dict[str, str] = {}
+        self._validated_at = 0
         self._last_update = 0.0
         self._last_step = 0
+        self._said = -1
         self._total: int | None = None
 
     @property
@@ -55,57 +71,56 @@ class StepProgress(ProgressBar):
     def disable(self) -> None:
         self._is_enabled = False
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self._bar is not None:
-            self._bar.console.print(*args, **{"markup": False, **kwargs})
-        else:
-            print(*args, **kwargs)
-
     # ---- training --------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._forget()
         self._total = _end_of(trainer)
         self._last_step = trainer.global_step
-        self._open()
-        self._draw(self._last_step)
+        if self._is_enabled and is_terminal():
+            from trainkit.lit.logs.step_bar import StepBar
+
+            self._bar = StepBar(self._total)
+            self._bar.draw(self._last_step, [])
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, before = trainer.global_step, self._last_step
-        if not self._is_enabled or step == before:
+        if not self._is_enabled:
             return
         self._last_step = step
-        if self._bar is None:
-            # One batch may make several steps, of several optimizers.
-            if step // self.every_n_steps > before // self.every_n_steps:
-                self._read_loss(trainer)
-                self._print_line(step)
-        elif time.monotonic() - self._last_update > _SECONDS_BETWEEN_UPDATES:
-            self._last_update = time.monotonic()
-            self._read_loss(trainer)
-            self._draw(step)
+        if step != before and self._is_due(step, before):
+            self._waiting.append(self._reading(trainer, shown_now(trainer)))
+        self._show_arrived()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self._is_enabled or trainer.sanity_checking:
+        is_within = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if not self._is_enabled or not is_within:
             return
-        for name, value in trainer.progress_bar_metrics.items():
-            self._shown[name] = f"{value:.4g}"
-        self._read_loss(trainer)
+        found = shown_now(trainer)
+        is_said = self._waiting and self._waiting[-1].step == self._last_step
+        self._show_arrived(wait=True)
         if self._bar is not None:
-            self._draw(self._last_step)
-        elif trainer.state.fn == "fit":
-            self._print_line(self._last_step)
+            self._validated, self._validated_at = _texts(found), self._last_step
+            self._waiting.append(self._reading(trainer, {}))
+        elif not (is_said or self._said == self._last_step):
+            self._waiting.append(self._reading(trainer, found))
+        elif found:  # the window's loss stands in the line above
+            self._waiting.append(_Reading(self._last_step, {}, found))
+        self._show_arrived(wait=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._read_loss(trainer)
-        self._draw(self._last_step)
+        if self._bar is not None:
+            self._waiting.append(self._reading(trainer, {}))
+        self._show_arrived(wait=True)
         self._close()
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
     ) -> None:
+        if isinstance(exception, Stopped):
+            self.on_train_end(trainer, pl_module)
         self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -113,58 +128,80 @@ class StepProgress(ProgressBar):
 
     # ---- showing ---------------------------------------------------------------------
 
-    def _read_loss(self, trainer: Any) -> None:
-        """Start to copy the last window's loss, and take the loss that has arrived.
+    def _is_due(self, step: int, before: int) -> bool:
+        """Whether numbers are shown at this step, after the steps before it."""
+        if self._bar is None:
+            # One batch may make several steps, of several optimizers.
+            return step // self.every_n_steps > before // self.every_n_steps
+        now = time.monotonic()
+        if now - self._last_update < _SECONDS_BETWEEN_UPDATES:
+            return False
+        self._last_update = now
+        return True
 
-        On a GPU that is the loss of an earlier call, so that nothing waits.
-        """
+    def _reading(self, trainer: Any, found: dict[str, float]) -> _Reading:
+        """Begin to read the losses of the last windows; on a GPU nothing waits."""
         windows = windows_of(trainer)
-        stats = None if windows is None else windows.windows.get(0)
-        if self._loss is None and stats is not None:
-            self._loss = LateReading(stats.loss.reshape(1))
-        # Only the first line waits, or it would show no number.
-        is_needed = self._bar is None and not self._shown
-        if self._loss is not None and (is_needed or self._loss.arrived):
-            (loss,) = self._loss.values()
-            self._shown["loss"] = f"{loss:.4g}"
-            self._loss = None
+        closed = {} if windows is None else windows.windows
+        several = len(closed) > 1
+        losses = {
+            f"window/{index}/loss" if several else "window/loss": stats
+            for index, stats in closed.items()
+            if self._bar is not None or stats is not self._read.get(index)
+        }
+        self._read = dict(closed)
+        return _Reading(self._last_step, losses, found)
 
-    def _open(self) -> None:
-        isatty = getattr(sys.stdout, "isatty", None)
-        if not self._is_enabled or isatty is None or not isatty():
-            return
-        from rich import progress
+    def _show_arrived(self, *, wait: bool = False) -> None:
+        while self._waiting and (wait or self._waiting[0].arrived):
+            reading = self._waiting.popleft()
+            texts = [f"{name} {text}" for name, text in reading.texts().items()]
+            if self._bar is None:
+                self._print_line(reading.step, texts)
+                continue
+            is_old = self._validated_at != self._last_step
+            at = f" at step {brief(self._validated_at)}" if is_old else ""
+            texts += [f"{name} {text}{at}" for name, text in self._validated.items()]
+            self._bar.draw(self._last_step, texts)
 
-        self._bar = progress.Progress(
-            progress.TextColumn("[bold]step"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[numbers]}"),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("<"),
-            progress.TimeRemainingColumn(),
-        )
-        self._bar.add_task("train", total=self._total, numbers="")
-        self._bar.start()
-
-    def _draw(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(
-                self._bar.task_ids[0], completed=step, numbers=self._numbers()
-            )
-
-    def _print_line(self, step: int) -> None:
+    def _print_line(self, step: int, texts: list[str]) -> None:
+        self._said = step
         of = "" if self._total is None else f" of {brief(self._total)}"
-        numbers = self._numbers() or "no number is known yet"
-        print(f"trainkit | step {brief(step)}{of}: {numbers}", flush=True)
-
-    def _numbers(self) -> str:
-        return ", ".join(f"{name} {text}" for name, text in self._shown.items())
+        numbers = f": {', '.join(texts)}" if texts else ""
+        print(f"trainkit | step {brief(step)}{of}{numbers}", flush=True)
 
     def _close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
             self._bar = None
+
+
+class _Reading:
+    """Numbers of a step, on their way to the host.
+
+    Attributes:
+        step: at whose end they were known.
+    """
+
+    def __init__(
+        self, step: int, losses: dict[str, WindowStats], found: dict[str, float]
+    ) -> None:
+        self.step, self._names, self._found = step, list(losses), found
+        stacked = [stats.loss for stats in losses.values()]
+        self._losses = LateReading(torch.stack(stacked)) if stacked else None
+
+    @property
+    def arrived(self) -> bool:
+        return self._losses is None or self._losses.arrived
+
+    def texts(self) -> dict[str, str]:
+        """The numbers by name; waits if they have not arrived."""
+        losses = [] if self._losses is None else self._losses.values()
+        return _texts(dict(zip(self._names, losses, strict=True)) | self._found)
+
+
+def _texts(numbers: dict[str, float]) -> dict[str, str]:
+    return {name: f"{number:.4g}" for name, number in numbers.items()}
 
 
 def _end_of(trainer: Any) -> int | None:

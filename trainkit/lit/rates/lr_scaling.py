@@ -262,7 +262,7 @@ class LRScaling(OrderedCallback):
     def _show_again(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
             step = ("step", str(self.effective_batch))
-            show([step, *self.table_rows(trainer, pl_module)])
+            show([step, *self.table_rows(trainer, pl_module)], trainer)
 
     def _follow_and_log(self, trainer: Any) -> None:
         self._follow(trainer)

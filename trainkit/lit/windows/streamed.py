@@ -11,7 +11,7 @@ from trainkit.core.weighed import Weighed
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.said_weight import left_for_counting
-from trainkit.lit.callback.table import show
+from trainkit.lit.callback.table import say
 from trainkit.lit.measure.begin import begin_proof
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
@@ -93,4 +93,4 @@ class _Steps:
         """Show how unlike the first micro-batches were that counted alike."""
         row = self._unlike.row()
         if row is not None and self._trainer.is_global_zero:
-            show([row])
+            say(self._trainer, row)

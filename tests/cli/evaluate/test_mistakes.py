@@ -1,0 +1,141 @@
+"""A mistake is one message and status 2, and nothing is written."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.evaluate.runs import OWN, files, trained, trainkit
+from trainkit.cli.evaluate.main import main
+from trainkit.errors import TrainkitError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(where)
+        patch.setattr("sys.argv", ["trainkit"])
+        return trained(where)
+
+
+def is_refused(
+    capsys: pytest.CaptureFixture[str], run: Path, text: str, *words: object
+) -> bool:
+    before = files(run)
+    capsys.readouterr()
+    status = trainkit(*words)
+    shown = capsys.readouterr().err
+    is_one = shown.count("trainkit: ") == 1 and "Traceback" not in shown
+    assert text in shown
+    return status == 2 and is_one and files(run) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["data.nothing=1"], "Could not override 'data.nothing'"),
+        (["--trainer.devices=1"], "have no dashes: trainer.limit_test_batches=10"),
+        (["-m", "seed=1,2"], "trainkit test -m: must be one of --config-dir"),
+        (["ckpt_path=last"], "ckpt_path: is the first word here"),
+        (["other"], "after the run stand overrides (key=value), received 'other'"),
+        (["+model.width=6"], "checkpoints/best.ckpt does not fit the configuration"),
+        (["trainer.limit_test_batches=0"], "test_dataloader: must give at least one b"),
+        ([f"model._target_={OWN}.Bare"], "model: must have test_step to test, and "),
+        ([f"data._target_={OWN}.BareData"], "data: BareData has no test_dataloader."),
+        ([f"data._target_={OWN}.loader", "+data.seed=1", "+data.rows=3"], "received D"),
+        ([f"data._target_={OWN}.ForFit"], 'setup with the stage "test" alone, without'),
+        (["data._target_=nothing.Data"], "there is no module 'nothing'"),
+        (["trainer.accelerator=tpu"], "trainer: lightning.pytorch.Trainer could not"),
+    ],
+)
+def test_of_overrides(
+    words: list[str], text: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert is_refused(capsys, run, text, "test", run, *words)
+
+
+def test_a_test_that_cannot_be_made_has_an_alternative(run: Path) -> None:
+    with pytest.raises(TrainkitError, match="trainkit validate runs on its val_datal"):
+        main(["test", str(run), f"data._target_={OWN}.BareData"])
+
+
+def test_of_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in (
+        ([f"model._target_={OWN}.Bare"], "Write predict_step(self, batch, batch_idx)"),
+        ([f"data._target_={OWN}.ByPosition"], "DataLoader(rows, batch_size=8)"),
+        (["trainer.devices=2"], "trainer.devices: must be 1 to predict"),
+        ([f"data._target_={OWN}.BareData"], "BareData has no predict_dataloader"),
+    ):
+        assert is_refused(capsys, run, text, "predict", run, *words)
+
+
+def test_of_places(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(text: str, *words: object) -> bool:
+        return is_refused(capsys, run, text, "test", *words)
+
+    near = f"Near it: {run.parent}"
+    assert refused(near, f"{run.parents[1]}/rum/{run.name}")
+    assert refused("best.ckpt", run / "checkpoints" / "bset.ckpt")
+    assert refused("must be the folder of a run or a checkpoint, re", "seed=1")
+    assert refused("must be given a run or options, received nothing")
+    assert refused(f"there is no run in {tmp_path}", tmp_path)
+    alone = shutil.copy(run / "checkpoints" / "best.ckpt", tmp_path)
+    assert refused("needs the configuration of its run", alone)
+    for name in ("one", "two"):
+        shutil.copytree(run, tmp_path / name)
+    assert refused(f"there are 2 in {tmp_path}. Name one", tmp_path)
+    shutil.rmtree(tmp_path / "one" / "checkpoints")
+    assert refused("the run must have a checkpoint, and", tmp_path / "one")
+    last = tmp_path / "two" / "checkpoints" / "last.ckpt"
+    for content in (b"", b"text", last.read_bytes()[:-50]):
+        last.write_bytes(content)
+        assert refused("must be a readable checkpoint, received", last)
+    assert trainkit("test", tmp_path / "two" / "checkpoints") == 0  # the control
+
+
+def test_a_module_that_lies_where_the_run_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_net.py").write_text(f"from {OWN} import Net\n")
+    run = trained(tmp_path, "model._target_=my_net.Net")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    others = [path for path in sys.path if path != str(tmp_path)]
+    monkeypatch.setattr(sys, "path", others)
+    monkeypatch.delitem(sys.modules, "my_net")
+    text = f"model._target_: my_net.Net is in {tmp_path}, where the run was started"
+    assert is_refused(capsys, run, text, "test", run)
+    monkeypatch.chdir(tmp_path)
+    assert trainkit("test", run) == 0  # the control
+
+
+def test_a_secret_is_asked_for_unless_a_logger_has_it(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    words = (run / "overrides.yaml").read_text()
+    (run / "overrides.yaml").write_text(words + "- +logger.csv.api_key=<redacted>\n")
+    assert trainkit("test", run) == 0
+    (run / "overrides.yaml").write_text(words + "- +data.api_key=<redacted>\n")
+    with pytest.raises(TrainkitError, match=r"command line: data\.api_key="):
+        main(["test", str(run)])
+
+
+def test_more_devices_of_the_run_are_left_out_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path)
+    words = (run / "overrides.yaml").read_text()
+    (run / "overrides.yaml").write_text(words + "- trainer.devices=2\n")
+    capsys.readouterr()
+    assert trainkit("test", run) == 0
+    said = capsys.readouterr().out
+    assert (
+        "on one device, which gives each row once; the run had trainer.devices=2"
+        in said
+    )

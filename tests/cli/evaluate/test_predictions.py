@@ -1,0 +1,105 @@
+"""`trainkit predict` writes each row once, in the order of the data."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.cli.evaluate.ones_own import Net, loader
+from tests.cli.evaluate.runs import result, trained, trainkit
+from trainkit.cli.evaluate.predictions import Predictions
+from trainkit.errors import TrainkitError
+
+
+def test_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path)
+    assert trainkit("predict", run) == 0
+    module = Net()
+    module.load_state_dict(torch.load(run / "checkpoints" / "best.ckpt")["state_dict"])
+    with (run / "predictions.csv").open() as file:
+        rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    inputs, wanted = zip(*loader(3, 10).dataset, strict=True)
+    assert [row["wanted"] for row in rows] == torch.stack(wanted).tolist()
+    with torch.no_grad():
+        found = module(torch.stack(inputs))
+    torch.testing.assert_close(torch.tensor([row["found"] for row in rows]), found)
+    about = result(run, "predict")
+    assert (about["rows"], about["file"]) == (10, "predictions.csv")
+    assert about["checkpoint"] == "checkpoints/best.ckpt"
+    assert "predictions: 10 rows" in capsys.readouterr().out
+
+
+class Echo(LightningModule):
+    """Predicts what its function makes of the batch's numbers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.function(batch[0])
+
+
+def numbers(count: int, **options: Any) -> Any:
+    return DataLoader(TensorDataset(torch.arange(count)), batch_size=4, **options)
+
+
+def predicted(folder: Path, function: Any, *loaders: Any) -> Predictions:
+    writer = Predictions(folder)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=[writer],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.predict(Echo(function), [*loaders], return_predictions=False)
+    finally:
+        writer.close()
+    return writer
+
+
+def test_lists_are_rows_of_json_and_loaders_have_a_column(tmp_path: Path) -> None:
+    (tmp_path / "predictions.csv").touch()  # of an earlier prediction
+    loaders = numbers(6, num_workers=2), numbers(1)
+    writer = predicted(tmp_path, lambda x: {"n": x, "two": x[:, None] * 2}, *loaders)
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    wanted = [{"dataloader": 0, "n": n, "two": [2 * n]} for n in range(6)]
+    wanted.append({"dataloader": 1, "n": 0, "two": [0]})
+    assert [json.loads(line) for line in lines] == wanted
+    assert writer.num_rows == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions.jsonl"]
+
+
+def test_a_batch_is_written_before_the_next_one_is_predicted(tmp_path: Path) -> None:
+    sizes = []
+
+    def step(batch: Any) -> Any:
+        (file,) = [*tmp_path.glob(".predictions.*")] or [None]
+        sizes.append(file.stat().st_size if file else 0)
+        return batch[:, None].expand(-1, 5000)  # more than a buffer of a file
+
+    predicted(tmp_path, step, numbers(12))
+    assert sizes[0] == 0 < sizes[1] < sizes[2]
+
+
+def test_a_prediction_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
+    def other_columns(batch: Any) -> Any:
+        return {"n" if 0 in batch else "m": batch}
+
+    predicted(tmp_path, lambda batch: batch, numbers(5))
+    before = (tmp_path / "predictions.csv").read_text()
+    with pytest.raises(TrainkitError, match="must have the columns of the first"):
+        predicted(tmp_path, other_columns, numbers(5))
+    assert (tmp_path / "predictions.csv").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions.csv"]
+    with pytest.warns(UserWarning, match="predict returned None"):
+        assert predicted(tmp_path, lambda batch: None, numbers(5)).path is None

@@ -1,0 +1,75 @@
+"""`python mine.py` trains the classes of that file."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from tests.cli.training import run_dirs
+from trainkit.config import targets
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "lines" / "lines.py"
+WORDS = [
+    "trainer.max_epochs=1",
+    "trainer.log_every_n_steps=1",
+    "data.num_train=20",
+    "data.num_val=4",
+    "data.batch_size=4",
+    "pictures=false",
+]
+
+
+@pytest.fixture(autouse=True)
+def as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(targets, "_allowed", set(targets._allowed))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    GlobalHydra.instance().clear()
+
+
+def python(path: Path, *words: str) -> int | str | None:
+    """Run `python path words` in this process; gives its status."""
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), *words]
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("", "mine"), ("src/deep", "src.deep.mine"), ("../other", "mine")],
+)
+def test_a_copy_of_a_recipe_trains_itself(
+    folder: str, name: str, tmp_path: Path
+) -> None:
+    path = (tmp_path / folder / "mine.py").resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(RECIPE.read_text().replace("width: int = 128", "width: int = 3"))
+    assert python(path, *WORDS, "~model.width") == 0
+    (run,) = run_dirs(tmp_path)
+    config = (run / "config.yaml").read_text()
+    assert f"_target_: {name}.Classifier" in config
+    assert "trainkit.recipes" not in config  # the control: what it was copied from
+
+
+def test_words_replace_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(RECIPE.read_text())
+    assert python(path, "experiment=lines_debug", "trainer.max_epochs=1") == 0
+    (run,) = run_dirs(tmp_path)
+    assert "_target_: mine.Classifier" in (run / "config.yaml").read_text()
+    assert python(path, "ckpt_path=last", "trainer.max_epochs=2") == 0
+    assert run_dirs(tmp_path) == [run]
+
+
+def test_another_rank_gets_the_whole_command(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(RECIPE.read_text())
+    assert python(path, "train", "experiment=nothing") == 2
+    assert python(path, "train", "experiment=lines", "--cfg=job") == 0

@@ -1,0 +1,1 @@
+"""`trainkit validate | test | predict RUN`: a run with its best checkpoint."""

@@ -1,0 +1,92 @@
+"""`trainkit train test=true`: the test of the best checkpoint that ends a training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
+from trainkit.cli.evaluate.evaluation import Evaluation, refuse_missing
+from trainkit.cli.runs.checkpoint import about_checkpoint, best_checkpoint
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.config.build import Training
+from trainkit.errors import TrainkitError
+from trainkit.lit.front.exact_resume import find_stop
+
+
+class TestAtEnd:
+    """Tests the best checkpoint after training, with the same Trainer and loggers.
+
+    Args:
+        training: the training.
+        folder: of the run.
+
+    Attributes:
+        error: what ended the test, if it failed; the summary is written first.
+
+    Raises:
+        TrainkitError: there is nothing to test: no test_step, loader or checkpoint.
+    """
+
+    __test__ = False  # not a test of pytest
+
+    def __init__(self, training: Training, folder: RunFolder) -> None:
+        self.training, self.folder = training, folder
+        self.error: BaseException | None = None
+        refuse_missing("test", training.module, training.data)
+        if not training.trainer.checkpoint_callbacks:
+            raise TrainkitError(
+                "test: needs a checkpoint, and the run writes none "
+                "(trainer.enable_checkpointing=false or callbacks=none). Leave "
+                "test=true out, or let the run write one."
+            )
+        for logger in _that_can_wait(training.trainer):
+            logger.stays_open = True
+
+    def run(self, *, is_wanted: bool) -> dict[str, Any] | None:
+        """The facts of the test, or None if it failed.
+
+        Args:
+            is_wanted: whether training has come to its end.
+        """
+        trainer: Any = self.training.trainer
+        best = best_checkpoint(self.folder) if is_wanted else None
+        for logger in _that_can_wait(trainer):
+            logger.stays_open = False  # it ends with the test
+            if best is None:
+                logger.finish()
+        if best is None:
+            if is_wanted and trainer.is_global_zero:
+                print("trainkit | test: left out, no checkpoint was written")
+            return None
+        checkpoint = about_checkpoint(best)
+        if trainer.is_global_zero:
+            shown = checkpoint.shown(self.folder.path)
+            print(f"trainkit | test: {shown}", flush=True)
+            _say_padded(trainer)
+        module, data = self.training.module, self.training.data
+        try:
+            return Evaluation(
+                "test", trainer, module, data, checkpoint, self.folder, words=[]
+            ).run()
+        except SystemExit as end:
+            stopped = find_stop(trainer).stopped_by
+            self.error = end if stopped is None else Interrupted(stopped)
+            if stopped is not None and not trainer.is_global_zero:
+                self.error = SystemExit(0)  # else Lightning kills the first rank
+        except Exception as error:
+            self.error = error if is_mistake(error) else TrainingFailed.by(error)
+        return None
+
+
+def _that_can_wait(trainer: Any) -> list[Any]:
+    """The loggers that can wait for the test, and else end with the training."""
+    return [each for each in trainer.loggers if hasattr(each, "stays_open")]
+
+
+def _say_padded(trainer: Any) -> None:
+    if trainer.world_size > 1:
+        print(
+            f"trainkit | test: on {trainer.world_size} ranks some rows may count twice,"
+            f" so that each rank has as many; trainkit test RUN counts each once",
+            flush=True,
+        )

@@ -1,0 +1,1 @@
+"""`trainkit new`: a folder for a training of one's own."""

@@ -1,0 +1,126 @@
+"""A run's checkpoints: the best one, the step and metric of one, and damaged ones."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.errors import TrainkitError
+
+BEST = "best.ckpt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint with its step and its metric.
+
+    Args:
+        path: its file, or its folder if it is sharded.
+        step: the optimizer step after which it was written; None if not known.
+        score: the metric by which it was chosen and its value, if it was.
+    """
+
+    path: Path
+    step: int | None = None
+    score: tuple[str, float] | None = None
+
+    def shown(self, folder: Path) -> str:
+        """Its name within the run's folder, its step and its metric."""
+        step = "" if self.step is None else f" of step {self.step:,}"
+        score = "" if self.score is None else f", {self.score[0]} {self.score[1]:.4g}"
+        return f"{self.name(folder)}{step}{score}"
+
+    def name(self, folder: Path) -> str:
+        is_inside = self.path.is_relative_to(folder)
+        return str(self.path.relative_to(folder) if is_inside else self.path)
+
+
+def best_checkpoint(folder: RunFolder) -> Path | None:
+    """`best.ckpt`, or the best one that the newest one knows, or the newest one."""
+    best = folder.checkpoints / BEST
+    if best.exists():
+        return best
+    newest = folder.newest_checkpoint()
+    if newest is None or newest.is_dir():
+        return newest
+    for saver in _savers(read_checkpoint(newest)):
+        known = folder.checkpoints / Path(str(saver.get("best_model_path"))).name
+        if known.suffix == ".ckpt" and known.exists():
+            return known
+    return newest
+
+
+def about_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint with the step and the metric that are saved in it.
+
+    Raises:
+        TrainkitError: it is not a readable checkpoint of Lightning.
+    """
+    if path.is_dir():  # sharded
+        return Checkpoint(path)
+    content = read_checkpoint(path)
+    score = None
+    for saver in _savers(content):
+        kept = saver.get("best_k_models") or {}
+        values = [v for name, v in kept.items() if Path(name).name == path.name]
+        if values and score is None:
+            score = str(saver["monitor"]), float(values[0])
+    return Checkpoint(path, content.get("global_step"), score)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint; of large ones the tensors stay in the file."""
+    why = why_unreadable(path)
+    if why is not None:
+        raise unreadable("checkpoint", path, why)
+    return _read(path)
+
+
+def unreadable(key: str, path: Path | str, why: str) -> TrainkitError:
+    """The message for a file that is no readable checkpoint."""
+    return TrainkitError(
+        f"{key}: must be a readable checkpoint, received {path}, which {why}. Name "
+        f"another one; a run keeps them in its folder checkpoints/."
+    )
+
+
+def why_unreadable(path: Path | str) -> str | None:
+    """Why a file is not a readable checkpoint of Lightning; None if it is one."""
+    path = Path(path)
+    if path.is_dir():
+        return None  # sharded: the strategy reads it
+    try:
+        content = _read(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except UnpicklingError:
+        if path.stat().st_size and zipfile.is_zipfile(path):
+            return (
+                "holds objects other than tensors and plain values, and torch loads "
+                "none of them (weights_only). If you trust it, set "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment"
+            )
+        return "is no checkpoint"
+    except Exception as error:  # a file that was cut off, or something else
+        size = path.stat().st_size
+        return f"is damaged or no checkpoint ({size:,} bytes; {type(error).__name__})"
+    if not isinstance(content, dict) or "state_dict" not in content:
+        return "has no state_dict, as checkpoints of Lightning have"
+    return None
+
+
+def _read(path: Path) -> Any:
+    # As Lightning loads it; the default of torch decides what may be in it.
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+
+
+def _savers(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of the callbacks that chose a checkpoint by a metric."""
+    states = (content.get("callbacks") or {}).values()
+    return [s for s in states if isinstance(s, dict) and s.get("monitor")]
