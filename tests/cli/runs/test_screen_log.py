@@ -18,7 +18,9 @@ def test_it_has_what_was_printed_warned_and_logged(
 ) -> None:
     path = tmp_path / "train.log"
     handler = logging.StreamHandler(sys.stdout)
-    logging.root.addHandler(handler)
+    mine = logging.getLogger("mine")
+    mine.propagate = False  # other tests may have left handlers of closed streams
+    mine.addHandler(handler)
     try:
         with screen_log() as log:
             print("before it is opened")
@@ -26,7 +28,7 @@ def test_it_has_what_was_printed_warned_and_logged(
             log.open(path)
             print("to stdout")
             print("to stderr", file=sys.stderr)
-            logging.getLogger("mine").error("logged")
+            mine.error("logged")
             for number in range(1000):
                 sys.stderr.write(f"\r{number} of 1000")
             print("\n\x1b[1mbold\x1b[0m", file=sys.stderr)
@@ -34,7 +36,7 @@ def test_it_has_what_was_printed_warned_and_logged(
             log.write("\nonly in the file\n")
         assert handler.stream is sys.stdout  # again
     finally:
-        logging.root.removeHandler(handler)
+        mine.removeHandler(handler)
     print("after it was closed")
     found = path.read_text().splitlines()
     assert found == [
