@@ -64,6 +64,11 @@ class Quiet(Nll):
             super().validation_step(batch, batch_idx)
 
 
+class Tested(Nll):
+    def test_step(self, batch, batch_idx):
+        self.log("test/nll", self.net(batch[0]).square().mean())
+
+
 class OnlyTrain(LightningDataModule):
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(24, 3)), 4)
@@ -71,6 +76,11 @@ class OnlyTrain(LightningDataModule):
 
 class Data(OnlyTrain):
     def val_dataloader(self):
+        return self.train_dataloader()
+
+
+class Tests(Data):
+    def test_dataloader(self):
         return self.train_dataloader()
 """
 FIXED = [
@@ -294,6 +304,17 @@ def test_lightnings_own_error_gets_the_list(capsys: pytest.CaptureFixture[str]) 
 def test_what_is_there_is_no_mistake(model: str, words: list[str]) -> None:
     """The controls."""
     assert own(model, *words) == 0
+
+
+def test_a_metric_of_the_test_at_the_end_is_looked_for_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["metric=test/nll", "data._target_=monitored.Tests"]
+    assert own("Tested", *words, "test=true") == 0
+    said = capsys.readouterr().out
+    assert "best checkpoint: none, since test/nll is known after training" in said
+    assert own("Tested", *words, ONE_EPOCH) == 2  # the control
+    assert "test/nll is logged by nothing" in capsys.readouterr().err
 
 
 def test_of_several_runs_only_that_one_fails(tmp_path: Path) -> None:

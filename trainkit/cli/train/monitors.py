@@ -95,7 +95,9 @@ class Monitors(Checkpoint):
         if self._config.metric == "":
             raise MissingMetric("metric: must be a name or null, received ''.")
         self._has_windows = find_callback(trainer, WindowMonitor) is not None
-        for watch in self._watches(trainer):
+        for watch in list(self._watches(trainer)):
+            if self._is_later(watch) and watch.key == "metric":
+                self._drop(trainer, watch)
             if watch.metric.startswith("window/") and not self._has_windows:
                 raise MissingMetric(
                     f"{watch.key}: {watch.metric} is logged by nothing, since "
@@ -123,7 +125,9 @@ class Monitors(Checkpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._refuse_validation(trainer, pl_module)  # now there are schedulers
-        if self._dropped and not self._has_validation:
+        if any(self._is_later(watch) for watch in self._dropped):
+            self._say(trainer, f"{self._config.metric} is known after training")
+        elif self._dropped and not self._has_validation:
             self._say(trainer, f"{type(pl_module).__name__} has no validation")
 
     # ---- while it trains -------------------------------------------------------------
@@ -144,8 +148,7 @@ class Monitors(Checkpoint):
     def _look(self, trainer: Any, watches: Iterable[_Watch]) -> None:
         there = trainer.callback_metrics
         for watch in list(watches):
-            is_later = self._config.test and watch.metric.startswith("test")
-            if watch.metric in there or is_later:
+            if watch.metric in there or self._is_later(watch):
                 continue
             if watch.is_default:
                 self._drop(trainer, watch)
@@ -201,6 +204,10 @@ class Monitors(Checkpoint):
         return float(there[name])
 
     # ---- parts -----------------------------------------------------------------------
+
+    def _is_later(self, watch: _Watch) -> bool:
+        """Whether it is a metric of the test at the end."""
+        return self._config.test and watch.metric.startswith("test")
 
     @property
     def _knows_validation(self) -> bool:
