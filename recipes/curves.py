@@ -21,7 +21,7 @@ def curve(run: Path, metric: str) -> tuple[list[int], list[float]]:
     """The steps at which the metric was logged, and its values."""
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get(metric)]
-    return [int(row["step"]) + 1 for row in rows], [float(row[metric]) for row in rows]
+    return [int(row["step"]) for row in rows], [float(row[metric]) for row in rows]
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from .lit.front.mixin import AccumulationMixin as AccumulationMixin
 from .lit.logs.metric_rows import MetricRows as MetricRows
 from .lit.logs.metrics_csv import MetricsCSVLogger as MetricsCSVLogger
 from .lit.logs.monitor import WindowMonitor as WindowMonitor
+from .lit.logs.one_step import OneStep as OneStep
 from .lit.logs.plain_comparison import PlainComparison as PlainComparison
 from .lit.logs.step_progress import StepProgress as StepProgress
 from .lit.probe.find import FoundMicroBatch as FoundMicroBatch

@@ -145,7 +145,7 @@ def test_restored_metrics_are_those_of_the_trainer() -> None:
     seen = []
 
     def begins(trainer: Any, module: Any) -> None:
-        _compat.restore_callback_metrics(trainer, {"x": torch.tensor(2.0)})
+        _compat.add_callback_metrics(trainer, {"x": torch.tensor(2.0)})
 
     def starts(trainer: Any, *args: Any) -> None:
         seen.append(float(trainer.callback_metrics["x"]))

@@ -68,7 +68,7 @@ def some_failed() -> bool:
 
 
 def _failures(config: DictConfig) -> list[Path]:
-    return list(Path(config.hydra.sweep.dir).rglob(_FAILED))
+    return list(Path(config.hydra.sweep.dir).absolute().rglob(_FAILED))
 
 
 def _show(config: DictConfig) -> None:

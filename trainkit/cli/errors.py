@@ -56,17 +56,20 @@ def guarded(call: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader has ended, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except TrainingFailed as failed:
-        print(str(failed).rstrip(), file=sys.stderr)
-        return 1
     except Exception as error:
-        if is_mistake(error):
-            if os.environ.get(TRACEBACK) == "1":
-                traceback.print_exception(error)
-            print(f"trainkit: {readable(error)}", file=sys.stderr)
-            return 2
-        traceback.print_exc()
-        return 1
+        print(shown(error), file=sys.stderr)
+        return 2 if is_mistake(error) else 1
+
+
+def shown(error: Exception) -> str:
+    """What is printed of an error that ends the command."""
+    if isinstance(error, TrainingFailed):
+        return str(error).rstrip()
+    lines = "".join(traceback.format_exception(error))
+    if not is_mistake(error):
+        return lines.rstrip()
+    said = f"trainkit: {readable(error)}"
+    return lines + said if os.environ.get(TRACEBACK) == "1" else said
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from trainkit.config.limits import refuse_no_end
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.monitor import WindowMonitor
 from trainkit.lit.measure.found import checked_proof
 from trainkit.lit.schedule.total_steps import total_steps
@@ -45,13 +46,18 @@ class Training:
 
 
 def build(
-    config: DictConfig, *, callbacks: Sequence[Callback] = (), trains: bool = False
+    config: DictConfig,
+    *,
+    callbacks: Sequence[Callback] = (),
+    metrics: MetricsCSVLogger | None = None,
+    trains: bool = False,
 ) -> Training:
     """Check a configuration, then make its training.
 
     Args:
         config: the configuration that `conf/train.yaml` composes.
         callbacks: more callbacks than the configuration names.
+        metrics: the logger that it has whatever loggers the configuration names.
         trains: whether it will run to its end, which must then be given.
 
     Raises:
@@ -76,6 +82,8 @@ def build(
     made += _accumulation(config, module)
     _give_optimizer(config, module)
     loggers = [_make(config, key) for key in _named(config, "logger")]
+    if metrics and all(getattr(each, "path", None) != metrics.path for each in loggers):
+        loggers.append(metrics)
     useless = _useless(config, module, loggers)
     made = [each for each in made if not isinstance(each, useless)]
     trainer = _make(

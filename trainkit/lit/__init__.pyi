@@ -6,6 +6,7 @@ from .front.mixin import AccumulationMixin as AccumulationMixin
 from .logs.metric_rows import MetricRows as MetricRows
 from .logs.metrics_csv import MetricsCSVLogger as MetricsCSVLogger
 from .logs.monitor import WindowMonitor as WindowMonitor
+from .logs.one_step import OneStep as OneStep
 from .logs.plain_comparison import PlainComparison as PlainComparison
 from .logs.step_progress import StepProgress as StepProgress
 from .probe.find import FoundMicroBatch as FoundMicroBatch

@@ -193,8 +193,11 @@ def add_sum_state(result: Any, state: dict[str, Any]) -> None:
     result._computed = None
 
 
-def restore_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Put metrics that were logged before a resume into `trainer.callback_metrics`."""
+def add_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
+    """Put metrics into `trainer.callback_metrics` that `self.log` has not put there.
+
+    The property itself computes metric objects, and may wait for the device.
+    """
     trainer._logger_connector._callback_metrics.update(metrics)
 
 

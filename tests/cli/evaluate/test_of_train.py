@@ -18,7 +18,7 @@ def validations(run: Path) -> dict[int, float]:
     """What the training's own validations have logged, after so many steps."""
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["val/loss"]]
-    return {int(row["step"]) + 1: float(row["val/loss"]) for row in rows}
+    return {int(row["step"]): float(row["val/loss"]) for row in rows}
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["single", "double"])

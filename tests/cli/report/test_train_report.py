@@ -98,7 +98,7 @@ def test_what_goes_on_keeps_the_plan_of_its_first_part(
     after = lines(run, "Learning rate")
     assert after["lr-AdamW, planned"][:4] == before
     assert after["lr-AdamW, planned"] == after["lr-AdamW"]
-    assert [step for step, _ in after["lr-AdamW"]] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in after["lr-AdamW"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_training_that_fails_leaves_what_it_has_come_to(
@@ -131,7 +131,7 @@ def test_without_rows_there_is_no_report_and_no_word(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["trainkit"])
-    assert train("logger=none", "trainer.max_steps=1") == 0
+    assert train("trainer.fast_dev_run=true") == 0
     assert not list(tmp_path.rglob("report.html"))
     assert not list(tmp_path.rglob("learning_rate_plan.json"))
     assert "report" not in capsys.readouterr().out

@@ -21,12 +21,12 @@ RUN = [
 ]
 
 
-def run_in(where: Path, *words: str) -> Path:
+def run_in(where: Path, *words: str, status: int = 0) -> Path:
     where.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)
         patch.setattr(sys, "argv", ["trainkit"])
-        assert train(*words, small=[]) == 0
+        assert train(*words, small=[]) == status
     return the_run(where)
 
 
@@ -56,15 +56,18 @@ def test_it_ends_as_one_long_run(
     assert rows == (whole / "metrics.csv").read_text().splitlines()
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_of_a_run_that_has_ended_only_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = ["trainer.max_steps=1", "metric=nope", "callbacks.best=null"]
-    run_in(tmp_path, *RUN, *short)
+    run_in(tmp_path, *RUN, "trainer.max_steps=1")
     capsys.readouterr()
     run_in(tmp_path, "ckpt_path=last")
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("trainkit | training: nothing to do: the run had finished")
     assert said.endswith("trainer.max_steps=2")
-    run_in(tmp_path, "ckpt_path=last", "trainer.max_steps=2")
-    assert "metric: nope was not logged" in capsys.readouterr().out
+    nope = ["metric=nope", "callbacks.best=null"]
+    run_in(tmp_path, "ckpt_path=last", *nope)
+    assert "nope" not in capsys.readouterr().out
+    run_in(tmp_path, "ckpt_path=last", *nope, "trainer.max_steps=2", status=2)
+    assert "metric: nope is logged by nothing" in capsys.readouterr().err

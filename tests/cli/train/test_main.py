@@ -67,7 +67,8 @@ def test_a_run_leaves_its_folder(
     assert summary["versions"]["trainkit"] == trainkit.__version__
     with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows if row["window/loss"]] == ["0", "1"]
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert all(rows[1][name] for name in ("window/loss", "lr-AdamW", "val/loss"))
     said = capsys.readouterr().out
     for text in (
         "trainkit | step: per-device batch 2 x accumulation 4",  # before

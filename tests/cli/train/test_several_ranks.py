@@ -96,7 +96,9 @@ def test_two_ranks_train_as_one_also_one_job_after_the_other(
     assert furthest(second, one) > 1e-3  # the controls: another seed, another weight
     assert furthest(first, on_one_rank["uniform"]) > 1e-4
     for found in (first, second):
-        assert steps_logged(found) == ["0", "1", "2", "3"]
+        assert steps_logged(found) == ["1", "2", "3", "4"]
+        log = (found / "train.log").read_text()
+        assert log.count("trainkit | step: ") == log.count("training: finished") == 1
         summary = summary_of(found)
         assert summary["run_dir"] == str(found)
         assert summary["effective_batch"]["replicas"] == 2
@@ -134,7 +136,7 @@ def test_a_signal_to_one_rank_stops_both_and_the_run_goes_on_from_there(
     assert the_run(tmp_path) == two
     one = on_one_rank["per_token"]
     assert furthest(two, one) < 1e-6
-    assert steps_logged(two) == steps_logged(one) == list("0123")
+    assert steps_logged(two) == steps_logged(one) == list("1234")
 
 
 def test_a_rank_that_fails_fails_the_training(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, row_of
 
 
@@ -87,6 +88,69 @@ def test_file_is_set_aside_under_a_free_name(tmp_path: Path) -> None:
         assert logger.set_aside().name == f"metrics.{number}.csv"
         assert logger.num_rows == 0
     assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_what_is_logged_later_for_a_step_joins_its_row(tmp_path: Path) -> None:
+    logger = MetricsCSVLogger(tmp_path)
+    logger.log_metrics({"loss": 1.0, "lr": 0.5, "val": 3.0, "epoch": 0}, step=1)
+    logger.log_metrics({"loss": 2.0}, step=2)
+    logger.log_metrics({"loss": 3.0, "epoch": 0}, step=3)
+    logger.log_metrics({"lr": 0.25}, step=2)  # late
+    logger.log_metrics({"val": 4.0, "epoch": 0}, step=3)
+    logger.log_metrics({"val": 4.0}, step=3)  # again
+    expected = [
+        {"step": "1", "epoch": "0", "loss": "1.0", "lr": "0.5", "val": "3.0"},
+        {"step": "2", "loss": "2.0", "lr": "0.25"},
+        {"step": "3", "epoch": "0", "loss": "3.0", "val": "4.0"},
+    ]
+    assert logger.rows() == expected
+    assert logger.num_rows == 3
+    assert logger.last == expected[-1]
+    logger.log_metrics({"loss": 9.0}, step=4)
+    assert logger.rows() == [*expected, {"step": "4", "loss": "9.0"}]
+
+
+def test_a_second_value_for_a_step_begins_another_row(tmp_path: Path) -> None:
+    logger = MetricsCSVLogger(tmp_path)
+    for value in (1.0, 2.0):
+        logger.log_metrics({"val": value}, step=1)
+    logger.log_metrics({"lr": 0.5}, step=1)
+    assert [row.get("val") for row in logger.rows()] == ["1.0", "2.0"]
+    assert logger.rows()[-1]["lr"] == "0.5"
+
+
+def test_a_value_that_is_not_sure_is_replaced(tmp_path: Path) -> None:
+    """As after a kill, if what is logged again differs; the other columns stay."""
+    logger = MetricsCSVLogger(tmp_path)
+    row = {"step": "1", "loss": "1.0", "val": "2.0", "late": "3.0"}
+    logger.replace([row], unsure=["val", "late"])
+    logger.log_metrics({"val": 2.5}, step=1)
+    assert logger.rows() == [{**row, "val": "2.5"}]
+    logger.log_metrics({"loss": 1.5, "late": 3.0}, step=1)  # loss is sure
+    assert [each["loss"] for each in logger.rows()] == ["1.0", "1.5"]
+
+
+def test_the_file_is_whole_whenever_a_row_has_grown(tmp_path: Path) -> None:
+    """One call writes it, so a process that is killed leaves all or nothing of it."""
+    logger = MetricsCSVLogger(tmp_path)
+    logger.log_metrics({"a": 0.1, "b": 1.0, "c": "ä, ö"}, step=0)
+    for step in range(1, 200):
+        logger.log_metrics({"a": step / 7}, step=step)
+        logger.log_metrics({"c": "ä, ö"}, step=step)
+        if step > 3:
+            logger.log_metrics({"b": 1.0}, step=step - 3)
+    again = MetricsCSVLogger(tmp_path)
+    assert [int(row["step"]) for row in again.rows()] == list(range(200))
+    assert all(len(row) == 4 for row in again.rows()[:-3])
+    again.log_metrics({"b": 1.0}, step=199)  # another process goes on
+    assert again.rows()[-1]["b"] == "1.0"
+    assert again.num_rows == 200
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainkitError, match="save_dir: must be a folder that can be"):
+        MetricsCSVLogger(tmp_path / "file").log_metrics({"a": 1.0}, step=1)
 
 
 def test_row_of_a_step_that_is_not_known() -> None:

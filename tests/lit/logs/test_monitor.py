@@ -146,10 +146,15 @@ def test_sum_of_losses_shows_the_same_mean() -> None:
     assert record.of_windows()[0] == pytest.approx(by_hand()[0], rel=1e-12)
 
 
-def test_every_n_steps_logs_each_nth_window_once() -> None:
-    """lightning#6359: global_step stays for N batches, and the log fired N times."""
-    record = recorded(TokenModule(), PerToken(), every=2, max_epochs=3)
-    assert list(record.of_windows()) == [0, 2, 4, 6, 8]
+def test_first_and_each_nth_window_are_logged_once() -> None:
+    """lightning#6359: global_step stays for N batches, and the log fired N times.
+
+    They are the windows with which Lightning logs what the module logs.
+    """
+    options: Any = {"every": 2, "max_epochs": 3, "log_every_n_steps": 2}
+    record = recorded(LogsToo(), PerToken(), **options)
+    assert list(record.of_windows()) == [0, 1, 3, 5, 7]
+    assert steps_of(record, "mine") == [1, 3, 5, 7]
 
 
 def steps_of(record: Record, key: str) -> list[int]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import Logger
 
 from tests.helpers import loader, quiet_lightning, trainer
-from trainkit import AccumulationCallback, LearningRates, MetricsCSVLogger, PerSample
+from trainkit import AccumulationCallback, LearningRates, PerSample
 
 
 class Net(LightningModule):
@@ -25,30 +26,40 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.25)
 
 
-def steps_logged(callback: Callback, where: Path) -> list[str]:
-    logger = MetricsCSVLogger(where)
+class Steps(Logger):
+    """Keeps the steps of the rows."""
+
+    name = version = "steps"  # type: ignore[assignment]  # properties in Logger
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int | None] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert metrics == {"lr-SGD": 0.25}
+        self.found.append(step)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def steps_logged(callback: Callback) -> list[int | None]:
+    logger = Steps()
     callbacks = [AccumulationCallback(PerSample()), callback]
     fit = trainer(
         3, callbacks=callbacks, logger=logger, log_every_n_steps=1, max_epochs=1
     )
     with quiet_lightning():
         fit.fit(Net(), loader(list(torch.randn(16, 2)), 2, collate=torch.stack))
-    rows = logger.rows()
-    assert {row["lr-SGD"] for row in rows} == {"0.25"}
-    return [row["step"] for row in rows]
+    return logger.found
 
 
 @pytest.mark.filterwarnings("ignore:.*no learning rate schedulers:RuntimeWarning")
-def test_each_step_is_logged_once(tmp_path: Path) -> None:
-    assert steps_logged(LearningRates(logging_interval="step"), tmp_path) == [
-        "0",
-        "1",
-        "2",
-    ]
+def test_each_step_is_logged_once() -> None:
+    assert steps_logged(LearningRates(logging_interval="step")) == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:.*no learning rate schedulers:RuntimeWarning")
-def test_lightnings_own_logs_each_micro_batch(tmp_path: Path) -> None:
+def test_lightnings_own_logs_each_micro_batch() -> None:
     """The control: windows of 3, 3 and 2."""
-    theirs = steps_logged(LearningRateMonitor(logging_interval="step"), tmp_path)
-    assert theirs == ["0", "0", "0", "1", "1", "1", "2", "2"]
+    theirs = steps_logged(LearningRateMonitor(logging_interval="step"))
+    assert theirs == [0, 0, 0, 1, 1, 1, 2, 2]

@@ -33,6 +33,7 @@ from tests.lit.resume.interrupting import (
     state_of,
     train,
 )
+from trainkit import MetricsCSVLogger
 
 pytestmark = [
     pytest.mark.usefixtures("quiet"),
@@ -216,7 +217,7 @@ def test_late_log_of_the_module_is_lost_only_in_the_very_moment(tmp_path: Path) 
     assert differing(all_rows, rows(tmp_path / "a")) == []
     kill = KillAt("on_train_batch_end", 5)  # after the checkpoint, before the row
     interrupted(tmp_path / "b", kill, last=True, logs_late=True)
-    assert differing(all_rows, rows(tmp_path / "b")) == [".4: ['train/late']"]
+    assert differing(all_rows, rows(tmp_path / "b")) == [".1: ['train/late']"]
 
 
 # ---- what it takes -------------------------------------------------------------------
@@ -254,10 +255,21 @@ def test_without_epoch_sums_the_mean_is_that_of_the_rest(
     assert "train/loss_epoch" in wrong
 
 
-def test_without_metric_rows_some_are_there_twice(whole: Any, tmp_path: Path) -> None:
-    """Negative control."""
-    _, found_rows = _after_a_kill(tmp_path, without=["MetricRows"], every=2, at=9)
-    assert len(found_rows) > len(whole[1])
+def test_without_metric_rows_some_are_there_twice_or_lost(
+    whole: Any, tmp_path: Path
+) -> None:
+    """Negative control: a resumed run logs values for the second time, which differ if
+    something else has changed. And what Lightning logs after a checkpoint is lost."""
+    without: Any = {"without": ["MetricRows"]}
+    kill = KillAt("on_train_batch_start", 9)
+    with pytest.raises(Killed):
+        train(tmp_path / "a", kill=kill, every=2, **without)
+    logger = MetricsCSVLogger(tmp_path / "a")
+    logger.replace([{**row, "train/loss_step": "9"} for row in logger.rows()])
+    train(tmp_path / "a", resume=True, every=2, **without)
+    assert len(rows(tmp_path / "a")) > len(whole[1])
+    interrupted(tmp_path / "b", KillAt("on_train_batch_end", 5), last=True, **without)
+    assert close(whole[1], rows(tmp_path / "b")) != []
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")

@@ -73,9 +73,7 @@ def test_checkpoint_without_states_changes_nothing() -> None:
 def test_metric_objects_are_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
     each = EpochSums()
     each._before = {"training_step.accuracy": [None]}
-    monkeypatch.setattr(
-        "trainkit.lit._compat.restore_callback_metrics", lambda *args: None
-    )
+    monkeypatch.setattr("trainkit.lit._compat.add_callback_metrics", lambda *args: None)
     with pytest.warns(UserWarning, match="metric objects of training_step.accuracy"):
         each.on_train_start(FakeTrainer(), None)
     assert each._before == {}

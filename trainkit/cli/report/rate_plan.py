@@ -30,7 +30,7 @@ class RatePlanFile(Callback):
         self.folder = folder
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.is_global_zero or not trainer.loggers:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         plan = replace(
             plan_rates(trainer, pl_module),

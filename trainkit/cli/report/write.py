@@ -79,7 +79,7 @@ def read_charts(folder: RunFolder) -> Charts:
     columns = _read(folder, folder.METRICS, lambda path: read_series(read_rows(path)))
     times = _read(folder, STEP_TIMES, read_step_times)
     columns |= {each.name: each for each in throughput(columns, times, plan.unit)}
-    steps = tuple(map(float, plan.steps))
+    steps = tuple(step + 1.0 for step in plan.steps)  # rows count from 1
     planned = {
         name: Series(name, steps, tuple(rates))
         for name, rates in plan.rates.items()

@@ -18,8 +18,8 @@ class RunFolder:
 
     `config.yaml` has the resolved configuration, `overrides.yaml` the command line,
     `summary.json` the end, `learning_rate_plan.json` the planned rates; `report.html`
-    and `pictures/` show them. Loggers and callbacks write `metrics.csv`, `checkpoints/`
-    and `wandb/`.
+    and `pictures/` show them. `train.log` has what stood on the screen. Loggers and
+    callbacks write `metrics.csv`, `checkpoints/` and `wandb/`.
 
     Args:
         path: the folder; it need not exist yet.
@@ -29,6 +29,7 @@ class RunFolder:
     OVERRIDES = "overrides.yaml"
     SUMMARY = "summary.json"
     METRICS = "metrics.csv"
+    LOG = "train.log"
     CHECKPOINTS = "checkpoints"
     RATE_PLAN = "learning_rate_plan.json"
     REPORT = "report.html"
@@ -36,6 +37,10 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+
+    @property
+    def log(self) -> Path:
+        return self.path / self.LOG
 
     @property
     def checkpoints(self) -> Path:

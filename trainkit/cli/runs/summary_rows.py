@@ -19,7 +19,7 @@ def rows(facts: dict[str, Any]) -> list[Row]:
     ]
     tested = (facts.get("test") or {}).get("metrics", {})
     for name, value in {**facts["metrics"], **tested}.items():
-        if value is not None and not name.startswith("lr-"):
+        if value is not None and not name.startswith(("lr-", "window/")):
             found.append((name, f"{value:.4g}"))
     limits = facts["micro_batching"]
     if limits is not None:

@@ -9,11 +9,12 @@ from lightning.pytorch import Callback
 
 from trainkit.cli.runs.checkpoint import unreadable, why_unreadable
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.errors import TrainkitError
 
 
 class Beginning(Callback):
-    """Writes `config.yaml` and `overrides.yaml`.
+    """Writes `config.yaml` and `overrides.yaml`, and opens `train.log`.
 
     A new folder gets them at once. A resumed run's folder gets them only when training
     starts: if the checkpoint does not fit, or no step is left, the folder stays as it
@@ -23,15 +24,21 @@ class Beginning(Callback):
         folder: the folder of the run.
         config: the resolved configuration.
         words: the overrides of the command line.
+        log: what has stood on the screen so far.
+
 
     Attributes:
         has_trained: whether training has started, on this rank and so on all.
     """
 
     def __init__(
-        self, folder: RunFolder, config: Mapping[str, Any], words: Sequence[str]
+        self,
+        folder: RunFolder,
+        config: Mapping[str, Any],
+        words: Sequence[str],
+        log: ScreenLog,
     ) -> None:
-        self.folder, self.config, self.words = folder, config, words
+        self.folder, self.config, self.words, self.screen = folder, config, words, log
         self.has_trained = False
         self._earlier = folder.started() if folder.is_of_a_run() else None
 
@@ -42,13 +49,17 @@ class Beginning(Callback):
 
     def write_if_new(self) -> None:
         if self._earlier is None:
-            self.folder.write_start(self.config, self.words)
+            self._write()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _refuse_other_optimizers(trainer)
         self.has_trained = True
         if self._earlier is not None and trainer.is_global_zero:
-            self.folder.write_start(self.config, self.words)
+            self._write()
+
+    def _write(self) -> None:
+        self.folder.write_start(self.config, self.words)
+        self.screen.open(self.folder.log)
 
 
 def _refuse_other_optimizers(trainer: Any) -> None:

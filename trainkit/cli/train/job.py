@@ -27,21 +27,25 @@ from trainkit.cli.runs.checkpoint import was_restoring
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
+from trainkit.cli.runs.screen_log import ScreenLog
 from trainkit.cli.train.beginning import Beginning, does_not_fit
 from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
+from trainkit.cli.train.monitors import Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
 from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
+from trainkit.lit.logs.one_step import OneStep
 from trainkit.lit.logs.throughput import Throughput
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
 
-def run(config: DictConfig) -> float | None:
+def run(config: DictConfig, log: ScreenLog) -> float | None:
     """Train, write the summary and the report, and return the metric."""
     _quieten()
     folder = RunFolder(config.paths.run_dir)
@@ -50,11 +54,15 @@ def run(config: DictConfig) -> float | None:
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
     windows = WindowSummary()
-    ours = [windows, Throughput(), WandbFacts()]
-    training = build(config, callbacks=ours, trains=True)
+    training = build(
+        config,
+        callbacks=[OneStep(), windows, Throughput(), WandbFacts()],
+        metrics=MetricsCSVLogger(folder.path),
+        trains=True,
+    )
     test = TestAtEnd(training, folder) if config.test else None
     shown = public_config(config)
-    beginning = Beginning(folder, shown, redact_words(overrides))
+    beginning = Beginning(folder, shown, redact_words(overrides), log)
     trainer: Any = training.trainer
     # Every run can be resumed exactly, whatever callbacks are configured.
     keeps = config.trainer.get("enable_checkpointing") is not False
@@ -62,8 +70,11 @@ def run(config: DictConfig) -> float | None:
     trainer.callbacks += without_checkpoint(trainer.callbacks, place)
     stop = find_stop(trainer)
     ending = Ending()
-    of_report = [RatePlanFile(folder), StepTimes(folder)]
-    trainer.callbacks = [ending, *trainer.callbacks, beginning, *of_report]
+    monitors = Monitors(config, overrides, folder)
+    monitors.look_before(trainer, training.module, training.data)
+    first = [ending, monitors]
+    last = [beginning, RatePlanFile(folder), StepTimes(folder)]
+    trainer.callbacks = [*first, *trainer.callbacks, *last]
     _keep_profile(trainer, folder)
     # Two runs would mix their rows and checkpoints in one folder.
     one = only_one(folder.path, what="paths.run_dir")
@@ -74,7 +85,7 @@ def run(config: DictConfig) -> float | None:
             logger.log_hyperparams(shown)
         with ranks_of_one_run(trainer):
             metrics = _fit_and_report(
-                training, config, beginning, windows, stop, ending, test
+                training, config, beginning, windows, stop, ending, monitors, test
             )
     if stop.stopped_by is not None and not ending.is_over:
         _leave(stop, folder, training.trainer.is_global_zero)
@@ -85,7 +96,9 @@ def run(config: DictConfig) -> float | None:
         raise test.error
     if not beginning.is_written:
         return None  # no step was left, and that has been said
-    return _metric(metrics, config.metric)
+    value = monitors.value(trainer, metrics)
+    # For Optuna's sweeper None is a failed trial; NaN makes it crash.
+    return None if value is None or math.isnan(value) else value
 
 
 def _keep_profile(trainer: Any, folder: RunFolder) -> None:
@@ -103,6 +116,7 @@ def _fit_and_report(
     windows: WindowSummary,
     stop: GracefulStop,
     ending: Ending,
+    monitors: Monitors,
     test: TestAtEnd | None,
 ) -> dict[str, Any]:
     """Train and test, then write and show the summary, even after an error.
@@ -113,7 +127,7 @@ def _fit_and_report(
     started = time.monotonic()
     status = "failed"
     try:
-        _fit(training, config.ckpt_path, beginning)
+        _fit(training, config.ckpt_path, beginning, monitors)
         status = "finished"
     except SystemExit as end:  # GracefulStop's, or Lightning's after a second Ctrl+C
         if ending.is_over:
@@ -138,6 +152,7 @@ def _fit_and_report(
                 why = why_no_more(trainer, config.ckpt_path)
                 print(f"trainkit | training: {why}", flush=True)
         elif trainer.is_global_zero:
+            beginning.screen.open(folder.log)  # if another rank began
             folder.write_summary(facts)
             report_of_training(folder, pictures=config.pictures)
             if status != "failed" or facts["steps"]:
@@ -145,10 +160,18 @@ def _fit_and_report(
     return metrics
 
 
-def _fit(training: Training, ckpt_path: str | None, beginning: Beginning) -> None:
+def _fit(
+    training: Training,
+    ckpt_path: str | None,
+    beginning: Beginning,
+    monitors: Monitors,
+) -> None:
     try:
         training.fit(ckpt_path)
     except Exception as error:
+        missing = monitors.explained(training.trainer, error)
+        if missing is not None:
+            raise missing from error
         if ckpt_path and was_restoring(error) and not is_mistake(error):
             raise does_not_fit(ckpt_path, error) from error
         # A refusal of a later step, such as a loss of NaN, is a result of training.
@@ -173,17 +196,6 @@ def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:
         # them in a row wandb's agent gives up.
         raise SystemExit(0)
     raise Interrupted(stop.stopped_by)
-
-
-def _metric(found: dict[str, Any], name: str | None) -> float | None:
-    if not name:
-        return None
-    if name not in found:
-        print(f"trainkit | metric: {name} was not logged, so this run has no metric")
-        return None
-    value = float(found[name])
-    # For Optuna's sweeper None is a failed trial; NaN makes it crash.
-    return None if math.isnan(value) else value
 
 
 def _quieten() -> None:

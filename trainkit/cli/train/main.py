@@ -20,9 +20,10 @@ from trainkit.cli.comparison import (
     some_failed,
 )
 from trainkit.cli.composition import LOOP
-from trainkit.cli.errors import is_mistake
+from trainkit.cli.errors import is_mistake, shown
 from trainkit.cli.hydra_sweeper import relay
 from trainkit.cli.loading import say_loading
+from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
 from trainkit.cli.words import (
@@ -110,15 +111,17 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 
 def run_job(config: DictConfig) -> float | None:
     """Train once, and return the metric that a sweeper optimises."""
-    say_loading("train")
-    from trainkit.cli.train.job import run
+    with screen_log() as log:
+        say_loading("train")
+        try:
+            from trainkit.cli.train.job import run
 
-    try:
-        return run(config)
-    except Exception as error:
-        if HydraConfig.get().mode is RunMode.RUN:
-            raise _JobEnded(error) from error
-        raise  # Hydra counts the failures of a multirun
+            return run(config, log)
+        except Exception as error:
+            log.write(f"{shown(error)}\n")  # it is printed when Hydra has ended
+            if HydraConfig.get().mode is RunMode.RUN:
+                raise _JobEnded(error) from error
+            raise  # Hydra counts the failures of a multirun
 
 
 def _is_of_a_job(error: Exception) -> bool:

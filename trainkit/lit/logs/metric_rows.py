@@ -8,7 +8,9 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from trainkit.lit._compat import logged_at_batch_end, pending_metrics
-from trainkit.lit.logs.metrics_csv import FIRST, MetricsCSVLogger, row_of
+from trainkit.lit.logs.metric_file import Row
+from trainkit.lit.logs.metrics_csv import MetricsCSVLogger, joined, row_of
+from trainkit.lit.logs.one_step import row_step
 from trainkit.lit.resume.between_steps import put_in_order
 
 KEY = "trainkit_rows"
@@ -40,9 +42,12 @@ class MetricRows(Callback):
         put_in_order(trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.ckpt_path is not None or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         for logger in _loggers(trainer):
+            logger.make_folder()
+            if trainer.ckpt_path is not None:
+                continue
             if logger.num_rows and not logger.has_written:
                 renamed = logger.set_aside()
                 warnings.warn(
@@ -69,9 +74,10 @@ class MetricRows(Callback):
             for name, count in logged_at_batch_end(trainer).items():
                 if count == self._logged.get(name):  # from the previous batch
                     metrics.pop(name, None)
-            row = row_of(metrics, step)
+            row = row_of(metrics, row_step(trainer, step))
         checkpoint[KEY] = [
-            {"num_rows": each.num_rows, "pending": row} for each in _loggers(trainer)
+            {"num_rows": each.num_rows, "last": each.last, "pending": row}
+            for each in _loggers(trainer)
         ]
 
     def on_load_checkpoint(
@@ -89,7 +95,11 @@ def _loggers(trainer: Any) -> list[MetricsCSVLogger]:
 
 
 def _cut(
-    logger: MetricsCSVLogger, *, num_rows: int, pending: dict[str, str] | None
+    logger: MetricsCSVLogger,
+    *,
+    num_rows: int,
+    pending: Row | None,
+    last: Row | None = None,
 ) -> None:
     rows = logger.rows()
     kept = rows[:num_rows]
@@ -100,12 +110,16 @@ def _cut(
             f"of the run.",
             stacklevel=2,
         )
+    elif last is not None:
+        kept[-1] = last  # without what has joined it since
     if pending is not None:
-        # The run may have written this row itself, and the module may have logged
-        # more into it after the checkpoint was made.
-        written = rows[num_rows] if len(rows) > num_rows else {}
-        is_pending = written.keys() >= pending.keys() and all(
-            written.get(name) == pending.get(name) for name in FIRST
-        )
-        kept.append(written if is_pending else pending)
-    logger.replace(kept)
+        kept = joined(pending, kept)
+    unsure: set[str] = set()
+    if kept and len(rows) >= len(kept):
+        # The run may have logged more for this step after the checkpoint was made,
+        # which is not logged again, or alike.
+        written = rows[len(kept) - 1]
+        if written.items() >= kept[-1].items():
+            unsure = written.keys() - kept[-1].keys()
+            kept[-1] = written
+    logger.replace(kept, unsure=unsure)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,24 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers.logger import Logger
 
+from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import Row, read_rows
 
 FIRST = ("step", "epoch")
 """The columns that come first."""
 
 
-class MetricsCSVLogger(Logger):
-    """Writes `metrics.csv`: a row for each call, with a column for each metric.
+_NUM_RECENT = 64
+"""How many rows back a late value still joins the row of its step."""
 
-    A row is given to the operating system at once, so a killed process loses none. A
-    new metric adds a column; the file is then written again and replaced in one step.
-    Numbers keep all their digits.
+
+class MetricsCSVLogger(Logger):
+    """Writes `metrics.csv`: a row for each step, with a column for each metric.
+
+    What is logged later for the same step joins its row; a second value of one metric
+    begins another row. A row is given to the operating system at once, so a killed
+    process loses none. A new metric adds a column; the file is then written again and
+    replaced in one step. Numbers keep all their digits.
 
     With `MetricRows` among the Trainer's callbacks a resumed run continues after the
     last row that its checkpoint knows: no row is written twice, and none is lost.
@@ -46,6 +53,8 @@ class MetricsCSVLogger(Logger):
         self.has_written = False
         self._columns: list[str] | None = None
         self._num_rows = 0
+        self._recent: list[tuple[int, Row]] = []
+        self._unsure: set[str] = set()
 
     # ---- Lightning's interface -------------------------------------------------------
 
@@ -82,34 +91,81 @@ class MetricsCSVLogger(Logger):
         self._open()
         return self._num_rows
 
+    @property
+    def last(self) -> Row | None:
+        """The last row, if there is one."""
+        self._open()
+        return self._recent[-1][1] if self._recent else None
+
+    def make_folder(self) -> None:
+        """Make the folder of the file.
+
+        Raises:
+            TrainkitError: it cannot be made.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainkitError(
+                f"MetricsCSVLogger save_dir: must be a folder that can be written, "
+                f"received {self.save_dir}: {error}. Choose another."
+            ) from error
+
     def rows(self) -> list[Row]:
         """All rows of the file, without a last row that was not written to its end."""
         return read_rows(self.path)
 
     def append(self, row: Row) -> None:
-        """Write one row."""
+        """Write a row, or join it to the row of its step."""
         columns = self._open()
         self.has_written = True
+        place = place_of(row, [each for _, each in self._recent], self._unsure)
         new = [name for name in row if name not in columns]
-        if new:
-            self.replace([*self.rows(), row])
-            return
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(_lines(columns, [row]))
-        self._num_rows += 1
+        unsure = set() if place is None else self._unsure - row.keys()
+        if new or (place is not None and unsure != self._unsure):
+            self.replace(joined(row, self.rows(), self._unsure), unsure=unsure)
+        elif place is None:
+            self._write(columns, [row], at=None)
+        elif row.items() - self._recent[place][1].items():
+            start = self._recent[place][0]
+            rows = [each for _, each in self._recent[place:]]
+            rows[0] = {**rows[0], **row}
+            del self._recent[place:]
+            self._num_rows -= len(rows)
+            self._write(columns, rows, at=start)
+        self._unsure = unsure
 
-    def replace(self, rows: list[Row]) -> None:
-        """Write the file again, with these rows."""
+    def replace(self, rows: list[Row], *, unsure: Iterable[str] = ()) -> None:
+        """Write the file again, with these rows.
+
+        Args:
+            rows: all rows.
+            unsure: columns of the last row that a later value may replace.
+        """
         names = {name: None for row in rows for name in row}
         first = [name for name in FIRST if name in names or name == "step"]
         columns = [*first, *(name for name in names if name not in FIRST)]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         new = self.path.with_name(self.path.name + ".new")
-        with new.open("w", encoding="utf-8", newline="") as file:
-            file.write(_lines(columns, [dict(zip(columns, columns, strict=True))]))
-            file.write(_lines(columns, rows))
+        header = _lines(columns, [dict(zip(columns, columns, strict=True))])
+        lines = [_lines(columns, [row]) for row in rows]
+        new.write_bytes(b"".join([header, *lines]))
         os.replace(new, self.path)
         self._columns, self._num_rows = columns, len(rows)
+        self._unsure = set(unsure)
+        starts = accumulate(map(len, lines), initial=len(header))
+        self._recent = list(zip(starts, rows, strict=False))[-_NUM_RECENT:]
+
+    def _write(self, columns: list[str], rows: list[Row], *, at: int | None) -> None:
+        """Write the last rows in one call, in place of those that began at a byte."""
+        lines = [_lines(columns, [row]) for row in rows]
+        with self.path.open("r+b", buffering=0) as file:
+            start = file.seek(0, os.SEEK_END) if at is None else file.seek(at)
+            file.write(b"".join(lines))  # never shorter than what was there
+        starts = accumulate(map(len, lines), initial=start)
+        self._recent += zip(starts, rows, strict=False)
+        del self._recent[:-_NUM_RECENT]
+        self._num_rows += len(rows)
 
     def set_aside(self) -> Path:
         """Rename the file, and begin a new one."""
@@ -117,7 +173,7 @@ class MetricsCSVLogger(Logger):
         while (renamed := self.path.with_suffix(f".{number}.csv")).exists():
             number += 1
         os.replace(self.path, renamed)
-        self._columns, self._num_rows = None, 0
+        self._columns, self._num_rows, self._recent = None, 0, []
         return renamed
 
     def _open(self) -> list[str]:
@@ -142,8 +198,45 @@ def row_of(metrics: Mapping[str, Any], step: int | None) -> Row:
     return {name: str(cell) for name, cell in cells.items() if cell is not None}
 
 
-def _lines(columns: list[str], rows: list[Row]) -> str:
+def place_of(
+    row: Row, rows: Sequence[Row], unsure: Set[str] = frozenset()
+) -> int | None:
+    """Where among some rows is the last of its step, if the row can join it.
+
+    It cannot if both have different values of a metric, unless the last row's is in
+    `unsure`.
+    """
+    step = row.get("step")
+    steps = [] if step is None else [each.get("step") for each in rows]
+    if step not in steps:
+        return None
+    place = len(steps) - 1 - steps[::-1].index(step)
+    replaces = unsure if place == len(rows) - 1 else frozenset()
+    there = rows[place]
+    for name, _ in row.items() - there.items():
+        if name in there and name not in replaces:
+            return None
+    return place
+
+
+def joined(row: Row, rows: list[Row], unsure: Set[str] = frozenset()) -> list[Row]:
+    """The rows with one more, as the file has them.
+
+    >>> joined({"step": "1", "lr": "2"}, [{"step": "1", "loss": "3"}])
+    [{'step': '1', 'loss': '3', 'lr': '2'}]
+    >>> joined({"step": "1", "loss": "4"}, [{"step": "1", "loss": "3"}])
+    [{'step': '1', 'loss': '3'}, {'step': '1', 'loss': '4'}]
+    """
+    recent = rows[-_NUM_RECENT:]
+    place = place_of(row, recent, unsure)
+    if place is None:
+        return [*rows, row]
+    place += len(rows) - len(recent)
+    return [*rows[:place], {**rows[place], **row}, *rows[place + 1 :]]
+
+
+def _lines(columns: list[str], rows: list[Row]) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writerows(rows)
-    return text.getvalue()
+    return text.getvalue().encode()

@@ -20,14 +20,23 @@ from trainkit.core.strategies import PerSample, PerToken
 from trainkit.core.whole_number import check_whole_number
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import logged_step, scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import (
+    add_callback_metrics,
+    scaler_of,
+    unscales_itself,
+    unwrapped,
+)
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.callback.left_behind import without_module
+from trainkit.lit.logs.one_step import StepsDone, row_step
 from trainkit.lit.windows.callback import WindowCallback
+
+_OF_EACH = {"loss": "loss", "weight": "weight", "micro_batches": "num_micro_batches"}
+"""What callbacks see of each window, also of one that is not logged."""
 
 
 class WindowMonitor(Callback):
-    """Logs what each window was, every n optimizer steps.
+    """Logs what the windows were: the first one, and then every nth.
 
     - `window/loss`: its mean loss over all ranks;
     - `window/weight`: its effective batch, in the strategy's unit;
@@ -47,10 +56,15 @@ class WindowMonitor(Callback):
     The last two count every window, also windows that are not logged, and a resumed run
     continues them: they are x-axes that a change of the batch does not bend.
 
+    They are in `trainer.callback_metrics` too, where EarlyStopping, ModelCheckpoint and
+    schedulers find them. `window/loss`, `window/weight` and `window/micro_batches` are
+    there those of the last window that has closed, all others those of the last that
+    was logged.
+
     With several optimizers the keys are `window/0/loss` and so on.
 
     Args:
-        every_n_steps: how often.
+        every_n_steps: how often; by n = 10 the windows 1, 10, 20, 30.
         attention_mask: path of the batch's 0/1 mask by which padding is counted.
             Default: `"attention_mask"` where the batch has it, else what the strategy's
             labels or mask leave out, a masked prompt included.
@@ -66,12 +80,15 @@ class WindowMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.attention_mask = attention_mask
         self._windows: WindowCallback | None = None
+        self._of_batch: list[tuple[int, int, list[str], LateReading]] = []
         self._waiting: deque[tuple[int, list[str], LateReading]] = deque()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**without_module(self), "_windows": None, "_waiting": deque()}
+        none = {"_windows": None, "_of_batch": [], "_waiting": deque()}
+        return {**without_module(self), **none}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._of_batch.clear()
         self._waiting.clear()
         found = find_callback(trainer, WindowCallback)
         if found is None:
@@ -104,9 +121,13 @@ class WindowMonitor(Callback):
         index = self._windows.index_of(trainer, optimizer)
         num_windows = self._windows.accumulators[index].num_windows
         stats = self._windows.windows.get(index)
-        if num_windows and self._is_due(num_windows - 1) and stats is not None:
-            several = len(self._windows.accumulators) > 1
-            prefix = f"window/{index}/" if several else "window/"
+        if not num_windows or stats is None:
+            return
+        several = len(self._windows.accumulators) > 1
+        prefix = f"window/{index}/" if several else "window/"
+        newest = {prefix + name: getattr(stats, of) for name, of in _OF_EACH.items()}
+        add_callback_metrics(trainer, newest)
+        if self._is_due(num_windows - 1):
             numbers = _numbers(stats, self._windows.ledger.of(index))
             size = self._windows.micro_batch_size
             if size is not None:
@@ -117,7 +138,13 @@ class WindowMonitor(Callback):
                 numbers["grad_norm"] = norm
             names = [prefix + name for name in numbers]
             table = torch.stack([n.to(stats.weight) for n in numbers.values()])
-            self._waiting.append((logged_step(trainer), names, LateReading(table)))
+            step = StepsDone(trainer.global_step + 1)
+            self._of_batch.append((index, step, names, LateReading(table)))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._place(trainer)
         self._log_arrived(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -126,10 +153,24 @@ class WindowMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
+        self._place(trainer)
         self._log_arrived(trainer, wait=True)  # a resumed run has none of these rows
 
     def _is_due(self, window: int) -> bool:
-        return window % self.every_n_steps == 0
+        """Whether a window, counted from 0, is logged."""
+        return window == 0 or (window + 1) % self.every_n_steps == 0
+
+    def _place(self, trainer: Any) -> None:
+        """Let the windows that a batch has closed join the row of that batch.
+
+        If an optimizer has made several steps, that is its last one.
+        """
+        now = row_step(trainer)
+        last = {index: place for place, (index, *_) in enumerate(self._of_batch)}
+        for place, (index, step, names, reading) in enumerate(self._of_batch):
+            is_earlier = isinstance(now, StepsDone) and place != last[index]
+            self._waiting.append((step if is_earlier else now, names, reading))
+        self._of_batch.clear()
 
     def _padding(self, batch: Any) -> tuple[Tensor, int] | None:
         """How many of a micro-batch's tokens only pad, and how many it has."""
@@ -157,6 +198,12 @@ class WindowMonitor(Callback):
             step, names, reading = self._waiting.popleft()
             values = zip(names, reading.values(), strict=True)
             known = {name: value for name, value in values if value == value}
+            rest = {
+                name: torch.tensor(value)
+                for name, value in known.items()
+                if name.rpartition("/")[2] not in _OF_EACH
+            }
+            add_callback_metrics(trainer, rest)
             for logger in trainer.loggers:
                 logger.log_metrics(known, step=step)
 

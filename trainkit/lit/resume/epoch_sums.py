@@ -61,7 +61,7 @@ class EpochSums(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Not before: Lightning clears them on its way here.
-        _compat.restore_callback_metrics(trainer, self._metrics)
+        _compat.add_callback_metrics(trainer, self._metrics)
         self._metrics = {}
         objects = sorted(key for key, sums in self._before.items() if None in sums)
         for key in objects:

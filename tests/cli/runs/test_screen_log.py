@@ -1,0 +1,112 @@
+"""`train.log` by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.runs.screen_log import ScreenLog, screen_log
+
+
+def test_it_has_what_was_printed_warned_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    handler = logging.StreamHandler(sys.stdout)
+    mine = logging.getLogger("mine")
+    mine.propagate = False  # other tests may have left handlers of closed streams
+    mine.addHandler(handler)
+    try:
+        with screen_log() as log:
+            print("before it is opened")
+            log.open(path)
+            log.open(path)
+            print("to stdout")
+            print("to stderr", file=sys.stderr)
+            mine.error("logged")
+            for number in range(1000):
+                sys.stderr.write(f"\r{number} of 1000")
+            print("\n\x1b[1mbold\x1b[0m", file=sys.stderr)
+            print("without an end", end="")
+            log.write("\nonly in the file\n")
+        assert handler.stream is sys.stdout  # again
+    finally:
+        mine.removeHandler(handler)
+    print("after it was closed")
+    found = path.read_text().splitlines()
+    assert found == [
+        *("before it is opened", "to stdout", "to stderr", "logged", "999 of 1000"),
+        *("bold", "without an end", "only in the file"),
+    ]
+    shown = capsys.readouterr()
+    assert "only in the file" not in shown.out + shown.err
+    assert "\x1b[1mbold" in shown.err  # the screen is as it would be
+
+
+def test_it_is_appended_also_to_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("an earlier run\nkill")
+    with screen_log() as log:
+        log.open(path)
+        print("resumed")
+    assert path.read_text() == "an earlier run\nkill\nresumed\n"
+
+
+def test_a_log_that_is_not_opened_leaves_nothing(tmp_path: Path) -> None:
+    before = sys.stdout, sys.stderr
+    with screen_log() as log:
+        print("a mistake")
+        assert sys.stdout is not before[0]
+    log.open(tmp_path / "train.log")  # too late
+    assert not list(tmp_path.iterdir())
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
+    """A run that is killed leaves them all, also those that a bar may still change."""
+    path = tmp_path / "train.log"
+    with screen_log() as log:
+        log.open(path)
+        for number in range(100):
+            print(number)
+            assert path.read_text().split() == [str(n) for n in range(number + 1)]
+        print("\x1b[2A\x1b[2K98!\n\n", end="")
+    assert path.read_text().split() == [*map(str, range(98)), "98!", "99"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_worker_does_not_write_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    with screen_log() as log:
+        log.open(path)
+        print("one")
+        child = os.fork()
+        if child == 0:
+            log.write("of the worker\n")
+            log.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print("two")
+    assert path.read_text() == "one\ntwo\n"
+
+
+def test_in_another_process_it_is_empty(tmp_path: Path) -> None:
+    with screen_log() as log:
+        print("one")
+        assert isinstance(pickle.loads(pickle.dumps(log)), ScreenLog)
+
+
+def test_a_file_that_cannot_be_written_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with screen_log() as log:
+        log.open(tmp_path / "missing" / "train.log")
+        print("goes on")
+    shown = capsys.readouterr()
+    assert shown.out == "goes on\n"
+    assert shown.err.count("train.log: is not written") == 1

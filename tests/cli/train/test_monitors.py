@@ -1,0 +1,323 @@
+"""A metric that is monitored and that nothing logs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.training import run_dirs, summary_of, the_run, train
+
+MODULE = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Bare(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Late(Bare):
+    def on_train_epoch_end(self):
+        self.log("val/late", 1.0)
+
+
+class Nll(Bare):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/nll", self.net(batch[0]).square().mean())
+
+
+class Plateau(Nll):
+    interval = "epoch"
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        how = {"scheduler": scheduler, "monitor": "val/loss", "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": how}
+
+
+class Free(Nll):
+    configure_optimizers = LightningModule.configure_optimizers
+
+
+class EachStep(Plateau):
+    interval = "step"
+
+
+class Quiet(Nll):
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            super().validation_step(batch, batch_idx)
+
+
+class Tested(Nll):
+    def test_step(self, batch, batch_idx):
+        self.log("test/nll", self.net(batch[0]).square().mean())
+
+
+class OnlyTrain(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(24, 3)), 4)
+
+
+class Data(OnlyTrain):
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+class Tests(Data):
+    def test_dataloader(self):
+        return self.train_dataloader()
+"""
+FIXED = [
+    "data._target_=monitored.Data", "trainer.max_epochs=2", "pictures=false",
+    "trainer.log_every_n_steps=1", "accumulation=per_sample",
+]  # fmt: skip
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Skipping val loop"),
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric"),
+]
+CALLBACK = "+callbacks.mine={{_target_: lightning.pytorch.callbacks.{}, monitor: {}}}"
+ONE_EPOCH = "trainer.max_epochs=1"
+NO_SANITY = "trainer.num_sanity_val_steps=0"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+    (tmp_path / "monitored.py").write_text(MODULE)
+    yield
+    sys.modules.pop("monitored", None)
+
+
+def own(model: str, *words: str) -> int:
+    flags = [word for word in words if word.startswith("-")]
+    rest = [word for word in words if not word.startswith("-")]
+    if "callbacks=none" not in words:
+        rest.append("callbacks.checkpoint.every_n_train_steps=1")
+    return train(*flags, *FIXED, f"model._target_=monitored.{model}", *rest, small=[])
+
+
+def stop(metric: str) -> str:
+    return CALLBACK.format("EarlyStopping", metric)
+
+
+# ---- nobody has chosen it ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", ["Data", "OnlyTrain"])
+def test_without_validation_there_is_no_best_checkpoint(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "Bare" if data == "Data" else "Nll"
+    assert own(model, f"data._target_=monitored.{data}") == 0
+    said = capsys.readouterr()
+    line = f"trainkit | best checkpoint: none, since {model} has no validation; last"
+    assert said.out.count(line) == 1
+    assert "was not logged" not in said.out
+    assert "could not find" not in said.err
+    files = {path.name for path in (the_run(tmp_path) / "checkpoints").iterdir()}
+    assert files == {"last.ckpt"}
+
+
+@pytest.mark.parametrize("words", [[], [NO_SANITY]])
+def test_a_default_that_is_not_logged_is_a_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own("Nll", *words) == 0
+    said = capsys.readouterr().out
+    assert said.count("best checkpoint: none, since val/loss is logged by nothing") == 1
+    assert "there are: val/nll" in said
+    assert "Choose metric=val/nll" in said
+    assert summary_of(the_run(tmp_path))["steps"] == 12
+
+
+def test_the_one_that_is_logged_has_a_best_checkpoint(tmp_path: Path) -> None:
+    """The control."""
+    assert own("Nll", "metric=val/nll") == 0
+    assert (the_run(tmp_path) / "checkpoints" / "best.ckpt").exists()
+
+
+def test_without_callbacks_a_line_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert own("Bare", "callbacks=none", "trainer.enable_progress_bar=false") == 0
+    said = capsys.readouterr().out
+    assert "metric: val/loss was not logged, so this run has no metric; there" in said
+
+
+# ---- it was chosen -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["metric=val/loss", stop("val_acc")])
+def test_without_validation_it_is_refused_before_anything_is_written(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own("Bare", word) == 2
+    shown = capsys.readouterr().err
+    assert "is logged by nothing, since Bare has no validation" in shown
+    assert "Traceback" not in shown
+    assert not run_dirs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["metric=window/loss", "accumulation=none"],
+        ["metric=window/loss", "callbacks.monitor=null"],
+        ["metric=val/nll", "callbacks.monitor=null", stop("window/loss")],
+        ["metric=''"],
+    ],
+)
+def test_without_windows_a_metric_of_windows_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own("Nll", *words) == 2
+    assert "metric: must be" in (shown := capsys.readouterr().err) or (
+        "window/loss is logged by nothing, since WindowMonitor is not there" in shown
+    )
+    assert not run_dirs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "word", "key"),
+    [
+        ("Nll", "metric=val/loss", "metric"),
+        ("Nll", stop("val/loss"), "callbacks.mine.monitor"),
+        ("Nll", "callbacks.best.monitor=val/acc", "callbacks.best.monitor"),
+        ("Plateau", "metric=val/nll", "monitor of the scheduler"),
+    ],
+)
+def test_the_sanity_check_shows_it_before_the_first_step(
+    model: str,
+    word: str,
+    key: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert own(model, word) == 2
+    shown = capsys.readouterr().err
+    assert f"trainkit: {key}: val/" in shown
+    assert "is logged by nothing; there are: val/nll. Choose" in shown
+    assert "Traceback" not in shown
+    assert summary_of(the_run(tmp_path))["steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Nll", ["metric=val/loss", NO_SANITY]),
+        ("Quiet", ["metric=val/loss"]),
+        ("Nll", ["metric=val/nll", stop("nope")]),
+        ("Bare", ["metric=nope"]),
+        ("Bare", ["metric=train/loss", CALLBACK.format("ModelCheckpoint", "nope")]),
+        ("Plateau", ["metric=val/nll", NO_SANITY]),
+    ],
+)
+def test_it_ends_a_training_that_would_go_on(
+    model: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After the first epoch, with a checkpoint from which it continues."""
+    assert own(model, *words) == 2
+    shown = capsys.readouterr().err
+    assert "window/loss" in shown
+    assert "Traceback" not in shown
+    run = the_run(tmp_path)
+    assert summary_of(run)["steps"] == 6
+    last = run / "checkpoints" / "last.ckpt"
+    assert f"trainkit train ckpt_path={last}" in shown
+    if model != "Plateau":
+        key = "callbacks.mine.monitor" if "mine" in words[-1] else "metric"
+        assert f"Choose {key}=" in shown
+        assert train(f"ckpt_path={last}", f"{key}=window/loss", small=[]) == 0
+        assert summary_of(run)["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Nll", ["metric=val/loss", NO_SANITY]),
+        ("Nll", ["metric=val/nll", stop("nope")]),
+        ("Bare", ["metric=nope"]),
+        ("Bare", ["metric=nope", "callbacks=none"]),
+        ("Plateau", ["metric=val/nll", NO_SANITY]),
+    ],
+)
+def test_a_training_at_its_end_is_finished_first(
+    model: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert own(model, *words, ONE_EPOCH) == 2
+    said = capsys.readouterr()
+    assert "finished after 6 optimizer steps" in said.out
+    assert said.err.splitlines()[-1].startswith("trainkit: ")
+    assert "is logged by nothing; there are: " in said.err
+    run = the_run(tmp_path)
+    assert summary_of(run)["status"] == "finished"
+    assert (run / "report.html").exists()
+    assert "callbacks=none" in words or (run / "checkpoints" / "last.ckpt").exists()
+
+
+def test_lightnings_own_error_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """A scheduler that reads it after each step, before any validation."""
+    assert own("EachStep", "metric=val/nll", NO_SANITY) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("trainkit: monitor of the scheduler: val/loss is logged by")
+    assert "Choose train/loss" in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Nll", ["metric=val/nll", stop("window/loss")]),
+        ("Bare", ["metric=window/loss"]),
+        ("Late", ["metric=val/late"]),
+        ("Bare", ["metric=train/loss", stop("train/loss")]),
+        ("Quiet", ["metric=val/nll", stop("val/nll")]),
+        # No validation has run, so nobody knows.
+        ("Nll", ["metric=val/acc", NO_SANITY, "trainer.check_val_every_n_epoch=5"]),
+    ],
+)
+def test_what_is_there_is_no_mistake(model: str, words: list[str]) -> None:
+    """The controls."""
+    assert own(model, *words) == 0
+
+
+def test_a_metric_of_the_test_at_the_end_is_looked_for_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["metric=test/nll", "data._target_=monitored.Tests"]
+    assert own("Tested", *words, "test=true") == 0
+    said = capsys.readouterr().out
+    assert "best checkpoint: none, since test/nll is known after training" in said
+    assert own("Tested", *words, ONE_EPOCH) == 2  # the control
+    assert "test/nll is logged by nothing" in capsys.readouterr().err
+
+
+def test_of_several_runs_only_that_one_fails(tmp_path: Path) -> None:
+    assert own("Nll", "-m", "metric=val/nll,val/loss") != 0
+    found = [summary_of(run)["status"] for run in run_dirs(tmp_path)]
+    assert found == ["finished", "failed"]
