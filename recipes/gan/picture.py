@@ -46,7 +46,7 @@ def last_window_off(module: DigitsGAN, data: Digits) -> dict[str, float]:
 def distances(run: Path) -> tuple[list[int], list[float]]:
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["val/distance"]]
-    return [int(row["step"]) for row in rows], [
+    return [int(row["step"]) // 2 for row in rows], [
         float(row["val/distance"]) for row in rows
     ]
 

@@ -69,7 +69,7 @@ print("ended:", status, *sorted({HEAVY | {"hydra", "omegaconf"}!r} & set(sys.mod
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["plna"], "command: must be one of train, fit, .* Did you mean plan"),
+        (["plna"], "command: must be one of new, train, .* Did you mean plan"),
         ([*PLAN, "--rule", "auto"], "invalid choice: 'auto' .*linear"),
         (["plan", "--target", "0", "--max-micro-batch", "8"], "BatchPlan target: must"),
         (["completion", "tcsh"], "invalid choice: 'tcsh' .*bash"),

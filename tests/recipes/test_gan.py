@@ -76,6 +76,7 @@ def test_training_does_not_depend_on_the_cut(run_train: Callable[..., Path]) -> 
             f"data.batch_size={size}",
             f"trainer.accumulate_grad_batches={number}",
             "trainer.limit_val_batches=0",
+            "metric=null",
             name=name,
         )
         for name, (size, number) in cuts.items()

@@ -22,7 +22,7 @@ from trainkit.config.attach import (
     has_own_optimizer,
 )
 from trainkit.config.check import AUTO, check_all
-from trainkit.config.kinds import CALLBACK_GROUPS
+from trainkit.config.kinds import CALLBACK_GROUPS, check_made
 from trainkit.config.limits import refuse_no_end
 from trainkit.config.targets import TARGET, instantiate
 from trainkit.errors import TRACEBACK, TrainkitError
@@ -130,7 +130,9 @@ def _make(config: DictConfig, key: str, **kwargs: Any) -> Any:
     if not node or node.get(TARGET, True) is None:
         return None
     try:
-        return instantiate(node, _convert_="all", **kwargs)
+        made = instantiate(node, _convert_="all", **kwargs)
+        check_made(made, node.get(TARGET), key=key)
+        return made
     except (TrainkitError, OmegaConfBaseException):
         raise  # its text names the key
     except Exception as error:

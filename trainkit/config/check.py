@@ -113,9 +113,9 @@ def check(config: Any, *, key: str) -> None:
         inner = f"{key}[{name}]" if is_list else f"{key}.{name}"
         if OmegaConf.is_missing(config, name):
             hints = {} if is_list else _hints(locate(config.get(TARGET), key=key))
+            word = _word(inner, hints.get(str(name)))
             raise TrainkitError(
-                f"{inner}: must be given. Add {_word(inner, hints.get(name))} to the "
-                f"command line."
+                f"{inner}: must be given. Add {word} to the command line."
             )
         check(config[name], key=inner)
     if not is_list and TARGET in config:

@@ -49,6 +49,17 @@ def _refuse_other_kind(node: Any, kind: str, *, key: str) -> None:
         )
 
 
+def check_made(made: Any, target: str, *, key: str) -> None:
+    """Refuse what a function of a configuration has returned, if it is of no use."""
+    group = key.partition(".")[0]
+    kind = _ONE.get(group) or _SEVERAL.get(group)
+    if kind is not None and not isinstance(made, _bases(kind)):
+        raise TrainkitError(
+            f"{key}.{TARGET}: must return an object of lightning.pytorch.{kind}, and "
+            f"{target} has returned {type(made).__name__}. Return one, or name a class."
+        )
+
+
 def _bases(kind: str) -> tuple[type, ...]:
     """The kind's class in each package of Lightning that has been imported."""
     *inner, name = kind.split(".")

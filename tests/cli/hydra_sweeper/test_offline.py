@@ -127,8 +127,8 @@ def test_a_metric_that_no_trial_logs_ends_the_sweep(
     assert train(*WORDS, RATES, *words) == 2
     assert len(run_dirs(tmp_path)) == 1
     error = capsys.readouterr().err
-    assert "no trial has logged val/los" in error
-    assert "val/loss" in error.partition("They logged")[2]
+    assert "metric: val/los is logged by nothing" in error
+    assert "val/loss" in error.partition("there are")[2]
 
 
 @pytest.mark.parametrize(

@@ -307,3 +307,13 @@ def test_places_with_odd_names(tmp_path: Path) -> None:
     assert run_dirs(tmp_path) == [run]
     assert summary_of(run)["steps"] == 3
     assert expand([f"ckpt_path={quoted(saved)}"]) == expand([f"ckpt_path={saved}"])
+
+
+@pytest.mark.parametrize("word", ["optimizer.lr=-1", "trainer.devices=0", "seed=-1"])
+def test_what_is_refused_leaves_nothing(word: str, tmp_path: Path) -> None:
+    """Nor does a refusal touch a folder that has a run."""
+    assert train(word) == 2
+    assert not list(tmp_path.iterdir())
+    assert train(f"paths.run_dir={tmp_path}/mine/run") == 0  # the control
+    assert train(word, f"paths.run_dir={tmp_path}/mine/run") == 2
+    assert run_dirs(tmp_path) == [tmp_path / "mine" / "run"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,22 @@ class WithData(Mine):
         return Data().train_dataloader()
 
     val_dataloader = train_dataloader
+"""
+MORE = """
+import ones_own
+
+
+def number():
+    return 3
+
+
+def module():
+    return ones_own.Mine()
+
+
+class Empty(ones_own.Data):
+    def train_dataloader(self):
+        return ones_own.DataLoader([], 4)
 """
 MINE = ["model._target_=ones_own.Mine", "data._target_=ones_own.Data"]
 EPOCHS = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1", "pictures=false"]
@@ -239,3 +256,28 @@ def test_what_is_said_of_a_loss_that_is_not_finite_can_be_done(
 def test_other_checks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("checks=never") == 2
     assert "checks: must be late or now, received 'never'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model._target_=more.number"], "and more.number has returned int"),
+        (["data._target_=more.number"], "and more.number has returned int"),
+        (["data._target_=more.Empty"], "the training loader must have batches"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more.py").write_text(MORE)
+    end = ["trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Lightning, that the loader is empty
+            assert train(*MINE, *end, *words, small=[]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "outputs").exists()
+        control = "model._target_=more.module"
+        assert train(*MINE, *end, control, small=[]) == 0
+    finally:
+        sys.modules.pop("more", None)

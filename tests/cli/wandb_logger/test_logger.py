@@ -300,6 +300,7 @@ def test_the_group_file_lists_every_argument() -> None:
     from omegaconf import OmegaConf
 
     options = OmegaConf.load(GROUP_FILE).wandb
+    options.tags = None  # the run's, which are none by default
     assert options._target_ == "trainkit.WandbRunLogger"
     parameters = inspect.signature(WandbRunLogger).parameters
     assert list(options)[1:] == list(parameters)

@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.cli.errors import Interrupted, is_mistake, readable
+from trainkit.cli.errors import Interrupted, MissingMetric, is_mistake, readable
 from trainkit.cli.hydra_sweeper.logger import logging_to_wandb, mode_of
 from trainkit.cli.hydra_sweeper.offline import OfflineSource
 from trainkit.cli.hydra_sweeper.online import OnlineSource
@@ -226,6 +226,8 @@ class HydraSweep:
         if crashed == len(self._trials) >= environment.max_initial_failures():
             _say(f"the first {crashed} trials crashed, so no more are started")
             return True
+        if isinstance(self._first_error, MissingMetric):
+            return True  # no other trial would log it
         return missing_metric.finished_without(sweep, self._trials) is not None
 
     # ---- the end ---------------------------------------------------------------------

@@ -37,6 +37,7 @@ from trainkit.cli.words import of_this_job
 from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
+from trainkit.errors import TrainkitError
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.one_step import OneStep
@@ -168,6 +169,7 @@ def _fit(
 ) -> None:
     try:
         training.fit(ckpt_path)
+        _refuse_no_batches(training.trainer)
     except Exception as error:
         missing = monitors.explained(training.trainer, error)
         if missing is not None:
@@ -179,6 +181,15 @@ def _fit(
         if is_mistake(error) and not had_begun:
             raise
         raise TrainingFailed.by(error) from error
+
+
+def _refuse_no_batches(trainer: Any) -> None:
+    """Refuse an empty loader, of which Lightning says little, and ends as if trained."""
+    if trainer.num_training_batches == 0 and trainer.limit_train_batches:
+        raise TrainkitError(
+            "data: the training loader must have batches, and has none, so nothing was "
+            "trained. Give it rows; with drop_last=True, as many as a batch."
+        )
 
 
 def _leave(stop: GracefulStop, folder: RunFolder, is_first: bool) -> None:

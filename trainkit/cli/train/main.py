@@ -23,6 +23,7 @@ from trainkit.cli.composition import LOOP
 from trainkit.cli.errors import is_mistake, shown
 from trainkit.cli.hydra_sweeper import relay
 from trainkit.cli.loading import say_loading
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
@@ -93,7 +94,8 @@ def _refuse_unknown_options(argv: list[str]) -> None:
     ]
     for word in argv:
         name = word.partition("=")[0]
-        if name.startswith("-") and name not in known:
+        is_known = name in known or (name[1:2] != "-" and name[:2] in known)  # -pNAME
+        if name.startswith("-") and not is_known:
             raise TrainkitError(
                 f"trainkit train: {name} is no option.{did_you_mean(name, known)} "
                 f"Settings have no dashes, as in trainer.max_epochs=3; trainkit train "
@@ -111,6 +113,8 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 
 def run_job(config: DictConfig) -> float | None:
     """Train once, and return the metric that a sweeper optimises."""
+    folder = RunFolder(HydraConfig.get().runtime.output_dir)
+    is_new = not folder.is_of_a_run()
     with screen_log() as log:
         say_loading("train")
         try:
@@ -120,6 +124,8 @@ def run_job(config: DictConfig) -> float | None:
         except Exception as error:
             log.write(f"{shown(error)}\n")  # it is printed when Hydra has ended
             if HydraConfig.get().mode is RunMode.RUN:
+                if is_new and is_mistake(error):
+                    folder.remove_if_it_came_to_nothing()
                 raise _JobEnded(error) from error
             raise  # Hydra counts the failures of a multirun
 

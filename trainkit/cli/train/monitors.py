@@ -14,9 +14,9 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from omegaconf import DictConfig
 
+from trainkit.cli.errors import MissingMetric
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.words import key_of
-from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.callback.table import say
@@ -27,10 +27,6 @@ DEFAULT = "val/loss"
 """The metric of a run for which none was chosen."""
 _OF_VALIDATION = re.compile(r"(val|valid|validation)([/_]|$)")
 _HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end")
-
-
-class MissingMetric(TrainkitError):
-    """A metric that was chosen is logged by nothing."""
 
 
 @dataclass(eq=False)
