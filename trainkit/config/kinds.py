@@ -53,6 +53,8 @@ def check_made(made: Any, target: str, *, key: str) -> None:
     """Refuse what a function of a configuration has returned, if it is of no use."""
     group = key.partition(".")[0]
     kind = _ONE.get(group) or _SEVERAL.get(group)
+    if group == "data" and not hasattr(made, "__iter__"):  # which loaders have
+        kind = "LightningDataModule"
     if kind is not None and not isinstance(made, _bases(kind)):
         raise TrainkitError(
             f"{key}.{TARGET}: must return an object of lightning.pytorch.{kind}, and "

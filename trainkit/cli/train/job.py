@@ -184,7 +184,7 @@ def _fit(
 
 
 def _refuse_no_batches(trainer: Any) -> None:
-    """Refuse an empty loader, of which Lightning says little, and ends as if trained."""
+    """Refuse an empty loader, with which Lightning ends as if it had trained."""
     if trainer.num_training_batches == 0 and trainer.limit_train_batches:
         raise TrainkitError(
             "data: the training loader must have batches, and has none, so nothing was "
