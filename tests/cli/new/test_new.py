@@ -74,7 +74,9 @@ def test_a_folder_needs_no_recipe_of_trainkit(name: str) -> None:
     modules = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
     for path in folder.glob("conf/*/*.yaml"):
         for module, cls in re.findall(r"_target_: (\w+)\.(\w+)$", path.read_text()):
-            defined = [n.name for n in modules[module].body if hasattr(n, "name")]
+            defined = [
+                n.name for n in modules[module].body if isinstance(n, ast.ClassDef)
+            ]
             assert cls in defined, path
 
 

@@ -166,6 +166,7 @@ def test_the_advice_about_stages_is_taken_when_pasted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wrong = [[], ["schedule.sizes=10:4"], ["+schedule.sizes.0=4"]]
+    words: list[str] = []
     for word in wrong:
         assert train("schedule=stages", *word) == 2
         shown = capsys.readouterr().err
