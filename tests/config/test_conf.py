@@ -267,6 +267,7 @@ def test_every_option_becomes_objects(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("TRAINKIT_ALLOW", "tests")
     options = [option for option in chosen if option]
     overrides = [f"{group}={name}" for group, name in options]
     overrides += {each: None for option in options for each in OPEN.get(option, [])}

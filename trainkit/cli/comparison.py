@@ -27,6 +27,8 @@ class Comparison(Callback):
     under_way: ClassVar[DictConfig | None] = None
     num_failed: ClassVar[int] = 0
     """The number of failed runs in the last multirun; a sweeper may hide them."""
+    is_empty: ClassVar[bool] = False
+    """Whether the last multirun ended without any run, as `seed=range(1,1)` does."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = config
@@ -46,6 +48,7 @@ class Comparison(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         Comparison.under_way = None
+        Comparison.is_empty = _removed_if_empty(Path(config.hydra.sweep.dir))
         _show(config)
 
 
@@ -54,6 +57,7 @@ def compared_even_if_some_fail() -> Iterator[None]:
     """Print the table even if a failed run or an interruption ends the multirun."""
     Comparison.under_way = None
     Comparison.num_failed = 0
+    Comparison.is_empty = False
     try:
         yield
     finally:
@@ -69,6 +73,19 @@ def some_failed() -> bool:
 
 def _failures(config: DictConfig) -> list[Path]:
     return list(Path(config.hydra.sweep.dir).absolute().rglob(_FAILED))
+
+
+def _removed_if_empty(folder: Path) -> bool:
+    """Whether a multirun's folder had none of a run; it is removed then."""
+    if not folder.is_dir():
+        return False
+    found = list(folder.iterdir())
+    if any(path.name != "multirun.yaml" for path in found):
+        return False
+    for path in found:
+        path.unlink()
+    folder.rmdir()
+    return True
 
 
 def _show(config: DictConfig) -> None:

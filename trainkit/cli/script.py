@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainkit.cli.main import main
-from trainkit.cli.words import find_modules_here, key_of, unquoted
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    CONFIG_PATH,
+    conf_in,
+    find_modules_here,
+    key_of,
+    options_first,
+    unquoted,
+)
 
 
 def train_file(path: str, *words: str, **classes: str) -> NoReturn:
     """Run `trainkit train` with classes of the file, and exit with its status.
+
+    A folder `conf/` beside the file is found from any current folder.
 
     At the end of the file `mine.py`, which has these two classes:
 
@@ -29,11 +39,22 @@ def train_file(path: str, *words: str, **classes: str) -> NoReturn:
     if given[:1] == ["train"]:  # another rank, with the whole command line
         sys.exit(main(given))
     find_modules_here()
-    module = _name_of(Path(path).resolve())
+    file = Path(path).resolve()
+    module = _name_of(file)
     own = [f"{group}._target_={module}.{name}" for group, name in classes.items()]
     taken = {key_of(word) for word in given}
     rest = [word for word in (*words, *own) if key_of(word) not in taken]
-    sys.exit(main(["train", *([] if _resumes_a_run(given) else rest), *given]))
+    rest = [] if _resumes_a_run(given) else rest
+    sys.exit(main(["train", *_conf_beside(file, given), *rest, *given]))
+
+
+def _conf_beside(file: Path, given: Sequence[str]) -> list[str]:
+    """The option for the file's own `conf/`, unless another place is given."""
+    named = {word.partition("=")[0] for word in options_first(given)}
+    conf = conf_in(file.parent)
+    if conf is None or {CONFIG_DIR, CONFIG_PATH} & named:
+        return []
+    return [f"{CONFIG_DIR}={conf}"]
 
 
 def _resumes_a_run(given: Sequence[str]) -> bool:

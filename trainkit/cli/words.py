@@ -116,14 +116,11 @@ def completed(words: Sequence[str]) -> list[str]:
     Args:
         words: in the order of `options_first`.
     """
-    from trainkit.config.conf import conf_dir
-
-    words = list(words)
+    words = [_from_here(word) for word in words]
     named = {word.partition("=")[0] for word in words}
-    here = Path("conf")
-    is_given = {CONFIG_DIR, CONFIG_PATH} & named
-    if not is_given and here.is_dir() and not here.samefile(conf_dir()):
-        words.insert(0, f"{CONFIG_DIR}={here.absolute()}")
+    here = None if {CONFIG_DIR, CONFIG_PATH} & named else conf_in(Path())
+    if here is not None:
+        words.insert(0, f"{CONFIG_DIR}={here}")
     chosen = {key_of(word) for word in words}
     if {CONFIG_NAME, CONFIG_PATH, "experiment"} & chosen:
         return words
@@ -132,6 +129,22 @@ def completed(words: Sequence[str]) -> list[str]:
     elif not OF_ONES_OWN & chosen:
         words.append("experiment=demo")
     return words
+
+
+def conf_in(folder: Path) -> Path | None:
+    """The groups in `conf/` of a folder, if it has some and they are not trainkit's."""
+    from trainkit.config.conf import conf_dir
+
+    found = (folder / "conf").absolute()
+    return found if found.is_dir() and not found.samefile(conf_dir()) else None
+
+
+def _from_here(word: str) -> str:
+    """The word with a path from the current folder: Hydra starts at trainkit's code."""
+    name, equals, path = word.partition("=")
+    if name != CONFIG_PATH or "://" in path:
+        return word
+    return f"{name}{equals}{Path(path).absolute()}"
 
 
 def find_modules_here() -> None:

@@ -76,6 +76,12 @@ def _refuse_without_target(group: DictConfig | None, *, key: str) -> None:
     """Refuse an entry without a target in a group that holds several by name."""
     if not group:
         return
+    if TARGET in group:
+        raise TrainkitError(
+            f"{key}: must hold entries by name, received one without: {TARGET}: "
+            f"{group[TARGET]}. Put it under a name of your choice: "
+            f"{key}.mine.{TARGET}=..."
+        )
     for name in group:
         node = group[name]
         if node and not (OmegaConf.is_dict(node) and TARGET in node):

@@ -47,6 +47,9 @@ CANDIDATES = {
     "trainkit nothing ": [],
     "trainkit completion ": ["bash", "zsh", "fish"],
     "trainkit completion f": ["fish"],
+    "trainkit new mine --l": ["--like"],
+    "trainkit new mine --like=g": ["--like=gan"],
+    "trainkit new mine --like li": ["lines"],
     "trainkit plan --ma": ["--max-micro-batch"],
     "trainkit plan --json --dr": ["--drop-last"],
     "trainkit plan --rule ": list(RULES),
@@ -128,6 +131,18 @@ def test_groups_and_options_of_the_users_own_folder(tmp_path: Path) -> None:
     places = ("--config-dir=", "--config-dir ", "-cd ")
     lines = [f"trainkit train {place}{tmp_path}/conf model=min" for place in places]
     assert complete_all(*lines) == dict.fromkeys(lines, ["model=mine"])
+
+
+def test_keys_are_those_of_the_folders_own_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["trainkit train model.wi", "trainkit train model=code_lm model.wi"]
+    assert complete_all(*lines) == dict.fromkeys(lines, [])  # the control: the demo
+    experiment = tmp_path / "conf" / "experiment" / "default.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\ndefaults: [lines]\n")
+    assert complete_all(*lines) == {lines[0]: ["model.width="], lines[1]: []}
 
 
 def test_a_section_offers_what_is_in_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,19 @@ def test_an_agent_elsewhere_can_run_the_command(
     rest = [word for word in words if "model.extra" not in word]
     with pytest.raises(Exception, match="model.extra"):
         _ = Composition([*rest, "model.extra=2"]).config  # the control
+
+
+def test_conf_of_the_current_folder_is_found_by_an_agent_in_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    option = f"--config-dir={tmp_path / 'conf'}"
+    monkeypatch.setattr(sys, "argv", ["trainkit", "-m", option])
+    found = space("seed=1,2", "experiment=demo")
+    words = fixed_words(as_sweep(found, OPTIONS).config)
+    assert words[0] == option  # the control: another folder is named
+    monkeypatch.chdir(tmp_path)
+    assert fixed_words(as_sweep(found, OPTIONS).config) == words[1:]
 
 
 @pytest.mark.parametrize(

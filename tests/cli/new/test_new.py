@@ -65,6 +65,20 @@ def test_a_folder_has_the_configuration_of_its_recipe(
 
 
 @pytest.mark.parametrize("name", Recipe.names())
+def test_its_sweep_is_around_its_own_rate(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made("--like", name))
+    sweep = yaml.safe_load(Path("sweep.yaml").read_text())
+    ((key, swept),) = sweep["parameters"].items()
+    rate = OmegaConf.select(Composition([]).config, key)
+    assert swept["values"] == pytest.approx([rate / 10, rate * 0.3, rate, rate * 3])
+    assert sweep["metric"]["name"] == Composition([]).config.metric
+    other = OmegaConf.select(Composition([f"{key}=5"]).config, key)
+    assert other not in swept["values"]  # the control
+
+
+@pytest.mark.parametrize("name", Recipe.names())
 def test_a_folder_needs_no_recipe_of_trainkit(name: str) -> None:
     folder = made(f"--like={name}")
     for path in folder.rglob("*.*"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from trainkit.cli.plan.main import main
+from trainkit.cli.plan.report import overrides
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.scaling import RULES
 from trainkit.errors import TrainkitError
@@ -95,6 +96,23 @@ def test_json_equals_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
             "--lr_scaling.reference_batch=256",
         ],
     }
+
+
+def test_fit_gets_the_ranks_that_were_probed() -> None:
+    plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
+    words = ["trainer=ddp", "trainer.devices=2", "+trainer.num_nodes=2", "seed=1"]
+    sizes = overrides(plan)["fit"][-2:]
+    assert overrides(plan, words=words)["fit"] == [
+        "--trainer.strategy=ddp",
+        "--trainer.devices=2",
+        "--trainer.num_nodes=2",
+        *sizes,
+    ]
+    words.append("trainer.accumulate_grad_batches=3")  # the control: the plan's counts
+    assert overrides(plan, words=words)["fit"][-2:] == sizes
+    assert (
+        "trainer.accumulate_grad_batches=3" not in overrides(plan, words=words)["fit"]
+    )
 
 
 def test_json_has_the_keys_that_the_help_lists(

@@ -67,6 +67,9 @@ def is_one_message(text: str, shown: str) -> bool:
     [
         # What Hydra says of words,
         (["trainer=4"], "A group takes the name of one of its options"),
+        (["-m", "seed=range(1,1)"], "must give at least one run"),
+        (["-m", "model=glob(nothing*)"], "must give at least one run"),
+        (["--config-path=nowhere"], "/nowhere' exists and readable"),
         (["accumulation=null"], "A group takes the name of one of its options"),
         (["=1"], "overrides: Config group override must be a string"),
         (["accumulation=x"], "\tper_token\n"),
@@ -81,6 +84,10 @@ def is_one_message(text: str, shown: str) -> bool:
         # or the training, before its first step.
         (["optimizer.lr=-1"], "optimizer: Invalid learning rate: -1"),
         (["scheduler=one_cycle", "scheduler.pct_start=5"], "scheduler: Expected float"),
+        (
+            ["logger=none", "+logger._target_=torch.nn.Identity"],
+            "logger: must hold entries by name",
+        ),
         (["accumulation.labels=targets"], "targets"),  # does not fit the batch
         (
             ["trainer.max_steps=-1", "trainer.max_epochs=-1"],
@@ -308,6 +315,14 @@ def test_places_with_odd_names(tmp_path: Path) -> None:
     assert run_dirs(tmp_path) == [run]
     assert summary_of(run)["steps"] == 3
     assert expand([f"ckpt_path={quoted(saved)}"]) == expand([f"ckpt_path={saved}"])
+
+
+def test_a_multirun_without_runs_leaves_nothing(tmp_path: Path) -> None:
+    runs = tmp_path / "outputs" / "demo" / "multirun"
+    assert train("-m", "name=demo", "seed=range(1,1)") == 2
+    assert not list(runs.glob("*"))
+    assert train("-m", "name=demo", "seed=range(1,2)") == 0  # the control
+    assert len(list(runs.glob("*"))) == 1
 
 
 @pytest.mark.parametrize("word", ["optimizer.lr=-1", "trainer.devices=0", "seed=-1"])

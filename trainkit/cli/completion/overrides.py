@@ -12,7 +12,13 @@ from typing import Any
 
 from trainkit.cli.main import main as trainkit
 from trainkit.cli.runs.folder import RunFolder
-from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
+from trainkit.cli.words import (
+    CONFIG_DIR,
+    CONFIG_NAME,
+    CONFIG_PATH,
+    completed,
+    key_of,
+)
 
 before: list[str] = []
 """The overrides that are already on the line."""
@@ -60,7 +66,13 @@ def places_in(args: Namespace) -> list[str]:
 
 
 def _ask(word: str, given: Namespace) -> list[str]:
-    os.environ["COMP_LINE"] = " ".join(["trainkit", *before, word])
+    places = places_in(given)
+    # Hydra composes this line, so it needs the experiment that the line leaves out.
+    words = [*before, word]
+    whole = completed([*places, *words])
+    added = [each for each in whole if each not in (*places, *words)]
+    added = [each for each in added if key_of(each) == "experiment"]
+    os.environ["COMP_LINE"] = " ".join(["trainkit", *added, *words])
     with redirect_stdout(io.StringIO()) as printed:
-        status = trainkit(["train", *places_in(given), "-sc", "query=fish"])
+        status = trainkit(["train", *places, "-sc", "query=fish"])
     return [] if status else printed.getvalue().splitlines()

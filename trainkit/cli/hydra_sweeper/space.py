@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, QuotedStri
 from trainkit.cli.sweep.command import hydra_text
 from trainkit.cli.sweep.config_keys import check_keys
 from trainkit.cli.sweep.sweep_file import METHODS, SweepFile, check
-from trainkit.cli.words import key_of
+from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, conf_in, key_of
 from trainkit.config.redact import redact_words
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError, did_you_mean
@@ -184,6 +184,9 @@ def as_sweep(space: Space, options: Mapping[str, Any]) -> SweepFile:
 
 
 def _of_all_jobs() -> list[str]:
-    """The options of this command line that say where configurations are."""
-    places = ("--config-dir", "--config-name", "--config-path")
-    return [word for word in sys.argv[1:] if key_of(word) in places]
+    """The options of this command line that say where configurations are; without
+    `conf/` of the current folder, which another machine finds in its own."""
+    places = (CONFIG_DIR, CONFIG_NAME, CONFIG_PATH)
+    here = f"{CONFIG_DIR}={conf_in(Path())}"
+    words = [word for word in sys.argv[1:] if key_of(word) in places]
+    return [word for word in words if word != here]

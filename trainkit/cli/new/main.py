@@ -76,7 +76,7 @@ metric:
   goal: {mode}imize
 parameters:
   {rate}:
-    values: [0.0003, 0.001, 0.003, 0.01]
+    values: [{values}]
 command:
   - ${{env}}
   - trainkit
@@ -135,6 +135,7 @@ def contents(recipe: Recipe, project: str) -> dict[str, str]:
         "model": Path(model).stem,
         "evaluate": "test" if recipe.has("test_step") else "validate",
     }
+    rate = recipe.learning_rate
     # What keeps windows from being the big batch is BatchNorm itself.
     has_batch_norm = "nn.BatchNorm" in recipe.source
     return {
@@ -148,9 +149,10 @@ def contents(recipe: Recipe, project: str) -> dict[str, str]:
             metric=values.get("metric", "val/loss"),
             mode=values.get("mode", "min"),
             rate="model.lr" if "/optimizer: none" in default else "optimizer.lr",
+            values=", ".join(f"{rate * factor:g}" for factor in (0.1, 0.3, 1, 3)),
         ),
         "README.md": README.format(**words),
-        ".gitignore": "outputs/\n__pycache__/\n",
+        ".gitignore": "outputs/\nsweeps/\n__pycache__/\n",
     }
 
 

@@ -38,6 +38,16 @@ class Recipe:
         """The first line of what its file says about itself."""
         return (ast.get_docstring(ast.parse(self.source)) or "").splitlines()[0]
 
+    @property
+    def learning_rate(self) -> float:
+        """The rate of its experiment, or else its module's own or its optimizer's."""
+        chosen = dict(
+            re.findall(r"override /(model|optimizer): (\w+)", self.experiment)
+        )
+        texts = [self.experiment, *(_yaml(*option) for option in chosen.items()
+                                    if option[1] != "none")]  # fmt: skip
+        return float(re.findall(r"^ *lr: (\S+)", "\n".join(texts), re.M)[0])
+
     def has(self, method: str) -> bool:
         return f"def {method}(" in self.source
 

@@ -75,7 +75,7 @@ def overrides(
     ]
     own = {size.partition("=")[0] for size in sizes}
     train = [word for word in words if key_of(word) not in own]
-    fit = []
+    fit = _for_fit(words)
     if plan.world_size > 1 and not words:
         train += ["trainer=ddp", f"trainer.devices={plan.world_size}"]
         fit += ["--trainer.strategy=ddp", f"--trainer.devices={plan.world_size}"]
@@ -91,6 +91,18 @@ def overrides(
             fit.append(f"--lr_scaling.rule={rule}")
             fit.append(f"--lr_scaling.reference_batch={reference.batch}")
     return {"train": train, "fit": fit}
+
+
+def _for_fit(words: Sequence[str]) -> list[str]:
+    """What the words say of the Trainer, as options of `trainkit fit`."""
+    found = []
+    for word in words:
+        key, value = key_of(word), word.partition("=")[2]
+        if word in ("trainer=ddp", "trainer=fsdp"):
+            found.append(f"--trainer.strategy={value}")
+        elif key.startswith("trainer.") and not word.startswith("~"):
+            found.append(f"--{key}={value}")
+    return [each for each in found if "accumulate_grad_batches" not in each]
 
 
 def describe(report: dict[str, Any]) -> list[Row]:

@@ -84,6 +84,12 @@ def main(argv: list[str]) -> int:
             if some_failed():  # Optuna raises if every trial failed
                 return 1
             raise TrainkitError(_of_hydra_itself(error)) from error
+    if Comparison.is_empty:
+        raise TrainkitError(
+            "--multirun: the overrides must give at least one run, and one of them has "
+            "no values, maybe a range(...) or a glob(...). trainkit train --help lists "
+            "the options of each group."
+        )
     return 1 if Comparison.num_failed else 0
 
 
