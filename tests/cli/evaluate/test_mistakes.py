@@ -66,6 +66,13 @@ def test_a_test_that_cannot_be_made_has_an_alternative(run: Path) -> None:
         main(["test", str(run), f"data._target_={OWN}.BareData"])
 
 
+@pytest.mark.parametrize("value", ["last", "outputs/run/checkpoints/last.ckpt"])
+def test_the_run_is_named_without_a_key(value: str) -> None:
+    for word, remedy in ((f"ckpt_path={value}", "RUN takes"), ("data.x=1", "data.x=1")):
+        with pytest.raises(TrainkitError, match=f"the first word must be .*{remedy}"):
+            main(["test", word])
+
+
 def test_of_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         ([f"model._target_={OWN}.Bare"], "Write predict_step(self, batch, batch_idx)"),

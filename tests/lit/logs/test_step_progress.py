@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.helpers import loader, quiet_lightning, trainer
 from trainkit import (
@@ -89,6 +91,39 @@ def test_after_validation_the_loss_is_known_whatever_the_module_shows(
 ) -> None:
     fit(StepProgress(every_n_steps=50), module=Quiet())
     assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3"]
+
+
+class Logging(Net):
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log_dict({"val/loss": 0.125, "val/other": 0.5})  # not for the bar
+
+
+@pytest.mark.parametrize("watching", [ModelCheckpoint, EarlyStopping])
+def test_what_is_monitored_is_shown_after_validation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, watching: Any
+) -> None:
+    callback = watching(monitor="val/loss")
+    saves = watching is ModelCheckpoint
+    options = {"enable_checkpointing": saves, "default_root_dir": tmp_path}
+    fit(StepProgress(), callback, module=Logging(), **options)
+    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3, val/loss 0.125"]
+    fit(StepProgress(), module=Logging())  # nothing monitors it
+    assert lines(capsys) == ["trainkit | step 4 of 4: window/loss 3"]
+
+
+def test_a_validation_without_numbers_has_no_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def lines_of(module: LightningModule) -> list[str]:
+        data = loader(list(torch.randn(16, 2)), 2, collate=torch.stack)
+        with quiet_lightning():
+            trainer(
+                2, callbacks=[StepProgress()], max_epochs=1, enable_progress_bar=True
+            ).fit(module, data, data)
+        return lines(capsys)
+
+    assert lines_of(Quiet()) == []
+    assert lines_of(Net()) == ["trainkit | step 4 of 4: val/loss 0.125"]
 
 
 class Counting(Quiet):
@@ -242,6 +277,25 @@ def test_on_a_narrow_terminal_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) 
         assert number in text
     assert "0:00:0" in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize("columns", [60, 70, 79, 80])
+def test_a_number_wider_than_its_place_goes_on_below(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """Cut, the step 195 would read as 19."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = StepBar(780)
+    bar.draw(247, ["window/loss 0.008396", "val/loss 0.009641 at step 195"])
+    bar.close()
+    last = re.split(r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", terminal.getvalue())[-1]
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", last)
+    assert max(map(len, shown.splitlines())) <= columns
+    for word in ("0.008396", "val/loss", "0.009641", "195"):
+        assert re.search(rf"(?<!\S){word}(?![\w.])", shown), shown
 
 
 def test_in_the_bar_an_earlier_validation_has_its_step(

@@ -76,7 +76,7 @@ def test_signal_saves_and_says_how_it_ended(
     assert stop.checkpoint_path == str(tmp_path / "last.ckpt")
     assert "since it has no load_state_dict" in stop.caveat
     assert steps_in(stop.checkpoint_path) == 3
-    assert f"{number.name}: stopping after this step" in capfd.readouterr().err
+    assert f"{number.name}: stopping after this batch" in capfd.readouterr().err
 
 
 def test_it_saves_where_the_checkpoints_are(tmp_path: Path) -> None:

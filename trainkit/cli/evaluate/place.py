@@ -130,6 +130,12 @@ def _metric_of(run: Path) -> str:
 
 
 def _absent(verb: str, text: str, path: Path) -> TrainkitError:
+    if text.startswith("ckpt_path="):
+        return TrainkitError(
+            f"trainkit {verb}: the first word must be the folder of a run or a "
+            f"checkpoint, without ckpt_path=, received {text!r}. trainkit {verb} RUN "
+            f"takes its best checkpoint; for the last: RUN/checkpoints/last.ckpt"
+        )
     if "=" in text and not text.endswith(".ckpt"):
         return TrainkitError(
             f"trainkit {verb}: the first word must be the folder of a run or a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 from rich import progress
@@ -60,12 +61,14 @@ class _Numbers:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[Segment]:
-        line = ""
+        line, width = "", max(1, options.max_width)
         for text in self._texts:
-            if line and len(line) + 1 + len(text) > options.max_width:
+            if line and len(line) + 1 + len(text) > width:
                 yield Segment(line + "\n")
                 line = ""
-            line = f"{line} {text}" if line else text
+            text = f"{line} {text}".strip()
+            *above, line = wrap(text, width, break_on_hyphens=False)
+            yield from (Segment(each + "\n") for each in above)
         yield Segment(line)
 
     def __rich_measure__(

@@ -32,7 +32,8 @@ class StepProgress(ProgressBar):
     prints a line every n steps and after validation.
 
     `window/loss` is the mean loss of the window of this step, over all ranks. The other
-    numbers are those that the module logs with `prog_bar=True`, under their own names.
+    numbers are those that the module logs with `prog_bar=True`, under their own names,
+    and of a validation those that a checkpoint or an early stop monitors.
     A line has only numbers of its own step; in the bar, those of the last validation
     stay, with their step.
 
@@ -98,14 +99,15 @@ class StepProgress(ProgressBar):
         is_within = trainer.state.fn == "fit" and not trainer.sanity_checking
         if not self._is_enabled or not is_within:
             return
-        found = shown_now(trainer)
+        found = _monitored(trainer) | shown_now(trainer)
         is_said = self._waiting and self._waiting[-1].step == self._last_step
         self._show_arrived(wait=True)
         if self._bar is not None:
             self._validated, self._validated_at = _texts(found), self._last_step
             self._waiting.append(self._reading(trainer, {}))
         elif not (is_said or self._said == self._last_step):
-            self._waiting.append(self._reading(trainer, found))
+            if (reading := self._reading(trainer, found)).has_numbers:
+                self._waiting.append(reading)
         elif found:  # the window's loss stands in the line above
             self._waiting.append(_Reading(self._last_step, {}, found))
         self._show_arrived(wait=True)
@@ -191,6 +193,10 @@ class _Reading:
         self._losses = LateReading(torch.stack(stacked)) if stacked else None
 
     @property
+    def has_numbers(self) -> bool:
+        return bool(self._names or self._found)
+
+    @property
     def arrived(self) -> bool:
         return self._losses is None or self._losses.arrived
 
@@ -202,6 +208,14 @@ class _Reading:
 
 def _texts(numbers: dict[str, float]) -> dict[str, str]:
     return {name: f"{number:.4g}" for name, number in numbers.items()}
+
+
+def _monitored(trainer: Any) -> dict[str, float]:
+    """What a checkpoint or an early stop reads of the validation that has ended."""
+    watching = [*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks]
+    names = {getattr(each, "monitor", None) for each in watching}
+    found = shown_now(trainer, to="callback").items()
+    return {name: float(value) for name, value in found if name in names}
 
 
 def _end_of(trainer: Any) -> int | None:

@@ -21,8 +21,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signals = FirstSignal(
-            "stopping after this step",
-            on_ctrl_c="Ctrl+C again stops at once and saves nothing",
+            "stopping after this batch",
+            on_ctrl_c="Ctrl+C again stops now, saves nothing",
         )
         self.agreed = 0
         self._reading: LateReading | None = None
