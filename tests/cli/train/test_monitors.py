@@ -163,6 +163,17 @@ def test_without_callbacks_a_line_says_it(capsys: pytest.CaptureFixture[str]) ->
     assert "metric: val/loss was not logged, so this run has no metric; there" in said
 
 
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+def test_an_end_before_the_first_validation_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = "so this run has no metric; it ended before its first validation"
+    assert own("Nll", NO_SANITY, "trainer.max_epochs=null", "trainer.max_steps=1") == 0
+    assert said in capsys.readouterr().out
+    assert own("Nll", NO_SANITY) == 0  # validates, and logs another metric
+    assert said not in capsys.readouterr().out
+
+
 # ---- it was chosen -------------------------------------------------------------------
 
 

@@ -194,8 +194,10 @@ class Monitors(Checkpoint):
         if name not in there:
             if not self._dropped:  # or else it has been said
                 why = f"{name} was not logged, so this run has no metric"
-                watch = _Watch("metric", name)
-                print(f"trainkit | metric: {why}; {_there_are(there, watch)}")
+                rest = _there_are(there, _Watch("metric", name))
+                if not self._knows_validation:
+                    rest = "it ended before its first validation"
+                print(f"trainkit | metric: {why}; {rest}")
             return None
         return float(there[name])
 
