@@ -103,3 +103,17 @@ def test_a_prediction_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["predictions.csv"]
     with pytest.warns(UserWarning, match="predict returned None"):
         assert predicted(tmp_path, lambda batch: None, numbers(5)).path is None
+
+
+def test_complex_numbers_are_texts_in_both_formats(tmp_path: Path) -> None:
+    """The control is the CSV, whose values are texts anyway."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(x.float(), x.float())
+
+    writer = predicted(tmp_path, step, numbers(3))
+    assert writer.path is not None
+    assert writer.path.read_text().split() == ["prediction", "0j", "(1+1j)", "(2+2j)"]
+    writer = predicted(tmp_path, lambda x: step(x)[:, None], numbers(3))
+    assert writer.path is not None
+    assert writer.path.read_text().splitlines()[1] == '{"prediction": ["(1+1j)"]}'

@@ -17,6 +17,8 @@ from recipes.code_lm import CodeLM
 from tests.cli.training import SMALL, run_dirs, summary_of, the_run, train
 from trainkit.cli.composition import Composition
 from trainkit.cli.errors import guarded
+from trainkit.cli.runs.new_folder import NewFolder, remove_if_new
+from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.train.resume import expand
 from trainkit.cli.words import quoted
 from trainkit.config import allow_targets
@@ -333,3 +335,33 @@ def test_what_is_refused_leaves_nothing(word: str, tmp_path: Path) -> None:
     assert train(f"paths.run_dir={tmp_path}/mine/run") == 0  # the control
     assert train(word, f"paths.run_dir={tmp_path}/mine/run") == 2
     assert run_dirs(tmp_path) == [tmp_path / "mine" / "run"]
+
+
+def test_a_refusal_removes_no_folder_that_was_there(tmp_path: Path) -> None:
+    """Neither one with files, nor an empty one, nor those above a new one."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (tmp_path / "outputs").mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    assert train("optimizer.lr=-1", f"paths.run_dir={mine}") == 2
+    assert train("optimizer.lr=-1", f"paths.run_dir={mine}/new/run") == 2
+    assert train("optimizer.lr=-1") == 2  # in outputs/
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    assert not (mine / "new").exists()  # the control
+    assert not list((tmp_path / "outputs").iterdir())
+
+
+@pytest.mark.parametrize("name", ["mine.pt", "checkpoints/last.ckpt", "config.yaml"])
+def test_a_refusal_keeps_what_others_have_written_meanwhile(
+    name: str, tmp_path: Path
+) -> None:
+    """The control is a file that only trainkit writes."""
+    folder = tmp_path / "run"
+    NewFolder.missing = [folder]
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).touch()
+    with only_one(folder, what="paths.run_dir"):
+        remove_if_new(folder)
+        assert (folder / name).exists()
+    remove_if_new(folder)
+    assert folder.exists() is (name != "config.yaml")

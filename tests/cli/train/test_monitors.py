@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.training import run_dirs, summary_of, the_run, train
+from trainkit.cli.train.monitors import _there_are, _Watch
 
 MODULE = """
 import torch
@@ -332,3 +333,12 @@ def test_of_several_runs_only_that_one_fails(tmp_path: Path) -> None:
     assert own("Nll", "-m", "metric=val/nll,val/loss") != 0
     found = [summary_of(run)["status"] for run in run_dirs(tmp_path)]
     assert found == ["finished", "failed"]
+
+
+def test_of_several_loaders_the_names_of_the_first_are_proposed() -> None:
+    """The control is one loader, of which the closest name is proposed."""
+    several = ["train/loss", "val/loss/dataloader_idx_0", "val/loss/dataloader_idx_1"]
+    said = _there_are(several, _Watch("metric", "val/loss"))
+    assert said.endswith("Choose metric=val/loss/dataloader_idx_0")
+    said = _there_are(["train/loss", "val/nll"], _Watch("metric", "val/nl"))
+    assert said.endswith("Choose metric=val/nll")

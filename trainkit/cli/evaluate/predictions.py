@@ -86,7 +86,7 @@ class Predictions(BasePredictionWriter):
                 csv.writer(self._file).writerow(self._columns)
         self.num_rows += len(rows)
         if self._columns is None:
-            self._file.writelines(json.dumps(row) + "\n" for row in rows)
+            self._file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
             return
         self._refuse_others(rows)
         lines = ([row[name] for name in self._columns] for row in rows)

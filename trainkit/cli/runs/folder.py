@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +86,6 @@ class RunFolder:
             return self._read_json(self.RATE_PLAN)
         except ValueError:  # a report does without a damaged plan
             return None
-
-    def remove_if_it_came_to_nothing(self) -> None:
-        """Remove the folder if no step was trained, and empty ones above it."""
-        if (self.read_summary() or {}).get("steps") or self.newest_checkpoint():
-            return
-        if (self.path / "wandb").exists():
-            return  # it may be uploaded still
-        shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):  # not empty, or not ours
-            for parent in self.path.relative_to(Path.cwd()).parents[:-1]:
-                parent.rmdir()
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""

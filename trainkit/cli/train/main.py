@@ -24,6 +24,7 @@ from trainkit.cli.errors import is_mistake, shown
 from trainkit.cli.hydra_sweeper import relay
 from trainkit.cli.loading import say_loading
 from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.new_folder import remove_if_new
 from trainkit.cli.runs.screen_log import screen_log
 from trainkit.cli.sweep.whole_config import for_train
 from trainkit.cli.train import resume
@@ -120,7 +121,6 @@ def _in_one_folder(argv: list[str]) -> list[str]:
 def run_job(config: DictConfig) -> float | None:
     """Train once, and return the metric that a sweeper optimises."""
     folder = RunFolder(HydraConfig.get().runtime.output_dir)
-    is_new = not folder.is_of_a_run()
     with screen_log() as log:
         say_loading("train")
         try:
@@ -130,8 +130,8 @@ def run_job(config: DictConfig) -> float | None:
         except Exception as error:
             log.write(f"{shown(error)}\n")  # it is printed when Hydra has ended
             if HydraConfig.get().mode is RunMode.RUN:
-                if is_new and is_mistake(error):
-                    folder.remove_if_it_came_to_nothing()
+                if is_mistake(error):
+                    remove_if_new(folder.path)
                 raise _JobEnded(error) from error
             raise  # Hydra counts the failures of a multirun
 

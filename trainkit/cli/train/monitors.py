@@ -293,7 +293,8 @@ def _there_are(there: Iterable[str], watch: _Watch) -> str:
     names.sort(key=lambda n: (not _OF_VALIDATION.match(n), "loss" not in n, n))
     if not names:
         return "there are none. The module logs one with self.log."
-    close = difflib.get_close_matches(watch.metric, names, n=1, cutoff=0.5) or names
+    close = [name for name in names if name.startswith(f"{watch.metric}/dataloader")]
+    close += difflib.get_close_matches(watch.metric, names, n=1, cutoff=0.5) or names
     return f"there are: {', '.join(names)}. Choose {_chosen(watch.key, close[0])}"
 
 
