@@ -194,10 +194,7 @@ def add_sum_state(result: Any, state: dict[str, Any]) -> None:
 
 
 def add_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Put metrics into `trainer.callback_metrics` that `self.log` has not put there.
-
-    The property itself computes metric objects, and may wait for the device.
-    """
+    """Add to `trainer.callback_metrics`, whose property itself may wait for a device."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
