@@ -194,7 +194,7 @@ def add_sum_state(result: Any, state: dict[str, Any]) -> None:
 
 
 def add_callback_metrics(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Add to `trainer.callback_metrics`, whose property itself may wait for a device."""
+    """Add to `trainer.callback_metrics`; to read it may wait for a device."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
