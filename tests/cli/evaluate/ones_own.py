@@ -92,3 +92,12 @@ class RowsOfTraining(Data):
 class ByPosition(Data):
     def predict_dataloader(self) -> Any:
         return DataLoader(loader(3, 10).dataset, 4)
+
+
+class OwnLoader(DataLoader):
+    pass
+
+
+class OwnByPosition(Data):
+    def predict_dataloader(self) -> Any:
+        return OwnLoader(loader(3, 10).dataset, 4)

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from trainkit.cli._compat import loaders_by_position
 from trainkit.cli.evaluate.predictions import Predictions
 from trainkit.cli.runs.checkpoint import Checkpoint
 from trainkit.cli.runs.folder import RunFolder
@@ -76,13 +77,15 @@ class Evaluation:
             _refuse_several_ranks(self.trainer)
             self.trainer.callbacks.append(writer)
         own = {"return_predictions": False} if writer else {"verbose": False}
+        owner = self.module if self.data is None else self.data
         try:
-            getattr(self.trainer, self.verb)(
-                self.module,
-                datamodule=self.data,
-                ckpt_path=str(self.checkpoint.path),
-                **own,
-            )
+            with loaders_by_position(owner, LOADERS[self.verb]):
+                getattr(self.trainer, self.verb)(
+                    self.module,
+                    datamodule=self.data,
+                    ckpt_path=str(self.checkpoint.path),
+                    **own,
+                )
         except Exception as error:
             _explain(error, self.verb, self.module)
             raise
