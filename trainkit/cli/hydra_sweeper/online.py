@@ -26,6 +26,8 @@ _PATIENCE = 15.0
 """How many seconds a trial waits for those of the other agents."""
 _LOOK_EVERY = 10.0
 _LOST_AFTER = 120.0
+_TO_LEAVE = 15.0
+"""How many seconds agents have to leave when their trials have ended."""
 
 
 class OnlineSource:
@@ -131,11 +133,12 @@ class OnlineSource:
 
     def close(self) -> None:
         """End the agents."""
+        self._agents.start_no_more()  # before their trials end
         jobs, self._jobs = self._jobs, {}
         for connection, _ in jobs.values():
             connection.close()
         self._listener.close()
-        if self._agents.are_running():
+        if not self._agents.wait(_TO_LEAVE):
             self._agents.stop()
         self._room.cleanup()
 

@@ -9,8 +9,6 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainkit.config.conf import conf_dir
-
 _OTHERS = re.compile(r"^( *)from trainkit\.recipes import ([\w, ]+?) *(#.*)?$", re.M)
 _TARGET = re.compile(r"\btrainkit\.recipes\.(\w+)\.(\w+)")
 _CHOSEN = re.compile(r"- override /(model|data): (\w+)")
@@ -112,4 +110,4 @@ def _path_of(name: str) -> Path:
 
 
 def _yaml(group: str, option: str) -> str:
-    return (conf_dir() / group / f"{option}.yaml").read_text()
+    return (Path(str(files("trainkit.conf"))) / group / f"{option}.yaml").read_text()
