@@ -94,10 +94,10 @@ class ByPosition(Data):
         return DataLoader(loader(3, 10).dataset, 4)
 
 
-class OwnLoader(DataLoader):
+class RowLoader(DataLoader):
     pass
 
 
-class OwnByPosition(Data):
+class LoaderByPosition(Data):
     def predict_dataloader(self) -> Any:
-        return OwnLoader(loader(3, 10).dataset, 4)
+        return RowLoader(loader(3, 10).dataset, 4)

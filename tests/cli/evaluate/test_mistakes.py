@@ -76,7 +76,7 @@ def test_the_run_is_named_without_a_key(value: str) -> None:
 def test_of_predictions(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         ([f"model._target_={OWN}.Bare"], "Write predict_step(self, batch, batch_idx)"),
-        ([f"data._target_={OWN}.OwnByPosition"], "DataLoader(rows, batch_size=8)"),
+        ([f"data._target_={OWN}.LoaderByPosition"], "DataLoader(rows, batch_size=8)"),
         (["trainer.devices=2"], "trainer.devices: must be 1 to predict"),
         ([f"data._target_={OWN}.BareData"], "BareData has no predict_dataloader"),
     ):
