@@ -133,7 +133,11 @@ class OnlineSource:
 
     def close(self) -> None:
         """End the agents."""
-        self._agents.start_no_more()  # before their trials end
+        # Before their trials end, and twice, since an agent may miss an interrupt while
+        # it waits for the server.
+        for _ in range(2):
+            self._agents.start_no_more()
+            time.sleep(_TICK)
         jobs, self._jobs = self._jobs, {}
         for connection, _ in jobs.values():
             connection.close()
