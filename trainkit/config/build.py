@@ -11,7 +11,12 @@ from typing import Any
 
 from hydra.errors import HydraException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ProgressBar,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -79,7 +84,7 @@ def build(
     data = _make(config, "data")
     made = [_make(config, key) for key in _named(config, "callbacks")]
     made += [_make(config, key) for key in CALLBACK_GROUPS if config[key]]
-    made += _accumulation(config, module)
+    made += _accumulation(config, module, made)
     _give_optimizer(config, module)
     loggers = [_make(config, key) for key in _named(config, "logger")]
     if metrics and all(getattr(each, "path", None) != metrics.path for each in loggers):
@@ -164,15 +169,23 @@ def _cannot_make(
     )
 
 
-def _accumulation(config: DictConfig, module: LightningModule) -> list[Callback]:
+def _accumulation(
+    config: DictConfig, module: LightningModule, callbacks: Sequence[Callback]
+) -> list[Callback]:
     strategy = _make(config, "accumulation")
     own = getattr(module, "accumulation", None)
-    number = config.trainer.get("accumulate_grad_batches", 1)
+    numbers = {
+        "trainer.accumulate_grad_batches": config.trainer.accumulate_grad_batches
+    }
+    for each in callbacks:  # Lightning's own schedule says how many too
+        if isinstance(each, GradientAccumulationScheduler):
+            numbers[type(each).__name__] = max(each.scheduling.values())
+    key, number = max(numbers.items(), key=lambda item: item[1])
     is_plain = strategy is None and not isinstance(module, AccumulationMixin)
     if is_plain and number > 1 and module.automatic_optimization:
         raise TrainkitError(
             f"accumulation: must be chosen where a step has several micro-batches "
-            f"(trainer.accumulate_grad_batches={number}), since it says what they "
+            f"({key}={number}), since it says what they "
             f"weigh. Choose accumulation=per_sample or per_token; trainkit check "
             f"train ... measures which one is exact."
         )

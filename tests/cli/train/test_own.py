@@ -281,3 +281,20 @@ def test_what_cannot_be_trained_is_refused(
         assert train(*MINE, *end, control, small=[]) == 0
     finally:
         sys.modules.pop("more", None)
+
+
+LIGHTNINGS = (
+    "+callbacks.own={_target_: "
+    "lightning.pytorch.callbacks.GradientAccumulationScheduler, scheduling: {0: %d}}"
+)
+
+
+def test_lightnings_own_schedule_of_windows_needs_a_strategy_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*MINE, "trainer.max_epochs=1", "trainer.log_every_n_steps=1"]
+    assert train(*words, LIGHTNINGS % 4, small=[]) == 2
+    shown = capsys.readouterr().err
+    assert "accumulation: must be chosen" in shown
+    assert "(GradientAccumulationScheduler=4)" in shown
+    assert train(*words, LIGHTNINGS % 1, small=[]) == 0  # the control

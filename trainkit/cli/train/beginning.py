@@ -26,7 +26,6 @@ class Beginning(Callback):
         words: the overrides of the command line.
         log: what has stood on the screen so far.
 
-
     Attributes:
         has_trained: whether training has started, on this rank and so on all.
     """
