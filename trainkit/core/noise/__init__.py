@@ -1,0 +1,1 @@
+"""The noise of gradients, measured in the micro-batches of a window."""
