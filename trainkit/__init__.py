@@ -24,6 +24,7 @@ __all__ = [
     "ExactResume",
     "LRScaling",
     "MicroBatching",
+    "NoiseScale",
     "PerClassWeight",
     "PerSample",
     "PerToken",

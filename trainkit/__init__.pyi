@@ -6,6 +6,8 @@ from .core.curves import warmup_cosine as warmup_cosine
 from .core.effective import EffectiveBatch as EffectiveBatch
 from .core.epoch_plan import EpochPlan as EpochPlan
 from .core.inside.chunked import Chunked as Chunked
+from .core.noise.estimate import NoiseEstimate as NoiseEstimate
+from .core.noise.moments import NoiseMoments as NoiseMoments
 from .core.split.micro_batching import MicroBatching as MicroBatching
 from .core.strategies import AccumulationStrategy as AccumulationStrategy
 from .core.strategies import PerClassWeight as PerClassWeight
@@ -33,6 +35,7 @@ from .lit.logs.monitor import WindowMonitor as WindowMonitor
 from .lit.logs.one_step import OneStep as OneStep
 from .lit.logs.plain_comparison import PlainComparison as PlainComparison
 from .lit.logs.step_progress import StepProgress as StepProgress
+from .lit.noise.callback import NoiseScale as NoiseScale
 from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
 from .lit.probe.find import find_micro_batch as find_micro_batch
 from .lit.proof.check import check as check

@@ -4,6 +4,8 @@ from .curves import warmup_cosine as warmup_cosine
 from .effective import EffectiveBatch as EffectiveBatch
 from .epoch_plan import EpochPlan as EpochPlan
 from .inside.chunked import Chunked as Chunked
+from .noise.estimate import NoiseEstimate as NoiseEstimate
+from .noise.moments import NoiseMoments as NoiseMoments
 from .split.micro_batching import MicroBatching as MicroBatching
 from .strategies import AccumulationStrategy as AccumulationStrategy
 from .strategies import PerClassWeight as PerClassWeight

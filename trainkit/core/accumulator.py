@@ -272,7 +272,7 @@ class Accumulator:
     def rewind(self, window: Window) -> None:
         """Return to a copy of the open window; the caller restores its gradients."""
         self.window = window.copy()
-        self.gradients.zeroed.forget()
+        self.gradients.rewind(len(window.carried_weights) + window.num_weighted)
 
     def drop(self) -> int:
         """Forget the open window, and return how many micro-batches it had.
@@ -332,6 +332,7 @@ class Accumulator:
         stats = WindowStats(table, totals, self.window.reduction)
         step, self.num_windows = self.num_windows, self.num_windows + 1
         division = self.window.division or self.streamed
+        self.gradients.measure(self.window, division, self.streamed, totals)
         scale = division.close(totals, stats.reduction, step)
         self._close()
         found = gradients_of(self.gradients.parameters)
@@ -385,7 +386,7 @@ class Accumulator:
     def _close(self) -> None:
         self.window = Window(self.strategies, self.streamed)
         self.streamed.opening = None
-        self.gradients.zeroed.forget()
+        self.gradients.rewind(0)
 
     @property
     def device(self) -> torch.device:

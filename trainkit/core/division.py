@@ -61,7 +61,7 @@ class Told:
     ) -> None:
         self._weights = {t: [_on_host(w) for w in row] for t, row in weights.items()}
         self._first = next(iter(self._weights))
-        self._multiplier = ranks.multiplier
+        self.multiplier = ranks.multiplier
         self._totals: dict[str, Weight] | None = None
         self._most: int | None = None
         self.num_micro_batches = len(self._weights[self._first])
@@ -101,7 +101,7 @@ class Told:
         self, term: str, weight: Weight, reduction: LossReduction
     ) -> Weight:
         """Return what to multiply the gradient of one term of a loss by."""
-        return self.fraction(term, weight, reduction) * self._multiplier
+        return self.fraction(term, weight, reduction) * self.multiplier
 
     def fraction(self, term: str, weight: Weight, reduction: LossReduction) -> Weight:
         """A micro-batch's share of the term's loss over the window."""
@@ -191,7 +191,7 @@ class Streamed:
 
     def open(self, device: torch.device) -> None:
         """Begin a window with the scaler's present factor."""
-        self.opening = self._factor_now(device)
+        self.opening = self.factor_now(device)
 
     def factor(
         self,
@@ -264,16 +264,44 @@ class Streamed:
     def _to_opening(self, device: torch.device) -> Tensor | None:
         """The factor that converts a gradient from the scaler's present factor to the
         one at the window's opening; None means 1."""
-        now = self._factor_now(device)
+        now = self.factor_now(device)
         if now is None and self.opening is None:
             return None
         opening = 1.0 if self.opening is None else self.opening.to(device)
         return opening / (torch.ones((), device=device) if now is None else now)
 
-    def _factor_now(self, device: torch.device) -> Tensor | None:
+    def factor_now(self, device: torch.device) -> Tensor | None:
+        """The scaler's present factor; None means 1."""
         if not self.has_scaler:
             return None
         return self._scaler.scale(torch.ones((), device=device))
+
+
+def unit_of(
+    division: Told | Streamed,
+    streamed: Streamed,
+    totals: Tensor,
+    reduction: LossReduction,
+) -> Tensor:
+    """What turns the gradient of a pass, as a hook on a parameter sees it, into what
+    its micro-batch adds to the window's sum of w_i g_i.
+
+    Args:
+        division: of the window, which is not closed yet.
+        streamed: has the gradient scaler, if there is one.
+        totals: the window's, over all ranks.
+        reduction: how the losses were reduced: mean, sum or total.
+    """
+    factor = streamed.opening
+    if isinstance(division, Told):
+        factor = streamed.factor_now(totals.device)
+        whole = torch.ones_like(totals[WEIGHT])
+        whole = whole if reduction == "total" else totals[WEIGHT]
+        whole = whole / division.multiplier
+    else:
+        assert division.reference is not None
+        whole = division.reference.to(totals)
+    return whole if factor is None else whole / factor.to(totals)
 
 
 def power_of_two(number: Tensor, before: Tensor | None) -> Tensor:

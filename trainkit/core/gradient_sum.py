@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from trainkit.core.division import Streamed, Told, unit_of
 from trainkit.core.gradients import (
     are_finite,
     gradients_of,
@@ -16,7 +17,24 @@ from trainkit.core.gradients import (
 )
 from trainkit.core.ranks import Ranks
 from trainkit.core.wide_gradients import WideGradients
+from trainkit.core.window import Window
 from trainkit.core.zeroed import ZeroedWatch
+
+
+class Norms(Protocol):
+    """Measures what the passes of a window add to its gradient."""
+
+    def begin(self) -> None:
+        """A backward pass of the window begins."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+    def rewind(self, num_passes: int) -> None:
+        """Forget all passes of the window but the first ones."""
+
+    def close(self, window: Window, unit: Tensor) -> None:
+        """The window ends; `unit` turns its gradients into sums of w_i g_i."""
 
 
 class GradientSum:
@@ -32,6 +50,7 @@ class GradientSum:
             them.
         wide: the sums in float32, if `keep_wide` was called.
         zeroed: checks that nobody zeroes the gradients inside the window.
+        norms: measures what each pass of the window adds, if somebody asks for it.
     """
 
     def __init__(self, module: Any, ranks: Ranks) -> None:
@@ -41,6 +60,7 @@ class GradientSum:
         self.wide: WideGradients | None = None
         self._ranks = ranks
         self.zeroed = ZeroedWatch()
+        self.norms: Norms | None = None
 
     def keep_wide(self, training: Callable[[], Iterable[Tensor]]) -> None:
         """Keep the window's gradient in float32 from now on, and round it once.
@@ -62,9 +82,19 @@ class GradientSum:
         self.zeroed.check(num_passes)
         if not self.parameters and loss is not None:
             self.parameters = leaves_of(loss)
+        if self.norms is not None and loss is not None:
+            self.norms.begin()
+
+    def rewind(self, num_passes: int) -> None:
+        """Return to an earlier place in the window, whose gradients are back."""
+        self.zeroed.forget()
+        if self.norms is not None:
+            self.norms.rewind(num_passes)
 
     def add(self) -> None:
         """Add the gradients that a backward pass has left in the parameters."""
+        if self.norms is not None:
+            self.norms.end()
         if self.wide is not None:
             is_apart = self._ranks.holds_back_gradients
             self.wide.join(self._training())
@@ -73,6 +103,18 @@ class GradientSum:
         # FSDP moves gradients about between passes, which must not look like zeroing.
         if self._ranks.ddp is not None or not self._ranks.backend_sums:
             self.zeroed.hold(self.parameters)
+
+    def measure(
+        self,
+        window: Window,
+        division: Told | Streamed,
+        streamed: Streamed,
+        totals: Tensor,
+    ) -> None:
+        """Measure the window that is about to be divided, if somebody asks for it."""
+        if self.norms is not None:
+            unit = unit_of(division, streamed, totals, window.reduction)
+            self.norms.close(window, unit)
 
     def divide(self, scale: Tensor | None, *, is_apart: bool) -> None:
         """Multiply the sum by `scale`, and make it equal on all ranks.

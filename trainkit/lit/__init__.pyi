@@ -9,6 +9,7 @@ from .logs.monitor import WindowMonitor as WindowMonitor
 from .logs.one_step import OneStep as OneStep
 from .logs.plain_comparison import PlainComparison as PlainComparison
 from .logs.step_progress import StepProgress as StepProgress
+from .noise.callback import NoiseScale as NoiseScale
 from .probe.find import FoundMicroBatch as FoundMicroBatch
 from .probe.find import find_micro_batch as find_micro_batch
 from .proof.check import check as check

@@ -87,8 +87,14 @@ class NoiseEstimate:
         error = _T[min(degrees, max(_T))] * math.sqrt(squares * degrees / len(kept))
         weight, samples = total[4] / total[5], total[5]
         unit = total[2] / (weight**2 * samples)
-        ends = (_scale(unit, share + side * error) for side in (0, -1, 1))
-        return cls(*ends, samples / total[6], weight, round(total[6]))
+        return cls(
+            samples=_scale(unit, share),
+            low=_scale(unit, share - error),
+            high=_scale(unit, share + error),
+            window=samples / total[6],
+            weight=weight,
+            num_windows=round(total[6]),
+        )
 
     def facts(self) -> dict[str, float | None]:
         """The estimate for a JSON file, in which infinity is null."""

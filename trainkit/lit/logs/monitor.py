@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from trainkit.lit._compat import (
 )
 from trainkit.lit.callback.base import find_callback
 from trainkit.lit.callback.left_behind import without_module
-from trainkit.lit.logs.one_step import StepsDone, row_step
+from trainkit.lit.logs.late_rows import LateRows
 from trainkit.lit.windows.callback import WindowCallback
 
 _OF_EACH = {"loss": "loss", "weight": "weight", "micro_batches": "num_micro_batches"}
@@ -80,16 +80,14 @@ class WindowMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.attention_mask = attention_mask
         self._windows: WindowCallback | None = None
-        self._of_batch: list[tuple[int, int, list[str], LateReading]] = []
-        self._waiting: deque[tuple[int, list[str], LateReading]] = deque()
+        self._rows = LateRows(_OF_EACH)
 
     def __getstate__(self) -> dict[str, Any]:
-        none = {"_windows": None, "_of_batch": [], "_waiting": deque()}
+        none = {"_windows": None, "_rows": LateRows(_OF_EACH)}
         return {**without_module(self), **none}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._of_batch.clear()
-        self._waiting.clear()
+        self._rows = LateRows(_OF_EACH)
         found = find_callback(trainer, WindowCallback)
         if found is None:
             raise TrainkitError(
@@ -138,39 +136,28 @@ class WindowMonitor(Callback):
                 numbers["grad_norm"] = norm
             names = [prefix + name for name in numbers]
             table = torch.stack([n.to(stats.weight) for n in numbers.values()])
-            step = StepsDone(trainer.global_step + 1)
-            self._of_batch.append((index, step, names, LateReading(table)))
+            self._rows.add(trainer, index, LateReading(table), partial(_named, names))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._place(trainer)
-        self._log_arrived(trainer)
+        self._rows.place(trainer)
+        self._rows.log_arrived(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log_arrived(trainer, wait=True)
+        self._rows.log_arrived(trainer, wait=True)
 
     def on_save_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        self._place(trainer)
-        self._log_arrived(trainer, wait=True)  # a resumed run has none of these rows
+        self._rows.place(trainer)
+        self._rows.log_arrived(
+            trainer, wait=True
+        )  # a resumed run has none of these rows
 
     def _is_due(self, window: int) -> bool:
         """Whether a window, counted from 0, is logged."""
         return window == 0 or (window + 1) % self.every_n_steps == 0
-
-    def _place(self, trainer: Any) -> None:
-        """Let the windows that a batch has closed join the row of that batch.
-
-        If an optimizer has made several steps, that is its last one.
-        """
-        now = row_step(trainer)
-        last = {index: place for place, (index, *_) in enumerate(self._of_batch)}
-        for place, (index, step, names, reading) in enumerate(self._of_batch):
-            is_earlier = isinstance(now, StepsDone) and place != last[index]
-            self._waiting.append((step if is_earlier else now, names, reading))
-        self._of_batch.clear()
 
     def _padding(self, batch: Any) -> tuple[Tensor, int] | None:
         """How many of a micro-batch's tokens only pad, and how many it has."""
@@ -193,19 +180,9 @@ class WindowMonitor(Callback):
             return ignored, labels.numel()
         return None
 
-    def _log_arrived(self, trainer: Any, *, wait: bool = False) -> None:
-        while self._waiting and (wait or self._waiting[0][2].arrived):
-            step, names, reading = self._waiting.popleft()
-            values = zip(names, reading.values(), strict=True)
-            known = {name: value for name, value in values if value == value}
-            rest = {
-                name: torch.tensor(value)
-                for name, value in known.items()
-                if name.rpartition("/")[2] not in _OF_EACH
-            }
-            add_callback_metrics(trainer, rest)
-            for logger in trainer.loggers:
-                logger.log_metrics(known, step=step)
+
+def _named(names: list[str], values: list[float]) -> dict[str, float]:
+    return dict(zip(names, values, strict=True))
 
 
 def _numbers(stats: WindowStats, account: Account | None) -> dict[str, Tensor]:

@@ -1,0 +1,181 @@
+"""The noise scale of a training, measured in its own windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.gradients import gradients_of, parameters_of
+from trainkit.core.noise.blocks import Blocks
+from trainkit.core.noise.estimate import NoiseEstimate
+from trainkit.core.noise.norms import PassNorms, refuse_shards, squared_norm
+from trainkit.core.ranks import Ranks
+from trainkit.core.state import load_weights, save_weights
+from trainkit.core.totals import vector
+from trainkit.core.whole_number import check_whole_number
+from trainkit.core.window_stats import DIVISOR, WindowStats
+from trainkit.errors import TrainkitError
+
+
+class NoiseMoments:
+    """Sums over measured windows, from which the gradient noise scale is estimated.
+
+        noise = NoiseMoments(accumulator, optimizer)
+        for micro_batches in windows:
+            noise.watch()
+            for batch in micro_batches:
+                accumulator.backward(loss_of(batch), batch)
+            stats = accumulator.finish(optimizer)
+            noise.add(stats, samples=64)
+            optimizer.step()
+        print(noise.estimate())
+
+    A window that is not watched costs nothing; there is no need to watch all. Norms are
+    taken in hooks and stay on the device. On several ranks each measured window needs
+    one small sum over ranks.
+
+    Args:
+        accumulator: of the windows.
+        optimizer_or_parameters: what trains.
+        last: the estimate is over at most so many measured windows.
+
+    Attributes:
+        why_not: why nothing can be measured, once that is known.
+
+    Raises:
+        TrainkitError: the loss has several terms, or a rank has parts of parameters.
+    """
+
+    def __init__(
+        self, accumulator: Accumulator, optimizer_or_parameters: Any, *, last: int = 160
+    ) -> None:
+        check_whole_number("NoiseMoments last", last, hint="160 is the default.")
+        if len(accumulator.strategies) > 1:
+            raise TrainkitError(
+                f"noise scale: a micro-batch must have one weight, and the terms "
+                f"{list(accumulator.strategies)} of the loss have one each. Leave it "
+                f"out, or give the loss one strategy."
+            )
+        self._accumulator = accumulator
+        self._source = optimizer_or_parameters
+        refuse_shards(parameters_of(optimizer_or_parameters))
+        self._norms = PassNorms()
+        self._blocks = Blocks(last)
+
+    @property
+    def why_not(self) -> str | None:
+        return self._norms.why_not
+
+    @property
+    def num_windows(self) -> int:
+        """How many windows were added."""
+        return self._blocks.num_windows
+
+    # ---- a window --------------------------------------------------------------------
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the open window is measured."""
+        return self._accumulator.gradients.norms is self._norms
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a watched window has been finished, and can be added."""
+        return self.is_watching and self._norms.parts is not None
+
+    def watch(self) -> None:
+        """Measure the window that begins now."""
+        parameters = parameters_of(self._source)  # finetuning may have added some
+        refuse_shards(parameters)
+        self._norms.watch(parameters)
+        self._accumulator.gradients.norms = self._norms
+
+    def stop(self) -> None:
+        """Take all hooks away."""
+        self._norms.stop()
+        if self.is_watching:
+            self._accumulator.gradients.norms = None
+
+    def add(
+        self,
+        stats: WindowStats,
+        *,
+        samples: float | None = None,
+        scale: Tensor | float = 1.0,
+    ) -> None:
+        """Add the window that was watched and has been finished.
+
+        Every rank must call it, before its gradients are clipped.
+
+        Args:
+            stats: what `finish` returned.
+            samples: how many samples it had on all ranks; not needed where they were
+                counted in `stats`.
+            scale: what a gradient scaler has multiplied the gradients by, if they are
+                not unscaled yet.
+        """
+        if not self.is_finished:
+            raise TrainkitError(
+                "NoiseMoments.add(): the window must be watched and finished, and "
+                f"{'was not finished' if self.is_watching else 'was not watched'}. "
+                f"Call watch() before its first backward pass, then finish()."
+            )
+        gradients = gradients_of(parameters_of(self._source))
+        found = squared_norm(gradients)
+        found = torch.zeros(()) if found is None else found
+        total = 1.0 if stats.reduction == "total" else stats.totals[DIVISOR]
+        found = found.to(stats.totals) * (total / scale) ** 2
+        row = self._norms.row(stats, found, self._accumulator.ranks)
+        if samples is not None:
+            row[5] = torch.where(row[6] > 0, samples, 0.0)
+        self.stop()
+        self._blocks.add(row)
+
+    # ---- the estimate ----------------------------------------------------------------
+
+    def estimate(self) -> NoiseEstimate | None:
+        """The estimate so far; waits for the device.
+
+        None before five windows were measured, if each was one micro-batch on one
+        rank, or if nobody has counted samples.
+        """
+        table = self._blocks.table
+        return None if table is None else NoiseEstimate.of(table.tolist())
+
+    @property
+    def table(self) -> Tensor:
+        """The sums, on the device, for `NoiseEstimate.of`."""
+        assert self._blocks.table is not None
+        return self._blocks.table
+
+    def state_dict(self, *, over_ranks: bool = False) -> dict[str, Any]:
+        """The sums, and what was seen of an open window.
+
+        Args:
+            over_ranks: False saves this rank's part of an open window, which this rank
+                must load; True that of all ranks, which must all call it.
+        """
+        ranks = self._accumulator.ranks if over_ranks else Ranks()
+        rank = None if over_ranks else self._accumulator.ranks.index
+        state = {"sums": self._blocks.state_dict(), "rank": rank, "squares": None}
+        if self.is_watching and self._accumulator.is_open:
+            squares = vector(self._norms.squares, self._accumulator.device)
+            state["squares"] = save_weights(squares, ranks)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume what `state_dict` has saved, after the accumulator has resumed."""
+        accumulator = self._accumulator
+        self._blocks.load_state_dict(state["sums"], accumulator.device)
+        if state["squares"] is None or accumulator.window.carried is None:
+            return
+        self.watch()
+        is_own = state["rank"] == accumulator.ranks.index
+        ranks = Ranks() if is_own else accumulator.ranks
+        self._norms.squares = load_weights(state["squares"], ranks)
+        is_whole = len(state["squares"]) == ranks.size
+        self._norms.is_resumed = is_own or (state["rank"] is None and is_whole)

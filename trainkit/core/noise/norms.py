@@ -1,0 +1,179 @@
+"""The size of what each micro-batch adds to a window's gradient, seen by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from trainkit.core.gradients import HALF, values_of
+from trainkit.core.ranks import Ranks
+from trainkit.core.strategies import Weight
+from trainkit.core.totals import totals_dtype, vector
+from trainkit.core.window import Window
+from trainkit.core.window_stats import DIVISOR, WindowStats
+from trainkit.errors import TrainkitError
+
+FEW = 2**14
+"""Up to so many entries the norm of a tensor is added up in float32. In a row of ten
+million, a CPU's rounding grows to a thousandth; longer tensors go row by row."""
+
+
+class PassNorms:
+    """The squared norms of the gradients of single backward passes, seen by hooks.
+
+    A hook on a parameter gets a pass's whole gradient, before it is added to `grad` and
+    before DDP averages it over ranks; tied weights are one parameter. It changes
+    nothing, and nothing waits for the device.
+
+    Attributes:
+        squares: of each pass in the open window: the squared norm over all parameters.
+        is_resumed: whether those of a checkpoint, in which the window began, are here.
+        why_not: why they cannot be told, once that is known.
+        parts: of the window that closed last: sum |u_j|^2 and sum w_j^2 on this rank,
+            and whether all of it was seen.
+    """
+
+    def __init__(self) -> None:
+        self.squares: list[Weight] = []
+        self.is_resumed = False
+        self.why_not: str | None = None
+        self.parts: Tensor | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._is_open = False
+        self._norms: list[Tensor] = []
+        self._seen: set[int] = set()
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Put hooks on the parameters that train, until `stop`."""
+        self.stop()
+        self._hooks = [
+            parameter.register_hook(_Hook(self, index))
+            for index, parameter in enumerate(parameters)
+            if parameter.requires_grad
+        ]
+
+    def stop(self) -> None:
+        """Take the hooks away, and forget the window."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.parts = [], None
+        self.rewind(0)
+
+    def begin(self) -> None:
+        """A backward pass of the window begins; others, such as those of a gradient
+        penalty, are not looked at."""
+        self._norms, self._seen, self._is_open = [], set(), True
+
+    def end(self) -> None:
+        """The pass has ended."""
+        self._is_open = False
+        if self._norms:
+            self.squares.append(squared(self._norms))
+            self._norms = []
+        else:  # nothing that trains was used
+            self.squares.append(torch.zeros((), dtype=torch.float64))
+
+    def rewind(self, num_passes: int) -> None:
+        """Return to an earlier place in the window."""
+        self._is_open = False
+        self.is_resumed = self.is_resumed and num_passes > 0
+        del self.squares[num_passes:]
+
+    def close(self, window: Window, unit: Tensor) -> None:
+        """The window ends; `unit` turns its gradients into sums of w_i g_i."""
+        weights = vector([*window.carried_weights, *window.applied], unit.device)
+        squares = vector(self.squares, unit.device)
+        num_passes = len(window.carried_weights) + window.num_weighted
+        is_whole = len(squares) == num_passes and not self.why_not
+        is_whole = is_whole and (window.carried is None or self.is_resumed)
+        parts = [squares.sum() * unit**2, weights.square().sum()]
+        self.parts = torch.stack([*parts, torch.full_like(unit, is_whole)])
+
+    def row(self, stats: WindowStats, squared_gradient: Tensor, ranks: Ranks) -> Tensor:
+        """The sums of the window that closed last, over all ranks; zeros if some of it
+        was not seen.
+
+        Args:
+            stats: the window.
+            squared_gradient: the squared norm of its gradient, in the unit of `close`.
+            ranks: which all must call this.
+        """
+        assert self.parts is not None
+        sum_of_squares, squares_of_weights, whole = ranks.sum_(self.parts)
+        weight = stats.totals[DIVISOR]
+        row = torch.stack(
+            [
+                squared_gradient.to(weight),
+                sum_of_squares,
+                weight.square(),
+                squares_of_weights,
+                weight,
+                stats.samples,
+                torch.ones_like(weight),
+            ]
+        )
+        is_good = (whole == ranks.size) & row.isfinite().all()
+        return torch.where(is_good, row, 0.0)
+
+    def see(self, index: int, gradient: Tensor) -> None:
+        """Take the gradient of a parameter in the pass."""
+        if not self._is_open:
+            return
+        if index in self._seen:
+            self.why_not = (
+                "a parameter gets its gradient in several parts of one backward pass "
+                "(a reentrant checkpoint around shared weights?), whose sum no hook "
+                "sees; use_reentrant=False makes it one"
+            )
+        self._seen.add(index)
+        self._norms.append(norms_of(gradient))
+
+
+class _Hook:
+    """A hook on one parameter. It returns None, which leaves the gradient as it is."""
+
+    def __init__(self, norms: PassNorms, index: int) -> None:
+        self._norms, self._index = norms, index
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._norms.see(self._index, gradient.detach())
+
+
+def norms_of(gradient: Tensor) -> Tensor:
+    """A vector whose 2-norm is the gradient's: its norm, or those of its rows."""
+    dense = values_of(gradient)
+    wide: Any = torch.float32 if dense.dtype in HALF else None
+    if dense.numel() <= FEW or dense.ndim < 2:
+        return torch.linalg.vector_norm(dense, dtype=wide).reshape(1)
+    return torch.linalg.vector_norm(dense.flatten(1), dim=1, dtype=wide)
+
+
+def squared(norms: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of vectors of norms, in float64."""
+    device = norms[0].device
+    alike = [n if n.device == device else n.to(device) for n in norms]
+    return torch.cat(alike).to(totals_dtype(device)).square().sum()
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor | None:
+    """The squared 2-norm of all gradients together; None if there are none."""
+    found = [norms_of(gradient) for gradient in gradients]
+    return squared(found) if found else None
+
+
+def refuse_shards(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters of which a rank has a part: no hook sees their gradients as a
+    micro-batch makes them."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor | FlatParameter):
+            raise TrainkitError(
+                f"noise scale: its parameters must be whole on each rank, and one of "
+                f"shape {list(parameter.shape)} is a {type(parameter).__name__}, which "
+                f"is sharded. Measure it with DDP or on one device, or leave it out."
+            )

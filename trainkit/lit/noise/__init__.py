@@ -1,0 +1,1 @@
+"""The noise scale: what a window is worth, measured while it trains."""
