@@ -258,8 +258,9 @@ class Call:
                         sums, pieces = self._empty(values)
                         waiting = self._done[::-1]
                     elif found is not None:
-                        sums.add(found[:num])
-                        pieces.add(waiting.pop(0), found[num:])
+                        chunk = waiting.pop(0)
+                        sums.add(found[:num], chunk.num_rows)
+                        pieces.add(chunk, found[num:])
                         del found  # not beside the next chunk's graph
         finally:
             self._now()
@@ -271,7 +272,10 @@ class Call:
         """The gradients of no chunk yet."""
         plan, at = self._plan, self.trained
         rows = [(values[i], plan.multiples[i]) for i in at]
-        return Sums(self.moment.parameters), Pieces(rows, [plan.columns[i] for i in at])
+        shares = self._cut.shares(self.num_rows)
+        return Sums(self.moment.parameters, shares), Pieces(
+            rows, [plan.columns[i] for i in at]
+        )
 
     def _backward(
         self,

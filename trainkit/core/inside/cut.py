@@ -15,8 +15,13 @@ from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.sharded import Shards
+from trainkit.core.inside.sums import Shares
 
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
+
+
+def nobody(num_rows: int) -> None:
+    """Nobody looks at the chunks of a call."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Cut:
         check: of the first calls.
         keeper: says how many chunks keep their graph.
         around: a context for each run of a chunk of a call.
+        shares: what looks at the chunks of a call of so many rows, or None.
         shards: what FSDP2 shards within the module.
         padding: checks that the loss uses none, where chunks leave out columns.
         width: how many columns there are.
@@ -45,6 +51,7 @@ class Cut:
     check: Check
     keeper: Keeper
     around: Around
+    shares: Callable[[int], Shares | None] = nobody
     shards: Shards | None = None
     padding: PaddingCheck | None = None
     width: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import is_
@@ -25,7 +25,7 @@ from trainkit.core.inside.arguments import (
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.checks import Check
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Around, Cut
+from trainkit.core.inside.cut import Around, Cut, nobody
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.padding import PaddingCheck
@@ -37,6 +37,7 @@ from trainkit.core.inside.sharded import (
     Shards,
     shards_within,
 )
+from trainkit.core.inside.sums import Shares
 from trainkit.core.inside.tokens import Blocks, ByTokens
 from trainkit.core.split.fields import take_apart
 from trainkit.errors import TrainkitError
@@ -58,6 +59,7 @@ class ChunkedForward:
 
     Attributes:
         around: makes a context for each run of a chunk, and of the rows of a probe.
+        shares: makes what looks at the chunks of a call of so many rows.
         is_off: whether the module runs uncut for a while.
         was_called: whether it was called to train.
         was_cut: whether a call ran in chunks.
@@ -76,6 +78,7 @@ class ChunkedForward:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
         self.around: Around = _nothing
+        self.shares: Callable[[int], Shares | None] = nobody
         self.is_off = self.was_called = self.was_cut = False
         self.most_rows = 0
         self._shared = {str(path) for path in shared}
@@ -138,6 +141,7 @@ class ChunkedForward:
             self._check,
             keeper,
             self.around,
+            self.shares,
             **options,
         )
         return Call(cut, plan, call.values, call.rows)
@@ -221,7 +225,7 @@ class ChunkedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        return vars(self) | {"_check": Check(), "around": _nothing}
+        return vars(self) | {"_check": Check(), "around": _nothing, "shares": nobody}
 
     def _original(self) -> Any:
         if self._before is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,19 @@ LARGE = 2**16
 """Gradients of so many entries are added as they arrive; a hook costs little then."""
 
 
+class Shares(Protocol):
+    """Looks at what each chunk of a call adds to the gradients."""
+
+    def see(self, gradient: Tensor) -> None:
+        """A chunk's share of the gradient of one parameter."""
+
+    def end_chunk(self, num_rows: int) -> None:
+        """All shares of a chunk have been seen."""
+
+    def end(self, gradients: Sequence[Tensor | None]) -> None:
+        """All chunks have been seen; their sums."""
+
+
 class Sums:
     """One gradient for each parameter, of which every chunk adds its share.
 
@@ -24,13 +38,16 @@ class Sums:
 
     Args:
         parameters: which get a gradient.
+        shares: looks at each chunk's, if somebody asks for it.
 
     Attributes:
         is_torn: whether some of a chunk's gradients were added, and not all.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: Sequence[Tensor], shares: Shares | None = None
+    ) -> None:
+        self._parameters, self._shares = parameters, shares
         self._sums: list[Tensor | None] = [None] * len(parameters)
         self._is_own = [False] * len(parameters)
         self._large = [i for i, each in enumerate(parameters) if _is_large(each)]
@@ -61,6 +78,8 @@ class Sums:
                 if gradient.is_sparse or backward_pass() not in passes[:1]:
                     return None
                 self._arrived.add(index)
+                if self._shares is not None:
+                    self._shares.see(gradient)
                 self._add(index, gradient)
                 return gradient.new_zeros(()).expand_as(gradient)
 
@@ -74,7 +93,7 @@ class Sums:
             for hook in hooks:
                 hook.remove()
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
+    def add(self, gradients: Sequence[Tensor | None], num_rows: int = 0) -> None:
         """Add a chunk's gradients that have not arrived yet; None for a parameter that
         it did not use."""
         totals: list[Tensor] = []
@@ -82,6 +101,8 @@ class Sums:
         for index, gradient in enumerate(gradients):
             if gradient is None or index in self._arrived:
                 continue
+            if self._shares is not None:
+                self._shares.see(gradient)
             total = self._sums[index]
             is_plain = type(gradient) is type(total) is Tensor
             if total is not None and self._is_own[index] and is_plain:
@@ -92,6 +113,8 @@ class Sums:
         self._arrived.clear()
         if totals:
             torch._foreach_add_(totals, shares)  # pyright: ignore[reportPrivateImportUsage]
+        if self._shares is not None:
+            self._shares.end_chunk(num_rows)
 
     def _add(self, index: int, gradient: Tensor) -> None:
         gradient, total = _widened(gradient), self._sums[index]
@@ -108,6 +131,8 @@ class Sums:
 
     def results(self) -> list[Tensor | None]:
         """The sums, in the parameters' own precision."""
+        if self._shares is not None:
+            self._shares.end(self._sums)
         return [
             None if total is None else total.to(parameter.dtype)
             for total, parameter in zip(self._sums, self._parameters, strict=True)

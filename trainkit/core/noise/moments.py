@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import gradients_of, parameters_of
+from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.noise.blocks import Blocks
+from trainkit.core.noise.chunks import ChunkNorms
 from trainkit.core.noise.estimate import NoiseEstimate
-from trainkit.core.noise.norms import PassNorms, refuse_shards, squared_norm
+from trainkit.core.noise.norms import PassNorms, refuse_shards
 from trainkit.core.ranks import Ranks
-from trainkit.core.state import load_weights, save_weights
-from trainkit.core.totals import vector
 from trainkit.core.whole_number import check_whole_number
-from trainkit.core.window_stats import DIVISOR, WindowStats
+from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 
 
@@ -42,6 +42,8 @@ class NoiseMoments:
         accumulator: of the windows.
         optimizer_or_parameters: what trains.
         last: the estimate is over at most so many measured windows.
+        cuts: returns the submodules that run in chunks, where loader batches are not
+            cut themselves. Only their parameters are looked at.
 
     Attributes:
         why_not: why nothing can be measured, once that is known.
@@ -51,7 +53,12 @@ class NoiseMoments:
     """
 
     def __init__(
-        self, accumulator: Accumulator, optimizer_or_parameters: Any, *, last: int = 160
+        self,
+        accumulator: Accumulator,
+        optimizer_or_parameters: Any,
+        *,
+        last: int = 160,
+        cuts: Callable[[], Sequence[ChunkedForward]] | None = None,
     ) -> None:
         check_whole_number("NoiseMoments last", last, hint="160 is the default.")
         if len(accumulator.strategies) > 1:
@@ -63,7 +70,8 @@ class NoiseMoments:
         self._accumulator = accumulator
         self._source = optimizer_or_parameters
         refuse_shards(parameters_of(optimizer_or_parameters))
-        self._norms = PassNorms()
+        self._cuts = cuts
+        self._norms: PassNorms | ChunkNorms = PassNorms()
         self._blocks = Blocks(last)
 
     @property
@@ -91,7 +99,12 @@ class NoiseMoments:
         """Measure the window that begins now."""
         parameters = parameters_of(self._source)  # finetuning may have added some
         refuse_shards(parameters)
-        self._norms.watch(parameters)
+        if self._cuts is None:
+            self._norms = PassNorms(parameters)
+        elif cuts := self._cuts():
+            self._norms = ChunkNorms(self._accumulator, cuts)
+        else:
+            return  # they have not been found yet
         self._accumulator.gradients.norms = self._norms
 
     def stop(self) -> None:
@@ -125,11 +138,7 @@ class NoiseMoments:
                 f"Call watch() before its first backward pass, then finish()."
             )
         gradients = gradients_of(parameters_of(self._source))
-        found = squared_norm(gradients)
-        found = torch.zeros(()) if found is None else found
-        total = 1.0 if stats.reduction == "total" else stats.totals[DIVISOR]
-        found = found.to(stats.totals) * (total / scale) ** 2
-        row = self._norms.row(stats, found, self._accumulator.ranks)
+        row = self._norms.row(stats, gradients, self._accumulator.ranks, scale)
         if samples is not None:
             row[5] = torch.where(row[6] > 0, samples, 0.0)
         self.stop()
@@ -161,21 +170,19 @@ class NoiseMoments:
         """
         ranks = self._accumulator.ranks if over_ranks else Ranks()
         rank = None if over_ranks else self._accumulator.ranks.index
-        state = {"sums": self._blocks.state_dict(), "rank": rank, "squares": None}
+        state = {"sums": self._blocks.state_dict(), "rank": rank, "open": None}
         if self.is_watching and self._accumulator.is_open:
-            squares = vector(self._norms.squares, self._accumulator.device)
-            state["squares"] = save_weights(squares, ranks)
+            state["open"] = self._norms.saved(ranks, self._accumulator.device)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume what `state_dict` has saved, after the accumulator has resumed."""
         accumulator = self._accumulator
         self._blocks.load_state_dict(state["sums"], accumulator.device)
-        if state["squares"] is None or accumulator.window.carried is None:
+        rank, device = state["rank"], accumulator.device
+        if state["open"] is None or accumulator.window.carried is None:
             return
-        self.watch()
-        is_own = state["rank"] == accumulator.ranks.index
-        ranks = Ranks() if is_own else accumulator.ranks
-        self._norms.squares = load_weights(state["squares"], ranks)
-        is_whole = len(state["squares"]) == ranks.size
-        self._norms.is_resumed = is_own or (state["rank"] is None and is_whole)
+        if rank in (None, accumulator.ranks.index):  # else another rank has saved it
+            self.watch()
+            ranks = Ranks() if rank is not None else accumulator.ranks
+            self._norms.restore(state["open"], ranks, device)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.core.gradients import HALF, values_of
 from trainkit.core.ranks import Ranks
+from trainkit.core.state import load_weights, save_weights
 from trainkit.core.strategies import Weight
 from trainkit.core.totals import totals_dtype, vector
 from trainkit.core.window import Window
@@ -31,6 +32,9 @@ class PassNorms:
     before DDP averages it over ranks; tied weights are one parameter. It changes
     nothing, and nothing waits for the device.
 
+    Args:
+        parameters: those of them that train get a hook, until `stop`.
+
     Attributes:
         squares: of each pass in the open window: the squared norm over all parameters.
         is_resumed: whether those of a checkpoint, in which the window began, are here.
@@ -39,20 +43,15 @@ class PassNorms:
             and whether all of it was seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         self.squares: list[Weight] = []
         self.is_resumed = False
         self.why_not: str | None = None
         self.parts: Tensor | None = None
-        self._hooks: list[RemovableHandle] = []
         self._is_open = False
         self._norms: list[Tensor] = []
         self._seen: set[int] = set()
-
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Put hooks on the parameters that train, until `stop`."""
-        self.stop()
-        self._hooks = [
+        self._hooks: list[RemovableHandle] = [
             parameter.register_hook(_Hook(self, index))
             for index, parameter in enumerate(parameters)
             if parameter.requires_grad
@@ -73,11 +72,8 @@ class PassNorms:
     def end(self) -> None:
         """The pass has ended."""
         self._is_open = False
-        if self._norms:
-            self.squares.append(squared(self._norms))
-            self._norms = []
-        else:  # nothing that trains was used
-            self.squares.append(torch.zeros((), dtype=torch.float64))
+        self.squares.append(squared(self._norms))
+        self._norms = []
 
     def rewind(self, num_passes: int) -> None:
         """Return to an earlier place in the window."""
@@ -95,31 +91,47 @@ class PassNorms:
         parts = [squares.sum() * unit**2, weights.square().sum()]
         self.parts = torch.stack([*parts, torch.full_like(unit, is_whole)])
 
-    def row(self, stats: WindowStats, squared_gradient: Tensor, ranks: Ranks) -> Tensor:
+    def row(
+        self,
+        stats: WindowStats,
+        gradients: Sequence[Tensor],
+        ranks: Ranks,
+        scale: Tensor | float,
+    ) -> Tensor:
         """The sums of the window that closed last, over all ranks; zeros if some of it
         was not seen.
 
         Args:
             stats: the window.
-            squared_gradient: the squared norm of its gradient, in the unit of `close`.
+            gradients: the window's, divided.
             ranks: which all must call this.
+            scale: what the gradients are still multiplied by.
         """
         assert self.parts is not None
         sum_of_squares, squares_of_weights, whole = ranks.sum_(self.parts)
         weight = stats.totals[DIVISOR]
-        row = torch.stack(
-            [
-                squared_gradient.to(weight),
-                sum_of_squares,
-                weight.square(),
-                squares_of_weights,
-                weight,
-                stats.samples,
-                torch.ones_like(weight),
-            ]
-        )
-        is_good = (whole == ranks.size) & row.isfinite().all()
-        return torch.where(is_good, row, 0.0)
+        total = 1.0 if stats.reduction == "total" else weight
+        row = [
+            squared_norm(gradients).to(weight) * (total / scale) ** 2,
+            sum_of_squares,
+            weight.square(),
+            squares_of_weights,
+            weight,
+            stats.samples,
+            torch.ones_like(weight),
+        ]
+        sums = torch.stack(row)
+        is_good = (whole == ranks.size) & sums.isfinite().all()
+        return torch.where(is_good, sums, 0.0)
+
+    def saved(self, ranks: Ranks, device: torch.device) -> Tensor:
+        """The open window, for a checkpoint; each of these ranks must call this."""
+        return save_weights(vector(self.squares, device), ranks)
+
+    def restore(self, saved: Tensor, ranks: Ranks, device: torch.device) -> None:
+        """Resume in the window that `saved` has saved, on as many ranks."""
+        self.squares = load_weights(saved, ranks)
+        self.is_resumed = len(saved) == ranks.size
 
     def see(self, index: int, gradient: Tensor) -> None:
         """Take the gradient of a parameter in the pass."""
@@ -156,15 +168,16 @@ def norms_of(gradient: Tensor) -> Tensor:
 
 def squared(norms: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of vectors of norms, in float64."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
     device = norms[0].device
     alike = [n if n.device == device else n.to(device) for n in norms]
     return torch.cat(alike).to(totals_dtype(device)).square().sum()
 
 
-def squared_norm(gradients: Iterable[Tensor]) -> Tensor | None:
-    """The squared 2-norm of all gradients together; None if there are none."""
-    found = [norms_of(gradient) for gradient in gradients]
-    return squared(found) if found else None
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The squared 2-norm of all gradients together."""
+    return squared([norms_of(gradient) for gradient in gradients])
 
 
 def refuse_shards(parameters: Iterable[Tensor]) -> None:

@@ -118,6 +118,11 @@ class InsideCuts:
         return listed(self._paths)
 
     @property
+    def cuts(self) -> list[ChunkedForward]:
+        """The forwards that run in chunks; none before they were found."""
+        return self._cuts
+
+    @property
     def size(self) -> int | None:
         """The most rows in a chunk, if there is a limit."""
         return self._sizes.limit

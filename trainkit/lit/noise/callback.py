@@ -104,9 +104,12 @@ class NoiseScale(OrderedCallback):
         if self.why_not is None:
             windows = self._windows = windows_of(trainer)
             assert windows is not None
+            inside = windows.inside
             try:
                 self._moments = NoiseMoments(
-                    windows.accumulators[0], unwrapped(trainer.optimizers[0])
+                    windows.accumulators[0],
+                    unwrapped(trainer.optimizers[0]),
+                    cuts=None if inside is None else lambda: inside.cuts,
                 )
             except TrainkitError as error:
                 self.why_not = str(error).removeprefix("noise scale: ")
