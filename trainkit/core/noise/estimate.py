@@ -81,10 +81,10 @@ class NoiseEstimate:
         if share is None or None in without:
             return None
         kept = [each for each in without if each is not None]
-        mean = math.fsum(kept) / len(kept)
-        squares = math.fsum((each - mean) ** 2 for each in kept)
-        degrees = len(kept) - 1
-        error = _T[min(degrees, max(_T))] * math.sqrt(squares * degrees / len(kept))
+        squares = math.fsum((each - share) ** 2 for each in kept)
+        # Without the jackknife's factor of (m - 1) / m, with which the interval of very
+        # uneven windows covers the truth less often than it says.
+        error = _T[min(len(kept) - 1, max(_T))] * math.sqrt(squares)
         weight, samples = total[4] / total[5], total[5]
         unit = total[2] / (weight**2 * samples)
         return cls(

@@ -68,8 +68,11 @@ class NoiseMoments:
                 f"out, or give the loss one strategy."
             )
         self._accumulator = accumulator
-        self._source = optimizer_or_parameters
-        refuse_shards(parameters_of(optimizer_or_parameters))
+        is_optimizer = hasattr(optimizer_or_parameters, "param_groups")
+        found = parameters_of(optimizer_or_parameters)
+        refuse_shards(found)
+        # Finetuning may add some to an optimizer; a generator is used up now.
+        self._source = optimizer_or_parameters if is_optimizer else found
         self._cuts = cuts
         self._norms: PassNorms | ChunkNorms = PassNorms()
         self._blocks = Blocks(last)
@@ -97,7 +100,7 @@ class NoiseMoments:
 
     def watch(self) -> None:
         """Measure the window that begins now."""
-        parameters = parameters_of(self._source)  # finetuning may have added some
+        parameters = parameters_of(self._source)
         refuse_shards(parameters)
         if self._cuts is None:
             self._norms = PassNorms(parameters)

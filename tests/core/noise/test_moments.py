@@ -1,0 +1,315 @@
+"""The sums of windows, measured by hooks, against those computed by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers import TokenNet, pad, ragged_sequences, token_loss
+from trainkit import Accumulator, NoiseMoments, PerToken, TrainkitError, Uniform
+
+SAMPLES = ragged_sequences(30)
+SIZES = (1, 7, 3, 4, 2, 3)
+CLOSE = 1e-6
+
+
+def micro_batches(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Tensor]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [pad(SAMPLES[end - n : end]) for end, n in zip(ends, sizes, strict=True)]
+
+
+class Tied(nn.Module):
+    """Its embedding is its head, and a part of it is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(13, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.frozen(self.embed(ids))) @ self.embed.weight.T
+
+
+class LowRank(nn.Module):
+    """A frozen layer beside which two small ones train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = TokenNet().requires_grad_(False)
+        self.a, self.b = nn.Linear(13, 2, bias=False), nn.Linear(2, 13, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.net(ids)
+        return logits + self.b(self.a(logits))
+
+
+NETS = {"plain": TokenNet, "tied and frozen": Tied, "low rank": LowRank}
+
+
+def trained(net: nn.Module) -> list[nn.Parameter]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def by_hand(net: nn.Module, batches: list[Any], weights: list[float]) -> Tensor:
+    """The contribution of each micro-batch, as rows."""
+    rows = []
+    for batch, weight in zip(batches, weights, strict=True):
+        gradients = torch.autograd.grad(token_loss(net, batch), trained(net))
+        rows.append(weight * torch.cat([g.double().flatten() for g in gradients]))
+    return torch.stack(rows)
+
+
+def expected(contributions: Tensor, weights: list[float], samples: float) -> Tensor:
+    w = torch.tensor(weights, dtype=torch.float64)
+    return torch.stack(
+        [
+            contributions.sum(0).square().sum(),
+            contributions.square().sum(),
+            w.sum().square(),
+            w.square().sum(),
+            w.sum(),
+            torch.tensor(samples).double(),
+            torch.ones(()).double(),
+        ]
+    )
+
+
+def measure(
+    net: nn.Module,
+    batches: list[Any],
+    *,
+    told: bool = False,
+    scaler: Any = None,
+    strategy: Any = None,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor]:
+    """The sums of one window, and its gradient."""
+    strategy = strategy or PerToken(loss_reduction=reduction)
+    optimizer = torch.optim.SGD(trained(net), lr=0.1)
+    accumulator = Accumulator(strategy, module=net, scaler=scaler)
+    moments = NoiseMoments(accumulator, optimizer)
+    backward = None
+    if scaler is not None:
+        backward = lambda loss: scaler.scale(loss).backward()  # noqa: E731
+    moments.watch()
+    if told:
+        accumulator.expect(batches)
+    for batch in batches:
+        penalty = torch.autograd.grad(token_loss(net, batch), trained(net))
+        assert penalty  # another backward pass, which is not looked at
+        loss = token_loss(net, batch, "mean" if reduction == "mean" else "sum")
+        accumulator.backward(loss, batch, backward=backward)
+    stats = accumulator.finish(optimizer)
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    samples = sum(len(batch["ids"]) for batch in batches)
+    moments.add(stats, samples=samples)
+    gradient = torch.cat([p.grad.flatten() for p in trained(net) if p.grad is not None])
+    return moments.table[-1], gradient
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found / wanted - 1).abs().max())
+
+
+@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize("told", [False, True])
+def test_sums_are_those_by_hand(kind: str, told: bool) -> None:
+    net, batches = NETS[kind](), micro_batches()
+    weights = [float(PerToken().weight(batch)) for batch in batches]
+    contributions = by_hand(net, batches, weights)
+    row, _ = measure(net, batches, told=told)
+    assert off(row, expected(contributions, weights, sum(SIZES))) < CLOSE
+    alike = by_hand(net, batches, [1.0] * len(batches))  # the naive weights
+    assert off(row[:2], expected(alike, weights, 1)[:2] * 25) > 0.1
+
+
+@pytest.mark.parametrize("reduction", ["sum", "total"])
+@pytest.mark.parametrize("told", [False, True])
+def test_sums_of_losses_that_are_sums(reduction: str, told: bool) -> None:
+    net, batches = TokenNet(), micro_batches()
+    weights = [float(PerToken().weight(batch)) for batch in batches]
+    contributions = by_hand(net, batches, weights)
+    row, _ = measure(net, batches, told=told, reduction=reduction)
+    assert off(row, expected(contributions, weights, sum(SIZES))) < CLOSE
+
+
+def test_sums_where_all_micro_batches_count_alike() -> None:
+    net, batches = TokenNet(), micro_batches()
+    contributions = by_hand(net, batches, [1.0] * len(batches))
+    row, _ = measure(net, batches, strategy=Uniform())
+    wanted = expected(contributions, [1.0] * len(batches), sum(SIZES))
+    assert off(row, wanted) < CLOSE
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_gradient_scaler_changes_nothing(told: bool) -> None:
+    batches = micro_batches()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    row, _ = measure(TokenNet(), batches, told=told, scaler=scaler)
+    plain, _ = measure(TokenNet(), batches, told=told)
+    assert off(row, plain) < CLOSE
+
+
+def test_gradients_not_yet_unscaled_need_the_scale() -> None:
+    net, batches = TokenNet(), micro_batches()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accumulator = Accumulator(PerToken(), module=net, scaler=scaler)
+    moments = NoiseMoments(accumulator, list(net.parameters()))
+    rows = []
+    for scale in (8.0, 1.0):
+        moments.watch()
+        for batch in batches:
+            loss = token_loss(net, batch)
+            accumulator.backward(loss, batch, backward=_scaled(scaler))
+        stats = accumulator.finish(list(net.parameters()))
+        moments.add(stats, samples=1, scale=scale)
+        rows.append(moments.table[-1])
+        net.zero_grad()
+    plain, _ = measure(TokenNet(), batches)
+    assert off(rows[0][:5], plain[:5]) < CLOSE
+    assert off(rows[1][:1], plain[:1]) > 10
+
+
+def _scaled(scaler: Any) -> Any:
+    return lambda loss: scaler.scale(loss).backward()
+
+
+def test_the_gradient_is_the_same_to_the_bit() -> None:
+    batches = micro_batches()
+    _, gradient = measure(TokenNet(), batches)
+    net = TokenNet()
+    accumulator = Accumulator(PerToken(), module=net)
+    for batch in batches:
+        accumulator.backward(token_loss(net, batch), batch)
+    accumulator.finish(trained(net))
+    plain = torch.cat([p.grad.flatten() for p in trained(net) if p.grad is not None])
+    assert torch.equal(gradient, plain)
+    assert all(not p._backward_hooks for p in net.parameters())
+
+
+class Shared(nn.Module):
+    """One layer in two checkpoints: reentrant ones add its gradient in two parts."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(13, 13), nn.Linear(13, 13)
+        self._reentrant = reentrant
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Any = self.embed(ids)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self._reentrant)
+        return x
+
+
+def test_a_gradient_in_parts_is_not_measured() -> None:
+    batches = micro_batches()
+    torch.manual_seed(0)
+    net = Shared(reentrant=False)
+    row, _ = measure(net, batches)
+    weights = [float(PerToken().weight(batch)) for batch in batches]
+    wanted = expected(by_hand(net, batches, weights), weights, sum(SIZES))
+    assert off(row, wanted) < CLOSE
+    net = Shared(reentrant=True)
+    accumulator = Accumulator(PerToken(), module=net)
+    moments = NoiseMoments(accumulator, list(net.parameters()))
+    moments.watch()
+    for batch in batches:
+        accumulator.backward(token_loss(net, batch), batch)
+    moments.add(accumulator.finish(list(net.parameters())), samples=20)
+    assert not moments.table.any()
+    assert "use_reentrant=False makes it one" in (moments.why_not or "")
+
+
+def test_a_large_tensor_is_added_up_without_loss() -> None:
+    """A CPU adds up ten million squares of float32 to a thousandth."""
+    from trainkit.core.noise.norms import squared_norm
+
+    torch.manual_seed(0)
+    gradient = torch.randn(2000, 5000) * torch.rand(2000, 1)
+    exact = gradient.double().square().sum()
+    assert abs(squared_norm([gradient]) / exact - 1) < CLOSE
+    plain = torch.linalg.vector_norm(gradient).double().square()
+    assert abs(plain / exact - 1) > 10 * CLOSE
+
+
+# ---- an open window in a checkpoint --------------------------------------------------
+
+
+def test_an_open_window_resumes_to_the_bit() -> None:
+    batches = micro_batches()
+    rows = []
+    for is_resumed in (False, True):
+        net = TokenNet()
+        accumulator = Accumulator(PerToken(), module=net)
+        moments = NoiseMoments(accumulator, list(net.parameters()))
+        for _ in range(2):
+            moments.watch()
+            for place, batch in enumerate(batches):
+                accumulator.backward(token_loss(net, batch), batch)
+                if is_resumed and place == 2:
+                    saved = copy.deepcopy(
+                        [accumulator.state_dict(), moments.state_dict()]
+                    )
+                    moments.stop()
+                    net.zero_grad()
+                    accumulator = Accumulator(PerToken(), module=net)
+                    moments = NoiseMoments(accumulator, list(net.parameters()))
+                    accumulator.load_state_dict(saved[0])
+                    moments.load_state_dict(saved[1])
+            moments.add(accumulator.finish(list(net.parameters())), samples=20)
+            net.zero_grad()
+        rows.append(moments.table)
+    assert torch.equal(*rows)
+
+
+def test_a_window_whose_beginning_is_lost_does_not_count() -> None:
+    net, batches = TokenNet(), micro_batches()
+    accumulator = Accumulator(PerToken(), module=net)
+    accumulator.backward(token_loss(net, batches[0]), batches[0])
+    saved = accumulator.state_dict()
+    net.zero_grad()
+    accumulator = Accumulator(PerToken(), module=net)
+    moments = NoiseMoments(accumulator, list(net.parameters()))
+    accumulator.load_state_dict(saved)
+    moments.watch()
+    accumulator.backward(token_loss(net, batches[1]), batches[1])
+    moments.add(accumulator.finish(list(net.parameters())), samples=20)
+    assert not moments.table.any()
+
+
+# ---- wrong use -----------------------------------------------------------------------
+
+
+def test_wrong_use_is_refused() -> None:
+    net, batches = TokenNet(), micro_batches()
+    accumulator = Accumulator(PerToken(), module=net)
+    with pytest.raises(TrainkitError, match="NoiseMoments last"):
+        NoiseMoments(accumulator, net.parameters(), last=0)
+    with pytest.raises(TrainkitError, match="A generator"):
+        NoiseMoments(accumulator, ())
+    moments = NoiseMoments(accumulator, net.parameters())
+    accumulator.backward(token_loss(net, batches[0]), batches[0])
+    stats = accumulator.finish(list(net.parameters()))
+    with pytest.raises(TrainkitError, match="was not watched"):
+        moments.add(stats, samples=1)
+    moments.watch()
+    with pytest.raises(TrainkitError, match="was not finished"):
+        moments.add(stats, samples=1)
+    assert moments.estimate() is None
+
+
+def test_several_terms_are_refused() -> None:
+    terms = {"a": PerToken(), "b": Uniform()}
+    net = TokenNet()
+    with pytest.raises(TrainkitError, match=r"terms \['a', 'b'\]"):
+        NoiseMoments(Accumulator(terms, module=net), net.parameters())
