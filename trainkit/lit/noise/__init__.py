@@ -1,0 +1,1 @@
+"""The noise scale of a training, measured in its windows."""
