@@ -32,7 +32,9 @@ class Given(NoiseScale):
             ends = (ends[0], float("inf"))
         return NoiseEstimate(self._samples, *ends, 8.0, 100.0, 10 * self._windows)
 
-    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
         self._windows += 1
         if self._windows % 2 == 0 and self._samples:
             found = {"window/noise_scale": self._samples}

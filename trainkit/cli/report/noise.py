@@ -1,4 +1,4 @@
-"""What a run's summary says of the noise scale, if `NoiseScale` has measured it."""
+"""The noise scale in the summary of a run, if `NoiseScale` has measured it."""
 
 from __future__ import annotations
 

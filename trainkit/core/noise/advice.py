@@ -1,4 +1,4 @@
-"""What a measured noise scale says of a run's windows, in words and as a schedule."""
+"""The meaning of a measured noise scale for windows, in words and as a schedule."""
 
 from __future__ import annotations
 
