@@ -6,6 +6,7 @@ import csv
 import shlex
 from typing import Any
 
+from trainkit.cli.report.noise_chart import SCALE, SEEN, window_sizes
 from trainkit.cli.report.rate_plan import unit_of_weights
 from trainkit.cli.report.series import Series, read_series
 from trainkit.cli.runs.folder import RunFolder
@@ -19,7 +20,6 @@ from trainkit.lit.callback.base import find_callback, has_callback
 from trainkit.lit.logs.metric_file import read_rows
 from trainkit.lit.noise.callback import NoiseScale
 
-SCALE, SEEN = "window/noise_scale", "window/samples_seen"
 _OF_PLACE = ("paths.run_dir", "hydra.run.dir")
 
 
@@ -50,16 +50,6 @@ def curve(columns: dict[str, Series], window: float) -> list[Point]:
         Point(int(step), value, sizes.get(step, window))
         for step, value in (() if scale is None else scale.shown)
     ]
-
-
-def window_sizes(seen: Series) -> dict[float, float]:
-    """The samples of a window at each step, from those of all windows so far."""
-    sizes, before, then = {}, 0.0, 0.0
-    for step, samples in seen.shown:
-        if step > then:
-            sizes[step] = (samples - before) / (step - then)
-        before, then = samples, step
-    return sizes
 
 
 def _suggested(trainer: Any, folder: RunFolder, estimate: NoiseEstimate) -> list[Line]:
