@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.training import run_dirs, summary_of, the_run, train
+from trainkit.cli.errors import Interrupted
 from trainkit.cli.main import main
 from trainkit.config import allow_targets
 from trainkit.core.noise.estimate import NoiseEstimate
@@ -118,7 +119,9 @@ def test_the_command_that_is_suggested_runs_on_as_many_samples(
 ) -> None:
     first = tmp_path / "first"
     assert train(given(samples=samples), *STEPS, f"paths.run_dir='{first}'") == 0
-    (command,) = lines_of(capsys.readouterr().out, "to try it: trainkit train ")
+    out = capsys.readouterr().out
+    assert "without lr_scaling the rate does not follow the window" in out
+    (command,) = lines_of(out, "to try it: trainkit train ")
     words = shlex.split(command)
     if sizes is None:
         assert "trainer.accumulate_grad_batches=1" in words  # 2 samples
@@ -133,6 +136,28 @@ def test_the_command_that_is_suggested_runs_on_as_many_samples(
         for file in (first / "metrics.csv", second / "metrics.csv")
     ]
     assert seen == [48.0, 48.0]
+
+
+def test_a_rate_that_follows_needs_no_remark(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scaled = ["lr_scaling=sqrt", "lr_scaling.reference_batch=8"]
+    assert train(given(samples=40), *STEPS, *scaled) == 0
+    out = capsys.readouterr().out
+    assert lines_of(out, "to try it")
+    assert "does not follow" not in out
+
+
+def test_an_interrupted_run_gets_no_other_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killer = "_target_: tests.cli.train.killer.Killer, hook: on_train_batch_end"
+    killer = f"{{{killer}, batch: 22, signum: SIGTERM}}"
+    with pytest.raises(Interrupted):
+        train(given(samples=40), *STEPS, f"+callbacks.killer={killer}")
+    assert summary_of(the_run(tmp_path))["status"] == "interrupted"
+    assert len(summary_of(the_run(tmp_path))["advice"]) == 3
+    assert not lines_of(capsys.readouterr().out, "to try it")
 
 
 def test_a_run_that_has_a_schedule_gets_no_other(

@@ -174,7 +174,7 @@ def _add_scaling(parser: Arguments) -> None:
     add = parser.add_argument_group("the learning rate").add_argument
     add("--lr", type=float, help="the rate for the reference batch")
     add("--reference", type=int, help="the effective batch to which --lr belongs")
-    rules = list(dict.fromkeys([*RULES, BY_NOISE]))
+    rules = [*RULES, BY_NOISE]
     add("--rule", choices=rules, help="one rule only (default: all of them)")
     betas = f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})"
     add("--betas", type=float, nargs=2, help=betas)

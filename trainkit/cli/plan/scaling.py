@@ -79,8 +79,7 @@ def scaled_by_rules(
         return []
     if rule is not None:
         return [_scaled(RULES[rule], plan, reference)]
-    rules = [each for name, each in RULES.items() if name != BY_NOISE]
-    return [_scaled_or_problem(each, plan, reference) for each in rules]
+    return [_scaled_or_problem(each, plan, reference) for each in RULES.values()]
 
 
 def _scaled_or_problem(

@@ -23,8 +23,14 @@ from trainkit.lit.noise.callback import NoiseScale
 _OF_PLACE = ("paths.run_dir", "hydra.run.dir")
 
 
-def facts_of_noise(trainer: Any, folder: RunFolder) -> dict[str, Any]:
-    """The two entries of `summary.json`: the estimate, and labels with their lines."""
+def facts_of_noise(trainer: Any, folder: RunFolder, *, is_over: bool) -> dict[str, Any]:
+    """The two entries of `summary.json`: the estimate, and labels with their lines.
+
+    Args:
+        trainer: after `fit`.
+        folder: of the run, with its rows.
+        is_over: whether it has ended by itself; only then are windows suggested.
+    """
     measured = find_callback(trainer, NoiseScale)
     if measured is None:
         return {KEY: None, ADVICE: []}
@@ -33,7 +39,8 @@ def facts_of_noise(trainer: Any, folder: RunFolder) -> dict[str, Any]:
         why = measured.why_not or "too few windows were measured"
         return {KEY: None, ADVICE: [("noise scale", f"not measured: {why}")]}
     lines = advice(estimate, unit_of_weights(trainer))
-    lines += _suggested(trainer, folder, estimate)
+    if is_over:
+        lines += _suggested(trainer, folder, estimate)
     return {KEY: estimate.facts(), ADVICE: lines}
 
 
@@ -71,7 +78,9 @@ def _suggested(trainer: Any, folder: RunFolder, estimate: NoiseEstimate) -> list
     )
     if found is None:
         return []
-    lines = [("suggestion", found.why)]
+    follows = has_callback(trainer.callbacks, "LRScaling") or not found.words
+    rate = "" if follows else "; without lr_scaling the rate does not follow the window"
+    lines = [("suggestion", found.why + rate)]
     if found.words:
         limit = [f"trainer.max_steps={found.steps}"] * (trainer.max_steps != -1)
         words = _repeated(folder, [*found.words, *limit])
