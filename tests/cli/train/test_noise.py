@@ -12,7 +12,10 @@ import pytest
 from tests.cli.training import run_dirs, summary_of, the_run, train
 from trainkit.cli.errors import Interrupted
 from trainkit.cli.main import main
+from trainkit.cli.report.noise import _repeated
+from trainkit.cli.runs.folder import RunFolder
 from trainkit.config import allow_targets
+from trainkit.config.redact import REDACTED
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.errors import TrainkitError
@@ -158,6 +161,16 @@ def test_an_interrupted_run_gets_no_other_windows(
     assert summary_of(the_run(tmp_path))["status"] == "interrupted"
     assert len(summary_of(the_run(tmp_path))["advice"]) == 3
     assert not lines_of(capsys.readouterr().out, "to try it")
+
+
+def test_words_with_a_secret_are_left_to_the_user(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    saved = ["seed=1", "trainer.max_steps=9", "paths.run_dir=x", "ckpt_path=last"]
+    folder.write_start({}, saved)
+    given = ["trainer.max_steps=3"]
+    assert _repeated(folder, given) == ["seed=1", *given]  # the control
+    folder.write_start({}, [*saved, f"logger.key={REDACTED}"])
+    assert _repeated(folder, given) == ["...", *given]
 
 
 def test_a_run_that_has_a_schedule_gets_no_other(

@@ -93,5 +93,5 @@ def _repeated(folder: RunFolder, given: list[str]) -> list[str]:
     try:
         words = words_of_run(folder, given)
     except TrainkitError:  # they have a secret, which was not saved
-        words = given
+        words = ["...", *given]
     return [word for word in words if word.partition("=")[0] not in _OF_PLACE]
