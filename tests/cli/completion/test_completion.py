@@ -52,7 +52,7 @@ CANDIDATES = {
     "trainkit new mine --like li": ["lines"],
     "trainkit plan --ma": ["--max-micro-batch"],
     "trainkit plan --json --dr": ["--drop-last"],
-    "trainkit plan --rule ": list(RULES),
+    "trainkit plan --rule ": [*RULES, "gain"],
     "trainkit plan --rule=s": ["--rule=sqrt"],
     "trainkit plan --json=": [],
     "trainkit plan --lr 0.1 --tar": ["--target"],

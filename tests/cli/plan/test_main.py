@@ -118,17 +118,19 @@ def test_fit_gets_the_ranks_that_were_probed() -> None:
 def test_json_has_the_keys_that_the_help_lists(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    everything = report(capsys, *PLAN, *EPOCH, *RATE)
+    everything = report(capsys, *PLAN, *EPOCH, *RATE, "--noise-scale", "210")
     bare = report(capsys, *PLAN)
     assert list(bare) == list(everything)
     nothing = [key for key in bare if bare[key] is None]
-    assert nothing == ["nearby", "epoch", "scaling", "trials"]
+    missing = ["nearby", "epoch", "scaling", "noise_scale", "windows", "trials"]
+    assert nothing == missing
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0
     listed = capsys.readouterr().out.partition("keys of --json")[2]
     words = set(listed.replace(";", " ").replace(":", " ").split())
     keys = {*everything, *everything["epoch"], *everything["scaling"][0]}
+    keys |= {*everything["noise_scale"], *everything["windows"][0]}
     assert keys <= words
 
 

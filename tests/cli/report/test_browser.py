@@ -214,11 +214,22 @@ def losses(values: Sequence[float], *, step: int = 1) -> list[dict[str, Any]]:
     return [{"step": step * n, "val/loss": value} for n, value in enumerate(values)]
 
 
+def measured() -> list[dict[str, Any]]:
+    """2,000 windows of 64 samples, of which every tenth is measured."""
+    scale = {"window/noise_scale": 200.0, "window/noise_scale_low": 150.0}
+    scale["window/noise_scale_high"] = 280.0
+    return [
+        {"step": n, "window/samples_seen": 64 * n, **(scale if n % 10 == 0 else {})}
+        for n in range(1, 2001)
+    ]
+
+
 RUNS: dict[str, list[dict[str, Any]]] = {
     "long": long_run(),
     "points": [*losses(LOSSES, step=10), {"step": 25, "valid/loss": 2.5}],
     "single": [{"step": 7, "val/loss": 2.0}],
     "name": [{"step": 0, NAME: 1}],
+    "noise": measured(),
     **{f"axis{n}": losses(values) for n, (values, _) in enumerate(AXES)},
 }
 
@@ -277,6 +288,21 @@ def test_every_chart_has_data_and_nothing_complains(
         assert re.search(r" at step 1,\d{3},000$", chart["middle"][0]), chart
         assert 0.05 < chart["zoom"] < 0.5, chart
         assert chart["whole"], chart
+
+
+def test_the_noise_scale_lies_in_its_band_over_samples(light: dict[str, Visit]) -> None:
+    assert light["noise"].said == []
+    found = light["noise"].found
+    assert (found["outside"], found["overlaps"]) == ([], [])
+    (chart,) = found["charts"]
+    assert chart["title"] == "Noise scale"
+    scale = "200 (150 to 280) at 128,000 samples seen"
+    window = "size of the window64 at 128,000 samples seen"
+    assert chart["idle"] == [f"window/noise_scale{scale}", window]
+    assert "samples seen" in [each["text"] for each in chart["texts"]]
+    assert [distr for distr, _ in chart["axes"].values()] == [1, 3]
+    assert min(chart["lines"]) > 100
+    assert max(chart["off"]) == 0  # with its band
 
 
 def test_buttons_choose_the_axis(light: dict[str, Visit]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from trainkit import PerSample, PerToken, Uniform, Weighed
 from trainkit.cli.report import rate_plan
 from trainkit.cli.report.charts import choose
-from trainkit.cli.report.rate_plan import _optimizers, _unit
+from trainkit.cli.report.rate_plan import _optimizers, unit_of_weights
 from trainkit.cli.report.series import Series
 
 
@@ -32,7 +32,7 @@ def test_weights_have_a_unit(
 ) -> None:
     windows = strategy and SimpleNamespace(strategy=strategy)
     monkeypatch.setattr(rate_plan, "windows_of", lambda trainer: windows)
-    assert _unit(None) == unit
+    assert unit_of_weights(None) == unit
 
 
 class Pair(nn.Module):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.completion import overrides
 from trainkit.cli.loading import say_loading
+from trainkit.cli.plan import noise
 from trainkit.cli.plan.report import describe, make_report
-from trainkit.cli.plan.scaling import BETAS, EPS, Reference, scaled_by_rules
+from trainkit.cli.plan.scaling import BETAS, BY_NOISE, EPS, Reference, scaled_by_rules
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.scaling import RULES
@@ -28,6 +29,7 @@ EXAMPLE = """\
 example:
   trainkit plan --target 512 --world-size 4 --max-micro-batch 24 \\
       --dataset-size 50000 --lr 0.1 --reference 256 --rule linear
+  trainkit plan --target 512 --max-micro-batch 24 --noise-scale outputs/MyModule/...
   trainkit plan --probe --target 512 model=mine trainer=gpu
 
 keys of --json, none of which is ever missing:
@@ -41,7 +43,17 @@ keys of --json, none of which is ever missing:
                 last_window_samples is_short; null without --dataset-size
   scaling       a list of rule k lr beta1 beta2 eps problem; beta1, beta2 and eps are
                 null if they do not change, lr is null if there is a problem; null
-                without --lr
+                without --lr; of the rule gain the rates are in windows
+  noise_scale   samples low high; low and high are null if a number was given; null
+                without --noise-scale
+  windows       a list of window plan per_step per_sample time speed gain lr_sgd
+                lr_adam; plan: whether it is the plan's; per_step: progress as a share
+                of an endless window's; per_sample: as a share of a tiny window's;
+                time: to equal progress on one device, and its samples, in times those
+                of tiny windows, 1 / per_sample; speed: of world_size devices, in times
+                that of one with tiny windows, min(world_size, window) x per_sample,
+                if nothing is lost between them; gain, lr_sgd and lr_adam: rates x
+                gain and x its root, null without --lr; null without --noise-scale
   overrides     train (Hydra) and fit (Lightning CLI), lists of arguments
   trials        a list of size fits samples_per_second peak_bytes problem, of one rank;
                 null without --probe
@@ -51,6 +63,7 @@ keys of --json, none of which is ever missing:
 def main(argv: list[str]) -> int:
     """Run `trainkit plan`, and return the exit status."""
     args = _parse(argv)
+    scale = None if args.noise_scale is None else noise.read(args.noise_scale)
     probes = "probe" in args
     found = _probed(args) if probes else None
     if probes and found is None:
@@ -76,13 +89,21 @@ def main(argv: list[str]) -> int:
         scaling = scaled_by_rules(plan, reference, rule=args.rule)
     words = args.overrides if probes else ()
     report = make_report(
-        plan, epoch, scaling, rule=args.rule, reference=reference, words=words
+        plan,
+        epoch,
+        scaling,
+        rule=args.rule,
+        reference=reference,
+        words=words,
+        noise_scale=scale,
     )
     report["trials"] = None if found is None else [asdict(t) for t in found.trials]
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         show([*([] if found is None else found.tried()), *describe(report)])
+        if scale is not None:
+            print("\n".join(noise.table(report)))
     return 0
 
 
@@ -153,10 +174,20 @@ def _add_scaling(parser: Arguments) -> None:
     add = parser.add_argument_group("the learning rate").add_argument
     add("--lr", type=float, help="the rate for the reference batch")
     add("--reference", type=int, help="the effective batch to which --lr belongs")
-    add("--rule", choices=list(RULES), help="one rule only (default: all of them)")
+    rules = [*RULES, BY_NOISE]
+    add("--rule", choices=rules, help="one rule only (default: all of them)")
     betas = f"Adam's, for the rules that change them (default {BETAS[0]} {BETAS[1]})"
     add("--betas", type=float, nargs=2, help=betas)
     add("--eps", type=float, help=f"Adam's (default {EPS:g})")
+    add(
+        "--noise-scale",
+        metavar="SAMPLES|RUN_FOLDER",
+        help="the gradient noise scale, or a run that has measured it with NoiseScale: "
+        "a table of windows with the progress of a step and of a sample, the time on "
+        "one device, the speed of --world-size devices, and the rates by the rule "
+        "gain: x gain for SGD, x its root for Adam, where gain = (1 + scale / "
+        "reference) / (1 + scale / window)",
+    )
 
 
 def _refuse_beside_probe(args: argparse.Namespace) -> None:
@@ -187,3 +218,8 @@ def _refuse_lonely(args: argparse.Namespace) -> None:
             raise TrainkitError(
                 f"trainkit plan {option}: needs {needed}, which is missing. Add it."
             )
+    if args.rule == BY_NOISE and args.noise_scale is None:
+        raise TrainkitError(
+            "trainkit plan --rule gain: needs --noise-scale, which is missing. Add a "
+            "number of samples, or the folder of a run that has measured it."
+        )

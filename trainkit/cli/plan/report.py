@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainkit.cli.plan.scaling import Reference
+from trainkit.cli.plan import noise
+from trainkit.cli.plan.scaling import BY_NOISE, Reference
 from trainkit.cli.words import key_of
 from trainkit.core.batch_plan import BatchPlan
 from trainkit.core.effective import brief
@@ -23,6 +24,7 @@ def make_report(
     rule: str | None,
     reference: Reference | None,
     words: Sequence[str] = (),
+    noise_scale: dict[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """The data of `trainkit plan --json`, whose keys its `--help` lists.
 
@@ -33,8 +35,10 @@ def make_report(
         rule: the only rule of interest, which the overrides then choose.
         reference: the rate, and the batch to which it belongs.
         words: what was probed; it is part of the overrides, and has the ranks.
+        noise_scale: its `samples`, with `low` and `high` if they are known.
     """
     near = plan.nearby()
+    samples = None if noise_scale is None else noise_scale["samples"]
     return {
         "target": plan.target,
         "world_size": plan.world_size,
@@ -44,7 +48,13 @@ def make_report(
         "nearby": None if near is None else _sizes(near),
         "epoch": None if epoch is None else asdict(epoch),
         "scaling": scaling,
-        "overrides": overrides(plan, rule=rule, reference=reference, words=words),
+        "noise_scale": noise_scale,
+        "windows": None
+        if samples is None
+        else noise.windows(samples, plan.effective, plan.world_size, reference),
+        "overrides": overrides(
+            plan, rule=rule, reference=reference, words=words, noise_scale=samples
+        ),
     }
 
 
@@ -62,6 +72,7 @@ def overrides(
     rule: str | None = None,
     reference: Reference | None = None,
     words: Sequence[str] = (),
+    noise_scale: float | None = None,
 ) -> dict[str, list[str]]:
     """The arguments with which either command trains by the plan.
 
@@ -90,6 +101,9 @@ def overrides(
             train.append(f"lr_scaling.reference_batch={reference.batch}")
             fit.append(f"--lr_scaling.rule={rule}")
             fit.append(f"--lr_scaling.reference_batch={reference.batch}")
+        if rule == BY_NOISE and noise_scale is not None:
+            train.append(f"lr_scaling.noise_scale={noise_scale:g}")
+            fit.append(f"--lr_scaling.noise_scale={noise_scale:g}")
     return {"train": train, "fit": fit}
 
 
@@ -112,10 +126,12 @@ def describe(report: dict[str, Any]) -> list[Row]:
         rows += _about_epoch(report)
     for scaled in report["scaling"] or []:
         rows.append((f"lr, {scaled['rule']}", _about_rule(scaled)))
+    if report["noise_scale"] is not None:
+        rows += noise.describe(report)
     paste = report["overrides"]
     rows.append(("Hydra", f"trainkit train {shlex.join(paste['train'])}"))
     line = f"trainkit fit {shlex.join(paste['fit'])}"
-    if report["scaling"]:
+    if report["scaling"] is not None:
         line += " (the rate for the reference batch is an argument of your module)"
     rows.append(("Lightning CLI", line))
     return rows

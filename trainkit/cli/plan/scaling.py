@@ -15,6 +15,8 @@ from trainkit.core.scaling import (
 )
 from trainkit.errors import TrainkitError
 
+BY_NOISE = "gain"
+"""The rule that goes by the noise scale: its rates stand in the table of windows."""
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
@@ -67,11 +69,14 @@ def scaled_by_rules(
 
     Returns:
         For each rule its name, k and the new values; `None` for a value that does not
-        change. A rule that cannot be applied has a `problem` and no rate.
+        change. A rule that cannot be applied has a `problem` and no rate. The rule
+        gain is not among them: it needs the noise scale and depends on the optimizer.
 
     Raises:
         TrainkitError: the only rule of interest cannot be applied.
     """
+    if rule == BY_NOISE:
+        return []
     if rule is not None:
         return [_scaled(RULES[rule], plan, reference)]
     return [_scaled_or_problem(each, plan, reference) for each in RULES.values()]

@@ -25,6 +25,8 @@ _FEW = 20
 """An axis is not clipped if so few values are drawn."""
 _MOST_BANDS = 3
 """Of more runs there are only lines: their bands would lie on each other."""
+STEP = "step"
+"""What the horizontal axis counts, if a chart says nothing else."""
 _STYLES = ("train", "validation", "other1", "other2", "other3", "other4")
 
 
@@ -46,12 +48,14 @@ class Line:
         label: its name in the legend.
         role: decides how it is drawn.
         place: of several runs, the place of its run.
+        band: the lower and the upper edge of a band, at the steps of the line.
     """
 
     label: str
     role: Role
     series: Series
     place: int = 0
+    band: tuple[Series, Series] | None = None
 
     @property
     def dash(self) -> int:
@@ -64,6 +68,24 @@ class Line:
     def num_gaps(self) -> int:
         """How many of its rows have no finite value."""
         return len(self.series.steps) - len(self.series.shown)
+
+    @property
+    def values(self) -> list[float]:
+        """All that is drawn, its band too."""
+        every = (self.series, *(self.band or ()))
+        return [value for series in every for _, value in series.shown]
+
+    def drawn(self, most: int) -> Drawn:
+        """The points as `Series.drawn` gives them; of a long line with a band of its
+        own, evenly some."""
+        if self.band is None:
+            return self.series.drawn(most)
+        places = range(len(self.series.steps))
+        if self.series.is_long(most):
+            last = places[-1]
+            places = sorted({*places[:: math.ceil(len(places) / (4 * most))], last})
+        every = (self.series.steps, self.series.values, *(s.values for s in self.band))
+        return Drawn(*(tuple(each[n] for n in places) for each in every))
 
 
 @dataclass(frozen=True)
@@ -80,6 +102,8 @@ class Chart:
         may_be_log: whether there is a choice of axes: logarithmic, if values are far
             apart, or without high values of the beginning.
         as_stairs: whether a value holds until the next one.
+        is_always_log: whether its axis is logarithmic, however near its values are.
+        over: what the other axis counts.
         note: a remark below it.
     """
 
@@ -91,12 +115,14 @@ class Chart:
     from_zero: bool = False
     may_be_log: bool = False
     as_stairs: bool = False
+    is_always_log: bool = False
+    over: str = STEP
     note: str = ""
 
     @cached_property
     def range(self) -> tuple[float, float]:
         """The least and the largest value."""
-        values = [value for line in self.lines for _, value in line.series.shown]
+        values = [value for line in self.lines for value in line.values]
         return min(values), max(values)
 
     @property
@@ -106,6 +132,8 @@ class Chart:
         "late" ends at the largest value after the first quarter of the steps.
         """
         axes: list[Axis] = ["whole"]
+        if self.is_always_log:
+            return ["log", "whole"]
         if not self.may_be_log:
             return axes
         low, high = self.range
@@ -150,7 +178,7 @@ class Chart:
                 style = run_style(line.place)
             else:
                 style = next(others) if line.role == "other" else line.role
-            drawn = line.series.drawn(most)
+            drawn = line.drawn(most)
             if line.role == "run" and len(self.lines) > _MOST_BANDS:
                 drawn = Drawn(drawn.steps, drawn.values)
             yield line, style, drawn
@@ -168,7 +196,11 @@ class Chart:
                 notes.append(
                     f"{line.label}: {line.num_gaps:,} {rows} no finite value: a gap."
                 )
-        long = [line for line in self.lines if line.series.is_long(most)]
+        long = [
+            line
+            for line in self.lines
+            if line.series.is_long(most) and line.band is None
+        ]
         if long:
             is_many = long[0].role == "run"
             names = "Long lines" if is_many else ", ".join(line.label for line in long)
@@ -184,13 +216,18 @@ class Chart:
         """A value as the axis shows it."""
         return value_text(value, is_share=self.is_share)
 
+    def at(self, place: float) -> str:
+        """A place on the horizontal axis in words."""
+        said = number(place)
+        return f"{STEP} {said}" if self.over == STEP else f"{said} {self.over}"
+
     def _in_words(self, line: Line) -> str:
         shown = line.series.shown
         (first, begin), (last, end) = shown[0], shown[-1]
         values = [value for _, value in shown]
         return (
-            f"{line.label}: {self.text(begin)} at step {number(first)}, "
-            f"{self.text(end)} at step {number(last)}, "
+            f"{line.label}: {self.text(begin)} at {self.at(first)}, "
+            f"{self.text(end)} at {self.at(last)}, "
             f"from {self.text(min(values))} to {self.text(max(values))}."
         )
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trainkit.cli.report.chart import Chart, Charts, Line, Role
+from trainkit.cli.report.noise_chart import HIGH, LOW, noise_chart
+from trainkit.cli.report.noise_chart import KEYS as NOISE_KEYS
 from trainkit.cli.report.series import WINDOW, Series
 
 _VALIDATION = re.compile(r"^(val|valid|validation)[/_](.*[/_])?loss(_epoch)?$")
@@ -98,7 +100,11 @@ _RATES_OF_DATA = {"tokens per second": "tokens_per_second"}
 _RATES_OF_DATA |= {"samples per second": "samples_per_second"}
 """The keys of the charts of throughput by the names of their columns."""
 KEYS = frozenset(
-    (*(chart.key for chart in (_LOSS, *_WINDOWS, _CUT)), *_RATES_OF_DATA.values())
+    (
+        *(chart.key for chart in (_LOSS, *_WINDOWS, _CUT)),
+        *_RATES_OF_DATA.values(),
+        *NOISE_KEYS,
+    )
 )
 
 
@@ -130,6 +136,10 @@ def choose(
             charts[-1] = _in_unit(charts[-1], unit)
             charts += _throughputs(columns)
     used = {line.series.name for chart in charts for line in chart.lines}
+    noise = noise_chart(columns)
+    if noise is not None:
+        charts.append(noise)
+        used |= {noise.lines[0].series.name, LOW, HIGH}
     others, too_many = _others(columns, used)
     missing = [
         f"{chart.title.lower()} ({_column_of(chart)} was not logged)"

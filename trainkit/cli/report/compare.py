@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.cli.report.chart import Chart, Charts, Line, run_dash, run_style
+from trainkit.cli.report.chart import STEP, Chart, Charts, Line, run_dash, run_style
 from trainkit.cli.report.page import page
 from trainkit.cli.report.series import WINDOW
 from trainkit.cli.report.write import read_charts, read_facts, summary_rows
@@ -80,7 +80,7 @@ def read_run(folder: RunFolder, name: str) -> Run:
     facts = read_facts(folder)
     ended = dict(summary_rows(facts, charts))
     if not facts:
-        last = max(step for step, _ in _last_points(charts))
+        last = max((step for step, _ in _last_points(charts)), default=0)
         ended["training"] = f"under way or killed, step {last:,.0f}"
         ended |= _last_values(charts)
     return Run(name, charts, _config(folder), ended)
@@ -194,7 +194,8 @@ def _differing(found: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _last_points(charts: Charts) -> list[tuple[float, float]]:
-    lines = [line for chart in charts.shown for line in chart.lines]
+    over_steps = [chart for chart in charts.shown if chart.over == STEP]
+    lines = [line for chart in over_steps for line in chart.lines]
     return [line.series.shown[-1] for line in lines if line.role != "plan"]
 
 

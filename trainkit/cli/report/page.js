@@ -126,6 +126,7 @@ function draw(id, chart, axis, isShown = []) {
   const ends = [steps[0], steps.at(-1)];
   const clipped = (plot, low, high) => axis === "late" && plot.scales.x.min <= ends[0]
     ? Math.min(high, Math.max(low, chart.late[1])) : high;
+  const placed = x => chart.over === "step" ? `step ${step(x)}` : `${step(x)} ${chart.over}`;
   const text = y => chart.isShare ? number(100 * y) + "%" : number(y);
   const columns = [steps], series = [{class: "unlisted"}], bands = [];
   chart.lines.forEach((line, n) => {
@@ -140,7 +141,7 @@ function draw(id, chart, axis, isShown = []) {
       if (i === undefined || y === null) return "";
       const range = line.low.length && line.low[i] < line.high[i]
         ? ` (${text(line.low[i])} to ${text(line.high[i])})` : "";
-      return `${text(y)}${range} at step ${step(line.steps[i])}`;
+      return `${text(y)}${range} at ${placed(line.steps[i])}`;
     };
     columns.push(column(line.values));
     series.push({
@@ -187,7 +188,7 @@ function draw(id, chart, axis, isShown = []) {
     },
     axes: [
       {
-        ...ink, label: "step", labelSize: 18, labelFont: ink.font, size: 28, gap: 3,
+        ...ink, label: chart.over, labelSize: 18, labelFont: ink.font, size: 28, gap: 3,
         grid: none, ticks: {stroke: ink.stroke, width: 1, size: 4},
         border: {show: true, stroke: ink.stroke, width: 1},
         incrs: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12].flatMap(

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainkit.cli.report.chart import Chart, Charts
+from trainkit.cli.report.chart import STEP, Chart, Charts
 from trainkit.pages.frame import Row, framed, summary_table, text_of
 from trainkit.pages.look import number
 
@@ -102,6 +102,7 @@ def _data(chart: Chart, stretches: int) -> dict[str, Any]:
         "isShare": chart.is_share,
         "fromZero": chart.from_zero,
         "asStairs": chart.as_stairs,
+        "over": chart.over,
         "lines": [
             {
                 "label": line.label,
@@ -139,7 +140,8 @@ def _numbers(charts: Sequence[Chart]) -> str:
             values = [value for _, value in shown]
             numbers = (values[0], values[-1], min(values), max(values))
             cells = [f"{len(shown):,}", *map(chart.text, numbers)]
-            cells.append(f"{number(shown[0][0])} to {number(shown[-1][0])}")
+            unit = "" if chart.over == STEP else f" {chart.over}"
+            cells.append(f"{number(shown[0][0])} to {number(shown[-1][0])}{unit}")
             texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
             rows.append(f'<th scope="row">{escape(line.label)}</th>{texts}')
     body = "".join(f"<tr>{row}</tr>" for row in rows)

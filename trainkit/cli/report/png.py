@@ -27,7 +27,7 @@ _FEW = 40
 """A line of at most so many points has a dot at each."""
 _NEAR = 0.09
 """The share of the axis that two ticks are apart at least."""
-_SPACING = {"left": 0.12, "right": 0.97, "top": 0.82, "bottom": 0.14}
+_SPACING = {"left": 0.12, "right": 0.955, "top": 0.82, "bottom": 0.14}
 
 
 def draw_all(charts: Charts, folder: Path) -> list[Path]:
@@ -140,7 +140,7 @@ def _draw_axes(panel: Axes, chart: Chart) -> None:
     panel.xaxis.set_ticks(_with_last(whole.tick_values(*steps), *steps))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     panel.margins(x=0.01)
-    panel.set_xlabel("step", fontsize=8, loc="right")
+    panel.set_xlabel(chart.over, fontsize=8, loc="right")
     panel.tick_params(labelsize=8, colors=LIGHT["quiet"], length=0)
     tidy(panel, grid="y")
     panel.spines["left"].set_visible(False)

@@ -34,7 +34,7 @@ class RatePlanFile(Callback):
             return
         plan = replace(
             plan_rates(trainer, pl_module),
-            unit=_unit(trainer),
+            unit=unit_of_weights(trainer),
             optimizers=_optimizers(trainer, pl_module),
         )
         if trainer.global_step:
@@ -46,7 +46,7 @@ class RatePlanFile(Callback):
             print(f"trainkit | learning rates: no plan of them: {error}", flush=True)
 
 
-def _unit(trainer: Any) -> str:
+def unit_of_weights(trainer: Any) -> str:
     """What the weights of windows count; empty if it has no name."""
     windows = windows_of(trainer)
     strategy = None if windows is None else windows.strategy

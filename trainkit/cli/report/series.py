@@ -12,6 +12,9 @@ from trainkit.lit.logs.metric_file import Row
 WINDOW = "window/"
 """The beginning of `WindowMonitor`'s columns; each logged window fills them all."""
 
+OF_SOME = ("noise_scale", "noise_scale_low", "noise_scale_high", "efficiency")
+"""The ends of the columns of `NoiseScale`, which measures some windows only."""
+
 LARGEST = 1e250
 """A larger value is drawn as a gap, as infinity is: no axis can hold it."""
 
@@ -111,7 +114,7 @@ def read_series(rows: Sequence[Row]) -> dict[str, Series]:
     """Every column that holds numbers, by its name.
 
     A value that is not finite is a gap. So is a missing value in the row of a window:
-    `WindowMonitor` does not log NaN.
+    `WindowMonitor` does not log NaN. What only some windows have is not missing.
 
     >>> rows = [{"step": "0", "loss": "2.5"}, {"step": "1", "loss": "nan"}]
     >>> read_series(rows)["loss"].values
@@ -144,7 +147,7 @@ def _families(names: Iterable[str]) -> dict[str, list[str]]:
     """Columns that one window fills, such as `window/loss` and `window/weight`."""
     families: dict[str, list[str]] = {}
     for name in names:
-        if name.startswith(WINDOW):
+        if name.startswith(WINDOW) and name.rpartition("/")[2] not in OF_SOME:
             families.setdefault(name.rpartition("/")[0], []).append(name)
     return families
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.cli.report.chart import Charts
+from trainkit.cli.report.chart import STEP, Charts
 from trainkit.cli.report.charts import choose
 from trainkit.cli.report.page import page
 from trainkit.cli.report.series import Series, read_series
@@ -111,13 +111,15 @@ def summary_rows(facts: dict[str, Any], charts: Charts) -> list[Row]:
     A run that was killed has no summary, and a resumed run has an old one until it
     ends. The charts then know a later step.
     """
-    last = max(
+    steps = [
         step
         for chart in charts.shown
+        if chart.over == STEP
         for line in chart.lines
         if line.role != "plan"
         for step, _ in line.series.shown
-    )
+    ]
+    last = max(steps, default=0)
     if not facts:
         said = f"has not ended, or was killed; its last row is of step {last:,.0f}"
         return [("training", said)]

@@ -36,6 +36,7 @@ def rows(facts: dict[str, Any]) -> list[Row]:
                 f"size in these windows, {plain['largest']:.1%} in the worst",
             )
         )
+    found += [(label, text) for label, text in facts.get("advice") or ()]
     if facts.get("throughput") is not None:
         found.append(("throughput", _throughput(**facts["throughput"])))
     return found

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, open_dict
 
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.at_end import TestAtEnd
+from trainkit.cli.report.noise import facts_of_noise
 from trainkit.cli.report.rate_plan import RatePlanFile
 from trainkit.cli.report.step_times import StepTimes
 from trainkit.cli.report.write import report_of_training
@@ -142,11 +143,13 @@ def _fit_and_report(
         folder = beginning.folder
         trainer = training.trainer
         facts = summary.collect(training, config, folder, windows)
+        is_over = status == "finished"
+        facts.update(facts_of_noise(trainer, folder, is_over=is_over))
         facts.update(status=status, seconds=round(time.monotonic() - started, 1))
         metrics = dict(trainer.callback_metrics)
         if test is not None:
-            is_over = status == "finished" and not ending.signals.heard
-            facts["test"] = test.run(is_wanted=is_over and beginning.has_trained)
+            is_wanted = is_over and not ending.signals.heard and beginning.has_trained
+            facts["test"] = test.run(is_wanted=is_wanted)
             metrics.update(trainer.callback_metrics)
         if trainer.is_global_zero and not beginning.is_written:
             if status == "finished":

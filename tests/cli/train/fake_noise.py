@@ -1,0 +1,47 @@
+"""A `NoiseScale` that has measured what it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainkit.core.noise.estimate import NoiseEstimate
+from trainkit.lit.noise.callback import NoiseScale
+
+
+class Given(NoiseScale):
+    """Logs one noise scale in the rows of every second step.
+
+    Args:
+        samples: the noise scale; its interval is 30 % wide on either side.
+        why_not: why there is none.
+        bounded: whether the interval has an upper end.
+    """
+
+    def __init__(
+        self, samples: float = 0, why_not: str | None = None, bounded: bool = True
+    ) -> None:
+        self.why_not, self._samples, self._bounded = why_not, samples, bounded
+        self._windows = 0
+
+    @property
+    def estimate(self) -> NoiseEstimate | None:  # type: ignore[override]
+        if not self._samples:
+            return None
+        ends = (self._samples / 1.3, self._samples * 1.3)
+        if not self._bounded:
+            ends = (ends[0], float("inf"))
+        return NoiseEstimate(self._samples, *ends, 8.0, 100.0, 10 * self._windows)
+
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
+        self._windows += 1
+        if self._windows % 2 == 0 and self._samples:
+            found = {"window/noise_scale": self._samples}
+            trainer.loggers[0].log_metrics(found, step=trainer.global_step + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": self._windows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._windows = state_dict["windows"]

@@ -1,0 +1,189 @@
+"""What a run says of its noise scale: in `summary.json`, the table and the report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.training import run_dirs, summary_of, the_run, train
+from trainkit.cli.errors import Interrupted
+from trainkit.cli.main import main
+from trainkit.cli.report.noise import _repeated
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.config import allow_targets
+from trainkit.config.redact import REDACTED
+from trainkit.core.noise.estimate import NoiseEstimate
+from trainkit.core.noise.from_run import read_noise_scale
+from trainkit.errors import TrainkitError
+from trainkit.lit.logs.metric_file import read_rows
+
+allow_targets("tests")
+
+STEPS = [
+    "trainer.max_steps=6",
+    "trainer.accumulate_grad_batches=4",
+    "data.batch_size=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trainkit"])
+
+
+def given(**values: Any) -> str:
+    pairs = "".join(f", {name}: {value}" for name, value in values.items())
+    return f"+callbacks.noise={{_target_: tests.cli.train.fake_noise.Given{pairs}}}"
+
+
+def lines_of(out: str, label: str) -> list[str]:
+    start = f"trainkit | {label}"
+    return [line.removeprefix(start) for line in out.splitlines() if start in line]
+
+
+def test_the_lines_are_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(given(samples=10), *STEPS) == 0
+    out = capsys.readouterr().out
+    run = the_run(tmp_path)
+    facts = summary_of(run)
+    assert NoiseEstimate.of_facts(facts["noise_scale"]) == read_noise_scale(run)
+    assert facts["noise_scale"]["num_windows"] == 60
+    assert [label for label, _ in facts["advice"]] == [
+        "noise scale",
+        "window of 8",
+        "more devices",
+    ]  # near: no suggestion
+    page = (run / "report.html").read_text()
+    for label, text in facts["advice"]:
+        assert f"trainkit | {label}: {text}" in out
+        assert label in page
+    assert "10 samples (7.69 to 13, 90 %), 1,000 tokens (769 to 1,300, 90 %)" in page
+    (run / "report.html").unlink()  # drawn again, it has them too
+    assert main(["report", str(run)]) == 0
+    assert (
+        "pay while the whole window stays near 10" in (run / "report.html").read_text()
+    )
+
+
+def test_a_run_without_it_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("trainer.max_steps=1") == 0
+    facts = summary_of(the_run(tmp_path))
+    assert (facts["noise_scale"], facts["advice"]) == (None, [])
+    assert not lines_of(capsys.readouterr().out, "noise scale")
+
+
+def test_what_could_not_measure_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "a window has one micro-batch"
+    assert train(given(why_not=f"'{why}'"), "trainer.max_steps=1") == 0
+    facts = summary_of(the_run(tmp_path))
+    assert facts["noise_scale"] is None
+    assert facts["advice"] == [["noise scale", f"not measured: {why}"]]
+    out = capsys.readouterr().out
+    assert lines_of(out, "noise scale") == [f": not measured: {why}"]
+    with pytest.raises(TrainkitError, match=f"not measured: {why}"):
+        read_noise_scale(the_run(tmp_path))
+
+
+def test_too_few_windows_are_said(tmp_path: Path) -> None:
+    assert train(given(), "trainer.max_steps=1") == 0
+    (line,) = summary_of(the_run(tmp_path))["advice"]
+    assert line == ["noise scale", "not measured: too few windows were measured"]
+
+
+def test_at_least_is_null_in_the_file(tmp_path: Path) -> None:
+    assert train(given(samples=50, bounded="false"), *STEPS) == 0
+    facts = summary_of(the_run(tmp_path))
+    assert facts["noise_scale"]["high"] is None
+    assert facts["advice"][0][1].startswith("at least 38.5 samples")
+    assert len(facts["advice"]) == 3  # and no suggestion
+    with pytest.raises(TrainkitError, match=r"at least 38.5 samples"):
+        read_noise_scale(the_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(40, "schedule.sizes={0: 4, 2: 16}"), (1.5, None)]
+)
+def test_the_command_that_is_suggested_runs_on_as_many_samples(
+    samples: float,
+    sizes: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = tmp_path / "first"
+    assert train(given(samples=samples), *STEPS, f"paths.run_dir='{first}'") == 0
+    out = capsys.readouterr().out
+    assert "without lr_scaling the rate does not follow the window" in out
+    (command,) = lines_of(out, "to try it: trainkit train ")
+    words = shlex.split(command)
+    if sizes is None:
+        assert "trainer.accumulate_grad_batches=1" in words  # 2 samples
+        assert not any(word.startswith("schedule") for word in words)
+    else:
+        assert sizes in words
+    assert not any("run_dir" in word for word in words)
+    assert train(*words, small=[]) == 0
+    (second,) = [run for run in run_dirs(tmp_path) if run != first]
+    seen = [
+        max(float(row.get("window/samples_seen", 0)) for row in read_rows(file))
+        for file in (first / "metrics.csv", second / "metrics.csv")
+    ]
+    assert seen == [48.0, 48.0]
+
+
+def test_a_rate_that_follows_needs_no_remark(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scaled = ["lr_scaling=sqrt", "lr_scaling.reference_batch=8"]
+    assert train(given(samples=40), *STEPS, *scaled) == 0
+    out = capsys.readouterr().out
+    assert lines_of(out, "to try it")
+    assert "does not follow" not in out
+
+
+def test_an_interrupted_run_gets_no_other_windows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killer = "_target_: tests.cli.train.killer.Killer, hook: on_train_batch_end"
+    killer = f"{{{killer}, batch: 22, signum: SIGTERM}}"
+    with pytest.raises(Interrupted):
+        train(given(samples=40), *STEPS, f"+callbacks.killer={killer}")
+    assert summary_of(the_run(tmp_path))["status"] == "interrupted"
+    assert len(summary_of(the_run(tmp_path))["advice"]) == 3
+    assert not lines_of(capsys.readouterr().out, "to try it")
+
+
+def test_words_with_a_secret_are_left_to_the_user(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    saved = ["seed=1", "trainer.max_steps=9", "paths.run_dir=x", "ckpt_path=last"]
+    folder.write_start({}, saved)
+    given = ["trainer.max_steps=3"]
+    assert _repeated(folder, given) == ["seed=1", *given]  # the control
+    folder.write_start({}, [*saved, f"logger.key={REDACTED}"])
+    assert _repeated(folder, given) == ["...", *given]
+
+
+def test_a_run_that_has_a_schedule_gets_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["schedule=stages", "schedule.sizes={0: 4}", "schedule.unit=step"]
+    assert train(given(samples=40), *words, "trainer.max_steps=6") == 0
+    assert not lines_of(capsys.readouterr().out, "to try it")
+    assert len(summary_of(the_run(tmp_path))["advice"]) == 3
+
+
+def test_a_resumed_run_continues_the_estimate(tmp_path: Path) -> None:
+    assert train(given(samples=10), *STEPS, "trainer.max_steps=3") == 0
+    assert summary_of(the_run(tmp_path))["noise_scale"]["num_windows"] == 30
+    assert train("ckpt_path=last", "trainer.max_steps=6", small=[]) == 0
+    assert summary_of(the_run(tmp_path))["noise_scale"]["num_windows"] == 60

@@ -1,0 +1,97 @@
+"""The noise scale in the summary of a run, if `NoiseScale` has measured it."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+from typing import Any
+
+from trainkit.cli.report.noise_chart import SCALE, SEEN, window_sizes
+from trainkit.cli.report.rate_plan import unit_of_weights
+from trainkit.cli.report.series import Series, read_series
+from trainkit.cli.runs.folder import RunFolder
+from trainkit.cli.runs.words_of_run import words_of_run
+from trainkit.core.noise.advice import Line, Point, advice, suggest
+from trainkit.core.noise.estimate import NoiseEstimate
+from trainkit.core.noise.from_run import ADVICE, KEY
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import longest_window, own_sizes
+from trainkit.lit.callback.base import find_callback, has_callback
+from trainkit.lit.logs.metric_file import read_rows
+from trainkit.lit.noise.callback import NoiseScale
+
+_OF_PLACE = ("paths.run_dir", "hydra.run.dir")
+
+
+def facts_of_noise(trainer: Any, folder: RunFolder, *, is_over: bool) -> dict[str, Any]:
+    """The two entries of `summary.json`: the estimate, and labels with their lines.
+
+    Args:
+        trainer: after `fit`.
+        folder: of the run, with its rows.
+        is_over: whether it has ended by itself; only then are windows suggested.
+    """
+    measured = find_callback(trainer, NoiseScale)
+    if measured is None:
+        return {KEY: None, ADVICE: []}
+    estimate = measured.estimate
+    if estimate is None:
+        why = measured.why_not or "too few windows were measured"
+        return {KEY: None, ADVICE: [("noise scale", f"not measured: {why}")]}
+    lines = advice(estimate, unit_of_weights(trainer))
+    if is_over:
+        lines += _suggested(trainer, folder, estimate)
+    return {KEY: estimate.facts(), ADVICE: lines}
+
+
+def curve(columns: dict[str, Series], window: float) -> list[Point]:
+    """What was measured over the steps of a run.
+
+    Args:
+        columns: of its `metrics.csv`.
+        window: the samples of a window where the file does not tell them.
+    """
+    scale, seen = columns.get(SCALE), columns.get(SEEN)
+    sizes = {} if seen is None else window_sizes(seen)
+    return [
+        Point(int(step), value, sizes.get(step, window))
+        for step, value in (() if scale is None else scale.shown)
+    ]
+
+
+def _suggested(trainer: Any, folder: RunFolder, estimate: NoiseEstimate) -> list[Line]:
+    is_ours = has_callback(
+        trainer.callbacks, "AccumulationSchedule", "GradientAccumulationScheduler"
+    )
+    if is_ours or own_sizes(trainer) or not trainer.is_global_zero:
+        return []  # a schedule or the module has chosen the sizes
+    try:
+        columns = read_series(read_rows(folder.path / folder.METRICS))
+    except (csv.Error, ValueError):  # the report names the damage
+        return []
+    found = suggest(
+        estimate,
+        curve(columns, estimate.window),
+        accumulate=longest_window(trainer),
+        steps=trainer.global_step,
+        most=trainer.num_training_batches,
+    )
+    if found is None:
+        return []
+    follows = has_callback(trainer.callbacks, "LRScaling") or not found.words
+    rate = "" if follows else "; without lr_scaling the rate does not follow the window"
+    lines = [("suggestion", found.why + rate)]
+    if found.words:
+        limit = [f"trainer.max_steps={found.steps}"] * (trainer.max_steps != -1)
+        words = _repeated(folder, [*found.words, *limit])
+        lines.append(("to try it", f"trainkit train {shlex.join(words)}"))
+    return lines
+
+
+def _repeated(folder: RunFolder, given: list[str]) -> list[str]:
+    """The run's own words, with other windows, in a folder of its own."""
+    try:
+        words = words_of_run(folder, given)
+    except TrainkitError:  # they have a secret, which was not saved
+        words = ["...", *given]
+    return [word for word in words if word.partition("=")[0] not in _OF_PLACE]
