@@ -17,6 +17,7 @@ from tests.wandb_server import WandbServer
 
 GRID = ["optimizer.lr=0.001,0.01", "hydra.sweeper.method=grid"]
 LONG = ["trainer.max_steps=2000", "trainer.val_check_interval=2"]
+IN_BACKGROUND = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 
 
 def command(*words: str) -> list[str]:
@@ -104,13 +105,20 @@ def test_a_trial_that_the_server_stops_is_a_result_and_the_next_one_starts(
     assert len(run_dirs(tmp_path)) == 2
 
 
-@pytest.mark.environments  # beside busy workers an agent of W&B may miss the interrupt
-def test_after_ctrl_c_another_agent_can_continue_the_sweep(
-    wandb_server: WandbServer, tmp_path: Path
+@pytest.mark.parametrize(
+    ("before", "signum"),
+    [
+        pytest.param([], signal.SIGINT, id="ctrl_c"),
+        # What a script starts with `&`, and so an agent, does not hear SIGINT.
+        pytest.param(IN_BACKGROUND, signal.SIGTERM, id="kill_in_background"),
+    ],
+)
+def test_after_a_signal_another_agent_can_continue_the_sweep(
+    wandb_server: WandbServer, tmp_path: Path, before: list[str], signum: int
 ) -> None:
     env = env_of(wandb_server, tmp_path)
     process = subprocess.Popen(
-        command(*GRID, *LONG),
+        [*before, *command(*GRID, *LONG)],
         cwd=tmp_path,
         env=env,
         stdout=subprocess.PIPE,
@@ -121,11 +129,11 @@ def test_after_ctrl_c_another_agent_can_continue_the_sweep(
         wandb_server.wait_until(
             lambda: any(r.history for r in wandb_server.runs.values())
         )
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signum)
         out, _ = process.communicate(timeout=240)
     finally:
         process.kill()
-    assert process.returncode == 130, out
+    assert process.returncode == 128 + signum, out
     assert set(wandb_server.runs) == {"sw0r0"}
 
     agent = [sys.executable, "-m", "wandb", "agent", "--count=1", "local/p/sw0"]

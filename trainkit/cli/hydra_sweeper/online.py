@@ -26,8 +26,6 @@ _PATIENCE = 15.0
 """How many seconds a trial waits for those of the other agents."""
 _LOOK_EVERY = 10.0
 _LOST_AFTER = 120.0
-_TO_LEAVE = 15.0
-"""How many seconds agents have to leave when their trials have ended."""
 
 
 class OnlineSource:
@@ -132,18 +130,12 @@ class OnlineSource:
         return next((line for line in reversed(lines) if line.strip()), "nothing")
 
     def close(self) -> None:
-        """End the agents."""
-        # Before their trials end, and twice, since an agent may miss an interrupt while
-        # it waits for the server.
-        for _ in range(2):
-            self._agents.start_no_more()
-            time.sleep(_TICK)
+        """End the agents, then what they run."""
+        self._agents.end()  # one whose trial has ended would ask for another
         jobs, self._jobs = self._jobs, {}
         for connection, _ in jobs.values():
             connection.close()
         self._listener.close()
-        if not self._agents.wait(_TO_LEAVE):
-            self._agents.stop()
         self._room.cleanup()
 
     def _accept(self) -> Trial | None:

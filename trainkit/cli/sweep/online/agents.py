@@ -76,10 +76,13 @@ class Agents:
         for _ in range(3):
             self._signal()
             time.sleep(_PAUSE)
-        if not self.wait(5):
-            for process in self._processes:
-                process.kill()
-                process.wait()
+        self._await_or_kill()
+
+    def end(self) -> None:
+        """End the agents, which start nothing from then on, and leave their trials."""
+        for process in self._processes:
+            process.terminate()  # an agent does not handle SIGTERM, nor pass it on
+        self._await_or_kill()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the agents to leave, and return whether all have left in time."""
@@ -87,6 +90,12 @@ class Agents:
         while self.are_running() and time.monotonic() < deadline:
             time.sleep(0.1)
         return not self.are_running()
+
+    def _await_or_kill(self) -> None:
+        if not self.wait(15):
+            for process in self._processes:
+                process.kill()
+                process.wait()
 
     def _signal(self) -> None:
         for process in self._processes:
