@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.training import run_dirs, summary_of, the_run, train
+from tests.cli.training import run_dirs, summary_of, the_run
+from tests.cli.training import train as train_plainly
 from trainkit.cli.errors import Interrupted
 from trainkit.cli.main import main
 from trainkit.cli.report.noise import _repeated
@@ -39,6 +40,11 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def given(**values: Any) -> str:
     pairs = "".join(f", {name}: {value}" for name, value in values.items())
     return f"+callbacks.noise={{_target_: tests.cli.train.fake_noise.Given{pairs}}}"
+
+
+def train(*words: str, **options: Any) -> int:
+    """Train without the callback that the default configuration has."""
+    return train_plainly("~callbacks.noise_scale", *words, **options)
 
 
 def lines_of(out: str, label: str) -> list[str]:

@@ -60,7 +60,7 @@ class ByHand(pl.Callback):
             flat = torch.cat([g.double().flatten() for g in found])
             self._open.append((weight, weight * flat))
 
-    def on_before_optimizer_step(self, *args: Any) -> None:
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         done, self._open = self._open, []
         w = torch.tensor([weight for weight, _ in done]).double()
         u = torch.stack([contribution for _, contribution in done])
@@ -81,7 +81,7 @@ class KeepTable(pl.Callback):
     def __init__(self, noise: NoiseScale) -> None:
         self.noise = noise
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         moments = self.noise._moments
         if moments is not None and moments.num_windows:
             self.table = moments.table
@@ -195,7 +195,7 @@ def test_callbacks_see_it(tmp_path: Path) -> None:
     seen = []
 
     class Reader(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
             seen.append("window/noise_scale" in trainer.callback_metrics)
 
     fit(WAYS["streamed"], Reader(), NoiseScale(1), epochs=3)

@@ -30,7 +30,7 @@ class ChunkNorms:
         cuts: the submodules that run in chunks.
 
     Attributes:
-        why_not: why they cannot be told, once that is known.
+        why_not: why nothing is measured, once that is known.
         parts: of the window that closed last: its sums on this rank.
     """
 

@@ -118,7 +118,7 @@ class NoiseEstimate:
 
 
 def _share_of_noise(sums: Sequence[float]) -> float | None:
-    """The share of noise in |S|^2; None if it cannot be told."""
+    """The share of noise in |S|^2; None if nothing shows it."""
     squared_sum, sum_of_squares, squared_weight, squares_of_weights, *_ = sums
     pairs = squared_weight - squares_of_weights
     if pairs <= 1e-9 * squared_weight or squared_sum <= 0 or not sums[5] > 0:

@@ -38,7 +38,7 @@ class PassNorms:
     Attributes:
         squares: of each pass in the open window: the squared norm over all parameters.
         is_resumed: whether those of a checkpoint, in which the window began, are here.
-        why_not: why they cannot be told, once that is known.
+        why_not: why nothing is measured, once that is known.
         parts: of the window that closed last: sum |u_j|^2 and sum w_j^2 on this rank,
             and whether all of it was seen.
     """

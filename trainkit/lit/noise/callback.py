@@ -8,15 +8,17 @@ from typing import Any, Literal, get_args
 import torch
 
 from trainkit.core.late_reading import LateReading
+from trainkit.core.noise.advice import advice
 from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate, per_sample
 from trainkit.core.noise.moments import NoiseMoments
+from trainkit.core.strategies import PerToken
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import OrderedCallback, WindowOwner, windows_of
 from trainkit.lit.callback.left_behind import without_module
-from trainkit.lit.callback.table import Row, say
+from trainkit.lit.callback.table import Row, say, show
 from trainkit.lit.logs.late_rows import LateRows
 
 KEY = "trainkit_noise_scale"
@@ -48,6 +50,7 @@ class NoiseScale(OrderedCallback):
         if_impossible: `"raise"` an error where nothing can be measured (a window is one
             micro-batch of one rank; parameters are sharded; there are several
             optimizers, or terms of the loss), or `"say"` so in the table and train.
+        advise: whether to print after training what the estimate means.
 
     Attributes:
         why_not: why nothing is measured; None if it is.
@@ -56,7 +59,11 @@ class NoiseScale(OrderedCallback):
     order = 4
 
     def __init__(
-        self, every_n_steps: int = 10, *, if_impossible: IfImpossible = "raise"
+        self,
+        every_n_steps: int = 10,
+        *,
+        if_impossible: IfImpossible = "raise",
+        advise: bool = True,
     ) -> None:
         super().__init__()
         check_whole_number(
@@ -69,6 +76,7 @@ class NoiseScale(OrderedCallback):
             )
         self.every_n_steps = every_n_steps
         self.if_impossible = if_impossible
+        self.advise = advise
         self.why_not: str | None = None
         self._found: NoiseEstimate | None = None
         self._restored: Any = None
@@ -96,6 +104,7 @@ class NoiseScale(OrderedCallback):
             raise TrainkitError("NoiseScale: there are two of them. Keep one.")
         if stage == "fit":
             self._forget()
+            self._found = None
             self.move_to_front(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -173,7 +182,13 @@ class NoiseScale(OrderedCallback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._rows.log_arrived(trainer, wait=True)
+        windows = self._windows
         self._end()
+        if windows is not None and self._found is not None and self.advise:
+            is_tokens = isinstance(windows.strategy, PerToken)
+            if trainer.is_global_zero:
+                unit = "tokens" if is_tokens else "samples"
+                show([*advice(self._found, unit)], trainer)
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
