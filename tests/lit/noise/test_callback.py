@@ -23,6 +23,7 @@ from tests.helpers import (
     weights,
 )
 from tests.lit.fronts import RAGGED, micro_batches
+from tests.lit.noise.keep import KeepTable
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -73,18 +74,6 @@ class Fused(TokenModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, fused=True)
-
-
-class KeepTable(pl.Callback):
-    """Keeps the sums, which the training frees when it ends."""
-
-    def __init__(self, noise: NoiseScale) -> None:
-        self.noise = noise
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        moments = self.noise._moments
-        if moments is not None and moments.num_windows:
-            self.table = moments.table
 
 
 WAYS: dict[str, dict[str, Any]] = {
