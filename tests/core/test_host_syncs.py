@@ -11,7 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.core.common import ByClass, class_weighted_loss, fresh_net, padded
 from tests.helpers import ragged_sequences, token_loss
-from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken
+from trainkit import (
+    AccumulationStrategy,
+    Accumulator,
+    NoiseMoments,
+    PerSample,
+    PerToken,
+)
 
 SAMPLES = ragged_sequences(12)
 CUT = [padded(SAMPLES[:1]), padded(SAMPLES[1:5]), padded(SAMPLES[5:])]
@@ -88,6 +94,25 @@ def test_step_waits_for_nothing(
         for _ in range(3):
             window(accumulator, loss, slots=4)
     assert waits.found == []
+
+
+def test_a_measured_window_waits_for_nothing(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = fresh_net(torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accumulator = Accumulator(PerToken())
+    moments = NoiseMoments(accumulator, optimizer)
+    monkeypatch.setattr(accumulator.watch, "read_arrived", lambda: None)
+    with waits:
+        for _ in range(6):
+            moments.watch()
+            for batch in CUT:
+                accumulator.backward(token_loss(net, batch), batch)
+            moments.add(accumulator.finish(optimizer), samples=12)
+            optimizer.step()
+    assert waits.found == []
+    assert moments.estimate() is not None
 
 
 def test_counting_waits_finds_one(waits: Waits) -> None:

@@ -13,6 +13,7 @@ from trainkit.core.inside.cut import nobody
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.noise.norms import norms_of, squared, squared_norm
 from trainkit.core.ranks import Ranks
+from trainkit.core.totals import vector
 from trainkit.core.window import Window
 from trainkit.core.window_stats import WindowStats
 
@@ -78,7 +79,7 @@ class ChunkNorms:
         unit = streamed.reference.to(totals) / window.applied[-1]
         if streamed.opening is not None:
             unit = unit / streamed.opening.to(totals)
-        rows = torch.tensor(calls[0].rows, dtype=totals.dtype).to(totals.device)
+        rows = vector(calls[0].rows, totals.device)
         num = rows.sum()
         unit = (unit * num).square()
         row = [

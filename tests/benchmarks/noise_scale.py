@@ -1,0 +1,106 @@
+"""What measuring the noise scale costs: steps with and without it, in one training.
+
+    python -m tests.benchmarks.noise_scale [--windows 40] [--threads 1]
+
+A transformer of ten million parameters trains in windows of four micro-batches. Every
+other window is measured, so that both kinds run on the same machine at the same time;
+what counts is the median over pairs of neighbours. The norms are also timed by
+themselves, since the difference is far below what a shared machine varies by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from trainkit import Accumulator, NoiseMoments, PerToken
+from trainkit.core.noise.norms import PassNorms
+
+WIDTH, LAYERS, VOCABULARY = 320, 7, 4096
+ROWS, LENGTH, MICRO_BATCHES = 8, 128, 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(ids)))
+
+
+class Timed(PassNorms):
+    """Adds up the time of its own methods."""
+
+    seconds = 0.0
+
+    def see(self, index: int, gradient: Tensor) -> None:
+        start = time.perf_counter()
+        super().see(index, gradient)
+        Timed.seconds += time.perf_counter() - start
+
+    def end(self) -> None:
+        start = time.perf_counter()
+        super().end()
+        Timed.seconds += time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    model = Model()
+    number = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    accumulator = Accumulator(PerToken(), module=model)
+    moments = NoiseMoments(accumulator, optimizer)
+    ids = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH))
+
+    def step(*, measured: bool) -> float:
+        start = time.perf_counter()
+        if measured:
+            moments.watch()
+        for batch in ids:
+            logits = model(batch).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, batch.flatten())
+            accumulator.backward(loss, {"labels": batch})
+        stats = accumulator.finish(optimizer)
+        if measured:
+            moments.add(stats, samples=MICRO_BATCHES * ROWS)
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    step(measured=True)
+    moments._norms.__class__ = Timed
+    ratios, plain = [], []
+    import trainkit.core.noise.moments as place
+
+    place.PassNorms = Timed  # type: ignore[misc]
+    Timed.seconds = 0.0
+    for window in range(args.windows):
+        order = (True, False) if window % 2 else (False, True)
+        seconds = {each: step(measured=each) for each in order}
+        ratios.append(seconds[True] / seconds[False])
+        plain.append(seconds[False])
+    own = Timed.seconds / args.windows
+    print(f"{number:,} parameters, {len(list(model.parameters()))} tensors")
+    print(f"a step: {1e3 * median(plain):.1f} ms")
+    print(f"every window measured: {median(ratios) - 1:+.2%} (median of pairs)")
+    print(f"norms alone: {1e3 * own:.2f} ms, {own / median(plain):.2%} of a step")
+
+
+if __name__ == "__main__":
+    main()
