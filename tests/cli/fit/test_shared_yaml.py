@@ -87,6 +87,7 @@ def test_every_file_of_a_group_serves_here(group: str) -> None:
         needed = ["--lr_scaling.reference_batch=8"] * (
             group == "lr_scaling" and path.stem != "none"
         ) + ["--schedule.sizes={0: 2, 5: 4}"] * (path.stem in ("stages", "by_tokens"))
+        needed += ["--lr_scaling.noise_scale=40"] * (path.stem == "gain")
         made = only(make(f"--{group}={path}", *needed), kinds[group])
         assert len(made) == (path.stem != "none"), path
 
