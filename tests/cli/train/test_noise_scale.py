@@ -89,6 +89,26 @@ def test_a_resumed_run_does_not_follow_the_folder_but_what_is_given_now(
     assert rate_of(run) == pytest.approx(before * ratio**0.5, rel=1e-12)
 
 
+def test_an_unchanged_command_resumes_with_the_number_that_it_has_read(
+    tmp_path: Path, capsys: Any
+) -> None:
+    folder = earlier_run()
+    same = ["ckpt_path=auto", *GAIN, "lr_scaling.noise_scale=earlier"]
+    assert train(*same) == 0
+    run = the_run(tmp_path)
+    before = rate_of(run)
+    shutil.rmtree(folder)
+    assert train(*same, "trainer.max_steps=3") == 0
+    assert "noise scale: 43.25, as read when this run began" in capsys.readouterr().out
+    assert rate_of(run) == before
+    assert KEPT in words_of(run)
+    assert train(*same, "lr_scaling.noise_scale=null") == 2  # this is no folder
+    # The control: a number is a change of the command.
+    assert train(*same, "trainer.max_steps=4", "lr_scaling.noise_scale=9") == 0
+    assert config_of(run)["lr_scaling"]["noise_scale"] == 9
+    assert rate_of(run) < 0.9 * before
+
+
 def test_each_run_of_several_keeps_its_own(tmp_path: Path) -> None:
     for name, samples in {"a": 20.0, "b": 30.0}.items():
         earlier_run(name, samples)

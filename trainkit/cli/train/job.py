@@ -28,6 +28,7 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog
+from trainkit.cli.runs.words_of_run import NOISE_SCALE
 from trainkit.cli.train.beginning import Beginning, does_not_fit
 from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
@@ -46,8 +47,6 @@ from trainkit.lit.logs.throughput import Throughput
 from trainkit.lit.logs.window_summary import WindowSummary
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.resume.graceful_stop import GracefulStop
-
-_NOISE_SCALE = "lr_scaling.noise_scale"
 
 
 def run(config: DictConfig, log: ScreenLog) -> float | None:
@@ -113,11 +112,11 @@ def _keep_noise_scale(config: DictConfig, words: list[str], trainer: Any) -> Non
     That folder may change before this run is resumed or repeated.
     """
     scaling = find_callback(trainer, LRScaling)
-    if scaling and isinstance(OmegaConf.select(config, _NOISE_SCALE), str):
+    if scaling and isinstance(OmegaConf.select(config, NOISE_SCALE), str):
         number = scaling.noise_scale
-        OmegaConf.update(config, _NOISE_SCALE, number)
-        words[:] = [word for word in words if key_of(word) != _NOISE_SCALE]
-        words.append(f"++{_NOISE_SCALE}={number}")
+        OmegaConf.update(config, NOISE_SCALE, number)
+        words[:] = [word for word in words if key_of(word) != NOISE_SCALE]
+        words.append(f"++{NOISE_SCALE}={number}")
 
 
 def _keep_profile(trainer: Any, folder: RunFolder) -> None:
