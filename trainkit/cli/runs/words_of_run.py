@@ -33,9 +33,7 @@ def unchanged(folder: RunFolder, given: list[str]) -> list[str]:
         return given
     if is_first_rank():
         number = kept[-1].partition("=")[2]
-        print(
-            f"trainkit | noise scale: {number}, as this run has read it when it began"
-        )
+        print(f"trainkit | noise scale: {number}, as read when this run began")
     return [word for word in given if word not in again]
 
 
