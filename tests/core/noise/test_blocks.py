@@ -12,11 +12,11 @@ from trainkit.core.noise.estimate import COLUMNS
 
 
 def filled(number: int, last: int = 160) -> Blocks:
-    """The n-th window has n in all columns, but one window in the last."""
+    """The n-th window has n in all columns, but a gradient of 1 and one window."""
     blocks = Blocks(last)
     for window in range(number):
         row = torch.full((len(COLUMNS),), float(window), dtype=torch.float64)
-        row[-1] = 1
+        row[0] = row[1] = row[2] = row[-1] = 1
         blocks.add(row)
     return blocks
 
@@ -26,7 +26,7 @@ def test_up_to_the_limit_no_window_is_lost(number: int) -> None:
     table = filled(number).table
     assert table is not None
     assert table[:, -1].sum() == number
-    assert table[:, 0].sum() == sum(range(number))
+    assert table[:, 4].sum() == sum(range(number))
     assert min(number, BLOCKS // 2) <= len(table) <= BLOCKS
 
 
@@ -37,7 +37,7 @@ def test_beyond_it_the_oldest_go(last: int, each: int) -> None:
     assert table is not None
     kept = int(table[:, -1].sum())
     assert BLOCKS * each - each < kept <= BLOCKS * each
-    assert table[:, 0].sum() == sum(range(number - kept, number))
+    assert table[:, 4].sum() == sum(range(number - kept, number))
 
 
 @pytest.mark.parametrize("number", [0, 3, 20, 33, 170])
@@ -47,8 +47,8 @@ def test_a_resumed_one_goes_on_to_the_bit(number: int) -> None:
     state = copy.deepcopy(straight.state_dict())
     resumed.load_state_dict(state, torch.device("cpu"))
     for blocks in (straight, resumed):
-        for _ in range(50):
-            blocks.add(torch.full((len(COLUMNS),), 0.1, dtype=torch.float64))
+        for n in range(50):
+            blocks.add(torch.full((len(COLUMNS),), 0.1 * n, dtype=torch.float64))
     assert straight.table is not None
     assert resumed.table is not None
     assert torch.equal(straight.table, resumed.table)

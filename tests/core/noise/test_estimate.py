@@ -6,6 +6,8 @@ import math
 from statistics import fmean
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.core.noise.simulated import Setting, as_if_equal, estimate_of
 from trainkit.core.noise.estimate import (
@@ -61,6 +63,26 @@ def test_a_window_that_was_not_seen_counts_for_nothing() -> None:
     assert of_half is not None
     assert found.num_windows == 20
     assert found.samples == pytest.approx(of_half.samples)
+
+
+def test_long_gradients_at_the_beginning_do_not_outweigh_later_ones() -> None:
+    """As a training begins: 40 windows whose gradients are 10 times as long, and whose
+    noise scale is a 16th of the later one."""
+    early, late = Setting(8, 2, 0.125, False), Setting(8, 2, 2, False)
+    begin = early.windows(40, 1)
+    begin[:, :2] *= 100
+    windows = torch.cat([begin, late.windows(120, 2)])
+    found, later = estimate_of(windows), estimate_of(windows[40:])
+    assert found is not None
+    assert later is not None
+    assert found.samples == pytest.approx(later.samples, rel=0.5)
+    plain = NoiseEstimate.of(_plain(windows))
+    assert plain is not None
+    assert plain.samples < 0.2 * later.samples  # the control
+
+
+def _plain(windows: Tensor) -> list[list[float]]:
+    return torch.stack([each.sum(0) for each in windows.split(8)]).tolist()
 
 
 def test_without_an_upper_end_it_is_at_least_the_lower_one() -> None:

@@ -20,6 +20,10 @@ class Blocks:
     The first windows have a block each. When there are twenty blocks, two become one,
     until a block holds as many windows as it may; from then on the oldest block goes.
 
+    A window's gradient is measured in units of the gradients before it. Otherwise the
+    long ones at the beginning of a training would outweigh all later ones. What came
+    before does not depend on the window's own noise, so this adds no bias.
+
     Args:
         last: over how many windows, at most.
 
@@ -33,10 +37,12 @@ class Blocks:
         self.table: Tensor | None = None
         self.num_windows = 0
         self._each, self._in_newest = 1, 0
+        self._unit: Tensor | None = None  # |S|^2 / W^2 of the windows before
 
     def add(self, window: Tensor) -> None:
         """Add the sums of a window."""
         self.num_windows += 1
+        window = self._in_units(window)
         if self.table is None:
             self.table, self._in_newest = window[None], 1
         elif self._in_newest < self._each:
@@ -45,6 +51,15 @@ class Blocks:
         else:
             self.table = torch.cat([self._with_room(self.table), window[None]])
             self._in_newest = 1
+
+    def _in_units(self, window: Tensor) -> Tensor:
+        own = window[0] / window[2]
+        unit = own if self._unit is None else self._unit.to(own)
+        unit = torch.where(unit > 0, unit, own)
+        self._unit = torch.where(own.isfinite(), unit + (own - unit) / 4, unit)
+        window = window.clone()
+        window[:2] = torch.where(window[:2] > 0, window[:2] / unit, 0.0)
+        return window
 
     def _with_room(self, table: Tensor) -> Tensor:
         if len(table) < BLOCKS:
@@ -58,6 +73,7 @@ class Blocks:
         """The sums, for a checkpoint; waits for the device."""
         return {
             "table": None if self.table is None else self.table.cpu(),
+            "unit": None if self._unit is None else self._unit.cpu(),
             "num_windows": self.num_windows,
             "each": self._each,
             "in_newest": self._in_newest,
@@ -67,5 +83,6 @@ class Blocks:
         """Resume from saved sums."""
         saved = state["table"]
         self.table = None if saved is None else saved.to(device)
+        self._unit = state["unit"]
         self.num_windows = state["num_windows"]
         self._each, self._in_newest = state["each"], state["in_newest"]

@@ -47,6 +47,8 @@ class NoiseMoments:
 
     Attributes:
         why_not: why nothing can be measured, once that is known.
+        newest: the sums of the window that was added last, as `COLUMNS` names them;
+            zeros if some of it was not seen.
 
     Raises:
         TrainkitError: the loss has several terms, or a rank has parts of parameters.
@@ -76,6 +78,7 @@ class NoiseMoments:
         self._cuts = cuts
         self._norms: PassNorms | ChunkNorms = PassNorms()
         self._blocks = Blocks(last)
+        self.newest: Tensor | None = None
 
     @property
     def why_not(self) -> str | None:
@@ -145,6 +148,7 @@ class NoiseMoments:
         if samples is not None:
             row[5] = torch.where(row[6] > 0, samples, 0.0)
         self.stop()
+        self.newest = row
         self._blocks.add(row)
 
     # ---- the estimate ----------------------------------------------------------------
