@@ -318,3 +318,32 @@ def test_several_terms_are_refused() -> None:
     net = TokenNet()
     with pytest.raises(TrainkitError, match=r"terms \['a', 'b'\]"):
         NoiseMoments(Accumulator(terms, module=net), net.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_measured_window_on_a_gpu_waits_for_nothing() -> None:
+    net = TokenNet().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accumulator = Accumulator(PerToken(), module=net)
+    moments = NoiseMoments(accumulator, optimizer)
+    batches = [{k: v.cuda() for k, v in batch.items()} for batch in micro_batches()]
+
+    def window() -> None:
+        moments.watch()
+        for batch in batches:
+            accumulator.backward(token_loss(net, batch), batch)
+        moments.add(accumulator.finish(optimizer), samples=20)
+        optimizer.step()
+
+    window()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(6):
+            window()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    row, _ = measure(TokenNet(), micro_batches())
+    on_gpu, _ = measure(TokenNet().cuda(), batches)
+    assert off(on_gpu.cpu(), row) < 1e-4
