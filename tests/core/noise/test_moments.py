@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import TokenNet, pad, ragged_sequences, token_loss
 from trainkit import Accumulator, NoiseMoments, PerToken, TrainkitError, Uniform
+from trainkit.core.noise.norms import refuse_shards, squared_norm
 
 SAMPLES = ragged_sequences(30)
 SIZES = (1, 7, 3, 4, 2, 3)
@@ -237,8 +241,6 @@ def test_a_gradient_in_parts_is_not_measured() -> None:
 
 def test_a_large_tensor_is_added_up_without_loss() -> None:
     """A CPU adds up ten million squares of float32 to a thousandth."""
-    from trainkit.core.noise.norms import squared_norm
-
     torch.manual_seed(0)
     gradient = torch.randn(2000, 5000) * torch.rand(2000, 1)
     exact = gradient.double().square().sum()
@@ -311,6 +313,29 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(TrainkitError, match="was not finished"):
         moments.add(stats, samples=1)
     assert moments.estimate() is None
+
+
+def test_sharded_parameters_are_refused() -> None:
+    """FSDP1 needs a GPU to run; its wrapper alone does not."""
+
+    class Wrapped(FullyShardedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = module
+
+    net = TokenNet()
+    accumulator = Accumulator(PerToken(), module=net)
+    accumulator.module = Wrapped(net)
+    with pytest.raises(TrainkitError, match="Wrapped shards them"):
+        NoiseMoments(accumulator, net.parameters())
+    of_two = DTensor.from_local(torch.ones(2), _mesh(), [Shard(0)], run_check=False)
+    with pytest.raises(TrainkitError, match="DTensor shards them"):
+        refuse_shards([of_two])
+    refuse_shards(net.parameters(), net)
+
+
+def _mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
 
 
 def test_several_terms_are_refused() -> None:

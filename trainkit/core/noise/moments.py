@@ -72,7 +72,7 @@ class NoiseMoments:
         self._accumulator = accumulator
         is_optimizer = hasattr(optimizer_or_parameters, "param_groups")
         found = parameters_of(optimizer_or_parameters)
-        refuse_shards(found)
+        refuse_shards(found, accumulator.module)
         # Finetuning may add some to an optimizer; a generator is used up now.
         self._source = optimizer_or_parameters if is_optimizer else found
         self._cuts = cuts

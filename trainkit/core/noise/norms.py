@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import FlatParameter
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -180,13 +180,23 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     return squared([norms_of(gradient) for gradient in gradients])
 
 
-def refuse_shards(parameters: Iterable[Tensor]) -> None:
+def refuse_shards(parameters: Iterable[Tensor], module: Any = None) -> None:
     """Refuse parameters of which a rank has a part: no hook sees their gradients as a
-    micro-batch makes them."""
-    for parameter in parameters:
-        if isinstance(parameter, DTensor | FlatParameter):
-            raise TrainkitError(
-                f"noise scale: its parameters must be whole on each rank, and one of "
-                f"shape {list(parameter.shape)} is a {type(parameter).__name__}, which "
-                f"is sharded. Measure it with DDP or on one device, or leave it out."
-            )
+    micro-batch makes them.
+
+    Args:
+        parameters: those that train.
+        module: that has them, or Lightning's strategy object, if either is known.
+    """
+    root = module if isinstance(module, nn.Module) else getattr(module, "model", None)
+    modules = root.modules() if isinstance(root, nn.Module) else ()
+    wrapper = next(
+        (m for m in modules if isinstance(m, FullyShardedDataParallel)), None
+    )
+    sharded = next((p for p in parameters if isinstance(p, DTensor)), wrapper)
+    if sharded is not None:
+        raise TrainkitError(
+            f"noise scale: parameters must be whole on each rank, and "
+            f"{type(sharded).__name__} shards them. Measure it with DDP or on one "
+            f"device, or leave it out."
+        )
