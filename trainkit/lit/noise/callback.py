@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,8 +31,8 @@ class NoiseScale(OrderedCallback):
 
     A window far below it makes as much progress per sample as a tiny one; a window far
     above it hardly more per step than a smaller one. The micro-batches of a window, on
-    all ranks, show it: the more their gradients agree, the smaller it is. Of every nth
-    window are logged, over the last 160 measured ones:
+    all ranks, show it: the more their gradients agree, the smaller it is. One window of
+    every n is measured, and logged with it are, over the last 160 measured ones:
 
     - `window/noise_scale`: the estimate, in samples;
     - `window/noise_scale_low`, `window/noise_scale_high`: its 90 % interval. Without an
@@ -46,7 +47,8 @@ class NoiseScale(OrderedCallback):
     A training with it is the same to the bit, and a resumed run continues the estimate.
 
     Args:
-        every_n_steps: which windows are measured; it costs one norm of each gradient.
+        every_n_steps: one window of so many is measured, which costs one norm of each
+            gradient.
         if_impossible: `"raise"` an error where nothing can be measured (a window is one
             micro-batch of one rank; parameters are sharded; there are several
             optimizers, or terms of the loss), or `"say"` so in the table and train.
@@ -145,8 +147,9 @@ class NoiseScale(OrderedCallback):
             return
         assert self._windows is not None
         accumulator = self._windows.accumulators[0]
-        is_due = (accumulator.num_windows + 1) % self.every_n_steps == 0
-        if is_due and not accumulator.is_open:
+        if accumulator.is_open:
+            return
+        if is_measured(accumulator.num_windows, self.every_n_steps):
             self._moments.watch()
 
     def on_before_optimizer_step(
@@ -219,6 +222,19 @@ class NoiseScale(OrderedCallback):
     ) -> None:
         if trainer.state.fn == "fit":
             self._restored = checkpoint.get(KEY)
+
+
+def is_measured(number: int, every: int) -> bool:
+    """Whether a window is measured: one at random of each `every`, by their number.
+
+    Each nth would often be the short last one where an epoch has few windows. The number
+    alone says which, so that a resumed run measures those that it would have measured.
+
+    >>> [number for number in range(50) if is_measured(number, 10)]
+    [6, 12, 20, 33, 43]
+    """
+    group, place = divmod(number, every)
+    return place == Random(group).randrange(every)
 
 
 def _why_not(trainer: Any, pl_module: Any) -> str | None:
