@@ -12,6 +12,8 @@ from trainkit.errors import TrainkitError
 SUMMARY = "summary.json"
 KEY, ADVICE = "noise_scale", "advice"
 """The entries of `summary.json`: the facts of the estimate, and lines to read."""
+NOT_MEASURED = "not measured: "
+"""So begins the line of a run that has said before why it measures nothing."""
 
 
 def read_noise_scale(path: str | os.PathLike[str]) -> NoiseEstimate:

@@ -11,6 +11,7 @@ import torch
 from trainkit.core.late_reading import LateReading
 from trainkit.core.noise.advice import advice
 from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate, per_sample
+from trainkit.core.noise.from_run import NOT_MEASURED
 from trainkit.core.noise.moments import NoiseMoments
 from trainkit.core.strategies import PerToken
 from trainkit.core.whole_number import check_whole_number
@@ -133,7 +134,7 @@ class NoiseScale(OrderedCallback):
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         if self.why_not is not None:
-            return [("noise scale", f"not measured: {self.why_not}")]
+            return [("noise scale", f"{NOT_MEASURED}{self.why_not}")]
         every = self.every_n_steps
         which = "every window" if every == 1 else f"one of {every} windows"
         return [("noise scale", f"measured in {which}")]
@@ -179,7 +180,7 @@ class NoiseScale(OrderedCallback):
             self.why_not = self._moments.why_not
             self._end()
             if trainer.is_global_zero:
-                say(trainer, ("noise scale", f"not measured: {self.why_not}"))
+                say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not}"))
 
     # ---- afterwards ------------------------------------------------------------------
 
@@ -227,8 +228,8 @@ class NoiseScale(OrderedCallback):
 def is_measured(number: int, every: int) -> bool:
     """Whether a window is measured: one at random of each `every`, by their number.
 
-    Each nth would often be the short last one where an epoch has few windows. The number
-    alone says which, so that a resumed run measures those that it would have measured.
+    Each nth would often be the short last one where an epoch has few windows. Which it
+    is depends on the number alone, so a resumed run measures what it would have.
 
     >>> [number for number in range(50) if is_measured(number, 10)]
     [6, 12, 20, 33, 43]
