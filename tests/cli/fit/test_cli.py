@@ -41,6 +41,8 @@ from trainkit import (
 from trainkit.cli.fit.cli import TrainkitCLI, _refusal_in
 from trainkit.cli.fit.parser import TrainkitParser
 
+BY_TOKENS = "--trainer.callbacks.strategy=PerToken"
+
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: Any, tmp_path: Path) -> None:
@@ -61,6 +63,26 @@ def test_off_by_default_it_is_plain_lightning() -> None:
     trained = fitted()
     assert torch.equal(trained, by_hand(None))
     assert not torch.equal(trained, by_hand(PerToken()))
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "is_plain"),
+    [
+        ([], Net, True),
+        (["--trainer.accumulate_grad_batches=1"], Net, False),
+        (["--accumulation=Uniform"], Net, False),
+        (["--trainer.callbacks=AccumulationCallback", BY_TOKENS], Net, False),
+        ([], MixinNet, False),
+    ],
+)
+def test_plain_lightnings_division_is_not_silent(
+    words: list[str], model: Any, is_plain: bool, capsys: Any
+) -> None:
+    make(*words, model=model)
+    out = capsys.readouterr().out
+    said = "trainkit | accumulation: plain Lightning: each micro-batch's loss is divi"
+    assert (said in out) == is_plain
+    assert ("--accumulation=PerSample or PerToken" in out) == is_plain
 
 
 def test_a_strategy_of_the_users_own_trains() -> None:

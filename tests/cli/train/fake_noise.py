@@ -41,7 +41,7 @@ class Given(NoiseScale):
         self.show_table(trainer, pl_module)
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[tuple[str, str]]:
-        return []
+        return super().table_rows(trainer, pl_module) if self.why_not else []
 
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any

@@ -96,15 +96,21 @@ def test_what_could_not_measure_says_why(
     assert facts["noise_scale"] is None
     assert facts["advice"] == [["noise scale", f"not measured: {why}"]]
     out = capsys.readouterr().out
-    assert lines_of(out, "noise scale") == [f": not measured: {why}"]
+    said = f": not measured: {why}"
+    assert lines_of(out, "noise scale") == [said]  # before training, and not again
+    assert out.index(said) < out.index("training: finished")
+    assert why in (the_run(tmp_path) / "report.html").read_text()
     with pytest.raises(TrainkitError, match=f"not measured: {why}"):
         read_noise_scale(the_run(tmp_path))
 
 
-def test_too_few_windows_are_said(tmp_path: Path) -> None:
+def test_too_few_windows_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(given(), "trainer.max_steps=1") == 0
     (line,) = summary_of(the_run(tmp_path))["advice"]
-    assert line == ["noise scale", "not measured: too few windows were measured"]
+    assert line == ["noise scale", "no estimate: it takes 50 steps or more"]
+    assert "trainkit | noise scale: no estimate: it takes" in capsys.readouterr().out
 
 
 def test_at_least_is_null_in_the_file(tmp_path: Path) -> None:

@@ -37,7 +37,11 @@ def test_no_folder_and_no_summary_are_refused(tmp_path: Path) -> None:
     [
         ({}, r"measured none. Train with callbacks=\[NoiseScale\(\)\]"),
         ({"noise_scale": None, "advice": []}, r"measured none. Train with"),
-        ({"noise_scale": None, "advice": ["one micro-batch"]}, r": one micro-batch\. "),
+        (
+            {"noise_scale": None, "advice": [["noise scale", "one micro-batch."]]},
+            r"It says: one micro-batch\. Train",
+        ),
+        ({"noise_scale": None, "advice": ["of another kind"]}, "damaged"),
         ({"noise_scale": {"samples": 1.0}}, r"is damaged: .*missing"),
         ({"noise_scale": [210]}, r"is damaged"),
         ({"noise_scale": {**ONE.facts(), "low": -1.0}}, r"is damaged: .*-1.0"),

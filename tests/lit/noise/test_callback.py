@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from trainkit import (
 )
 from trainkit.errors import TrainkitError
 from trainkit.lit import MetricsCSVLogger
+from trainkit.lit.noise.callback import is_measured
 
 CLOSE = 1e-6
 DATA = ragged_sequences(sum(RAGGED))
@@ -161,7 +163,7 @@ def rows_of(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_every_nth_window_is_a_row(tmp_path: Path) -> None:
+def test_one_of_every_n_windows_is_a_row(tmp_path: Path) -> None:
     fit(
         WAYS["streamed"],
         NoiseScale(2),
@@ -171,13 +173,34 @@ def test_every_nth_window_is_a_row(tmp_path: Path) -> None:
     )
     rows = rows_of(tmp_path)
     named = {step for step, row in rows.items() if "window/noise_scale_low" in row}
-    assert named  # steps are counted from 0 here: windows 10, 12, ... 24
-    assert named == set(range(9, 24, 2))
-    row = rows[23]
-    scale = row["window/noise_scale"]
-    assert row["window/noise_scale_low"] < scale < row["window/noise_scale_high"]
-    samples = sum(RAGGED[8:])  # the last, short window
-    assert row["window/efficiency"] == pytest.approx(scale / (scale + samples))
+    # Steps are counted from 0 here; the first four measured windows are too few.
+    measured = [step for step in range(24) if is_measured(step, 2)]
+    assert named == set(measured[4:])
+    short = [step for step in named if step % 3 == 2]
+    assert short
+    for step in named:
+        row = rows[step]
+        scale = row["window/noise_scale"]
+        assert row["window/noise_scale_low"] < scale
+        assert scale < row.get("window/noise_scale_high", math.inf)
+        samples = sum(RAGGED[step % 3 * 4 :][:4])
+        assert row["window/efficiency"] == pytest.approx(scale / (scale + samples))
+
+
+@pytest.mark.parametrize("every", [2, 7, 10])
+def test_no_place_in_an_epoch_is_left_out(every: int) -> None:
+    windows = range(200 * every)
+    measured = [number for number in windows if is_measured(number, every)]
+    assert [number // every for number in measured] == list(range(200))
+    nth = [number for number in windows if (number + 1) % every == 0]
+    for length in (2, every):  # windows of an epoch
+        places = [0] * length
+        for number in measured:
+            places[number % length] += 1
+        assert min(places) > 0.5 * 200 / length
+        if every % length == 0:  # the control
+            assert {number % length for number in nth} == {length - 1}
+    assert all(is_measured(number, 1) for number in range(20))
 
 
 def test_callbacks_see_it(tmp_path: Path) -> None:

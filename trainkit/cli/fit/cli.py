@@ -21,6 +21,9 @@ from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit.callback.base import has_callback
+from trainkit.lit.callback.table import say
+from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.measure.found import Proof
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
@@ -163,7 +166,26 @@ class TrainkitCLI(LightningCLI):
             listed = kwargs.get("callbacks", config.trainer.get("callbacks")) or []
             listed = listed if isinstance(listed, list) else [listed]
             kwargs["callbacks"] = [*listed, *ours]
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        if self.subcommand in (None, "fit"):
+            _say_if_plain(self.model, trainer)
+        return trainer
+
+
+def _say_if_plain(module: Any, trainer: Any) -> None:
+    """Say that Lightning counts the micro-batches of a window alike, if it does."""
+    number = trainer.accumulate_grad_batches
+    is_weighed = isinstance(module, AccumulationMixin) or has_callback(
+        trainer.callbacks, "AccumulationCallback"
+    )
+    if number > 1 and not is_weighed and trainer.is_global_zero:
+        said = (
+            f"plain Lightning: each micro-batch's loss is divided by "
+            f"{number} (trainer.accumulate_grad_batches), whatever it weighs, so "
+            f"unequal ones and short windows are not the big batch. Choose "
+            f"--{ACCUMULATION}=PerSample or PerToken"
+        )
+        say(trainer, (ACCUMULATION, said))
 
 
 def _refuse_other_namespace(*classes: Any) -> None:

@@ -12,8 +12,8 @@ from trainkit.cli.report.series import Series, read_series
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.words_of_run import words_of_run
 from trainkit.core.noise.advice import Line, Point, advice, suggest
-from trainkit.core.noise.estimate import NoiseEstimate
-from trainkit.core.noise.from_run import ADVICE, KEY
+from trainkit.core.noise.estimate import LEAST_BLOCKS, NoiseEstimate
+from trainkit.core.noise.from_run import ADVICE, KEY, NOT_MEASURED
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import longest_window, own_sizes
 from trainkit.lit.callback.base import find_callback, has_callback
@@ -36,12 +36,21 @@ def facts_of_noise(trainer: Any, folder: RunFolder, *, is_over: bool) -> dict[st
         return {KEY: None, ADVICE: []}
     estimate = measured.estimate
     if estimate is None:
-        why = measured.why_not or "too few windows were measured"
-        return {KEY: None, ADVICE: [("noise scale", f"not measured: {why}")]}
+        return {KEY: None, ADVICE: [("noise scale", _none_since(measured, trainer))]}
     lines = advice(estimate, unit_of_weights(trainer))
     if is_over:
         lines += _suggested(trainer, folder, estimate)
     return {KEY: estimate.facts(), ADVICE: lines}
+
+
+def _none_since(measured: NoiseScale, trainer: Any) -> str:
+    """Why there is no estimate."""
+    if measured.why_not:
+        return f"{NOT_MEASURED}{measured.why_not}"
+    fewest = LEAST_BLOCKS * measured.every_n_steps
+    if trainer.global_step < fewest:
+        return f"no estimate: it takes {fewest:,} steps or more"
+    return "no estimate: too few measured windows had several micro-batches"
 
 
 def curve(columns: dict[str, Series], window: float) -> list[Point]:

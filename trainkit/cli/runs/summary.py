@@ -17,6 +17,7 @@ from trainkit import __version__
 from trainkit.cli.runs import summary_rows
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.config.build import Training
+from trainkit.core.noise.from_run import NOT_MEASURED
 from trainkit.lit.batch_size.effective import find_effective_batch
 from trainkit.lit.callback.base import windows_of
 from trainkit.lit.callback.table import show as show_rows
@@ -69,7 +70,9 @@ def show(facts: dict[str, Any], folder: RunFolder) -> None:
         if not each.name.startswith(".")
     )
     written = f"{folder.path}: {', '.join(files)}"
-    show_rows([*summary_rows.rows(facts), ("written to", written)])
+    rows = summary_rows.rows(facts)
+    new = [row for row in rows if not row[1].startswith(NOT_MEASURED)]  # said before
+    show_rows([*new, ("written to", written)])
 
 
 def git_commit(where: str | Path = ".") -> str | None:

@@ -170,7 +170,7 @@ def suggest(
     if sum(below) > len(curve) / 2 and ratio >= 2:
         return _larger(curve, below, ratio, accumulate, steps, most)
     if sum(above) > len(curve) / 2 and ratio <= 1 / 2:
-        return _smaller(curve, above, ratio, accumulate, steps)
+        return _smaller(curve, above, ratio, accumulate, steps, most)
     return None
 
 
@@ -188,7 +188,7 @@ def _larger(
     start = max(_since(curve, below), round(steps * LAST_PART))
     if size <= accumulate or start >= steps:
         return None
-    new_steps = start + math.ceil((steps - start) * accumulate / size)
+    new_steps = start + _steps(steps - start, accumulate, size, most)
     why = (
         f"{_share(below)} of the measured windows were less than 1/{FAR} of the noise "
         f"scale; larger ones from step {start:,} on take {new_steps:,} steps for the "
@@ -205,6 +205,7 @@ def _smaller(
     ratio: float,
     accumulate: int,
     steps: int,
+    most: float,
 ) -> Suggestion:
     """Smaller windows, up to where they are no longer far above, if they end so."""
     size = max(1, accumulate // 2 ** math.floor(math.log2(1 / ratio)))
@@ -215,10 +216,10 @@ def _smaller(
     if size == accumulate:
         return Suggestion({}, steps, f"{why}: make micro-batches smaller")
     fewer = 1 - (ratio + size / accumulate) / (ratio + 1)
-    sizes, new_steps = {0: size}, math.ceil(steps * accumulate / size)
+    sizes, new_steps = {0: size}, _steps(steps, accumulate, size, most)
     end = _since(curve, [not each for each in above])
     if end < steps * (1 - LAST_PART):
-        start = math.ceil(end * accumulate / size)
+        start = _steps(end, accumulate, size, most)
         sizes, new_steps = {0: size, start: accumulate}, start + steps - end
     why += (
         f", one of {_counted(size)} in place of {accumulate:,} about "
@@ -226,6 +227,18 @@ def _smaller(
         f"steps for the samples of these {steps:,}"
     )
     return Suggestion(sizes, new_steps, why)
+
+
+def _steps(steps: int, old: int, new: int, most: float) -> int:
+    """The steps for the samples of others, where the last window of an epoch is short.
+
+    >>> _steps(40, 32, 16, 47), _steps(40, 32, 16, math.inf), _steps(41, 1, 8, 47)
+    (60, 80, 6)
+    """
+    if most == math.inf:
+        return math.ceil(steps * old / new)
+    epochs, rest = divmod(steps, math.ceil(most / old))
+    return epochs * math.ceil(most / new) + math.ceil(rest * old / new)
 
 
 def _since(curve: Sequence[Point], so: Sequence[bool]) -> int:

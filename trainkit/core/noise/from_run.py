@@ -12,6 +12,8 @@ from trainkit.errors import TrainkitError
 SUMMARY = "summary.json"
 KEY, ADVICE = "noise_scale", "advice"
 """The entries of `summary.json`: the facts of the estimate, and lines to read."""
+NOT_MEASURED = "not measured: "
+"""So begins the line of a run that has said before why it measures nothing."""
 
 
 def read_noise_scale(path: str | os.PathLike[str]) -> NoiseEstimate:
@@ -36,7 +38,8 @@ def read_noise_scale(path: str | os.PathLike[str]) -> NoiseEstimate:
         )
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
-        facts, said = summary.get(KEY), summary.get(ADVICE) or ()
+        facts = summary.get(KEY)
+        said = " ".join(text for _, text in summary.get(ADVICE) or ()).rstrip(".")
         estimate = None if facts is None else NoiseEstimate.of_facts(facts)
         if estimate is not None and not 0 <= estimate.low <= estimate.samples:
             raise ValueError(f"{KEY} is {facts}")
@@ -46,7 +49,7 @@ def read_noise_scale(path: str | os.PathLike[str]) -> NoiseEstimate:
             f"damaged: {error}. Name another run, or write its number."
         ) from error
     if estimate is None:
-        why = f" It says: {' '.join(map(str, said))}." if said else ""
+        why = f" It says: {said}." if said else ""
         raise TrainkitError(
             f"noise_scale: the run in {folder} has measured none.{why} Train with "
             f"callbacks=[NoiseScale()], in windows of several micro-batches."

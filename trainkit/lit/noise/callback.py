@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from trainkit.core.late_reading import LateReading
 from trainkit.core.noise.advice import advice
 from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate, per_sample
+from trainkit.core.noise.from_run import NOT_MEASURED
 from trainkit.core.noise.moments import NoiseMoments
 from trainkit.core.strategies import PerToken
 from trainkit.core.whole_number import check_whole_number
@@ -30,8 +32,8 @@ class NoiseScale(OrderedCallback):
 
     A window far below it makes as much progress per sample as a tiny one; a window far
     above it hardly more per step than a smaller one. The micro-batches of a window, on
-    all ranks, show it: the more their gradients agree, the smaller it is. Of every nth
-    window are logged, over the last 160 measured ones:
+    all ranks, show it: the more their gradients agree, the smaller it is. One window of
+    every n is measured, and logged with it are, over the last 160 measured ones:
 
     - `window/noise_scale`: the estimate, in samples;
     - `window/noise_scale_low`, `window/noise_scale_high`: its 90 % interval. Without an
@@ -46,7 +48,8 @@ class NoiseScale(OrderedCallback):
     A training with it is the same to the bit, and a resumed run continues the estimate.
 
     Args:
-        every_n_steps: which windows are measured; it costs one norm of each gradient.
+        every_n_steps: one window of so many is measured, which costs one norm of each
+            gradient.
         if_impossible: `"raise"` an error where nothing can be measured (a window is one
             micro-batch of one rank; parameters are sharded; there are several
             optimizers, or terms of the loss), or `"say"` so in the table and train.
@@ -131,7 +134,7 @@ class NoiseScale(OrderedCallback):
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         if self.why_not is not None:
-            return [("noise scale", f"not measured: {self.why_not}")]
+            return [("noise scale", f"{NOT_MEASURED}{self.why_not}")]
         every = self.every_n_steps
         which = "every window" if every == 1 else f"one of {every} windows"
         return [("noise scale", f"measured in {which}")]
@@ -145,8 +148,9 @@ class NoiseScale(OrderedCallback):
             return
         assert self._windows is not None
         accumulator = self._windows.accumulators[0]
-        is_due = (accumulator.num_windows + 1) % self.every_n_steps == 0
-        if is_due and not accumulator.is_open:
+        if accumulator.is_open:
+            return
+        if is_measured(accumulator.num_windows, self.every_n_steps):
             self._moments.watch()
 
     def on_before_optimizer_step(
@@ -176,7 +180,7 @@ class NoiseScale(OrderedCallback):
             self.why_not = self._moments.why_not
             self._end()
             if trainer.is_global_zero:
-                say(trainer, ("noise scale", f"not measured: {self.why_not}"))
+                say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not}"))
 
     # ---- afterwards ------------------------------------------------------------------
 
@@ -219,6 +223,19 @@ class NoiseScale(OrderedCallback):
     ) -> None:
         if trainer.state.fn == "fit":
             self._restored = checkpoint.get(KEY)
+
+
+def is_measured(number: int, every: int) -> bool:
+    """Whether a window is measured: one at random of each `every`, by their number.
+
+    Each nth would often be the short last one where an epoch has few windows. Which it
+    is depends on the number alone, so a resumed run measures what it would have.
+
+    >>> [number for number in range(50) if is_measured(number, 10)]
+    [6, 12, 20, 33, 43]
+    """
+    group, place = divmod(number, every)
+    return place == Random(group).randrange(every)
 
 
 def _why_not(trainer: Any, pl_module: Any) -> str | None:
