@@ -64,6 +64,7 @@ OPEN: dict[tuple[str, str], list[str]] = {
     for group, name in OPTIONS
     if group == "lr_scaling" and name != "none"
 }
+OPEN["lr_scaling", "gain"] += ["lr_scaling.noise_scale=40"]
 OPEN["accumulation", "per_class_weight"] = ["accumulation.weight=[1.0,2.0]"]
 OPEN["schedule", "stages"] = ["schedule.sizes={0: 2, 5: 4}"]
 OPEN["schedule", "by_tokens"] = ["schedule.sizes={0: 2, 9000: 4}"]

@@ -177,8 +177,9 @@ def test_the_rate_follows_what_is_made_and_not_what_was_meant() -> None:
 
 def test_a_rate_that_cannot_be_scaled_is_refused() -> None:
     plan = BatchPlan.make(target=512, world_size=4, max_micro_batch=24)
-    with pytest.raises(TrainkitError, match="'auto' asks the optimizer, and a plan"):
-        plan.scaled_rate(0.1, reference_batch=256, rule="auto")
+    for rule in ("auto", "gain"):
+        with pytest.raises(TrainkitError, match=f"'{rule}' asks the optimizer, and a"):
+            plan.scaled_rate(0.1, reference_batch=256, rule=rule)
     with pytest.raises(TrainkitError, match="rule: must be one of .* received 'cubic'"):
         plan.scaled_rate(0.1, reference_batch=256, rule="cubic")
     with pytest.raises(TrainkitError, match="reference_batch: must be a positive"):

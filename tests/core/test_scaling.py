@@ -17,6 +17,7 @@ from trainkit.core.scaling import (
     ScalingRule,
     check_weight_decay,
     checked_factor,
+    gain_rule,
     make_rule,
     refuse_sde_overreach,
     rule_for,
@@ -126,7 +127,7 @@ def test_make_rule_finds_names_and_callables() -> None:
     rules = [make_rule(rule) for rule in ("adam-sde", cube_root, Own())]
     assert [rule.name for rule in rules if rule] == ["adam-sde", "cube_root", "Own"]
     assert [rule.lr(8) for rule in rules if rule] == pytest.approx([8**0.5, 2.0, 5.0])
-    assert make_rule("auto") is None
+    assert make_rule("auto") is make_rule("gain") is None  # they ask the optimizer
 
 
 @pytest.mark.parametrize("rule", ["lineal", "", "LINEAR", 2, None])
@@ -196,6 +197,61 @@ def test_auto_refuses_what_no_rule_is_known_for(name: str) -> None:
     cls = getattr(torch.optim, name, None) or type(name, (), {})
     with pytest.raises(TrainkitError, match=f"knows SGD .* received {name}. Name the"):
         rule_for(cls)
+
+
+# ---- gain ----------------------------------------------------------------------------
+
+
+def gained(name: str, noise_scale: float, reference: float = 16.0) -> ScalingRule:
+    cls = getattr(torch.optim, name)
+    return rule_for(cls, noise_scale=noise_scale, reference_batch=reference)
+
+
+@pytest.mark.parametrize(("name", "power"), [("SGD", 1), ("AdamW", 0.5)])
+@pytest.mark.parametrize("batch", [1, 16, 24, 128, 4096])
+def test_gain_equals_its_formula(name: str, power: float, batch: float) -> None:
+    """McCandlish et al. 2018: a step goes as far as 1 / (1 + N / B) of an endless's."""
+    expected = ((1 + 40 / 16) / (1 + 40 / batch)) ** power
+    found = gained(name, 40).lr(batch / 16)
+    assert found == pytest.approx(expected, rel=1e-12)
+    other = rule_for(getattr(torch.optim, name)).lr(batch / 16)
+    assert (found == pytest.approx(other, rel=0.05)) == (batch == 16)
+
+
+@pytest.mark.parametrize("name", LINEAR + ROOT)
+def test_gain_is_the_rule_of_auto_well_below_the_noise_scale(name: str) -> None:
+    auto = rule_for(getattr(torch.optim, name))
+    rule = gained(name, 1e9)
+    assert rule.name == f"gain: {auto.name}"
+    for k in KS:
+        assert rule.lr(k) == pytest.approx(auto.lr(k), rel=1e-6)
+        assert gained(name, 40).lr(k) != pytest.approx(auto.lr(k), rel=0.1) or k == 1
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_gain_is_level_above_the_noise_scale(name: str) -> None:
+    auto, rule = rule_for(getattr(torch.optim, name)), gained(name, 1e-6)
+    assert rule.lr(1024) == pytest.approx(1, rel=1e-6)
+    assert auto.lr(1024) > 30
+    high = gained(name, 48)  # (1 + 48 / 16) at most
+    assert high.lr(1e12) == pytest.approx(auto.lr(4), rel=1e-9)
+
+
+def test_gain_by_k_then_j_is_not_gain_by_their_product() -> None:
+    """So a rate needs the factor for k itself, in place of a ratio of two k."""
+    rule = gained("SGD", 40)
+    assert rule.lr(2) * rule.lr(4) > 1.2 * rule.lr(8)
+    assert rule.lr(1) == 1.0
+
+
+def test_gain_refuses_what_auto_refuses_by_its_own_name() -> None:
+    with pytest.raises(TrainkitError, match="rule='gain': knows .* received Adadelta"):
+        gained("Adadelta", 40)
+
+
+def test_gain_leaves_all_but_the_rate() -> None:
+    rule = gain_rule(RULES["sqrt"], 40, 16)
+    assert (rule.beta1, rule.beta2, rule.eps) == (None, None, None)
 
 
 # ---- what adam-sde cannot follow -----------------------------------------------------

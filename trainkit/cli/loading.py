@@ -22,7 +22,11 @@ def say_loading(
         words: its command line.
         silent: options that print something else, which the line would spoil.
     """
-    is_first = all(os.environ.get(name) in (None, "", "0") for name in _RANKS)
     is_asked = any(word.partition("=")[0] in silent for word in words)
-    if is_first and not is_asked and "lightning.pytorch" not in sys.modules:
+    if is_first_rank() and not is_asked and "lightning.pytorch" not in sys.modules:
         print(f"trainkit | {command}: loading torch and Lightning ...", flush=True)
+
+
+def is_first_rank() -> bool:
+    """Whether a launcher, if there is one, calls this process the first."""
+    return all(os.environ.get(name) in (None, "", "0") for name in _RANKS)

@@ -171,8 +171,8 @@ class BatchPlan:
         Args:
             lr: the rate for the reference batch.
             reference_batch: the batch for which it was found.
-            rule: a rule's name or a callable, as for `LRScaling`. Not `"auto"`, which
-                needs the optimizer.
+            rule: a rule's name or a callable, as for `LRScaling`. Not `"auto"` or
+                `"gain"`, which need the optimizer.
 
         Raises:
             TrainkitError: there is no such rule, or `reference_batch` is not positive.
@@ -180,9 +180,9 @@ class BatchPlan:
         found = make_rule(rule)
         if found is None:
             raise TrainkitError(
-                "BatchPlan.scaled_rate rule: 'auto' asks the optimizer, and a plan "
-                "does not have one. Name the rule: 'linear' for SGD, 'sqrt' for the "
-                "Adam family."
+                f"BatchPlan.scaled_rate rule: {rule!r} asks the optimizer, and a plan "
+                f"does not have one. Name the rule: 'linear' for SGD, 'sqrt' for the "
+                f"Adam family; or give a callable of k."
             )
         k = self.effective_batch.over(reference_batch)
         return lr * checked_factor(found.name, found.lr, k)

@@ -3,6 +3,7 @@
 k is the effective batch over the reference batch. Each formula turns the value for a
 batch into the value for a batch k times as large. Using it for k and then for j equals
 using it once for k * j, so a batch that changes in mid-training only needs the ratio.
+Rates need the factor for k itself: `gain`, and a user's callable, do not multiply so.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
+from trainkit.core.noise.estimate import gain
 from trainkit.errors import TrainkitError
 
-RuleName = Literal["auto", "linear", "sqrt", "adam-sde", "half-life", "none"]
+RuleName = Literal["auto", "linear", "sqrt", "adam-sde", "half-life", "gain", "none"]
 WeightDecayName = Literal["none", "linear", "sqrt", "time-scale"]
 Factor = Callable[[float], float]
 
@@ -138,14 +140,17 @@ WEIGHT_DECAY = {name: RULES[name].lr for name in ("linear", "sqrt", "none")}
 
 
 def make_rule(rule: str | Factor) -> ScalingRule | None:
-    """The rule of this name, or a rule from a callable; None for `"auto"`.
+    """The rule of this name, or a rule from a callable.
+
+    Returns:
+        None for `"auto"` and `"gain"`, which ask the optimizer: see `rule_for`.
 
     Raises:
         TrainkitError: there is no rule of this name.
     """
     if callable(rule):
         return ScalingRule(getattr(rule, "__name__", type(rule).__name__), rule)
-    if rule == "auto":
+    if rule in ("auto", "gain"):
         return None
     if rule not in RULES:
         raise TrainkitError(
@@ -164,25 +169,54 @@ def check_weight_decay(weight_decay: object) -> None:
         )
 
 
-def rule_for(optimizer_class: type) -> ScalingRule:
+def rule_for(
+    optimizer_class: type,
+    *,
+    noise_scale: float | None = None,
+    reference_batch: float = 1.0,
+) -> ScalingRule:
     """The rule that `"auto"` chooses: linear for SGD, sqrt for the Adam family.
 
-    The names of the class and its bases decide, so that another library's `FusedAdam`
-    or `SGD8bit` is recognised too.
+    With a noise scale it is the rule `"gain"`, of the same kind. The names of the class
+    and its bases decide, so that another library's `FusedAdam` or `SGD8bit` is
+    recognised too.
 
     Raises:
         TrainkitError: the class is of neither kind.
     """
     for cls in optimizer_class.__mro__:
-        if "SGD" in cls.__name__:
-            return RULES["linear"]
-        if any(kin in cls.__name__ for kin in ("Adam", "RMSprop", "Adagrad")):
-            return RULES["sqrt"]
+        is_adam = any(kin in cls.__name__ for kin in ("Adam", "RMSprop", "Adagrad"))
+        if is_adam or "SGD" in cls.__name__:
+            rule = RULES["linear" if "SGD" in cls.__name__ else "sqrt"]
+            if noise_scale is None:
+                return rule
+            return gain_rule(rule, noise_scale, reference_batch)
     raise TrainkitError(
-        f"LRScaling rule='auto': knows SGD (linear) and the Adam family (sqrt), "
-        f"received {optimizer_class.__name__}. Name the rule: 'linear', 'sqrt', 'none' "
-        f"or a callable."
+        f"LRScaling rule={'auto' if noise_scale is None else 'gain'!r}: knows SGD "
+        f"(linear) and the Adam family (sqrt), received {optimizer_class.__name__}. "
+        f"Name the rule: 'linear', 'sqrt', 'none' or a callable."
     )
+
+
+def gain_rule(
+    rule: ScalingRule, noise_scale: float, reference_batch: float
+) -> ScalingRule:
+    """A rule of the rate that goes by what a step gains, in place of k.
+
+    >>> slow = gain_rule(RULES["sqrt"], noise_scale=48, reference_batch=16)
+    >>> slow.name, [round(slow.lr(k), 3) for k in (1, 3, 1e9)]
+    ('gain: sqrt', [1.0, 1.414, 2.0])
+
+    Args:
+        rule: `linear` for SGD, `sqrt` for the Adam family.
+        noise_scale: in samples.
+        reference_batch: in samples.
+    """
+
+    def factor(k: float) -> float:
+        return rule.lr(gain(noise_scale, reference_batch, k * reference_batch))
+
+    return ScalingRule(f"gain: {rule.name}", factor)
 
 
 def checked_factor(rule: str, factor: Factor, k: float) -> float:

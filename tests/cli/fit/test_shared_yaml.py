@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -45,6 +46,7 @@ from trainkit import (
     Uniform,
 )
 from trainkit.cli.fit.cli import TrainkitCLI
+from trainkit.core.noise.estimate import NoiseEstimate
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +89,7 @@ def test_every_file_of_a_group_serves_here(group: str) -> None:
         needed = ["--lr_scaling.reference_batch=8"] * (
             group == "lr_scaling" and path.stem != "none"
         ) + ["--schedule.sizes={0: 2, 5: 4}"] * (path.stem in ("stages", "by_tokens"))
+        needed += ["--lr_scaling.noise_scale=40"] * (path.stem == "gain")
         made = only(make(f"--{group}={path}", *needed), kinds[group])
         assert len(made) == (path.stem != "none"), path
 
@@ -157,6 +160,21 @@ def test_the_saved_config_of_a_run_runs_again(tmp_path: Path) -> None:
     assert again.trainer.log_dir != first.trainer.log_dir
     assert strategy_of(again) == PerToken()
     assert torch.equal(weights(first.model), weights(again.model))
+
+
+def test_the_saved_config_holds_the_number_of_the_folder_that_was_given(
+    tmp_path: Path,
+) -> None:
+    facts = NoiseEstimate(43.25, 33.0, 60.0, 32.0, 1.0, 50).facts()
+    (tmp_path / "summary.json").write_text(json.dumps({"noise_scale": facts}))
+    args = [*quiet(logger="true"), f"--trainer.default_root_dir={tmp_path}"]
+    args += ["--trainer.log_every_n_steps=1"]
+    args += ["--lr_scaling.rule=gain", "--lr_scaling.reference_batch=8"]
+    done = fit(*args, "--accumulation=PerToken", f"--lr_scaling.noise_scale={tmp_path}")
+    saved = Path(str(done.trainer.log_dir), "config.yaml").read_text()
+    assert yaml.safe_load(saved)["lr_scaling"]["init_args"]["noise_scale"] == 43.25
+    (scaling,) = only(done, LRScaling)
+    assert scaling.noise_scale == 43.25
 
 
 def test_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:

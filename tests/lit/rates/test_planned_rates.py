@@ -19,6 +19,7 @@ from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
     LearningRates,
+    LRScaling,
     MetricsCSVLogger,
     PerSample,
 )
@@ -93,12 +94,15 @@ def test_the_plan_equals_the_rates_that_were_used(
 @pytest.mark.parametrize(
     ("sizes", "interval"), [({0: 4, 1: 1}, "step"), ({0: 1, 3: 2}, "epoch")]
 )
+@pytest.mark.parametrize("rule", ["linear", "gain"])
 def test_it_follows_scaling_warm_up_and_windows_of_other_sizes(
-    sizes: dict[int, int], interval: str, tmp_path: Path
+    sizes: dict[int, int], interval: str, rule: Any, tmp_path: Path
 ) -> None:
     schedule = AccumulationSchedule(sizes, unit="epoch" if 1 in sizes else "step")
     module = Scheduled("LambdaLR", interval=interval)
-    scaling = linear(warmup_steps=3)
+    noise_scale = 5 if rule == "gain" else None
+    how: dict[str, Any] = {"reference_batch": 1.5, "noise_scale": noise_scale}
+    scaling = LRScaling(rule, warmup_steps=3, **how)
     plan, used = planned(module, schedule, scaling, folder=tmp_path, window=1)
     assert_same(plan, used)
     unscaled = Scheduled("LambdaLR", interval=interval)

@@ -140,8 +140,13 @@ class TrainkitCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config: Any = self.config_init
+        written: Any = self.config
         if self.subcommand is not None:
-            config = config[self.subcommand]
+            config, written = config[self.subcommand], written[self.subcommand]
+        scaling = config.get("lr_scaling")
+        if isinstance(scaling, LRScaling) and scaling.noise_scale is not None:
+            # Of a folder that may change the run's config.yaml keeps the number.
+            written.lr_scaling.init_args.noise_scale = scaling.noise_scale
         callbacks = [config.get(key) for key in CALLBACKS]
         ours = [
             *attach_accumulation(

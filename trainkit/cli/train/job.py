@@ -15,7 +15,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.profilers import PassThroughProfiler
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainkit.cli.errors import Interrupted, TrainingFailed, is_mistake
 from trainkit.cli.evaluate.at_end import TestAtEnd
@@ -29,21 +29,24 @@ from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.only_one import only_one
 from trainkit.cli.runs.ranks import make_repeatable, ranks_of_one_run
 from trainkit.cli.runs.screen_log import ScreenLog
+from trainkit.cli.runs.words_of_run import NOISE_SCALE
 from trainkit.cli.train.beginning import Beginning, does_not_fit
 from trainkit.cli.train.ending import Ending, signals_given_back
 from trainkit.cli.train.finished import why_no_more
 from trainkit.cli.train.monitors import Monitors
 from trainkit.cli.wandb_logger.facts import WandbFacts
-from trainkit.cli.words import of_this_job
+from trainkit.cli.words import key_of, of_this_job
 from trainkit.config.build import Training, build
 from trainkit.config.public_config import public_config
 from trainkit.config.redact import redact_words
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import find_callback
 from trainkit.lit.front.exact_resume import find_stop, without_checkpoint
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.one_step import OneStep
 from trainkit.lit.logs.throughput import Throughput
 from trainkit.lit.logs.window_summary import WindowSummary
+from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.resume.graceful_stop import GracefulStop
 
 
@@ -52,7 +55,6 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     _quieten()
     folder = RunFolder(config.paths.run_dir)
     overrides = of_this_job()
-    make_repeatable(overrides, folder)
     with open_dict(config):  # absolute: the working directory may change
         config.paths.run_dir = str(folder.path)
     windows = WindowSummary()
@@ -62,6 +64,8 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
         metrics=MetricsCSVLogger(folder.path),
         trains=True,
     )
+    _keep_noise_scale(config, overrides, training.trainer)
+    make_repeatable(overrides, folder)
     test = TestAtEnd(training, folder) if config.test else None
     shown = public_config(config)
     beginning = Beginning(folder, shown, redact_words(overrides), log)
@@ -101,6 +105,19 @@ def run(config: DictConfig, log: ScreenLog) -> float | None:
     value = monitors.value(trainer, metrics)
     # For Optuna's sweeper None is a failed trial; NaN makes it crash.
     return None if value is None or math.isnan(value) else value
+
+
+def _keep_noise_scale(config: DictConfig, words: list[str], trainer: Any) -> None:
+    """Put the number into a configuration that names the folder of another run.
+
+    That folder may change before this run is resumed or repeated.
+    """
+    scaling = find_callback(trainer, LRScaling)
+    if scaling and isinstance(OmegaConf.select(config, NOISE_SCALE), str):
+        number = scaling.noise_scale
+        OmegaConf.update(config, NOISE_SCALE, number)
+        words[:] = [word for word in words if key_of(word) != NOISE_SCALE]
+        words.append(f"++{NOISE_SCALE}={number}")
 
 
 def _keep_profile(trainer: Any, folder: RunFolder) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.cli.composition import Composition
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.words_of_run import CHECKPOINT as KEY
-from trainkit.cli.runs.words_of_run import words_of_run
+from trainkit.cli.runs.words_of_run import unchanged, words_of_run
 from trainkit.cli.wandb_logger import run_id as wandb_id
 from trainkit.cli.words import OF_ONES_OWN, SEARCH_PATH, key_of, quoted, unquoted
 from trainkit.config.run_name import job_name
@@ -72,8 +72,11 @@ def _resumed_or_begun(given: list[str]) -> list[str]:
     folder = _of_the_job(given)
     if folder is None:
         newest = _newest_of(_folder_of_runs(given))
-        return given if newest is None else _resumed(*newest, given)
+        if newest is None:
+            return given
+        return _resumed(*newest, unchanged(newest[0], given))
     if folder.is_of_a_run():
+        given = unchanged(folder, given)
         return _resumed(folder, folder.newest_checkpoint(), given)
     return [*given, f"hydra.run.dir={quoted(folder.path)}"]
 
@@ -96,10 +99,11 @@ def as_trial(argv: list[str]) -> list[str]:
     if "WANDB_SWEEP_ID" not in os.environ or run_id is None or given:
         return argv
     for path in Path(_paths(argv).output_dir).rglob(wandb_id.FILE):
-        checkpoint = RunFolder(path.parent).newest_checkpoint()
+        folder = RunFolder(path.parent)
+        checkpoint = folder.newest_checkpoint()
         if checkpoint is not None and wandb_id.remembered(str(path.parent)) == run_id:
             print(f"trainkit | {run_id}: resuming from {checkpoint}", flush=True)
-            return [*argv, f"{KEY}={quoted(checkpoint)}"]
+            return [*unchanged(folder, argv), f"{KEY}={quoted(checkpoint)}"]
     return argv
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from trainkit.core.effective import Unit
 from trainkit.core.learning_rates import every_scheduler
+from trainkit.core.noise.from_run import read_noise_scale
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import (
     find_effective_batch,
@@ -16,6 +20,39 @@ from trainkit.lit.batch_size.effective import (
 )
 from trainkit.lit.callback.base import find_callback, has_callback
 from trainkit.lit.schedule.callback import AccumulationSchedule
+
+
+def checked_noise_scale(rule: object, noise_scale: object, unit: Unit) -> float | None:
+    """The noise scale of the rule `"gain"`, as a number; None for any other rule.
+
+    Raises:
+        TrainkitError: the rule and the noise scale do not go together, or the noise
+            scale is neither a positive number nor the folder of a run that knows it.
+    """
+    if rule != "gain":
+        if noise_scale is not None:
+            raise TrainkitError(
+                f"LRScaling noise_scale: belongs to rule='gain', received "
+                f"{noise_scale!r} for rule={rule!r}. Write rule='gain', or leave it "
+                f"out (null in a configuration)."
+            )
+        return None
+    if unit != "samples":
+        raise TrainkitError(
+            f"LRScaling unit: must be 'samples' for rule='gain', received {unit!r}. "
+            f"The tokens of a sample are alike, so that noise does not fall as one "
+            f"over their number. Give reference_batch in samples."
+        )
+    if isinstance(noise_scale, str | Path):
+        return read_noise_scale(Path(noise_scale).expanduser()).samples
+    is_number = isinstance(noise_scale, Real) and not isinstance(noise_scale, bool)
+    if not is_number or not 0 < noise_scale < math.inf:  # type: ignore[operator]
+        raise TrainkitError(
+            f"LRScaling noise_scale: must be a positive number of samples for "
+            f"rule='gain', or the folder of a run that has measured it, received "
+            f"{noise_scale!r}."
+        )
+    return float(noise_scale)  # type: ignore[arg-type]
 
 
 def refuse_second(trainer: Any, scaling: Any) -> None:

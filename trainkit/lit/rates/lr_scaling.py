@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trainkit.core.effective import (
@@ -54,6 +55,9 @@ class LRScaling(OrderedCallback):
     - `"sqrt"`: lr * sqrt(k). For Adam and its kin.
     - `"adam-sde"`: also 1 - k (1 - beta) and eps / sqrt(k). Malladi et al. 2022.
     - `"half-life"`: beta2 ** k; the rate does not change. Marek et al. 2025.
+    - `"gain"`: lr * gain for SGD, lr * sqrt(gain) for the Adam family, where gain is
+      (1 + noise_scale / reference_batch) / (1 + noise_scale / effective batch): near k
+      well below the noise scale, level above it. After McCandlish et al. 2018.
     - `"none"`: changes nothing, but still computes and logs k.
     - `"auto"`: linear for SGD, sqrt for the Adam family; the table names the choice.
     - a callable: takes k, returns the rate's factor.
@@ -72,6 +76,8 @@ class LRScaling(OrderedCallback):
         ema_decay: True raises the decay of the model's moving averages (Lightning's
             `EMAWeightAveraging`, torch's `AveragedModel`) to the power of k (Busbridge
             et al. 2023); a string is the path of such a decay in the module.
+        noise_scale: the gradient noise scale, for `"gain"` only: a number of samples,
+            or the folder of an earlier run that has measured it (`NoiseScale`).
         scheduler_rates: names of attributes in which schedulers that are not torch's
             keep more learning rates. With None there is a warning about each such
             scheduler.
@@ -80,6 +86,7 @@ class LRScaling(OrderedCallback):
         effective_batch: how much one optimizer step sees; None before it is known.
         k: the effective batch divided by the reference batch.
         scaled: for each optimizer, what was scaled and by how much.
+        noise_scale: the number, also if a folder was given; None without `"gain"`.
     """
 
     order = 2
@@ -94,6 +101,7 @@ class LRScaling(OrderedCallback):
         warmup_steps: int = 0,
         weight_decay: WeightDecayName | Callable[[float], float] = "none",
         ema_decay: bool | str = False,
+        noise_scale: float | str | Path | None = None,
         scheduler_rates: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
@@ -101,6 +109,7 @@ class LRScaling(OrderedCallback):
         check_size("LRScaling reference_batch", reference_batch)
         check_unit("LRScaling", unit)
         check_weight_decay(weight_decay)
+        self.noise_scale = checks.checked_noise_scale(rule, noise_scale, unit)
         if micro_batch is not None:
             check_size("LRScaling micro_batch", micro_batch)
         check_whole_number(
@@ -113,6 +122,8 @@ class LRScaling(OrderedCallback):
         self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
         self.ema_decay = ema_decay
+        is_read = isinstance(noise_scale, str | Path)
+        self._noise_from = f" from {noise_scale}" if is_read else ""
         self.scheduler_rates = scheduler_rates
         self._forget()
 
@@ -189,6 +200,8 @@ class LRScaling(OrderedCallback):
                 rule=self.rule,
                 weight_decay=self.weight_decay,
                 scheduler_rates=self.scheduler_rates or (),
+                noise_scale=self.noise_scale,
+                reference_batch=self.reference_batch,
             )
             if index in states:
                 scaled.load_state_dict(states[index])
@@ -198,6 +211,9 @@ class LRScaling(OrderedCallback):
         reference = f"reference {brief(self.reference_batch)}"
         if self.unit != "samples":
             reference += f" {self.unit}"
+        if self.noise_scale is not None:
+            noise = f"noise scale {brief(self.noise_scale)}{self._noise_from}"
+            reference = f"{noise}, {reference}"
         if self.effective_batch is None:
             return [
                 ("learning rate", f"follows the first windows, measured; {reference}")
@@ -319,6 +335,8 @@ class LRScaling(OrderedCallback):
             "unit": self.unit,
             "k": self.k,
         }
+        if self.noise_scale is not None:
+            values["noise_scale"] = self.noise_scale
         for index, scaled in enumerate(self.scaled):
             values[f"optimizer_{index}/rule"] = scaled.rule.name
             for name, (before, after) in scaled.values().items():

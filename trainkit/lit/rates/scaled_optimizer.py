@@ -37,7 +37,7 @@ class ScaledOptimizer:
 
     Attributes:
         optimizer: the torch optimizer.
-        rule: the scaling rule, which `"auto"` has been replaced by.
+        rule: the scaling rule, which has replaced `"auto"` or `"gain"`.
         factor: the factor by which its rates are multiplied now.
         target: the factor at the end of the warm-up.
         k: the k for which its moments (betas, eps) are set now.
@@ -52,10 +52,14 @@ class ScaledOptimizer:
         rule: str | Callable[[float], float],
         weight_decay: str | Callable[[float], float],
         scheduler_rates: Sequence[str],
+        noise_scale: float | None = None,
+        reference_batch: float = 1.0,
     ) -> None:
         self.optimizer = optimizer
         self.schedulers = _schedulers_of(optimizer, configs)
-        self.rule: ScalingRule = make_rule(rule) or rule_for(type(optimizer))
+        self.rule: ScalingRule = make_rule(rule) or rule_for(
+            type(optimizer), noise_scale=noise_scale, reference_batch=reference_batch
+        )
         self._weight_decay = weight_decay
         self._scheduler_rates = scheduler_rates
         self.factor = self.target = self.decay = 1.0
