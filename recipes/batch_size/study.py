@@ -249,7 +249,7 @@ class Found:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8.4, 3.9), dpi=110, layout="constrained")
+        figure = Figure(figsize=(8.4, 4.1), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
         colors = dict(zip(RULES, ("#c44e52", "#4c72b0"), strict=True))
@@ -261,11 +261,11 @@ class Found:
                     at = [w * shift for w in WINDOWS]
                     axes.plot(at, seed, "o", color=color, ms=4, alpha=0.6, mew=0)
                 middle = [statistics.median(each) for each in found]
-                axes.plot(WINDOWS, middle, color=color, label=f"{rule} (median)")
+                axes.plot(WINDOWS, middle, color=color, label=rule)
                 critical = statistics.median(
                     each.critical for each in self.fits(rule, target)
                 )
-                label = f"critical batch by the runs, {rule}"
+                label = f"critical batch, {rule}"
                 axes.axvline(critical, color=color, ls="--", lw=1, label=label)
             ends = [
                 self.values(f"noise_scale_{end}", RULES[0], REFERENCE, target)
@@ -277,13 +277,18 @@ class Found:
                 color="#8c8c8c",
                 alpha=0.25,
                 lw=0,
-                label=f"noise scale, measured there at window {REFERENCE}",
+                label=f"noise scale, window {REFERENCE}",
             )
             axes.set(xlabel="window, samples", ylabel=name, xscale="log", yscale="log")
             axes.set_xticks(WINDOWS, labels=[str(w) for w in WINDOWS])
+            ticks = [m * 10**k for k in range(6) for m in (1, 2, 5)]
+            low, high = axes.get_ylim()
+            ticks = [tick for tick in ticks if low < tick < high]
+            axes.set_yticks(ticks, labels=[f"{tick:,}" for tick in ticks])
             axes.minorticks_off()
+            axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
-        figure.suptitle(f"To val/loss {target}, three seeds")
+        figure.suptitle(f"To val/loss {target}: medians, and each of three seeds")
         handles, labels = left.get_legend_handles_labels()
         figure.legend(
             handles, labels, loc="outside lower center", ncols=3, frameon=False
