@@ -142,7 +142,7 @@ def test_the_experiment_default_of_a_folder_stays_for_other_choices(
         (["a", "b"], "one folder, received a b"),
         (["mine", "--like"], "--like"),
         (["mine", "--like", "line"], "received 'line'. Did you mean lines?"),
-        (["mine", "--like="], "must be one of code_lm"),
+        (["mine", "--like="], "must be one of batch_size, code_lm"),
         (["mine", "--liek=moe"], "--liek: must be --like RECIPE"),
         (["it's"], "letters, digits"),
         (["a b"], "letters, digits"),
