@@ -14,7 +14,7 @@ from trainkit.core.noise.moments import NoiseMoments
 from trainkit.core.strategies import PerToken
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import is_scaled, scaler_of, unwrapped
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import OrderedCallback, WindowOwner, windows_of
 from trainkit.lit.callback.left_behind import without_module
@@ -152,13 +152,21 @@ class NoiseScale(OrderedCallback):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
+        if pl_module.automatic_optimization:
+            self._add(trainer)
+
+    def on_window_finished(self, trainer: Any, index: int) -> None:
+        self._add(trainer)
+
+    def _add(self, trainer: Any) -> None:
+        """Add the window that has just been divided, before anybody clips it."""
         moments = self._moments
         if moments is None or not moments.is_finished:
             return
         assert self._windows is not None
         stats = self._windows.windows[0]
         scaler, scale = scaler_of(trainer), 1.0
-        if scaler is not None and unscales_itself(unwrapped(optimizer)):
+        if scaler is not None and is_scaled(scaler, trainer.optimizers[0]):
             scale = scaler.scale(torch.ones_like(stats.weight))
         moments.add(stats, scale=scale)
         table = moments.table
