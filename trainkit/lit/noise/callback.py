@@ -9,7 +9,12 @@ import torch
 
 from trainkit.core.late_reading import LateReading
 from trainkit.core.noise.advice import advice
-from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate, per_sample
+from trainkit.core.noise.estimate import (
+    COLUMNS,
+    LEAST_BLOCKS,
+    NoiseEstimate,
+    per_sample,
+)
 from trainkit.core.noise.moments import NoiseMoments
 from trainkit.core.strategies import PerToken
 from trainkit.core.whole_number import check_whole_number
@@ -22,6 +27,10 @@ from trainkit.lit.callback.table import Row, say, show
 from trainkit.lit.logs.late_rows import LateRows
 
 KEY = "trainkit_noise_scale"
+TOO_FEW = (
+    f"it takes {LEAST_BLOCKS} measured windows that were several micro-batches, or "
+    f"chunks, each"
+)
 IfImpossible = Literal["raise", "say"]
 
 
@@ -180,11 +189,15 @@ class NoiseScale(OrderedCallback):
     ) -> None:
         self._rows.place(trainer)
         self._rows.log_arrived(trainer)
-        if self._moments is not None and self._moments.why_not is not None:
-            self.why_not = self._moments.why_not
-            self._end()
-            if trainer.is_global_zero:
-                say(trainer, ("noise scale", f"not measured: {self.why_not}"))
+        moments = self._moments
+        if moments is None or moments.why_not is None or self.why_not is not None:
+            return
+        self.why_not = moments.why_not
+        assert self._windows is not None
+        if self._windows.accumulators[0].ranks.size > 1:
+            return  # other ranks go on, and must not wait for this one
+        self._end()
+        say(trainer, ("noise scale", f"not measured: {self.why_not}"))
 
     # ---- afterwards ------------------------------------------------------------------
 
@@ -192,11 +205,14 @@ class NoiseScale(OrderedCallback):
         self._rows.log_arrived(trainer, wait=True)
         windows = self._windows
         self._end()
-        if windows is not None and self._found is not None and self.advise:
+        if windows is None or not trainer.is_global_zero:
+            return
+        if self._found is None:
+            say(trainer, ("noise scale", f"not measured: {self.why_not or TOO_FEW}"))
+        elif self.advise:
             is_tokens = isinstance(windows.strategy, PerToken)
-            if trainer.is_global_zero:
-                unit = "tokens" if is_tokens else "samples"
-                show([*advice(self._found, unit)], trainer)
+            unit = "tokens" if is_tokens else "samples"
+            show([*advice(self._found, unit)], trainer)
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
