@@ -195,7 +195,7 @@ class NoiseScale(OrderedCallback):
         self.why_not = moments.why_not
         assert self._windows is not None
         if self._windows.accumulators[0].ranks.size > 1:
-            return  # other ranks go on, and must not wait for this one
+            return  # other ranks continue, and must not wait for this one
         self._end()
         say(trainer, ("noise scale", f"not measured: {self.why_not}"))
 
@@ -205,6 +205,8 @@ class NoiseScale(OrderedCallback):
         self._rows.log_arrived(trainer, wait=True)
         windows = self._windows
         self._end()
+        if self._found is not None:
+            self.why_not = None  # it was so in some windows, which were left out
         if windows is None or not trainer.is_global_zero:
             return
         if self._found is None:
