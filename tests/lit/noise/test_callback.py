@@ -268,16 +268,19 @@ class Manual(AccumulationMixin, TokenModule):
 
     accumulation = PerToken()
 
-    def __init__(self, optimizers: int = 1) -> None:
+    def __init__(self, optimizers: int = 1, *, clip_at: float = 0.0) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.num = optimizers
+        self.num, self.clip_at, self.was_clipped = optimizers, clip_at, False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, *_ = _listed(self.optimizers())
         self.accumulate(token_loss(self.net, batch), batch, optimizer=first)
         if self.window_ends(batch_idx, every=4):
             self.finish_window(first)
+            before = _gradient(self).clone()
+            self.clip_gradients(first, self.clip_at, "norm")
+            self.was_clipped = not torch.equal(before, _gradient(self))
             first.step()
             first.zero_grad()
 
@@ -286,6 +289,12 @@ class Manual(AccumulationMixin, TokenModule):
             return torch.optim.AdamW(self.parameters(), lr=0.01)
         nets = self.net.embed, self.net.head
         return [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+
+
+def _gradient(module: TokenModule) -> Tensor:
+    gradient = module.net.head.weight.grad
+    assert gradient is not None
+    return gradient
 
 
 def _listed(optimizers: Any) -> list[Any]:
@@ -300,6 +309,29 @@ def test_manual_optimization_is_measured_too() -> None:
     assert noise.estimate is not None
     assert of_callback.estimate is not None
     assert noise.estimate.samples == pytest.approx(of_callback.estimate.samples)
+
+
+@pytest.mark.filterwarnings("ignore:.*under a gradient scaler")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_in_training_step_comes_after_the_measuring(scaled: bool) -> None:
+    tables = {}
+    for clip_at in (0.0, 1e-3):
+        noise = NoiseScale(1)
+        kept, module = KeepTable(noise), Manual(clip_at=clip_at)
+        own: dict[str, Any] = {}
+        if scaled:
+            scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0)
+            own["plugins"] = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+        trainer(1, callbacks=[noise, kept], **own).fit(
+            module, micro_batches(DATA, RAGGED)
+        )
+        assert module.was_clipped == (clip_at > 0)
+        tables[clip_at] = kept.table[0]
+    assert torch.equal(*tables.values())
+    noise = NoiseScale(1)
+    kept = KeepTable(noise)
+    fit(WAYS["streamed"], kept, noise, epochs=1)
+    assert (tables[0.0] / kept.table[0] - 1).abs().max() < (0.05 if scaled else CLOSE)
 
 
 def refused(what: str) -> tuple[Any, dict[str, Any]]:

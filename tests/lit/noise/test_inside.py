@@ -169,3 +169,16 @@ def test_chunks_that_share_samples_are_not_measured(
     assert noise.estimate is None
     assert why in (noise.why_not or "")
     assert capsys.readouterr().out.count(why) == 1
+
+
+@pytest.mark.parametrize("batch", [32, CHUNK])
+def test_where_nothing_was_measured_the_end_says_so(
+    batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise = NoiseScale(1)
+    fit(noise=noise, batch=batch)
+    is_measured = batch > CHUNK  # otherwise a batch is one chunk
+    assert (noise.estimate is not None) == is_measured
+    assert ("not measured: it takes 5 measured" in capsys.readouterr().out) != (
+        is_measured
+    )

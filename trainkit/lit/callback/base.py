@@ -54,6 +54,10 @@ class OrderedCallback(Callback):
         """The loader batch that is about to run was cut into so many micro-batches;
         said again where it is run again in others."""
 
+    def on_window_finished(self, trainer: Any, index: int) -> None:
+        """`finish_window` has divided the window of an optimizer; what manual
+        optimization does to its gradients next, such as clipping, is not done yet."""
+
     def show_table(self, trainer: Any, pl_module: Any) -> None:
         """To be called at the end of `on_train_start`: the last of ours to be ready
         shows the table of all."""

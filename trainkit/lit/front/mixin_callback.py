@@ -13,7 +13,9 @@ from trainkit.core.strategies import (
     weigh_alike,
 )
 from trainkit.core.terms import named_strategies
+from trainkit.core.window_stats import WindowStats
 from trainkit.lit._compat import batches_into_epoch
+from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.front.held_schedulers import SchedulerHolder
 from trainkit.lit.logs.exact_log import KEY, ExactMeans, shared_out
 from trainkit.lit.resume.between_steps import ends_epoch
@@ -91,6 +93,14 @@ class MixinCallback(SchedulerHolder):
             self.strategies = chosen
             if self.split is not None:
                 self.split.cut_anew()
+
+    def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
+        stats = super().close(trainer, index, *others)
+        if not trainer.lightning_module.automatic_optimization:
+            for each in trainer.callbacks:
+                if isinstance(each, OrderedCallback):
+                    each.on_window_finished(trainer, index)
+        return stats
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_start(trainer, pl_module)

@@ -10,13 +10,18 @@ import torch
 
 from trainkit.core.late_reading import LateReading
 from trainkit.core.noise.advice import advice
-from trainkit.core.noise.estimate import COLUMNS, NoiseEstimate, per_sample
+from trainkit.core.noise.estimate import (
+    COLUMNS,
+    LEAST_BLOCKS,
+    NoiseEstimate,
+    per_sample,
+)
 from trainkit.core.noise.from_run import NOT_MEASURED
 from trainkit.core.noise.moments import NoiseMoments
 from trainkit.core.strategies import PerToken
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit._compat import is_scaled, scaler_of, unwrapped
 from trainkit.lit.batch_size.effective import may_be_several
 from trainkit.lit.callback.base import OrderedCallback, WindowOwner, windows_of
 from trainkit.lit.callback.left_behind import without_module
@@ -24,6 +29,10 @@ from trainkit.lit.callback.table import Row, say, show
 from trainkit.lit.logs.late_rows import LateRows
 
 KEY = "trainkit_noise_scale"
+TOO_FEW = (
+    f"it takes {LEAST_BLOCKS} measured windows that were several micro-batches, or "
+    f"chunks, each"
+)
 IfImpossible = Literal["raise", "say"]
 
 
@@ -156,13 +165,21 @@ class NoiseScale(OrderedCallback):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
+        if pl_module.automatic_optimization:
+            self._add(trainer)
+
+    def on_window_finished(self, trainer: Any, index: int) -> None:
+        self._add(trainer)
+
+    def _add(self, trainer: Any) -> None:
+        """Add the window that has just been divided, before anybody clips it."""
         moments = self._moments
         if moments is None or not moments.is_finished:
             return
         assert self._windows is not None
         stats = self._windows.windows[0]
         scaler, scale = scaler_of(trainer), 1.0
-        if scaler is not None and unscales_itself(unwrapped(optimizer)):
+        if scaler is not None and is_scaled(scaler, trainer.optimizers[0]):
             scale = scaler.scale(torch.ones_like(stats.weight))
         moments.add(stats, scale=scale)
         table = moments.table
@@ -176,11 +193,15 @@ class NoiseScale(OrderedCallback):
     ) -> None:
         self._rows.place(trainer)
         self._rows.log_arrived(trainer)
-        if self._moments is not None and self._moments.why_not is not None:
-            self.why_not = self._moments.why_not
-            self._end()
-            if trainer.is_global_zero:
-                say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not}"))
+        moments = self._moments
+        if moments is None or moments.why_not is None or self.why_not is not None:
+            return
+        self.why_not = moments.why_not
+        assert self._windows is not None
+        if self._windows.accumulators[0].ranks.size > 1:
+            return  # other ranks continue, and must not wait for this one
+        self._end()
+        say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not}"))
 
     # ---- afterwards ------------------------------------------------------------------
 
@@ -188,11 +209,16 @@ class NoiseScale(OrderedCallback):
         self._rows.log_arrived(trainer, wait=True)
         windows = self._windows
         self._end()
-        if windows is not None and self._found is not None and self.advise:
+        if self._found is not None:
+            self.why_not = None  # it was so in some windows, which were left out
+        if windows is None or not (self.advise and trainer.is_global_zero):
+            return
+        if self._found is None:
+            say(trainer, ("noise scale", f"{NOT_MEASURED}{self.why_not or TOO_FEW}"))
+        else:
             is_tokens = isinstance(windows.strategy, PerToken)
-            if trainer.is_global_zero:
-                unit = "tokens" if is_tokens else "samples"
-                show([*advice(self._found, unit)], trainer)
+            unit = "tokens" if is_tokens else "samples"
+            show([*advice(self._found, unit)], trainer)
 
     def on_exception(
         self, trainer: Any, pl_module: Any, exception: BaseException
