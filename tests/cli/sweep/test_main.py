@@ -149,7 +149,7 @@ def test_groups_of_ones_own_are_known(
     monkeypatch.setenv("MY_CONF", f"{tmp_path}/my conf")
     check_keys(train(tmp_path, parameters, "--config-dir=${envvar:MY_CONF}"))
     with pytest.raises(
-        TrainkitError, match="must be one of code_lm, .* received 'mine'"
+        TrainkitError, match="must be one of batch_size, code_lm, .* received 'mine'"
     ):
         check_keys(train(tmp_path, parameters))
     only_width: dict[str, object] = {"model.width": {"values": [3, 4]}}
