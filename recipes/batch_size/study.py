@@ -22,7 +22,7 @@ from pathlib import Path
 WINDOWS = (8, 16, 32, 64, 128)
 REFERENCE = 16
 SEEDS = (1, 2, 3)
-RULES = ("sqrt", "gain")
+RULES = ("linear", "sqrt", "gain")
 TARGETS = (2.1, 1.9)
 Pairs = list[tuple[float, float]]
 
@@ -56,9 +56,11 @@ def train(root: Path, rule: str, window: int, seed: int) -> None:
         f"+callbacks.stop.stopping_threshold={min(TARGETS) - 0.05}",
         "+callbacks.stop.patience=100",
     ]
+    if window != REFERENCE:
+        words.append(f"lr_scaling={rule}")
     if rule == "gain" and window != REFERENCE:
         source = folder(root, rule, REFERENCE, seed)
-        words += ["lr_scaling=gain", f"lr_scaling.noise_scale={source}"]
+        words.append(f"lr_scaling.noise_scale={source}")
     print(f"window {window}, {rule}, seed {seed}", flush=True)
     subprocess.run(
         [sys.executable, "-m", "trainkit", "train", *words],
@@ -188,6 +190,12 @@ def spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
     return f"{shown(middle)} ({shown(low)} to {shown(high)}{fewer})"
 
 
+def median(values: Sequence[float]) -> float:
+    """The median of those that are known; NaN without any."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
 class Found:
     """All runs at all targets."""
 
@@ -208,16 +216,19 @@ class Found:
         return [fit(WINDOWS, seed) for seed in zip(*columns, strict=True)]
 
     def print_windows(self, target: float) -> None:
-        print(f"\n| window, to {target} | samples, `sqrt` | samples, `gain` | ", end="")
-        print("`gain` / `sqrt` | steps, `sqrt` | steps, `gain` |")
-        print("|---:|---:|---:|---:|---:|---:|")
+        others = [rule for rule in RULES if rule != "gain"]
+        heads = [f"samples, `{rule}`" for rule in RULES]
+        heads += [f"`gain` / `{rule}`" for rule in others]
+        print(f"\n| window, to {target} | {' | '.join(heads)} |")
+        print("|---:" * (len(heads) + 1) + "|")
         for window in WINDOWS:
-            samples = [self.values("samples", r, window, target) for r in RULES]
-            steps = [self.values("steps", r, window, target) for r in RULES]
-            ratios = [b / a for a, b in zip(*samples, strict=True)]
-            cells = [spread(each, "{:,.0f}".format) for each in samples]
-            cells += ["" if window == REFERENCE else spread(ratios, "{:.2f}".format)]
-            cells += [spread(each, "{:,.0f}".format) for each in steps]
+            samples = {r: self.values("samples", r, window, target) for r in RULES}
+            cells = [spread(each, "{:,.0f}".format) for each in samples.values()]
+            for rule in others:
+                pairs = zip(samples["gain"], samples[rule], strict=True)
+                ratios = [a / b for a, b in pairs]
+                is_one = window == REFERENCE
+                cells.append("" if is_one else spread(ratios, "{:.2f}".format))
             print(f"| {window} | {' | '.join(cells)} |")
 
     def print_scales(self) -> None:
@@ -252,23 +263,21 @@ class Found:
         figure = Figure(figsize=(8.4, 4.1), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
-        colors = dict(zip(RULES, ("#c44e52", "#4c72b0"), strict=True))
+        colors = dict(zip(RULES, ("#8c8c40", "#c44e52", "#4c72b0"), strict=True))
         for axes, name in ((left, "samples"), (right, "steps")):
             for rule, color in colors.items():
-                shift = 0.97 if rule == RULES[0] else 1.03
+                shift = 1.05 ** (RULES.index(rule) - 1)
                 found = [self.values(name, rule, w, target) for w in WINDOWS]
                 for seed in zip(*found, strict=True):
                     at = [w * shift for w in WINDOWS]
                     axes.plot(at, seed, "o", color=color, ms=4, alpha=0.6, mew=0)
-                middle = [statistics.median(each) for each in found]
+                middle = [median(each) for each in found]
                 axes.plot(WINDOWS, middle, color=color, label=rule)
-                critical = statistics.median(
-                    each.critical for each in self.fits(rule, target)
-                )
+                critical = median([e.critical for e in self.fits(rule, target)])
                 label = f"critical batch, {rule}"
                 axes.axvline(critical, color=color, ls="--", lw=1, label=label)
             ends = [
-                self.values(f"noise_scale_{end}", RULES[0], REFERENCE, target)
+                self.values(f"noise_scale_{end}", "sqrt", REFERENCE, target)
                 for end in ("low", "high")
             ]
             axes.axvspan(
