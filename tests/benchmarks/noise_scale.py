@@ -1,6 +1,6 @@
 """What measuring the noise scale costs: steps with and without it, in one training.
 
-    python -m tests.benchmarks.noise_scale [--windows 40] [--threads 1]
+    python -m tests.benchmarks.noise_scale [--windows 40] [--length 128]
 
 A transformer of ten million parameters trains in windows of four micro-batches. Every
 other window is measured, so that both kinds run on the same machine at the same time;
@@ -23,7 +23,7 @@ from trainkit import Accumulator, NoiseMoments, PerToken
 from trainkit.core.noise.norms import PassNorms
 
 WIDTH, LAYERS, VOCABULARY = 320, 7, 4096
-ROWS, LENGTH, MICRO_BATCHES = 8, 128, 4
+ROWS, MICRO_BATCHES = 8, 4
 
 
 class Model(nn.Module):
@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of the noise scale.")
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -70,7 +71,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     accumulator = Accumulator(PerToken(), module=model)
     moments = NoiseMoments(accumulator, optimizer)
-    ids = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, LENGTH))
+    ids = torch.randint(VOCABULARY, (MICRO_BATCHES, ROWS, args.length))
 
     def step(*, measured: bool) -> float:
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,9 +51,10 @@ class PassNorms:
         self.parts: Tensor | None = None
         self._is_open = False
         self._norms: list[Tensor] = []
+        self._small: list[Tensor] = []
         self._seen: set[int] = set()
         self._hooks: list[RemovableHandle] = [
-            parameter.register_hook(_Hook(self, index))
+            parameter.register_hook(partial(self.see, index))
             for index, parameter in enumerate(parameters)
             if parameter.requires_grad
         ]
@@ -67,13 +69,14 @@ class PassNorms:
     def begin(self) -> None:
         """A backward pass of the window begins; others, such as those of a gradient
         penalty, are not looked at."""
-        self._norms, self._seen, self._is_open = [], set(), True
+        self._norms, self._small, self._seen, self._is_open = [], [], set(), True
 
     def end(self) -> None:
         """The pass has ended."""
         self._is_open = False
+        self._norms += [norms_of(gradient.detach()) for gradient in self._small]
         self.squares.append(squared(self._norms))
-        self._norms = []
+        self._norms, self._small = [], []
 
     def rewind(self, num_passes: int) -> None:
         """Return to an earlier place in the window."""
@@ -134,7 +137,7 @@ class PassNorms:
         self.is_resumed = len(saved) == ranks.size
 
     def see(self, index: int, gradient: Tensor) -> None:
-        """Take the gradient of a parameter in the pass."""
+        """Take the gradient of a parameter in the pass; it stays as it is."""
         if not self._is_open:
             return
         if index in self._seen:
@@ -144,17 +147,12 @@ class PassNorms:
                 "sees; use_reentrant=False makes it one"
             )
         self._seen.add(index)
-        self._norms.append(norms_of(gradient))
-
-
-class _Hook:
-    """A hook on one parameter. It returns None, which leaves the gradient as it is."""
-
-    def __init__(self, norms: PassNorms, index: int) -> None:
-        self._norms, self._index = norms, index
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._norms.see(self._index, gradient.detach())
+        if gradient.numel() > FEW:
+            self._norms.append(norms_of(gradient.detach()))
+        else:
+            # All at once, in a tenth of the time. As it is held here, and no alias of
+            # it, autograd makes a copy of it as `grad`, which DDP writes into.
+            self._small.append(gradient)
 
 
 def norms_of(gradient: Tensor) -> Tensor:
