@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -202,6 +203,24 @@ def test_commands_are_those_of_the_makefile(name: str) -> None:
 def test_front_page_begins_with_two_commands() -> None:
     named = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
     assert named == ["demo", "test"]
+
+
+@pytest.mark.environments  # it takes half a minute
+def test_the_demo_ends_as_the_front_page_says(tmp_path: Path) -> None:
+    """But for its speed and its folder; rounding differs from machine to machine."""
+    command = [sys.executable, "-m", "trainkit", "train"]
+    printed = subprocess.check_output(command, cwd=tmp_path, text=True)
+    (shown,) = re.findall(r"```\n(trainkit \| training: .*?)```", README, re.DOTALL)
+    ends = printed[printed.index("trainkit | training: finished") :]
+    said, seen = (text.partition("trainkit | throughput")[0] for text in (shown, ends))
+    number = r"[\d,]*\.?\d+"
+    assert re.sub(number, "#", seen) == re.sub(number, "#", said)
+    values, expected = (
+        [float(each.replace(",", "")) for each in re.findall(number, text)]
+        for text in (seen, said)
+    )
+    assert len(values) > 20
+    assert values == pytest.approx(expected, rel=0.1)
 
 
 def anchors(page: str) -> set[str]:
