@@ -128,6 +128,21 @@ def test_the_rates_of_gain_are_in_the_table_and_not_among_the_rules(
     assert {"linear", "sqrt"} <= rules
 
 
+def test_the_rule_to_paste_is_gain_unless_another_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, rule in (
+        ([*SCALE], "gain"),
+        ([], "auto"),
+        ([*SCALE, "--rule", "sqrt"], "sqrt"),
+    ):
+        paste = report(capsys, *PLAN, *RATE, *words)["overrides"]
+        assert f"lr_scaling={rule}" in paste["train"]
+        assert f"--lr_scaling.rule={rule}" in paste["fit"]
+        has_scale = "lr_scaling.noise_scale=210" in paste["train"]
+        assert has_scale == (rule == "gain")
+
+
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "-inf", "1e999"])
 def test_a_number_that_is_no_size_is_refused(wrong: str) -> None:
     said = rf"--noise-scale: must be a positive number of samples.*received '{wrong}'"

@@ -93,7 +93,7 @@ def overrides(
     train += sizes
     fit += [f"--{argument}" for argument in sizes]
     if reference is not None:
-        rule = rule or "auto"
+        rule = rule or ("auto" if noise_scale is None else BY_NOISE)
         # trainkit fit has no option for the rate: it is an argument of the module.
         train += [f"optimizer.lr={reference.lr:g}"]
         train += [f"lr_scaling={rule.replace('-', '_')}"]
@@ -101,7 +101,7 @@ def overrides(
             train.append(f"lr_scaling.reference_batch={reference.batch}")
             fit.append(f"--lr_scaling.rule={rule}")
             fit.append(f"--lr_scaling.reference_batch={reference.batch}")
-        if rule == BY_NOISE and noise_scale is not None:
+        if rule == BY_NOISE:
             train.append(f"lr_scaling.noise_scale={noise_scale:g}")
             fit.append(f"--lr_scaling.noise_scale={noise_scale:g}")
     return {"train": train, "fit": fit}

@@ -191,10 +191,9 @@ def _larger(
     new_steps = start + _steps(steps - start, accumulate, size, most)
     why = (
         f"{_share(below)} of the measured windows were less than 1/{FAR} of the noise "
-        f"scale; larger ones from step {start:,} on take {new_steps:,} steps for the "
-        f"samples of these {steps:,}, which is faster where more devices share them, "
-        f"and no fewer samples; no growth that was tried was better than the best "
-        f"window that stays"
+        f"scale; with larger ones from step {start:,} on, the same samples take "
+        f"{new_steps:,} steps instead of {steps:,}; this saves time where more devices "
+        f"share a window, but no samples"
     )
     return Suggestion({0: accumulate, start: size}, new_steps, why)
 
@@ -223,8 +222,8 @@ def _smaller(
         sizes, new_steps = {0: size, start: accumulate}, start + steps - end
     why += (
         f", one of {_counted(size)} in place of {accumulate:,} about "
-        f"{100 * fewer:.0f} % fewer for the same progress; it takes {new_steps:,} "
-        f"steps for the samples of these {steps:,}"
+        f"{100 * fewer:.0f} % fewer for the same progress; the same samples then take "
+        f"{new_steps:,} steps instead of {steps:,}"
     )
     return Suggestion(sizes, new_steps, why)
 
