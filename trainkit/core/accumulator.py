@@ -193,7 +193,7 @@ class Accumulator:
         Returns:
             A handle whose `remove()` ends the weighting.
         """
-        self._look(loss)
+        self._begin(loss)
         window = self.window
         factor = window.enter(
             loss, weight, value=value, divided_by=divided_by, expected=expected
@@ -217,18 +217,18 @@ class Accumulator:
 
         This is `weigh` without a hook, for a loop that can pass on such a gradient.
         """
-        self._look(loss)
+        self._begin(loss)
         factor = self.window.enter(loss, weight, value=value, expected=expected)
         self.window.num_passes += 1
         if isinstance(factor, Tensor):
             return factor.view_as(loss)
         return None if factor is None else torch.full_like(loss.detach(), factor)
 
-    def _look(self, loss: Tensor) -> None:
-        """Check what must hold before every backward pass."""
+    def _begin(self, loss: Tensor) -> None:
+        """Check what must hold before every backward pass, which then begins."""
         window = self.window
         refusals.refuse_backward(window, self.ranks, loss)
-        self.gradients.check(window.num_weighted, loss)
+        self.gradients.begin(window.num_weighted, loss)
         if self._has_module:  # Lightning takes care of it itself
             window.is_apart = self.ranks.holds_back_gradients
 

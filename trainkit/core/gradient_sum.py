@@ -72,18 +72,17 @@ class GradientSum:
         self._training = training
         self.wide = WideGradients(training(), ranks=self._ranks)
 
-    def check(self, num_passes: int, loss: Tensor | None = None) -> None:
-        """Refuse gradients that were zeroed after the last backward pass.
-
-        Args:
-            num_passes: how many passes the window has had.
-            loss: where the next one starts.
-        """
-        self.zeroed.check(num_passes)
-        if not self.parameters and loss is not None:
+    def begin(self, num_passes: int, loss: Tensor) -> None:
+        """A backward pass begins at `loss`; the window has had so many before it."""
+        self.check(num_passes)
+        if not self.parameters:
             self.parameters = leaves_of(loss)
-        if self.norms is not None and loss is not None:
+        if self.norms is not None:
             self.norms.begin()
+
+    def check(self, num_passes: int) -> None:
+        """Refuse gradients that were zeroed after the last of the window's passes."""
+        self.zeroed.check(num_passes)
 
     def rewind(self, num_passes: int) -> None:
         """Return to an earlier place in the window, whose gradients are back."""

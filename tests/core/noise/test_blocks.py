@@ -40,6 +40,16 @@ def test_beyond_it_the_oldest_go(last: int, each: int) -> None:
     assert table[:, 4].sum() == sum(range(number - kept, number))
 
 
+def test_a_long_gradient_moves_the_unit_by_a_quarter_of_the_way() -> None:
+    blocks = Blocks(160)
+    row = torch.ones(len(COLUMNS), dtype=torch.float64)
+    for squared in (1.0, 101.0, 1.0):
+        row[0] = squared
+        blocks.add(row)
+    assert blocks.table is not None
+    assert blocks.table[:, 0].tolist() == pytest.approx([1, 101, 1 / 26])
+
+
 @pytest.mark.parametrize("number", [0, 3, 20, 33, 170])
 def test_a_resumed_one_goes_on_to_the_bit(number: int) -> None:
     straight = filled(number)

@@ -249,6 +249,39 @@ def test_a_large_tensor_is_added_up_without_loss() -> None:
     assert abs(plain / exact - 1) > 10 * CLOSE
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_16_bits_are_added_up_in_more(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gradient = (300 * torch.randn(100, 1000)).to(dtype)
+    exact = gradient.double().square().sum()
+    assert abs(squared_norm([gradient]) / exact - 1) < CLOSE
+    plain = torch.linalg.vector_norm(gradient).double().square()
+    assert abs(plain / exact - 1) > 100 * CLOSE
+
+
+def test_parameters_that_an_optimizer_gets_later_are_measured() -> None:
+    """As finetuning adds them."""
+    net, batches = TokenNet(), micro_batches()
+    first, *others = net.parameters()
+    optimizer = torch.optim.SGD([first], lr=0.0)
+    accumulator = Accumulator(PerToken(), module=net)
+    moments = NoiseMoments(accumulator, optimizer)
+    rows = []
+    for _ in range(2):
+        moments.watch()
+        for batch in batches:
+            accumulator.backward(token_loss(net, batch), batch)
+        moments.add(accumulator.finish(optimizer), samples=sum(SIZES))
+        rows.append(newest(moments))
+        net.zero_grad()
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": others})
+    weights = [float(PerToken().weight(batch)) for batch in batches]
+    wanted = expected(by_hand(net, batches, weights), weights, sum(SIZES))
+    assert off(rows[1], wanted) < CLOSE
+    assert off(rows[0][:2], wanted[:2]) > 0.01  # the control
+
+
 # ---- an open window in a checkpoint --------------------------------------------------
 
 
@@ -277,21 +310,6 @@ def test_an_open_window_resumes_to_the_bit() -> None:
             net.zero_grad()
         rows.append(moments.table)
     assert torch.equal(*rows)
-
-
-def test_a_window_whose_beginning_is_lost_does_not_count() -> None:
-    net, batches = TokenNet(), micro_batches()
-    accumulator = Accumulator(PerToken(), module=net)
-    accumulator.backward(token_loss(net, batches[0]), batches[0])
-    saved = accumulator.state_dict()
-    net.zero_grad()
-    accumulator = Accumulator(PerToken(), module=net)
-    moments = NoiseMoments(accumulator, list(net.parameters()))
-    accumulator.load_state_dict(saved)
-    moments.watch()
-    accumulator.backward(token_loss(net, batches[1]), batches[1])
-    moments.add(accumulator.finish(list(net.parameters())), samples=20)
-    assert not newest(moments).any()
 
 
 # ---- wrong use -----------------------------------------------------------------------
@@ -331,6 +349,11 @@ def test_sharded_parameters_are_refused() -> None:
     of_two = DTensor.from_local(torch.ones(2), _mesh(), [Shard(0)], run_check=False)
     with pytest.raises(TrainkitError, match="DTensor shards them"):
         refuse_shards([of_two])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    moments = NoiseMoments(Accumulator(PerToken(), module=net), optimizer)
+    optimizer.param_groups[0]["params"] = [of_two]  # sharded since
+    with pytest.raises(TrainkitError, match="DTensor shards them"):
+        moments.watch()
     refuse_shards(net.parameters(), net)
 
 

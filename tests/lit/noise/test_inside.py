@@ -155,17 +155,18 @@ def test_the_training_is_the_same_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("how", "inside", "why"),
     [
-        ("both", "net gets 64 rows of 32 samples"),
-        ("twice", "net is called several times in a step"),
+        ("both", "net", "net gets 64 rows of 32 samples"),
+        ("both", ("net", "other"), "other and net run in chunks of different rows"),
+        ("twice", "net", "net is called several times in a step"),
     ],
 )
 def test_chunks_that_share_samples_are_not_measured(
-    how: str, why: str, capsys: pytest.CaptureFixture[str]
+    how: str, inside: Any, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noise = NoiseScale(1)
-    fit(how, noise=noise)
+    fit(how, inside=inside, noise=noise)
     assert noise.estimate is None
     assert why in (noise.why_not or "")
     assert capsys.readouterr().out.count(why) == 1

@@ -20,8 +20,8 @@ from trainkit.core.inside.sums import Shares
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
 
 
-def nobody(num_rows: int) -> None:
-    """Nobody looks at the chunks of a call."""
+def no_shares(num_rows: int) -> None:
+    """Nothing looks at the chunks of a call."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Cut:
     check: Check
     keeper: Keeper
     around: Around
-    shares: Callable[[int], Shares | None] = nobody
+    shares: Callable[[int], Shares | None] = no_shares
     shards: Shards | None = None
     padding: PaddingCheck | None = None
     width: int = 0

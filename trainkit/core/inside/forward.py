@@ -25,7 +25,7 @@ from trainkit.core.inside.arguments import (
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.checks import Check
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Around, Cut, nobody
+from trainkit.core.inside.cut import Around, Cut, no_shares
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.padding import PaddingCheck
@@ -78,7 +78,7 @@ class ChunkedForward:
         self.module, self.name = module, name
         self.sizes, self.keeper = sizes, keeper
         self.around: Around = _nothing
-        self.shares: Callable[[int], Shares | None] = nobody
+        self.shares: Callable[[int], Shares | None] = no_shares
         self.is_off = self.was_called = self.was_cut = False
         self.most_rows = 0
         self._shared = {str(path) for path in shared}
@@ -225,7 +225,7 @@ class ChunkedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        return vars(self) | {"_check": Check(), "around": _nothing, "shares": nobody}
+        return vars(self) | {"_check": Check(), "around": _nothing, "shares": no_shares}
 
     def _original(self) -> Any:
         if self._before is not None:

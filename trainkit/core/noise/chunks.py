@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.inside.cut import nobody
+from trainkit.core.inside.cut import no_shares
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.noise.norms import norms_of, squared, squared_norm
 from trainkit.core.ranks import Ranks
@@ -50,7 +50,7 @@ class ChunkNorms:
     def stop(self) -> None:
         """Look at the submodules no more, and forget the window."""
         for cut in self._cuts:
-            cut.shares = nobody
+            cut.shares = no_shares
         self.parts = self._sums = None
 
     def begin(self) -> None:
@@ -132,12 +132,13 @@ class ChunkNorms:
         ranks: Ranks,
         scale: Tensor | float,
     ) -> Tensor:
-        """The sums of the window that closed last, over all ranks."""
+        """The sums of the window that closed last, over all ranks; zeros if some of it
+        was not seen, or nothing of it was finite."""
         assert self.parts is not None
         row = ranks.sum_(self.parts)
-        is_whole = row[-1] == ranks.size
+        is_good = (row[-1] == ranks.size) & (row[2] > 0)
         row[-1] = 1
-        return torch.where(is_whole, row, 0.0)
+        return torch.where(is_good, row, 0.0)
 
     def saved(self, ranks: Ranks, device: torch.device) -> Tensor:
         """The open window, for a checkpoint; each of these ranks must call this."""
