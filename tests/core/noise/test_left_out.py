@@ -106,6 +106,9 @@ def test_a_part_that_another_rank_saved_is_not_loaded() -> None:
         resumed.accumulator.load_state_dict(state)
         resumed.moments.load_state_dict(noise | {"rank": rank})
         assert resumed.moments.is_watching == is_loaded
+    resumed = Training()  # whose window has no beginning
+    resumed.moments.load_state_dict(noise)
+    assert not resumed.moments.is_watching
 
 
 @pytest.mark.parametrize("is_measured", [False, True])

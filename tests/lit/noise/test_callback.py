@@ -36,7 +36,7 @@ from trainkit import (
 )
 from trainkit.errors import TrainkitError
 from trainkit.lit import MetricsCSVLogger
-from trainkit.lit.noise.callback import is_measured
+from trainkit.lit.noise.callback import _numbers, is_measured
 
 CLOSE = 1e-6
 DATA = ragged_sequences(sum(RAGGED))
@@ -185,6 +185,16 @@ def test_one_of_every_n_windows_is_a_row(tmp_path: Path) -> None:
         assert scale < row.get("window/noise_scale_high", math.inf)
         samples = sum(RAGGED[step % 3 * 4 :][:4])
         assert row["window/efficiency"] == pytest.approx(scale / (scale + samples))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.2])
+def test_a_row_has_what_is_known_and_its_own_windows_progress(spread: float) -> None:
+    noise = [0.5 + spread * (n % 2 - 0.5) for n in range(6)]
+    blocks = [[1.0, each, 16.0, 4.0, 4.0, 4.0, 1.0] for each in noise]
+    row = _numbers([*blocks, [0.0, 0.0, 0.0, 0.0, 0.0, 64.0, 0.0]])
+    assert row["window/noise_scale"] == pytest.approx(2)
+    assert row["window/efficiency"] == pytest.approx(2 / 66)
+    assert ("window/noise_scale_high" in row) == (spread == 0)
 
 
 @pytest.mark.parametrize("every", [2, 7, 10])

@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers import trainer, weights
 from tests.lit.noise.keep import KeepTable
 from trainkit import AccumulationCallback, MicroBatching, NoiseScale, PerSample
+from trainkit.core.inside.sums import LARGE
 
-ROWS, WIDTH, CHUNK = 96, 20, 8
-LARGE = 300  # so that a layer's gradient is added as it arrives
+ROWS, WIDTH, CHUNK = 96, 220, 8
+HIDDEN = 300
+assert WIDTH * HIDDEN > LARGE, "a layer's gradient must be added as it arrives"
 
 
 class Towers(pl.LightningModule):
@@ -30,7 +32,7 @@ class Towers(pl.LightningModule):
         self.double()
 
     def _tower(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, LARGE), nn.Tanh(), nn.Linear(LARGE, 6))
+        return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 6))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         left = self.head(self.net(torch.cat([x, x]) if self.how == "both" else x))

@@ -165,8 +165,7 @@ class NoiseScale(OrderedCallback):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
-        if pl_module.automatic_optimization:
-            self._add(trainer)
+        self._add(trainer)
 
     def on_window_finished(self, trainer: Any, index: int) -> None:
         self._add(trainer)
