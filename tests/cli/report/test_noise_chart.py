@@ -70,6 +70,15 @@ def test_without_samples_it_lies_over_steps(tmp_path: Path) -> None:
     assert [step for step, _ in points(chart["lines"][0])] == [10, 20, 30, 40]
 
 
+def test_with_some_samples_unknown_it_lies_over_steps() -> None:
+    for lost, over in ((17, "samples seen"), (20, "step")):  # 17 was not measured
+        texts = [{k: str(v) for k, v in row.items()} for row in rows()]
+        texts[lost - 1]["window/samples_seen"] = ""
+        chart = noise_chart(read_series(texts))
+        assert chart is not None
+        assert chart.over == over
+
+
 def test_windows_that_are_not_measured_are_no_gaps(tmp_path: Path) -> None:
     page = page_of(run_folder(tmp_path, rows()))
     assert "no finite value" not in page

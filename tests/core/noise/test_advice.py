@@ -114,6 +114,8 @@ def test_they_grow_where_all_later_ones_are_far_below() -> None:
     found = suggest(of(250, 32), rising, accumulate=1, steps=1000)
     assert found is not None
     assert found.sizes == {0: 1, 440: 4}
+    last = [*rising, Point(1000, 100.0, 32)]
+    assert suggest(of(250, 32), last, accumulate=1, steps=1000) is None
 
 
 def test_growth_has_an_end() -> None:

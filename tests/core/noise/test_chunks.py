@@ -38,9 +38,9 @@ class NoRoom(torch.autograd.Function):
         return given[0]
 
 
-class Tanh(nn.Tanh):
+class Tanh(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return NoRoom.apply(super().forward(x))  # type: ignore[no-any-return]
+        return NoRoom.apply(x.tanh())  # type: ignore[no-any-return]
 
 
 def encoder() -> nn.Module:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
 from tests.helpers import (
@@ -23,7 +21,6 @@ from tests.helpers import (
 from tests.lit.noise.keep import KeepTable
 from tests.lit.windows.several import run_cases
 from trainkit import AccumulationCallback, MicroBatching, NoiseScale, PerToken
-from trainkit.lit.noise.callback import KEY
 
 WORLD, BATCH = 2, 4
 DATA = ragged_sequences(48)
@@ -138,30 +135,3 @@ def test_a_window_that_one_rank_cannot_measure_is_left_out_on_all(
         assert one[1] is None
         numbers[is_doubled] = one[0].num_windows
     assert numbers[True] == numbers[False] - 1
-
-
-class SaveInside(pl.Callback):
-    """Saves in the middle of a window, as if every rank, or one alone, could."""
-
-    def __init__(self, noise: NoiseScale) -> None:
-        self.noise, self.ranks = noise, []
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        status = trainer.state.status
-        for each in (status, TrainerStatus.INTERRUPTED):
-            checkpoint: dict[str, Any] = {}
-            trainer.state.status = each
-            self.noise.on_save_checkpoint(trainer, pl_module, checkpoint)
-            self.ranks.append(checkpoint[KEY]["rank"])
-        trainer.state.status = status
-
-
-def test_a_rank_that_was_interrupted_asks_no_other() -> None:
-    noise = NoiseScale(1)
-    saver = SaveInside(noise)
-    callbacks = [saver, noise, AccumulationCallback(PerToken())]
-    data = rank_loader(DATA[:12], BATCH, 0, 1)
-    trainer(3, callbacks=callbacks).fit(TokenModule(), data)
-    assert saver.ranks == [None, 0] * 6
