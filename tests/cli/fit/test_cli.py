@@ -85,6 +85,18 @@ def test_plain_lightnings_division_is_not_silent(
     assert ("--accumulation=PerSample or PerToken" in out) == is_plain
 
 
+@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
+def test_what_does_not_train_divides_nothing(capsys: Any) -> None:
+    for subcommand, is_said in (("validate", False), ("fit", True)):
+        TrainkitCLI(
+            Net,
+            Data,
+            args=[subcommand, *quiet()],
+            save_config_kwargs={"overwrite": True},
+        )
+        assert ("plain Lightning" in capsys.readouterr().out) == is_said
+
+
 def test_a_strategy_of_the_users_own_trains() -> None:
     trained = fitted(f"--accumulation={USER}.ByRow")
     assert torch.equal(trained, by_hand(ByRow()))

@@ -170,6 +170,18 @@ def test_a_training_with_it_is_the_training_without_it(way: str) -> None:
     assert all(not p._backward_hooks for p in with_it.parameters())
 
 
+def test_an_error_leaves_no_hook_behind() -> None:
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            assert all(p._backward_hooks for p in module.parameters())  # the control
+            raise RuntimeError("a fault")
+
+    module = TokenModule()
+    with pytest.raises(RuntimeError, match="a fault"):
+        fit(WAYS["streamed"], NoiseScale(1), Fails(), module=module)
+    assert all(not p._backward_hooks for p in module.parameters())
+
+
 def rows_of(folder: Path) -> dict[int, dict[str, float]]:
     lines = [
         line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()

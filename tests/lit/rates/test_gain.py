@@ -215,6 +215,14 @@ def a_run(folder: Path, **facts: Any) -> Path:
     return folder
 
 
+def test_a_folder_in_the_home_of_the_user_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    a_run(tmp_path / "earlier")
+    assert scaling(noise_scale="~/earlier").noise_scale == 43.25
+
+
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_folder_is_read_once_and_named(
     tmp_path: Path, kind: Any, capsys: Any
