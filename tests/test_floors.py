@@ -166,7 +166,7 @@ def test_names_of_the_floors_are_the_same_at_the_top() -> None:
 
 
 def test_the_top_lists_what_a_beginner_needs_and_knows_the_rest() -> None:
-    assert len(dir(trainkit)) == 21
+    assert len(dir(trainkit)) == 22
     assert "RunCheckpoint" not in dir(trainkit)
     assert trainkit.RunCheckpoint.__name__ == "RunCheckpoint"
     assert trainkit.WandbRunLogger.__name__ == "WandbRunLogger"

@@ -34,6 +34,7 @@ __all__ = [
     "Weighed",
     "WindowMonitor",
     "check",
+    "exact_batch_norm",
     "find_micro_batch",
 ]
 """The names that the README uses; the stub beside this file has all of them."""

@@ -6,6 +6,7 @@ from .core.curves import warmup_cosine as warmup_cosine
 from .core.effective import EffectiveBatch as EffectiveBatch
 from .core.epoch_plan import EpochPlan as EpochPlan
 from .core.inside.chunked import Chunked as Chunked
+from .core.joins.exact import exact_batch_norm as exact_batch_norm
 from .core.noise.estimate import NoiseEstimate as NoiseEstimate
 from .core.noise.moments import NoiseMoments as NoiseMoments
 from .core.split.micro_batching import MicroBatching as MicroBatching

@@ -4,6 +4,7 @@ from .curves import warmup_cosine as warmup_cosine
 from .effective import EffectiveBatch as EffectiveBatch
 from .epoch_plan import EpochPlan as EpochPlan
 from .inside.chunked import Chunked as Chunked
+from .joins.exact import exact_batch_norm as exact_batch_norm
 from .noise.estimate import NoiseEstimate as NoiseEstimate
 from .noise.moments import NoiseMoments as NoiseMoments
 from .split.micro_batching import MicroBatching as MicroBatching

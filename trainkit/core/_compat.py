@@ -321,3 +321,48 @@ def run_backward(
 uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 """Marks a function that `torch.compile` must run as it is. The public
 `torch.compiler.disable` would load the compiler at once."""
+
+
+def settings_of_thread() -> Callable[[], None]:
+    """What torch holds for a thread: gradients on or off, autocast, the hooks on saved
+    tensors, the stream. Returns what puts it back.
+
+    The hooks are taken off, so that a function that runs meanwhile has its own.
+    """
+    own = torch._C._autograd
+    hooks = []
+    while (top := own._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        own._pop_saved_tensors_default_hooks()
+    kinds = [each for each in ("cpu", "cuda") if each == "cpu" or _has_cuda()]
+    casts = [
+        (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+        for each in kinds
+    ]
+    gradients, caches = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    stream = torch.cuda.current_stream() if _has_cuda() else None
+
+    def put_back() -> None:
+        while own._top_saved_tensors_default_hooks(True) is not None:
+            own._pop_saved_tensors_default_hooks()
+        for pack, unpack in reversed(hooks):
+            own._push_saved_tensors_default_hooks(pack, unpack)
+        for kind, is_on, dtype in casts:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch._C._set_grad_enabled(gradients)
+        torch.set_autocast_cache_enabled(caches)
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+
+    return put_back
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def num_modes() -> int:
+    """How many function and dispatch modes are open in this thread."""
+    functions = torch._C._len_torch_function_stack()
+    return functions + torch._C._len_torch_dispatch_stack()

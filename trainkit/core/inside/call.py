@@ -232,12 +232,7 @@ class Call:
             values: the arguments.
             gradients: of the leaves of the output.
         """
-        if torch.is_grad_enabled():
-            raise TrainkitError(
-                f"{self._cut.name}: it runs in chunks, so that its gradient has no "
-                f"gradient of its own, which create_graph=True asks for. Name another "
-                f"module to cut, or leave out the gradient penalty."
-            )
+        self._refuse_graph()
         self.moment.check_weights()
         self._cut.keeper.passed()
         num, plan = len(self.moment.parameters), self._plan
@@ -267,6 +262,14 @@ class Call:
         self._cut.check.passed()
         self._cut.sizes.passed(self.num_rows)
         return [*sums.results(), *pieces.results()]
+
+    def _refuse_graph(self) -> None:
+        if torch.is_grad_enabled():
+            raise TrainkitError(
+                f"{self._cut.name}: it runs in chunks, so that its gradient has no "
+                f"gradient of its own, which create_graph=True asks for. Name another "
+                f"module to cut, or leave out the gradient penalty."
+            )
 
     def _empty(self, values: Sequence[Any]) -> tuple[Sums, Pieces]:
         """The gradients of no chunk yet."""
@@ -336,7 +339,6 @@ class Call:
         """The gradients of a chunk's sources."""
         outputs, given = [], []
         for index, output in enumerate(graph.outputs):
-            gradient, joint = gradients[index], self._plan.joints[index]
             if not _has_gradient(output):
                 continue
             if not self.differentiable[index]:
@@ -345,10 +347,7 @@ class Call:
                     f"gradient in some chunks of rows and none in others. Name a "
                     f"module within it, or around it."
                 )
-            if joint.dim is not None and gradient is not None:
-                gradient = chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
-            elif chunk.stop != self.num_rows:
-                continue  # a value that all chunks share is the last one's
+            gradient = self._part(chunk, index, gradients[index])
             if gradient is not None:
                 outputs.append(output)
                 given.append(gradient)
@@ -364,6 +363,16 @@ class Call:
             sums.arriving(outputs, graph.sources),
         ):
             return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
+
+    def _part(
+        self, chunk: Chunk, index: int, gradient: Tensor | None
+    ) -> Tensor | None:
+        """A chunk's part of the gradient of a leaf of the output."""
+        joint = self._plan.joints[index]
+        if joint.dim is not None and gradient is not None:
+            return chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
+        # A value that all chunks share is the last one's.
+        return gradient if chunk.stop == self.num_rows else None
 
     @contextmanager
     def _draws_follow(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainkit.core.batches import Path
+from trainkit.core.in_place_of import InPlaceOf
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keep, Keeper
@@ -15,18 +16,8 @@ from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
-SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-"""What a `Chunked` has in common with its module."""
 
-
-class Chunked(nn.Module):
+class Chunked(InPlaceOf):
     """A module that runs in chunks of rows, and whose gradient is the whole batch's.
 
         with Chunked(model.encoder, size=32):
@@ -70,7 +61,6 @@ class Chunked(nn.Module):
         keep: Keep = "auto",
         shared: Sequence[Path] = (),
     ) -> None:
-        super().__init__()
         if not isinstance(module, nn.Module):
             raise TrainkitError(
                 f"Chunked: must be given a torch module, received "
@@ -84,28 +74,12 @@ class Chunked(nn.Module):
                 f"{name}: lengths={lengths!r} is for a budget of tokens, and none was "
                 f"given. Add tokens=, or leave out lengths."
             )
+        super().__init__(module)
         by_tokens = None if tokens is None else ByTokens(tokens, lengths, size)
         self._cut = ChunkedForward(
             module, name, Sizes(size), Keeper(keep), shared, by_tokens
         )
         self._cut.install()
-        for held in SHARED:
-            vars(self)[held] = vars(module)[held]
-        self.training = module.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._cut.module(*args, **kwargs)
-
-    def _save_to_state_dict(self, *args: Any) -> None:  # pyright: ignore
-        self._cut.module._save_to_state_dict(*args)
-
-    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
-        self._cut.module._load_from_state_dict(*args)
-
-    def train(self, mode: bool = True) -> Chunked:
-        self.training = mode
-        self._cut.module.train(mode)
-        return self
 
     def remove(self) -> None:
         """Give the module its own forward back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -18,6 +18,23 @@ from trainkit.core.inside.sharded import Shards
 from trainkit.core.inside.sums import Shares
 
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
+
+
+class Coupling(Protocol):
+    """Layers of a module by which rows see each other, and how all of them do."""
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether rows of other ranks are seen, so that a single chunk counts too."""
+        ...
+
+    def uncoupled(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A context in which the rows of a module do not see each other."""
+        ...
+
+    def call(self, cut: Cut, plan: Any, values: list[Any], num_rows: int) -> Any:
+        """A call whose chunks see each other; it has the methods of `Call`."""
+        ...
 
 
 def no_shares(num_rows: int) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
+from trainkit.core.batch_norm.layers import normalising_by_batch
 from trainkit.core.batches import Path
 from trainkit.core.inside.arguments import (
     Arguments,
@@ -25,7 +26,7 @@ from trainkit.core.inside.arguments import (
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.checks import Check
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Around, Cut, no_shares
+from trainkit.core.inside.cut import Around, Coupling, Cut, no_shares
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.padding import PaddingCheck
@@ -60,6 +61,7 @@ class ChunkedForward:
     Attributes:
         around: makes a context for each run of a chunk, and of the rows of a probe.
         shares: makes what looks at the chunks of a call of so many rows.
+        coupling: lets rows see each other where layers of the module need it.
         is_off: whether the module runs uncut for a while.
         was_called: whether it was called to train.
         was_cut: whether a call ran in chunks.
@@ -79,6 +81,7 @@ class ChunkedForward:
         self.sizes, self.keeper = sizes, keeper
         self.around: Around = _nothing
         self.shares: Callable[[int], Shares | None] = no_shares
+        self.coupling: Coupling | None = None
         self.is_off = self.was_called = self.was_cut = False
         self.most_rows = 0
         self._shared = {str(path) for path in shared}
@@ -118,6 +121,8 @@ class ChunkedForward:
         call = self._read(args, kwargs)
         self.most_rows = max(self.most_rows, call.rows)
         shards = shards_within(module, self.name, self.keeper.keep)
+        if self.coupling is not None and normalising_by_batch(module):
+            return self._coupled(call, self.coupling, is_sharded=shards is not None)
         if shards is None and self.by_tokens is None:
             if not self._cuts(self.sizes, call):
                 return original(*args, **kwargs)
@@ -130,9 +135,13 @@ class ChunkedForward:
         return call.rows > 1 and not is_one
 
     def _call(self, call: Arguments, plan: Plan, sizes: Sizes, **options: Any) -> Call:
+        cut = self._cut(call, sizes, **options)
+        return Call(cut, plan, call.values, call.rows)
+
+    def _cut(self, call: Arguments, sizes: Sizes, **options: Any) -> Cut:
         self.was_cut, keeper = True, self.keeper
         keeper.row_bytes = max(keeper.row_bytes, self._plans.row_bytes)
-        cut = Cut(
+        return Cut(
             self.module,
             call.run,
             self.name,
@@ -144,7 +153,25 @@ class ChunkedForward:
             self.shares,
             **options,
         )
-        return Call(cut, plan, call.values, call.rows)
+
+    def _coupled(
+        self, call: Arguments, coupling: Coupling, *, is_sharded: bool
+    ) -> Any:
+        """Run chunks whose BatchNorm layers see all rows."""
+        if is_sharded or self.by_tokens is not None:
+            why = "FSDP2 shards it" if is_sharded else "tokens= leaves out padding"
+            raise TrainkitError(
+                f"{self.name}: exact BatchNorm needs whole chunks of a whole module, "
+                f"and {why}. Cut by size= alone, under DDP, or use another policy."
+            )
+        if not (self._cuts(self.sizes, call) or coupling.spans_ranks):
+            return call.run(call.values)
+        with coupling.uncoupled(self.module):
+            plan = self._plans.find(
+                call, self.sizes.limit, self.around, is_coupled=True
+            )
+        made = coupling.call(self._cut(call, self.sizes), plan, call.values, call.rows)
+        return run_in_chunks(made)
 
     def _by_shards(self, call: Arguments, shards: Shards) -> Any:
         """Run as many chunks as all ranks do, whose parts FSDP2 shards."""
@@ -225,7 +252,8 @@ class ChunkedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        return vars(self) | {"_check": Check(), "around": _nothing, "shares": no_shares}
+        return vars(self) | {"_check": Check(), "around": _nothing, "shares": no_shares,
+            "coupling": None}
 
     def _original(self) -> Any:
         if self._before is not None:

@@ -60,7 +60,7 @@ class Moment:
 
     def check_weights(self) -> None:
         """Refuse weights and buffers that were changed since."""
-        moved = self._moved()
+        moved = self.moved()
         if moved:
             raise TrainkitError(
                 f"{self._name}: its weights and buffers must stay as they are between "
@@ -71,8 +71,12 @@ class Moment:
     def check_state(self) -> None:
         """Refuse weights and buffers that the forward pass has moved: once for each
         chunk."""
-        if moved := self._moved():
+        if moved := self.moved():
             self._refuse_moved(moved)
+
+    def renew(self) -> None:
+        """Take weights and buffers as they are now."""
+        self._state = self._state_now()
 
     def _refuse_moved(self, moved: list[str]) -> NoReturn:
         raise TrainkitError(
@@ -82,7 +86,8 @@ class Moment:
             f"is a cache, fill it before, by a call with the longest rows."
         )
 
-    def _moved(self) -> list[str]:
+    def moved(self) -> list[str]:
+        """The names of the weights and buffers that were changed since."""
         now = self._state_now()
         if now == self._state:
             return []

@@ -99,6 +99,7 @@ class Plans:
         *,
         probes: bool | None = None,
         is_sharded: bool = False,
+        is_coupled: bool = False,
     ) -> Plan:
         """How a call is cut.
 
@@ -108,12 +109,15 @@ class Plans:
             around: makes a context for each run.
             probes: whether to look again; default: as `wants_probe` says.
             is_sharded: whether FSDP2 shards parts of the module.
+            is_coupled: whether BatchNorm sees all rows, but not now.
         """
         probes = self.wants_probe(call) if probes is None else probes
         key = self.key(call)
         plan, times = self._plans.get(key, (None, 0))
         if plan is None or probes:
-            plan = self.probe(call, most, around, is_sharded=is_sharded)
+            plan = self.probe(
+                call, most, around, is_sharded=is_sharded, is_coupled=is_coupled
+            )
             self._announce()
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
@@ -165,15 +169,16 @@ class Plans:
         around: Around,
         *,
         is_sharded: bool = False,
+        is_coupled: bool = False,
     ) -> Plan:
         """Run a few rows, to see that they do not see each other."""
         module, name = self._module, self._name
-        if found := normalising_by_batch(module):
+        if (found := normalising_by_batch(module)) and not is_coupled:
             names = [each or "the module itself" for each in found]
             raise TrainkitError(
                 f"{name}: its rows must not see each other, and BatchNorm normalises "
                 f"by all rows of a batch: {listed(names)}. Freeze it, use "
-                f'BatchNormGuard("group_norm"), or name a module without it.'
+                f'BatchNormGuard("exact"), or name a module without it.'
             )
         refuse_flat(module, name)
         moment, before = Moment(module, name, call.devices), settings_of(module)

@@ -1,0 +1,48 @@
+"""A module that stands for another one, with its parameters under the same names."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What the two have in common."""
+
+Own = TypeVar("Own", bound="InPlaceOf")
+
+
+class InPlaceOf(nn.Module):
+    """Can be called in a module's place, and has its parameters and state.
+
+    Args:
+        module: for which it stands.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self)["_stands_for"] = module  # not a part of this one
+        for held in SHARED:
+            vars(self)[held] = vars(module)[held]
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stands_for(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        self._stands_for._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        self._stands_for._load_from_state_dict(*args)
+
+    def train(self: Own, mode: bool = True) -> Own:
+        self.training = mode
+        self._stands_for.train(mode)
+        return self

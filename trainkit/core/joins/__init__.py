@@ -1,0 +1,1 @@
+"""Exact BatchNorm: micro-batches meet at each layer and share their statistics."""

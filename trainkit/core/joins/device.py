@@ -1,0 +1,153 @@
+"""A window as one graph over all micro-batches, which meet at each BatchNorm layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from trainkit.core._compat import without_gradient_hooks
+from trainkit.core.inside.moment import Moment
+from trainkit.core.joins.branches import Branches, current
+from trainkit.core.joins.intercepted import Intercepted
+from trainkit.core.joins.joint_graph import meet, normalised
+from trainkit.core.joins.layers import Moves
+from trainkit.core.joins.net import Gradients, Net
+from trainkit.core.joins.transport import OnDevice
+from trainkit.core.split.fields import Build, take_apart
+
+
+class DevicePass:
+    """One call of a module by all micro-batches of a window, in one graph.
+
+    Args:
+        net: which is called.
+        moment: what the module is like.
+
+    Attributes:
+        given: the gradients of the leaves of each micro-batch's output.
+    """
+
+    def __init__(self, net: Net, moment: Moment) -> None:
+        self._net, self._moment, self._moves = net, moment, Moves(net.layers)
+        self._leaves: list[list[Any]] = []
+        self._outputs: list[list[Any]] = []
+        self.given: list[list[Tensor | None]] = []
+        self.build: Build = next
+        self.differentiable: list[bool] = []
+
+    def forward(self, arguments: Sequence[list[Any]]) -> None:
+        """Run the module on the arguments of each micro-batch."""
+        has_graph = torch.is_grad_enabled()
+        self._leaves = [[_leaf(value) for value in each] for each in arguments]
+        if has_graph and torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
+        runs = [partial(self._net.run, list(each)) for each in self._leaves]
+        with self._on_host():
+            outputs = [take_apart(each) for each in Branches(runs, owner=self)]
+        self.build = outputs[0][1]
+        self._outputs = [[field.value for field in fields] for fields, _ in outputs]
+        self.differentiable = [any(map(_has_graph, x)) for x in zip(*self._outputs)]
+        self._moves.make()
+        self._moment.renew()
+        self.given = [[None] * len(each) for each in self._outputs]
+
+    def leaves(self, index: int) -> list[Any]:
+        """The leaves of a micro-batch's output, which have no graph."""
+        return [_detached(value) for value in self._outputs[index]]
+
+    def give(self, index: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add to the gradients of the leaves of a micro-batch's output."""
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                before = self.given[index][place]
+                both = gradient if before is None else before + gradient
+                self.given[index][place] = both
+
+    def called(self, module: Intercepted, args: Any, kwargs: Any) -> Any:
+        """A micro-batch calls a module on its way."""
+        if not module.normalises:
+            return module.original(*args, **kwargs)
+        (x,) = [*args, *kwargs.values()]
+        layer: Any = module.module
+        layer._check_input_dim(x)
+        branches = current()
+        assert branches is not None
+        join = partial(self._meet, module)
+        return normalised(layer, x, *branches.meet(layer, module.name, x, join))
+
+    def _meet(self, module: Intercepted, brought: list[Any]) -> list[Any]:
+        layer: Any = module.module
+        ranks = self._net.sharing.of(layer)
+        statistics, found = meet(
+            layer, module.name, brought, ranks, self._net.transport
+        )
+        self._moves.add(layer, statistics)
+        return found
+
+    def _on_host(self) -> AbstractContextManager[Any]:
+        """Saved tensors wait on the host, where the device has one."""
+        transport = self._net.transport
+        if isinstance(transport, OnDevice):
+            return nullcontext()
+        own = {id(each) for each in self._moment.parameters}
+
+        def pack(tensor: Tensor) -> Any:
+            if id(tensor) in own or not tensor.numel():
+                return tensor
+            return transport, transport.put(tensor.detach())
+
+        def unpack(kept: Any) -> Tensor:
+            return kept if isinstance(kept, Tensor) else kept[0].get(kept[1])
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def backward(self) -> Gradients:
+        """The gradients of all that trains, by those that were given."""
+        self._moment.check_weights()
+        outputs, given = [], []
+        for own, found in zip(self._outputs, self.given, strict=True):
+            for value, gradient in zip(own, found, strict=True):
+                if gradient is not None and _has_graph(value):
+                    outputs.append(value)
+                    given.append(gradient)
+        self._outputs = self.given = []
+        parameters = self._moment.parameters
+        trained = [x for each in self._leaves for x in each if _has_graph(x)]
+        if not outputs:
+            found = iter([None] * (len(parameters) + len(trained)))
+        else:
+            with without_gradient_hooks(p for p in parameters if p._backward_hooks):
+                found = iter(
+                    torch.autograd.grad(
+                        outputs, [*parameters, *trained], given, allow_unused=True
+                    )
+                )
+        own = [next(found) for _ in parameters]
+        return Gradients(
+            own,
+            [
+                [next(found) if _has_graph(value) else None for value in each]
+                for each in self._leaves
+            ],
+        )
+
+
+def _leaf(value: Any) -> Any:
+    """An argument from which the graph begins."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

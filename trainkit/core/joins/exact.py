@@ -1,0 +1,129 @@
+"""Exact BatchNorm for any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from trainkit.core.in_place_of import InPlaceOf
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.forward import ChunkedForward
+from trainkit.core.inside.keep import Keeper
+from trainkit.core.joins.engine import Memory
+from trainkit.core.joins.inside import JoinedChunks
+from trainkit.core.joins.layers import sharing_of
+from trainkit.core.joins.steps import JoinedSteps
+from trainkit.core.whole_number import check_whole_number
+from trainkit.errors import TrainkitError
+
+MicroBatch = TypeVar("MicroBatch")
+
+
+class ExactBatchNorm(InPlaceOf):
+    """A module whose BatchNorm layers are normalised by whole windows.
+
+    `exact_batch_norm` makes it. It has the module's parameters under their own names,
+    and can be called in its place.
+
+    Attributes:
+        needs_graph: whether losses must be pulled by `backward(retain_graph=True)`,
+            since something that trains runs before the module.
+    """
+
+    def __init__(
+        self, module: nn.Module, size: int | None, memory: Memory, process_group: Any
+    ) -> None:
+        super().__init__(module)
+        sharing = sharing_of(process_group)
+        self._steps = JoinedSteps(module, memory, sharing)
+        self._steps.install()
+        self._chunked: ChunkedForward | None = None
+        if size is not None:
+            name = type(module).__name__
+            self._chunked = ChunkedForward(module, name, Sizes(size), Keeper(0))
+            self._chunked.coupling = JoinedChunks(module, memory, sharing)
+            self._chunked.install()
+
+    @property
+    def needs_graph(self) -> bool:
+        return self._steps.needs_graph
+
+    def run(
+        self, step: Callable[[MicroBatch], Any], micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, Any]]:
+        """Run a window of micro-batches.
+
+            for micro_batch, loss in net.run(step, micro_batches):
+                (loss * share_of(micro_batch)).backward()
+
+        The gradients of the module arrive when the loop has ended.
+
+        Args:
+            step: computes the loss of a micro-batch, and calls the module.
+            micro_batches: of the window, on this rank.
+        """
+        if self._chunked is not None:
+            raise TrainkitError(
+                "exact_batch_norm: size= cuts a whole batch where the module is "
+                "called, and run() gets micro-batches. Leave size= out."
+            )
+        each = list(micro_batches)
+        results = self._steps.run([partial(step, one) for one in each])
+        yield from zip(each, results, strict=True)
+        self._steps.backward()
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self._chunked is not None:
+            self._chunked.remove()
+        self._steps.remove()
+
+    def __enter__(self) -> nn.Module:
+        return self._stands_for
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+
+def exact_batch_norm(
+    module: nn.Module,
+    *,
+    size: int | None = None,
+    memory: Memory = "auto",
+    process_group: Any = None,
+) -> ExactBatchNorm:
+    """Let the BatchNorm layers of a module see whole windows, in any loop.
+
+    Each layer is normalised by the mean and variance of all rows of the window, on all
+    ranks; its running statistics move once; the gradient is the big batch's. A window
+    is a whole batch that the module is called with, which `size` cuts:
+
+        net = exact_batch_norm(net, size=8)
+        loss = any_loss(net(batch), labels)
+        loss.backward()
+
+    or the micro-batches that are given to `run`. Layers in evaluation mode stay as
+    they are; a SyncBatchNorm keeps its group. `remove`, or the end of a `with` block,
+    gives the module its own forward back.
+
+    Args:
+        module: which holds the layers.
+        size: the most rows in a chunk of a batch that the module is called with.
+        memory: `"device"`: one graph of all micro-batches, whose saved tensors wait on
+            the host where the device is a GPU. `"flat"`: the module is split at its
+            layers, and each segment runs once more in the backward pass, so that the
+            device holds one micro-batch. `"auto"`: `"device"` until memory runs out;
+            `"flat"` on several ranks.
+        process_group: of the ranks that share a window; default: all.
+    """
+    if not isinstance(module, nn.Module):
+        raise TrainkitError(
+            f"exact_batch_norm: must be given a torch module, received "
+            f"{type(module).__name__}."
+        )
+    if size is not None:
+        check_whole_number("exact_batch_norm size", size)
+    return ExactBatchNorm(module, size, memory, process_group)

@@ -1,0 +1,192 @@
+"""The inner cut of a module with BatchNorm: its chunks share statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.inside.call import Call
+from trainkit.core.inside.cut import Cut
+from trainkit.core.inside.joined import Joined
+from trainkit.core.inside.rows import Plan
+from trainkit.core.joins.engine import Engine, Memory, check_memory
+from trainkit.core.joins.intercepted import Intercepted
+from trainkit.core.joins.layers import Sharing, normalises_by_batch
+from trainkit.core.joins.net import Pass
+from trainkit.core.joins.statistics import Normal, Statistics
+from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.errors import TrainkitError
+
+
+class JoinedChunks:
+    """Lets the chunks of an inner cut share the statistics of BatchNorm layers.
+
+    Layers outside of the cut see the whole batch of their rank, and with `install` all
+    ranks'.
+
+    Args:
+        module: which holds all layers.
+        memory: `"auto"`, `"device"` or `"flat"`.
+        sharing: which ranks share statistics.
+    """
+
+    def __init__(self, module: nn.Module, memory: Memory, sharing: Sharing) -> None:
+        check_memory(memory)
+        self._memory: Memory = memory
+        self._sharing = sharing
+        self._engines: dict[nn.Module, Engine] = {}
+        self._intercepted = [
+            Intercepted(each, name or type(module).__name__, sharing)
+            for name, each in module.named_modules()
+            if isinstance(each, BatchNorm)
+        ]
+
+    def install(self) -> None:
+        """Let the layers ask who runs them."""
+        for each in self._intercepted:
+            each.install()
+
+    def remove(self) -> None:
+        """Give the layers their own forward back."""
+        for each in self._intercepted:
+            each.remove()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Of the modules that were called."""
+        return list(self._engines.values())
+
+    @property
+    def spans_ranks(self) -> bool:
+        return self._sharing.ranks.size > 1
+
+    @contextmanager
+    def uncoupled(self, module: nn.Module) -> Iterator[None]:
+        """Within it, the layers of a module normalise by statistics that do not depend
+        on the rows."""
+        layers = [each for each in module.modules() if normalises_by_batch(each)]
+        before = [vars(each).get("forward") for each in layers]
+        for each in layers:
+            vars(each)["forward"] = _Fixed(each)
+        try:
+            yield
+        finally:
+            for each, forward in zip(layers, before, strict=True):
+                vars(each)["forward"] = forward
+                if forward is None:
+                    del vars(each)["forward"]
+
+    def call(
+        self, cut: Cut, plan: Plan, values: list[Any], num_rows: int
+    ) -> JoinedCall:
+        if cut.module not in self._engines:
+            self._engines[cut.module] = Engine(
+                cut.module, cut.name, self._memory, self._sharing
+            )
+        return JoinedCall(self._engines[cut.module], cut, plan, values, num_rows)
+
+
+class JoinedCall(Call):
+    """One call of a module, whose chunks see each other in its BatchNorm layers.
+
+    Args:
+        engine: runs the chunks.
+        cut: what is called.
+        plan: which arguments have rows, and how outputs are joined.
+        values: the arguments.
+        num_rows: how many rows they have.
+    """
+
+    _ran: Pass
+
+    def __init__(
+        self, engine: Engine, cut: Cut, plan: Plan, values: list[Any], num_rows: int
+    ) -> None:
+        super().__init__(cut, plan, values, num_rows)
+        self._engine = engine
+
+    def forward(self, *, has_graph: bool) -> list[Any]:
+        """Run all chunks, and join the leaves of their outputs."""
+        assert self.values is not None
+        cut, sizes, versions = self._cut, self._cut.sizes, self._versions()
+        put_back = cut.draws.keep(self._devices)
+        with torch.enable_grad() if has_graph else torch.no_grad():
+            while True:
+                self._done = sizes.cut(0, self.num_rows)
+                try:
+                    joined = self._run()
+                    break
+                except Exception as error:
+                    most = max(chunk.num_rows for chunk in self._done)
+                    is_one = self._engine.sharing.ranks.size > 1 or most == 1
+                    if is_one or not (sizes.is_auto and is_out_of_memory(error)):
+                        raise
+                    release(error)
+                    sizes.failed(most)
+                    put_back()
+        if versions != self._versions():
+            raise TrainkitError(
+                f"{cut.name}: its forward pass must not change its arguments in "
+                f"place, since others may need them. Give it a clone()."
+            )
+        self.build, self.differentiable = self._ran.build, self._ran.differentiable
+        return joined.values
+
+    def _run(self) -> Joined:
+        assert self.values is not None
+        cut = self._cut
+        arguments = [self._taken(chunk, self.values) for chunk in self._done]
+        with cut.around(self, self._done[0]) if self._done else nullcontext():
+            self._ran = self._engine.begin(cut.run, arguments, self.moment)
+        joined = Joined(self._plan, self.num_rows, cut.name, waits=cut.check.is_on)
+        for index, chunk in enumerate(self._done):
+            joined.add(chunk, self._ran.leaves(index))
+        return joined
+
+    def backward(
+        self, values: Sequence[Any], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """One gradient for each parameter that trains, then for each argument."""
+        self._refuse_graph()
+        for index, chunk in enumerate(self._done):
+            parts = enumerate(gradients)
+            self._ran.give(index, [self._part(chunk, n, each) for n, each in parts])
+        found = self._ran.backward()
+        _, pieces = self._empty(values)
+        for chunk, each in zip(self._done, found.arguments, strict=True):
+            pieces.add(chunk, [each[place] for place in self.trained])
+        self._cut.check.passed()
+        self._cut.sizes.passed(self.num_rows)
+        return [*found.parameters, *pieces.results()]
+
+
+class _Fixed:
+    """A layer's forward by statistics that do not depend on what it gets.
+
+    Args:
+        layer: whose weights are used.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer, like = self._layer, x.new_zeros(x.shape[1])
+        mean, var = layer.running_mean, layer.running_var
+        like = like.float() if x.dtype.itemsize < 4 else like
+        known = Statistics(
+            like if mean is None else mean.detach().to(like.dtype),
+            like + 1 if var is None else var.detach().to(like.dtype),
+            like.sum() + 1,
+        )
+        normal = Normal.of(layer, known)
+        weight, bias = layer.weight, layer.bias
+        if weight is None:
+            return normal(x)
+        live = Normal(known, weight.to(like.dtype), bias.to(like.dtype), layer.eps)
+        return live(x)

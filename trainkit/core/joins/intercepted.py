@@ -1,0 +1,89 @@
+"""The forward of a layer, or of a module around it, that asks who runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.core._compat import backward_pass, uncompiled
+from trainkit.core.joins.branches import current
+from trainkit.core.joins.joint_graph import meet, normalised
+from trainkit.core.joins.layers import Sharing, normalises_by_batch
+from trainkit.core.joins.statistics import move_running
+from trainkit.core.joins.transport import OnDevice
+from trainkit.errors import TrainkitError
+
+
+class Intercepted:
+    """A module's forward while windows run; it stands on the instance.
+
+    Where the module is called by a micro-batch that may wait for the others, whoever
+    runs them decides what happens. Elsewhere a layer sees a window of one, over all
+    ranks, and other modules run as they are.
+
+    Args:
+        module: whose forward is replaced.
+        name: of it, for messages.
+        sharing: which ranks share statistics.
+    """
+
+    def __init__(self, module: nn.Module, name: str, sharing: Sharing) -> None:
+        self.module, self.name = module, name
+        self._sharing = sharing
+        self._before = vars(module).get("forward")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shares statistics with no other rank."""
+        return {**vars(self), "_sharing": Sharing()}
+
+    @property
+    def normalises(self) -> bool:
+        """Whether it is a layer that normalises by the batch at present."""
+        return normalises_by_batch(self.module)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+        vars(self.module)["forward"] = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if vars(self.module).get("forward") is self:
+            del vars(self.module)["forward"]
+            if self._before is not None:
+                vars(self.module)["forward"] = self._before
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        branches = current()
+        if branches is not None and branches.owner is not None:
+            return branches.owner.called(self, args, kwargs)
+        if not self.normalises:
+            return self.original(*args, **kwargs)
+        if backward_pass() >= 0:
+            raise TrainkitError(
+                f"{self.name}: it ran again in a backward pass, as activation "
+                f"checkpointing does, and there it would see one micro-batch. "
+                f"Checkpoint what lies between two layers of BatchNorm, or use "
+                f'memory="flat", which needs no checkpoints.'
+            )
+        return self._alone(*args, **kwargs)
+
+    def _alone(self, x: Tensor) -> Any:
+        """Normalise by a window of one micro-batch of each rank."""
+        layer: Any = self.module
+        ranks = self._sharing.of(layer)
+        if ranks.size == 1:
+            return self.original(x)
+        layer._check_input_dim(x)
+        statistics, ((meeting, index, link),) = meet(
+            layer, self.name, [x], ranks, OnDevice()
+        )
+        move_running(layer, statistics)
+        return normalised(layer, x, meeting, index, link)

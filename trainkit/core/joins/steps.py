@@ -1,0 +1,199 @@
+"""The steps of a window's micro-batches, which wait for each other where they call a
+module with BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.joins.branches import Branches, current
+from trainkit.core.joins.engine import Engine, Memory, check_memory
+from trainkit.core.joins.intercepted import Intercepted
+from trainkit.core.joins.layers import Sharing, normalises_by_batch
+from trainkit.core.joins.net import Pass
+from trainkit.core.split.fields import take_apart
+from trainkit.errors import TrainkitError
+
+
+@dataclass
+class _Call:
+    """One call of a module by all micro-batches.
+
+    Attributes:
+        ran: the module's own passes.
+        arguments: of each micro-batch.
+        leaves: of each micro-batch's output, as its step got them.
+    """
+
+    ran: Pass
+    arguments: list[list[Any]]
+    leaves: dict[int, list[Tensor | None]] = field(default_factory=dict)
+
+    def take(self, index: int) -> None:
+        """Take the gradients that a micro-batch's leaves have so far."""
+        found: list[Tensor | None] = []
+        for leaf in self.leaves.get(index, ()):
+            found.append(None if leaf is None else leaf.grad)
+            if leaf is not None:
+                leaf.grad = None
+        if found:
+            self.ran.give(index, found)
+
+
+class JoinedSteps:
+    """Runs a step for each micro-batch of a window, so that the BatchNorm layers of a
+    module see the whole window.
+
+    Where a step calls the module, or one in it that holds such layers, it waits until
+    all have come there. The gradients of the loss are pulled micro-batch by micro-batch
+    down to that call, and from there for all at once, by `backward`.
+
+    Args:
+        module: what trains.
+        memory: `"auto"`, `"device"` or `"flat"`.
+        sharing: which ranks share statistics.
+
+    Attributes:
+        needs_graph: whether a backward pass of a micro-batch must keep its graph,
+            since something before a call trains too.
+    """
+
+    def __init__(self, module: nn.Module, memory: Memory, sharing: Sharing) -> None:
+        check_memory(memory)
+        self._memory: Memory = memory
+        self._sharing = sharing
+        self._engines: dict[nn.Module, Engine] = {}
+        self._calls: list[_Call] = []
+        self.needs_graph = False
+        self._intercepted = [
+            Intercepted(each, name or type(module).__name__, sharing)
+            for name, each in module.named_modules()
+            if any(isinstance(inner, BatchNorm) for inner in each.modules())
+        ]
+
+    def install(self) -> None:
+        """Let the modules wait for all micro-batches, where `run` runs them."""
+        for each in self._intercepted:
+            each.install()
+
+    def remove(self) -> None:
+        """Give the modules their own forward back."""
+        for each in self._intercepted:
+            each.remove()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Of the modules that were called."""
+        return list(self._engines.values())
+
+    def run(
+        self,
+        runs: Sequence[Callable[[], Any]],
+        switched: Callable[[int], None] = lambda index: None,
+    ) -> Iterator[Any]:
+        """What each step returns, in order. Its gradients are to be pulled before the
+        next is asked for; `backward` belongs behind the last.
+
+        Args:
+            runs: the steps.
+            switched: is told which micro-batch runs next.
+        """
+        self._calls, self.needs_graph = [], False
+        if len(runs) == 1 and self._sharing.ranks.size == 1:
+            yield runs[0]()  # it is the whole window
+            return
+        for index, result in enumerate(Branches(runs, switched, self)):
+            yield result
+            for call in self._calls:
+                call.take(index)
+
+    def called(self, module: Intercepted, args: Any, kwargs: Any) -> Any:
+        """A step calls a module."""
+        holds = any(map(normalises_by_batch, module.module.modules()))
+        branches = current()
+        assert branches is not None
+        if not holds:
+            return module.original(*args, **kwargs)
+        brought = take_apart((args, kwargs))
+        join = partial(self._join, module)
+        call, index = branches.meet(module.module, module.name, brought, join)
+        return self._output(call, index)
+
+    def _join(self, module: Intercepted, brought: list[Any]) -> list[Any]:
+        """Run a module for all micro-batches."""
+        engine = self._engine(module)
+        paths = {tuple(field.path for field in fields) for fields, _ in brought}
+        if len(paths) > 1:
+            raise TrainkitError(
+                f"exact BatchNorm: all micro-batches must call {module.name} with the "
+                f"same arguments, and some have others."
+            )
+        _, build = brought[0]
+
+        own = module if module.normalises else module.original
+
+        def run(values: list[Any]) -> Any:
+            args, kwargs = build(iter(values))
+            return own(*args, **kwargs)
+
+        arguments = [[field.value for field in fields] for fields, _ in brought]
+        call = _Call(engine.begin(run, arguments), arguments)
+        self.needs_graph |= any(
+            isinstance(value, Tensor) and value.requires_grad
+            for each in arguments
+            for value in each
+        )
+        self._calls.append(call)
+        return [(call, index) for index in range(len(arguments))]
+
+    def _engine(self, module: Intercepted) -> Engine:
+        if module.module not in self._engines:
+            # A layer that is called by itself has no segments.
+            memory = "device" if module.normalises else self._memory
+            engine = Engine(module.module, module.name, memory, self._sharing)
+            self._engines[module.module] = engine
+        return self._engines[module.module]
+
+    def _output(self, call: _Call, index: int) -> Any:
+        """What a step gets from its call: leaves from which its graph begins."""
+        leaves = call.ran.leaves(index)
+        has_graph = torch.is_grad_enabled()
+        held: list[Tensor | None] = []
+        for place, is_differentiable in enumerate(call.ran.differentiable):
+            if is_differentiable and has_graph:
+                leaves[place] = leaves[place].requires_grad_()
+            held.append(leaves[place] if is_differentiable and has_graph else None)
+        call.leaves[index] = held
+        return call.ran.build(iter(leaves))
+
+    def backward(self) -> None:
+        """Pull the gradients through the modules, the last call first, once those of
+        all micro-batches have come to them."""
+        calls, self._calls = self._calls, []
+        while calls:
+            call = calls.pop()
+            for index in range(len(call.arguments)):
+                call.take(index)
+            found = call.ran.backward()
+            _deliver(call.ran.parameters, found.parameters, keep=False)
+            for values, gradients in zip(
+                call.arguments, found.arguments, strict=True
+            ):
+                _deliver(values, gradients, keep=bool(calls))
+
+
+def _deliver(
+    tensors: Sequence[Any], gradients: Sequence[Tensor | None], *, keep: bool
+) -> None:
+    """Give tensors their gradients, and what they were made of."""
+    pairs = zip(tensors, gradients, strict=True)
+    both = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
+    if both:
+        roots, given = zip(*both, strict=True)
+        torch.autograd.backward(roots, given, retain_graph=keep)
