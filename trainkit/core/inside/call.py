@@ -364,9 +364,7 @@ class Call:
         ):
             return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
 
-    def _part(
-        self, chunk: Chunk, index: int, gradient: Tensor | None
-    ) -> Tensor | None:
+    def _part(self, chunk: Chunk, index: int, gradient: Tensor | None) -> Tensor | None:
         """A chunk's part of the gradient of a leaf of the output."""
         joint = self._plan.joints[index]
         if joint.dim is not None and gradient is not None:

@@ -154,9 +154,7 @@ class ChunkedForward:
             **options,
         )
 
-    def _coupled(
-        self, call: Arguments, coupling: Coupling, *, is_sharded: bool
-    ) -> Any:
+    def _coupled(self, call: Arguments, coupling: Coupling, *, is_sharded: bool) -> Any:
         """Run chunks whose BatchNorm layers see all rows."""
         if is_sharded or self.by_tokens is not None:
             why = "FSDP2 shards it" if is_sharded else "tokens= leaves out padding"
@@ -252,8 +250,12 @@ class ChunkedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        return vars(self) | {"_check": Check(), "around": _nothing, "shares": no_shares,
-            "coupling": None}
+        return vars(self) | {
+            "_check": Check(),
+            "around": _nothing,
+            "shares": no_shares,
+            "coupling": None,
+        }
 
     def _original(self) -> Any:
         if self._before is not None:

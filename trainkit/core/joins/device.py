@@ -52,7 +52,9 @@ class DevicePass:
             outputs = [take_apart(each) for each in Branches(runs, owner=self)]
         self.build = outputs[0][1]
         self._outputs = [[field.value for field in fields] for fields, _ in outputs]
-        self.differentiable = [any(map(_has_graph, x)) for x in zip(*self._outputs)]
+        self.differentiable = [
+            any(map(_has_graph, x)) for x in zip(*self._outputs, strict=True)
+        ]
         self._moves.make()
         self._moment.renew()
         self.given = [[None] * len(each) for each in self._outputs]

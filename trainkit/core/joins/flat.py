@@ -98,7 +98,7 @@ class FlatPass:
         if moved := self._moment.moved():
             raise TrainkitError(
                 f"{self._net.name}: in segments its forward pass runs twice, and it "
-                f"moves {listed(moved)}. Use memory=\"device\"."
+                f'moves {listed(moved)}. Use memory="device".'
             )
         if self._must_move:
             self._moves.make()

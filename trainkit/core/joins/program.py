@@ -59,7 +59,7 @@ class Segment:
         outputs: the names of values that later segments need, a layer, or the caller.
         end: the call of a layer that follows; None behind the last.
         parameters: those of the module that it uses.
-        """
+    """
 
     graph: fx.GraphModule
     inputs: list[str]
@@ -102,7 +102,8 @@ class Program:
     ) -> list[Tensor | None]:
         """What was found for the arguments, one for each."""
         names = iter(self.arguments)
-        return [found.get(next(names)) if isinstance(v, Tensor) else None for v in values]
+        are = [isinstance(value, Tensor) for value in values]
+        return [found.get(next(names)) if is_tensor else None for is_tensor in are]
 
     def leaves(self, waiting: Values) -> list[Any]:
         """The leaves of the output, in order."""

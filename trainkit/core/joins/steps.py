@@ -182,9 +182,7 @@ class JoinedSteps:
                 call.take(index)
             found = call.ran.backward()
             _deliver(call.ran.parameters, found.parameters, keep=False)
-            for values, gradients in zip(
-                call.arguments, found.arguments, strict=True
-            ):
+            for values, gradients in zip(call.arguments, found.arguments, strict=True):
                 _deliver(values, gradients, keep=bool(calls))
 
 
