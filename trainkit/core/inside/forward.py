@@ -219,7 +219,14 @@ class ChunkedForward:
         """Refuse a module that cannot run in chunks, as one call of it shows; return
         what a user would be warned of."""
         _refuse_module(self.module, self.name)
-        self._plans.probe(self._read(args, kwargs), self.sizes.limit, self.around)
+        call, coupling = self._read(args, kwargs), self.coupling
+        apart = contextlib.nullcontext()
+        if coupling is not None:
+            apart = coupling.uncoupled(self.module)
+        with apart:
+            self._plans.probe(
+                call, self.sizes.limit, self.around, is_coupled=coupling is not None
+            )
         return self._plans.announced
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
