@@ -136,6 +136,11 @@ class InsideCuts:
         return self._cuts
 
     @property
+    def is_coupled(self) -> bool:
+        """Whether chunks see each other where layers need it."""
+        return self._coupling is not None
+
+    @property
     def size(self) -> int | None:
         """The most rows in a chunk, if there is a limit."""
         return self._sizes.limit
@@ -152,24 +157,28 @@ class InsideCuts:
                 cut.is_off = False
 
     @contextmanager
-    def measured(self, size: int, around: Callable[..., Any]) -> Iterator[None]:
+    def measured(
+        self, size: int, around: Callable[..., Any], turning: Sequence[Any] = ()
+    ) -> Iterator[None]:
         """Chunks of a few rows, each in a context, for a while.
 
         Args:
             size: the most rows.
             around: makes the context of a chunk.
+            turning: what holds something of the chunk under way.
         """
         held = [(c, c.sizes, c.keeper, c.around, c.by_tokens) for c in self._cuts]
         for cut, *_, by_tokens in held:
             cut.sizes, cut.keeper = Sizes(size), Keeper(0)
             cut.around = refusing_logs(self._module, cut.module, cut.name, around)
             cut.by_tokens = by_tokens and by_tokens.finest()
+            cut.turning = turning
         try:
             yield
         finally:
             for cut, sizes, keeper, before, by_tokens in held:
                 cut.sizes, cut.keeper, cut.around = sizes, keeper, before
-                cut.by_tokens = by_tokens
+                cut.by_tokens, cut.turning = by_tokens, ()
 
     def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
         """How the step runs, for the table before training."""

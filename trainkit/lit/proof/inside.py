@@ -41,7 +41,7 @@ def measured_inside(module: Any, rows: FewRows, options: MicroBatching) -> Repor
             least = THRESHOLDS[torch.float64]
             rounding = max(least, 30 * _off(_apart(passes.names, whole, again)))
             for size in sizes:
-                with cuts.measured(size, passes.around_chunk):
+                with cuts.measured(size, passes.around_chunk, passes.turning):
                     gradients = passes.gradients(batch, every)
                 apart = _apart(passes.names, whole, gradients)
                 chunks = tuple(min(size, len(every) - at) for at in every[::size])

@@ -21,7 +21,7 @@ from trainkit.core.strategies import (
 )
 from trainkit.core.weighed import Weighed
 from trainkit.lit.measure.by_hand import has_mixin
-from trainkit.lit.measure.passes import Pass
+from trainkit.lit.measure.terms import Pass
 from trainkit.lit.proof.events import Located
 from trainkit.lit.proof.findings import Cause
 

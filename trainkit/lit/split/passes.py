@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.joins.steps import JoinedSteps
+from trainkit.core.joins.turns import Turns
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import replaced, transfers_plainly
 from trainkit.lit.callback.said_weight import left_for_counting
@@ -25,7 +26,6 @@ from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.shortcuts import backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 from trainkit.lit.split.transfer import moved
-from trainkit.lit.split.turns import Turns
 from trainkit.lit.split.window_callback_protocol import Windows
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.windows.moved_state import MovedState

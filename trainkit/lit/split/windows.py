@@ -94,7 +94,12 @@ class SplitWindows:
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
         self._prove = begin_proof(
-            trainer, pl_module, windows, options=options, move=self._passes.transfer
+            trainer,
+            pl_module,
+            windows,
+            options=options,
+            move=self._passes.transfer,
+            joined=lambda: self.joined,
         )
         self._stash: StashedGradients | None = None
         self._is_complete = False
