@@ -17,13 +17,16 @@ class ExactStatistics(Policy):
 
     Args:
         memory: as `exact_batch_norm` takes it.
+
+    Attributes:
+        memory: the same.
     """
 
     computes_from_micro_batches = False
 
     def __init__(self, memory: Memory) -> None:
         check_memory(memory)
-        self._memory: Memory = memory
+        self.memory: Memory = memory
         self._trainer: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -36,7 +39,7 @@ class ExactStatistics(Policy):
             return
         self._refuse_several(windows)
         if windows is not None:
-            windows.join_statistics(trainer, module, self._memory)
+            windows.join_statistics(trainer, module, self.memory)
         elif num_replicas(trainer) > 1:
             raise TrainkitError(
                 "BatchNormGuard('exact'): on several ranks it needs the callback that "
@@ -67,4 +70,4 @@ class ExactStatistics(Policy):
         self._trainer = None
 
     def summary(self, num_layers: int) -> str:
-        return f"normalised by the whole window, on all ranks (memory={self._memory!r})"
+        return f"normalised by the whole window, on all ranks (memory={self.memory!r})"

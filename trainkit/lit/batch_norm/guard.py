@@ -157,6 +157,12 @@ class BatchNormGuard(OrderedCallback):
         """
         self._policy.convert(module, trainer)
 
+    @property
+    def joins(self) -> Memory | None:
+        """How the layers see whole windows, if the policy lets them."""
+        is_exact = isinstance(self._policy, ExactStatistics)
+        return self._policy.memory if is_exact else None
+
     def freeze(self, trainer: Any, module: Any) -> None:
         """Freeze the layers, if the policy does that, and say nothing; `teardown`
         undoes it."""

@@ -159,6 +159,12 @@ class WindowOwner(OrderedCallback):
         """
 
     @property
+    def is_joined(self) -> bool:
+        """Whether micro-batches share BatchNorm's statistics, so that none has a
+        gradient of its own."""
+        return False
+
+    @property
     def must_count_samples(self) -> bool:
         """Whether the samples of the next micro-batch must be counted."""
         return self.counts_samples or not self.first_windows.is_complete

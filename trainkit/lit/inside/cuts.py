@@ -136,11 +136,6 @@ class InsideCuts:
         return self._cuts
 
     @property
-    def is_coupled(self) -> bool:
-        """Whether chunks see each other where layers need it."""
-        return self._coupling is not None
-
-    @property
     def size(self) -> int | None:
         """The most rows in a chunk, if there is a limit."""
         return self._sizes.limit

@@ -152,9 +152,8 @@ class ProofAtStart:
         return None, reason
 
     def _refuse_shared_statistics(self) -> None:
-        inside = getattr(windows_of(self._trainer), "inside", None)
-        is_coupled = inside is not None and inside.is_coupled
-        if not self._is_alone and (is_coupled or self._joined() is not None):
+        windows = windows_of(self._trainer)
+        if not self._is_alone and windows is not None and windows.is_joined:
             raise NotMeasured(
                 "ranks share BatchNorm's statistics, and a pass here would wait for "
                 "others; see trainkit.check with one device"

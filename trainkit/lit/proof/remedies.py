@@ -257,8 +257,10 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
             located.path,
             f"{name} normalises each micro-batch by itself{more}",
             (
-                'BatchNormGuard("group_norm"), or "freeze" for a net that is trained '
-                "already; both change the model",
+                'BatchNormGuard("exact") with MicroBatching(size=4): let the loader '
+                "yield whole windows, which it cuts",
+                'or BatchNormGuard("group_norm"), or "freeze" for a net that is '
+                "trained already; both change the model",
             ),
         )
     where = "before" if located.is_before else "in"

@@ -47,7 +47,7 @@ class SplitCallback(WindowCallback):
         self._found: Any = None
         self._host_group: Any = None
         self._shown: int | None = None
-        self._joined = ExitStack()
+        self._joined, self._is_joined = ExitStack(), False
 
     def _show_as(self, other: Any) -> None:
         super()._show_as(other)
@@ -62,6 +62,10 @@ class SplitCallback(WindowCallback):
         """How loader batches are cut on the host; None if they are not."""
         options = self.micro_batching
         return None if options is None or options.inside is not None else options
+
+    @property
+    def is_joined(self) -> bool:
+        return self._is_joined
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -150,7 +154,7 @@ class SplitCallback(WindowCallback):
 
     def join_statistics(self, trainer: Any, pl_module: Any, memory: Any) -> None:
         ranks = self.accumulators[0].ranks
-        sharing = Sharing(ranks)
+        sharing, self._is_joined = Sharing(ranks), True
         if self.split is not None:
             refusals.refuse_auto_between_ranks(
                 trainer, self.split.sizes.catches and ranks.size > 1
