@@ -102,7 +102,6 @@ class FlatPass:
             )
         if self._must_move:
             self._moves.make()
-        self._moment.renew()
         last = program.leaves(self._window[-1])
         self.differentiable = [
             self._is_differentiable(name, value)

@@ -76,6 +76,18 @@ class Moves:
         return {n: version_of(x) for n, x in running.items() if x is not None}
 
 
+def running_statistics(
+    module: nn.Module, layers: Mapping[nn.Module, str]
+) -> set[str]:
+    """The names of the buffers of some layers in a module."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, layer in module.named_modules()
+        if layer in layers
+        for name, _ in layer.named_buffers(recurse=False)
+    }
+
+
 @dataclass(frozen=True)
 class Sharing:
     """Which ranks share the statistics of a layer.

@@ -98,7 +98,7 @@ def move_running(layer: BatchNorm, statistics: Statistics) -> None:
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:
-            factor = 1 / layer.num_batches_tracked
+            factor = 1 / layer.num_batches_tracked.to(layer.running_mean.dtype)
     count = statistics.count
     unbiased = statistics.var * (count / (count - 1))
     for running, new in (
