@@ -168,6 +168,7 @@ def test_hooks_of_each_micro_batch_run() -> None:
 
 def test_frozen_layers_and_other_norms_stay_as_they_are() -> None:
     def made() -> Images:
+        torch.manual_seed(4)
         net = nn.Sequential(
             nn.Conv2d(3, 4, 3),
             nn.BatchNorm2d(4),
