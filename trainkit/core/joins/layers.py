@@ -29,7 +29,7 @@ def normalises_by_batch(layer: nn.Module) -> bool:
 def refuse_other_layers(module: nn.Module, name: str) -> None:
     """Refuse layers that have a forward of their own."""
     others = [
-        path or name
+        f"{name}.{path}" if path else name
         for path, layer in module.named_modules()
         if normalises_by_batch(layer) and type(layer).forward not in OF_TORCH
     ]

@@ -1,0 +1,174 @@
+"""What exact BatchNorm refuses, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.lit.batch_norm.exact_fits import CLASSES, Images, exact, fit, loader
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    AccumulationSchedule,
+    BatchNormGuard,
+    MicroBatching,
+    PerSample,
+)
+from trainkit.errors import TrainkitError
+
+SPLIT = MicroBatching(size=4)
+INSIDE = MicroBatching(inside="net", size=4)
+ONE_BATCH = r"a window must be one loader batch.*MicroBatching\(size=4\)"
+
+
+@pytest.mark.parametrize("cut", [None, SPLIT, INSIDE])
+def test_windows_of_several_loader_batches(cut: MicroBatching | None) -> None:
+    with pytest.raises(TrainkitError, match=rf"{ONE_BATCH}"):
+        fit(Images(), *exact(cut), window=2)  # type: ignore[arg-type]
+
+
+def test_without_the_callback_too() -> None:
+    with pytest.raises(TrainkitError, match="made by 2 loader batches"):
+        fit(Images(), BatchNormGuard("exact"), window=2)
+
+
+def test_schedule_that_makes_several() -> None:
+    schedule = AccumulationSchedule({0: 1, 2: 2})
+    with pytest.raises(TrainkitError, match=ONE_BATCH):
+        fit(Images(), *exact(None), schedule)  # type: ignore[arg-type]
+
+
+class ByHand(AccumulationMixin, Images):
+    accumulation = PerSample()
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.accumulate(F.cross_entropy(self.net(batch[0]), batch[1]), batch)
+        self.finish_window(optimizer)
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+
+
+def test_manual_optimization() -> None:
+    with pytest.raises(TrainkitError, match="made by manual optimization"):
+        fit(ByHand(), BatchNormGuard("exact"))
+
+
+def test_modules_without_batch_norm_are_not_refused() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 6 * 6, CLASSES))
+    fit(Images(net), *exact(None), window=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", ["host", None, 3])
+def test_other_words_for_memory(memory: Any) -> None:
+    with pytest.raises(TrainkitError, match="memory: must be one of .*received"):
+        BatchNormGuard("exact", memory=memory)
+
+
+def test_memory_belongs_to_exact() -> None:
+    with pytest.raises(TrainkitError, match="it belongs to the policy 'exact'"):
+        BatchNormGuard("warn", memory="flat")
+
+
+class Function(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        mean, var = torch.zeros(3).to(x), torch.ones(3).to(x)
+        return self.head(F.batch_norm(x, mean, var, training=True).mean((2, 3)))
+
+
+@pytest.mark.parametrize("memory", ["device", "flat"])
+@pytest.mark.parametrize(
+    ("cut", "match"),
+    [
+        (SPLIT, r"functional.batch_norm\(training=True\)"),
+        (INSIDE, "its output of a row depends on other rows"),
+    ],
+)
+def test_batch_norm_as_a_function(cut: MicroBatching, match: str, memory: Any) -> None:
+    guard = BatchNormGuard("exact", memory=memory)
+    with pytest.raises(TrainkitError, match=match):
+        fit(Images(Function()), _unproven(cut), guard)
+
+
+class Own(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input))
+
+
+@pytest.mark.parametrize("cut", [SPLIT, INSIDE])
+def test_layer_with_a_forward_of_its_own(cut: MicroBatching) -> None:
+    net = nn.Sequential(Own(3), nn.Flatten(), nn.Linear(3 * 6 * 6, CLASSES))
+    with pytest.raises(TrainkitError, match="net.0 has a forward of its own"):
+        fit(Images(net), _unproven(cut), BatchNormGuard("exact"))
+
+
+class Wanders(nn.Module):
+    """How often it calls its layer depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(x)):
+            x = self.norm(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_ways_that_depend_on_the_data() -> None:
+    with pytest.raises(TrainkitError, match=r"same layers in the same order.*net.norm"):
+        fit(Images(Wanders()), _unproven(SPLIT), BatchNormGuard("exact"))
+
+
+def test_tokens_leave_padding_out() -> None:
+    cut = MicroBatching(inside="net", tokens=8)
+    with pytest.raises(TrainkitError, match="tokens= leaves out padding"):
+        fit(Images(), _unproven(cut), BatchNormGuard("exact"))
+
+
+def test_one_value_for_a_channel() -> None:
+    net = nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(3), nn.Linear(3, CLASSES)
+    )
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fit(Images(net), *exact(SPLIT), batches=loader(batch_size=1, number=3))
+
+
+@pytest.mark.filterwarnings("ignore:.*open window .* was dropped")
+def test_checkpointing_around_a_layer() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            conv, norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+            self.block = nn.Sequential(conv, norm, nn.Tanh())
+            self.head = nn.Linear(3, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = checkpoint(self.block, x, use_reentrant=False)
+            return self.head(inner.mean((2, 3)))  # type: ignore[union-attr]
+
+    with pytest.raises(TrainkitError, match="net.block.1: it ran again in a backward"):
+        fit(
+            Images(Checkpointed()),
+            _unproven(SPLIT),
+            BatchNormGuard("exact", memory="device"),
+        )
+
+
+def _unproven(cut: MicroBatching) -> pl.Callback:
+    """The proof at the start would meet the refusal first, and say it in a line."""
+    return AccumulationCallback(PerSample(), micro_batching=cut, proof="off")
