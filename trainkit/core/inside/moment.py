@@ -74,8 +74,11 @@ class Moment:
         if moved := self.moved():
             self._refuse_moved(moved)
 
-    def renew(self) -> None:
-        """Take weights and buffers as they are now."""
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Take weights and buffers as they are now, and these no more into account."""
+        own = {id(each) for each in tensors}
+        named = _own_tensors(self._module)
+        self._apart |= {name for name, each in named if id(each) in own}
         self._state = self._state_now()
 
     def _refuse_moved(self, moved: list[str]) -> NoReturn:

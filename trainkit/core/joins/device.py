@@ -56,7 +56,7 @@ class DevicePass:
             any(map(_has_graph, x)) for x in zip(*self._outputs, strict=True)
         ]
         self._moves.make()
-        self._moment.renew()
+        self._moment.leave_out(self._moves.tensors)
         self.given = [[None] * len(each) for each in self._outputs]
 
     def leaves(self, index: int) -> list[Any]:

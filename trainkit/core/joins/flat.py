@@ -102,7 +102,7 @@ class FlatPass:
             )
         if self._must_move:
             self._moves.make()
-        self._moment.renew()
+        self._moment.leave_out(self._moves.tensors)
         last = program.leaves(self._window[-1])
         self.differentiable = [
             self._is_differentiable(name, value)
@@ -111,7 +111,8 @@ class FlatPass:
 
     def leaves(self, index: int) -> list[Any]:
         """The leaves of a micro-batch's output, which have no graph."""
-        return self._program.leaves(self._window[index])
+        leaves = self._program.leaves(self._window[index])
+        return [x.detach() if isinstance(x, Tensor) else x for x in leaves]
 
     def _forward(self, number: int, *, has_graph: bool) -> None:
         """Run a segment for all micro-batches, up to the layer at its end."""

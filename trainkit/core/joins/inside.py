@@ -70,6 +70,11 @@ class JoinedChunks:
         """Within it, the layers of a module normalise by statistics that do not depend
         on the rows."""
         layers = [each for each in module.modules() if normalises_by_batch(each)]
+        if module in layers:
+            raise TrainkitError(
+                f"exact BatchNorm: a {type(module).__name__} alone cannot be cut, "
+                f"since it needs the whole batch. Cut a module that holds it."
+            )
         before = [vars(each).get("forward") for each in layers]
         for each in layers:
             vars(each)["forward"] = _Fixed(each)

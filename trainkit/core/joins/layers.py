@@ -53,6 +53,11 @@ class Moves:
         self._before = self._versions()
         self._calls: list[tuple[BatchNorm, Statistics]] = []
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All running statistics."""
+        return [each for layer in self._layers for each in layer.buffers(recurse=False)]
+
     def add(self, layer: BatchNorm, statistics: Statistics) -> None:
         """Note a call of a layer."""
         self._calls.append((layer, statistics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -117,6 +118,14 @@ class Program:
         return not self.is_proven or (number, name) in self.written
 
 
+class _Proxy(fx.Proxy):
+    """A value in tracing, to which `value[index] = other` may be done."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        given = self, index, value
+        self.tracer.create_proxy("call_function", operator.setitem, given, {})
+
+
 class _Tracer(fx.Tracer):
     """Goes into the modules that hold a layer of BatchNorm, and into no others."""
 
@@ -127,6 +136,9 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self._open
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -263,6 +275,8 @@ class _Splitter:
         places, number = {}, 0
         for node in self._nodes:
             places[node] = number
+            if _takes_an_item(node) and node.args[0] not in self._joins:
+                places[node] = places[node.args[0]]  # tensors cross, tuples do not
             number += node in self._joins
         called = {node: places[node] for node in self._joins}
         for node in self._joins:
@@ -352,6 +366,12 @@ class _Splitter:
                 if isinstance(value, nn.Parameter) and value.requires_grad:
                     found[id(value)] = value
         return list(found.values())
+
+
+def _takes_an_item(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    return isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int)
 
 
 def _normalised(normal: Any, x: Tensor) -> Tensor:
