@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from tests.core.joins.cases import CASES, images, made
 from tests.core.joins.common import (
     EXACT,
     NAIVE,
@@ -23,7 +24,6 @@ from tests.core.joins.common import (
     off_by,
     summed,
 )
-from tests.core.joins.cases import CASES, images, made
 from trainkit import exact_batch_norm
 from trainkit.errors import TrainkitError
 

@@ -22,7 +22,8 @@ from trainkit.core.joins.device import DevicePass
 from trainkit.core.joins.flat import FlatPass
 from trainkit.core.joins.layers import Sharing, devices_of, refuse_other_layers
 from trainkit.core.joins.net import Gradients, Net, Pass, layers_of
-from trainkit.core.joins.program import Program, Untraceable, traced
+from trainkit.core.joins.program import Program, Untraceable
+from trainkit.core.joins.tracing import autocast_now, looks_of, traced
 from trainkit.core.joins.transport import transport_to
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build
@@ -132,6 +133,8 @@ class Engine:
         """What a call has in common with others that run the same operations."""
         return (
             frozenset(settings_of(self.module).items()),
+            looks_of(self.module),
+            autocast_now(),
             *((id(each), each.requires_grad) for each in self.module.parameters()),
             *(
                 (value.ndim, value.requires_grad)
