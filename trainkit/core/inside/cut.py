@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -58,6 +58,7 @@ class Cut:
         shards: what FSDP2 shards within the module.
         padding: checks that the loss uses none, where chunks leave out columns.
         width: how many columns there are.
+        turning: what holds something of the chunk under way, where chunks take turns.
     """
 
     module: nn.Module
@@ -72,3 +73,4 @@ class Cut:
     shards: Shards | None = None
     padding: PaddingCheck | None = None
     width: int = 0
+    turning: Sequence[Any] = ()

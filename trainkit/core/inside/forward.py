@@ -62,6 +62,7 @@ class ChunkedForward:
         around: makes a context for each run of a chunk, and of the rows of a probe.
         shares: makes what looks at the chunks of a call of so many rows.
         coupling: lets rows see each other where layers of the module need it.
+        turning: what holds something of the chunk under way, while draws are measured.
         is_off: whether the module runs uncut for a while.
         was_called: whether it was called to train.
         was_cut: whether a call ran in chunks.
@@ -82,6 +83,7 @@ class ChunkedForward:
         self.around: Around = _nothing
         self.shares: Callable[[int], Shares | None] = no_shares
         self.coupling: Coupling | None = None
+        self.turning: Sequence[Any] = ()
         self.is_off = self.was_called = self.was_cut = False
         self.most_rows = 0
         self._shared = {str(path) for path in shared}
@@ -168,8 +170,8 @@ class ChunkedForward:
             plan = self._plans.find(
                 call, self.sizes.limit, self.around, is_coupled=True
             )
-        made = coupling.call(self._cut(call, self.sizes), plan, call.values, call.rows)
-        return run_in_chunks(made)
+        cut = self._cut(call, self.sizes, turning=self.turning)
+        return run_in_chunks(coupling.call(cut, plan, call.values, call.rows))
 
     def _by_shards(self, call: Arguments, shards: Shards) -> Any:
         """Run as many chunks as all ranks do, whose parts FSDP2 shards."""
@@ -219,7 +221,14 @@ class ChunkedForward:
         """Refuse a module that cannot run in chunks, as one call of it shows; return
         what a user would be warned of."""
         _refuse_module(self.module, self.name)
-        self._plans.probe(self._read(args, kwargs), self.sizes.limit, self.around)
+        call, coupling = self._read(args, kwargs), self.coupling
+        apart = contextlib.nullcontext()
+        if coupling is not None:
+            apart = coupling.uncoupled(self.module)
+        with apart:
+            self._plans.probe(
+                call, self.sizes.limit, self.around, is_coupled=coupling is not None
+            )
         return self._plans.announced
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -47,9 +47,10 @@ class DevicePass:
         self._leaves = [[_leaf(value) for value in each] for each in arguments]
         if has_graph and torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()
-        runs = [partial(self._net.run, list(each)) for each in self._leaves]
+        runs = [partial(self._run, n, each) for n, each in enumerate(self._leaves)]
         with self._on_host():
-            outputs = [take_apart(each) for each in Branches(runs, owner=self)]
+            branches = Branches(runs, self._net.switched, self)
+            outputs = [take_apart(each) for each in branches]
         self.build = outputs[0][1]
         self._outputs = [[field.value for field in fields] for fields, _ in outputs]
         self.differentiable = [
@@ -58,6 +59,10 @@ class DevicePass:
         self._moves.make()
         self._moment.leave_out(self._moves.tensors)
         self.given = [[None] * len(each) for each in self._outputs]
+
+    def _run(self, index: int, values: list[Any]) -> Any:
+        with self._net.around(index):
+            return self._net.run(list(values))
 
     def leaves(self, index: int) -> list[Any]:
         """The leaves of a micro-batch's output, which have no graph."""

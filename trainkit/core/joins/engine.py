@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, get_args
@@ -21,7 +22,14 @@ from trainkit.core.inside.settings import settings_of
 from trainkit.core.joins.device import DevicePass
 from trainkit.core.joins.flat import FlatPass
 from trainkit.core.joins.layers import Sharing, devices_of, refuse_other_layers
-from trainkit.core.joins.net import Gradients, Net, Pass, layers_of
+from trainkit.core.joins.net import (
+    Around,
+    Gradients,
+    Net,
+    Pass,
+    layers_of,
+    nothing_around,
+)
 from trainkit.core.joins.program import Program, Untraceable
 from trainkit.core.joins.tracing import autocast_now, looks_of, traced
 from trainkit.core.joins.transport import transport_to
@@ -74,7 +82,7 @@ class Engine:
         self.prefers_flat = memory == "flat"
         self._programs: dict[Any, Program | str] = {}
         self._draws = Draws()
-        self._is_first = True
+        self._is_first, self._has_said = True, False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: programs are another module's."""
@@ -85,6 +93,10 @@ class Engine:
         run: Callable[[list[Any]], Any],
         arguments: Sequence[list[Any]],
         moment: Moment | None = None,
+        *,
+        around: Around = nothing_around,
+        switched: Callable[[int], None] = lambda index: None,
+        in_one_graph: bool = False,
     ) -> Pass:
         """Run a call of all micro-batches forward.
 
@@ -92,20 +104,40 @@ class Engine:
             run: the module's own forward, on a list of arguments.
             arguments: of each micro-batch.
             moment: what the module is like; default: it is looked at.
+            around: a context for the forward of each micro-batch.
+            switched: is told which micro-batch runs next.
+            in_one_graph: run in one graph in any case.
         """
         devices = devices_of(value for each in arguments for value in each)
         refuse_other_layers(self.module, self.name)
         _refuse_sharded(self.module, self.name)
         transport = transport_to(next(iter(devices), torch.device("cpu")))
         layers = layers_of(self.module, self.name)
-        net = Net(self.module, self.name, run, layers, self.sharing, transport)
+        net = Net(
+            self.module,
+            self.name,
+            run,
+            layers,
+            self.sharing,
+            transport,
+            around,
+            switched,
+        )
         if self._memory == "auto" and self.sharing.ranks.size > 1:
             self.prefers_flat = True
         moment = moment or Moment(self.module, self.name, devices)
         found = _Chosen(self, net, moment, self._draws, arguments)
         with _Watch(self.name) if self._is_first else nullcontext():
-            found.forward()
+            found.forward(in_one_graph=in_one_graph)
         self._is_first = False
+        if self.why_not and not self._has_said and self.sharing.ranks.index == 0:
+            self._has_said = True
+            warnings.warn(
+                f"exact BatchNorm: {self.name} cannot run in segments, so all "
+                f"micro-batches run in one graph, whose memory grows with the window "
+                f"({self.why_not}).",
+                stacklevel=2,
+            )
         return found
 
     def program(self, net: Net, arguments: Sequence[list[Any]]) -> Program | None:
@@ -175,10 +207,10 @@ class _Chosen:
         self._again = draws.keep(self._devices)
         self._pass: DevicePass | FlatPass = DevicePass(net, moment)
 
-    def forward(self) -> None:
+    def forward(self, *, in_one_graph: bool = False) -> None:
         """Run the module on the arguments of each micro-batch."""
         engine = self._engine
-        if engine.prefers_flat and self._runs_in_segments():
+        if engine.prefers_flat and not in_one_graph and self._runs_in_segments():
             return
         try:
             self._pass = DevicePass(self._net, self._moment)

@@ -88,7 +88,7 @@ class FlatPass:
         if not program.is_proven:
             self._draws.look(self._net.module)
             self._draws.of_host = True  # it may draw from them
-        with torch.no_grad():
+        with torch.no_grad(), self._net.around(0):
             for number in range(len(program.segments)):
                 self._forward(number, has_graph=has_graph)
         if not program.is_proven:
@@ -121,6 +121,7 @@ class FlatPass:
         for index, waiting in enumerate(self._window):
             if index + 1 < len(self._window):
                 self._window[index + 1].fetch(segment.inputs)
+            self._net.switched(index)
             waiting.put_back.append(self._put_back())
             is_last = end is None and index + 1 == len(self._window)
             if is_last and has_graph:
@@ -188,6 +189,7 @@ class FlatPass:
         same statistics and draws."""
         first, program = self._window[0], self._program
         after = self._draws.keep(self._devices)
+        self._net.switched(0)
         ends = [each.end for each in program.segments if each.end is not None]
         try:
             replay = Replay(ends, self._normals, first.put_back)

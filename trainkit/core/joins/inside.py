@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from trainkit.core.joins.intercepted import Intercepted
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.net import Pass
 from trainkit.core.joins.statistics import Normal, Statistics
+from trainkit.core.joins.turns import Turns
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
 
@@ -146,8 +147,14 @@ class JoinedCall(Call):
         assert self.values is not None
         cut = self._cut
         arguments = [self._taken(chunk, self.values) for chunk in self._done]
-        with cut.around(self, self._done[0]) if self._done else nullcontext():
-            self._ran = self._engine.begin(cut.run, arguments, self.moment)
+        self._ran = self._engine.begin(
+            cut.run,
+            arguments,
+            self.moment,
+            around=lambda index: cut.around(self, self._done[index]),
+            switched=Turns(cut.turning),
+            in_one_graph=bool(cut.turning),
+        )
         joined = Joined(self._plan, self.num_rows, cut.name, waits=cut.check.is_on)
         for index, chunk in enumerate(self._done):
             joined.add(chunk, self._ran.leaves(index))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,6 +15,27 @@ from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.statistics import move_running
 from trainkit.core.joins.transport import OnDevice
 from trainkit.errors import TrainkitError
+
+
+class Interception(Protocol):
+    """Takes the place of forwards, and gives it back."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+@contextmanager
+def installed(interception: Interception | None) -> Iterator[None]:
+    """Within it, an interception is there."""
+    if interception is None:
+        yield
+        return
+    interception.install()
+    try:
+        yield
+    finally:
+        interception.remove()
 
 
 class Intercepted:

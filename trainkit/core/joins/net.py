@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -11,6 +12,13 @@ from torch import Tensor, nn
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.transport import OnDevice, Transport
 from trainkit.core.split.fields import Build
+
+Around = Callable[[int], AbstractContextManager[Any]]
+
+
+def nothing_around(index: int) -> AbstractContextManager[Any]:
+    """No context for a micro-batch."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,8 @@ class Net:
         layers: its layers that normalise by the window, with their names.
         sharing: which ranks share their statistics.
         transport: keeps what the backward pass needs.
+        around: a context for the forward of each micro-batch.
+        switched: is told which micro-batch runs next.
     """
 
     module: nn.Module
@@ -32,10 +42,8 @@ class Net:
     layers: Mapping[nn.Module, str]
     sharing: Sharing = field(default_factory=Sharing)
     transport: Transport = field(default_factory=OnDevice)
-
-    def running(self, run: Callable[[list[Any]], Any]) -> Net:
-        """The same module with another call."""
-        return replace(self, run=run)
+    around: Around = nothing_around
+    switched: Callable[[int], None] = lambda index: None
 
     def path(self, module: nn.Module) -> str:
         """The name of a module within this one, for messages."""

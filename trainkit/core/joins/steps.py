@@ -70,6 +70,8 @@ class JoinedSteps:
         self._sharing = sharing
         self._engines: dict[nn.Module, Engine] = {}
         self._calls: list[_Call] = []
+        self._switched: Callable[[int], None] = lambda index: None
+        self._in_one_graph = False
         self.needs_graph = False
         self._intercepted = [
             Intercepted(each, name or type(module).__name__, sharing)
@@ -96,6 +98,8 @@ class JoinedSteps:
         self,
         runs: Sequence[Callable[[], Any]],
         switched: Callable[[int], None] = lambda index: None,
+        *,
+        in_one_graph: bool = False,
     ) -> Iterator[Any]:
         """What each step returns, in order. Its gradients are to be pulled before the
         next is asked for; `backward` belongs behind the last.
@@ -103,8 +107,10 @@ class JoinedSteps:
         Args:
             runs: the steps.
             switched: is told which micro-batch runs next.
+            in_one_graph: let no module run in segments.
         """
         self._calls, self.needs_graph = [], False
+        self._switched, self._in_one_graph = switched, in_one_graph
         if len(runs) == 1 and self._sharing.ranks.size == 1:
             yield runs[0]()  # it is the whole window
             return
@@ -143,7 +149,13 @@ class JoinedSteps:
             return own(*args, **kwargs)
 
         arguments = [[field.value for field in fields] for fields, _ in brought]
-        call = _Call(engine.begin(run, arguments), arguments)
+        ran = engine.begin(
+            run,
+            arguments,
+            switched=self._switched,
+            in_one_graph=self._in_one_graph,
+        )
+        call = _Call(ran, arguments)
         self.needs_graph |= any(
             isinstance(value, Tensor) and value.requires_grad
             for each in arguments

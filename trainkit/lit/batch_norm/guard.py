@@ -12,6 +12,7 @@ from trainkit.core.batch_norm.layers import (
     num_sharing_ranks,
 )
 from trainkit.core.batch_norm.renorm import BatchRenorm
+from trainkit.core.joins.engine import Memory
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import (
@@ -19,6 +20,7 @@ from trainkit.lit.batch_norm.announce import (
     check_last_batch,
     rows_of_last_batch,
 )
+from trainkit.lit.batch_norm.exact import ExactStatistics
 from trainkit.lit.batch_norm.freeze import Freeze
 from trainkit.lit.batch_norm.momentum import Momentum
 from trainkit.lit.batch_norm.options import PolicyName, check_options
@@ -40,11 +42,14 @@ KEY = "trainkit_batch_norm"
 
 
 class BatchNormGuard(OrderedCallback):
-    """Deals with BatchNorm, which no accumulation can make equal to the big batch.
+    """Deals with BatchNorm, which no division of gradients can make exact.
 
     Each of N micro-batches is normalised by its own mean and variance, and the running
     statistics move N times a step. The guard looks only at layers that train.
 
+    - `"exact"`: normalises by the statistics of the whole window, on all ranks: the big
+      batch's, with its gradient. A window must be one loader batch, which
+      `MicroBatching` cuts.
     - `"warn"`: one warning with the names of the layers, the number of samples behind
       each statistic, and the remedies, if windows have several small micro-batches.
     - `"error"`: an error instead. `"ignore"`: does nothing.
@@ -78,6 +83,10 @@ class BatchNormGuard(OrderedCallback):
         d_max: with `"renorm"`: the largest correction of the mean.
         ramp_steps: with `"renorm"`: the number of optimizer steps over which both
             limits open.
+        memory: with `"exact"`: `"device"` keeps one graph of all micro-batches;
+            `"flat"` splits the net at its layers and runs each segment once more in
+            the backward pass, in the memory of one micro-batch; `"auto"` does so on
+            several ranks, and once memory has run out.
     """
 
     order = 3
@@ -95,6 +104,7 @@ class BatchNormGuard(OrderedCallback):
         r_max: float = 3.0,
         d_max: float = 5.0,
         ramp_steps: int = 1000,
+        memory: Memory = "auto",
     ) -> None:
         super().__init__()
         check_options(
@@ -108,11 +118,13 @@ class BatchNormGuard(OrderedCallback):
             r_max=r_max,
             d_max=d_max,
             ramp_steps=ramp_steps,
+            memory=memory,
         )
         made: dict[str, Callable[[], Policy]] = {
             "warn": lambda: Announce("warn", min_samples=min_samples),
             "error": lambda: Announce("error", min_samples=min_samples),
             "ignore": Policy,
+            "exact": lambda: ExactStatistics(memory),
             "freeze": lambda: Freeze(affine=freeze_affine),
             "momentum": Momentum,
             "recalibrate": lambda: Recalibrate(
@@ -145,6 +157,12 @@ class BatchNormGuard(OrderedCallback):
         """
         self._policy.convert(module, trainer)
 
+    @property
+    def joins(self) -> Memory | None:
+        """How the layers see whole windows, if the policy lets them."""
+        is_exact = isinstance(self._policy, ExactStatistics)
+        return self._policy.memory if is_exact else None
+
     def freeze(self, trainer: Any, module: Any) -> None:
         """Freeze the layers, if the policy does that, and say nothing; `teardown`
         undoes it."""
@@ -168,6 +186,7 @@ class BatchNormGuard(OrderedCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._is_training, self._has_started = True, False
         self._window, self._num_parts, self._chunks = None, 1, 1.0
+        self._policy.begin(trainer, pl_module)
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
         """Start the policy at the first batch.

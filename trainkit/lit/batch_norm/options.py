@@ -11,6 +11,7 @@ PolicyName = Literal[
     "warn",
     "error",
     "ignore",
+    "exact",
     "freeze",
     "momentum",
     "recalibrate",
@@ -31,6 +32,7 @@ LIMITS = ("r_max", "d_max")  # they need not be whole numbers
 
 # The options that belong to one policy, with their defaults.
 OWN: dict[str, dict[str, Any]] = {
+    "exact": {"memory": "auto"},
     "freeze": {"freeze_affine": False},
     "recalibrate": {"num_batches": 200, "exact": True, "forward": None},
     "group_norm": {"groups": 32},

@@ -17,6 +17,9 @@ class Policy:
 
     computes_from_micro_batches = True
 
+    def begin(self, trainer: Any, module: Any) -> None:
+        """Prepare for training, before the first batch is loaded."""
+
     def convert(self, module: Any, trainer: Any) -> None:
         """Change the module's layers, before the optimizer is made."""
 

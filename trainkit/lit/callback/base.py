@@ -147,6 +147,23 @@ class WindowOwner(OrderedCallback):
             f"{type(wanted).__name__}. Take it from self.optimizers()."
         )
 
+    @abstractmethod
+    def join_statistics(self, trainer: Any, pl_module: Any, memory: Any) -> None:
+        """Let BatchNorm see whole windows, each of one loader batch, until training
+        ends.
+
+        Args:
+            trainer: in `fit`.
+            pl_module: what trains.
+            memory: as `exact_batch_norm` takes it.
+        """
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether micro-batches share BatchNorm's statistics, so that none has a
+        gradient of its own."""
+        return False
+
     @property
     def must_count_samples(self) -> bool:
         """Whether the samples of the next micro-batch must be counted."""

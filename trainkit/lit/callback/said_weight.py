@@ -14,6 +14,8 @@ from trainkit.errors import TrainkitError
 class SaidWeight:
     """What `self.weigh()` has said of the loss of the `training_step` under way."""
 
+    of_micro_batch = ("_said",)
+
     def __init__(self) -> None:
         self._said: Weight | None = None
         self._is_open = self._is_unheard = False

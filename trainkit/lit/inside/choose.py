@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core.batches import describe
 from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.cut import Coupling
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.hints import paths_within
 from trainkit.core.inside.keep import Keeper
@@ -46,7 +47,11 @@ class _Called:
 
 
 def choose(
-    trainer: Any, pl_module: Any, batch: Any, arguments: tuple[Any, Any] | None
+    trainer: Any,
+    pl_module: Any,
+    batch: Any,
+    arguments: tuple[Any, Any] | None,
+    coupling: Coupling | None = None,
 ) -> list[str]:
     """The outermost submodules whose rows do not see each other, by their paths.
 
@@ -55,6 +60,7 @@ def choose(
         pl_module: what trains.
         batch: the first one.
         arguments: of `training_step` behind the batch; default: Lightning's.
+        coupling: lets rows see each other in BatchNorm, if somebody asks for it.
 
     Raises:
         TrainkitError: there is none.
@@ -91,7 +97,7 @@ def choose(
                     f"it runs training_step on {number} rows of the batch, and "
                     f"{why}{in_one_line(error)}",
                 ) from error
-            chooser = _Chooser(pl_module, watch)
+            chooser = _Chooser(pl_module, watch, coupling)
             found = list(chooser.fitting(pl_module))
             passes.restore()
             if passes.lost:
@@ -165,11 +171,13 @@ class _Chooser:
     Attributes:
         pl_module: what trains.
         watch: has seen these calls.
+        coupling: lets rows see each other in BatchNorm.
         reasons: why a submodule does not fit, by its path.
     """
 
     pl_module: Any
     watch: _Watch
+    coupling: Coupling | None
     reasons: dict[str, str] = field(default_factory=dict)
 
     def fitting(self, module: nn.Module, path: str = "") -> Iterator[str]:
@@ -190,6 +198,7 @@ class _Chooser:
         """Why a module is not taken: it is refused, or would be warned of."""
         cut = ChunkedForward(module, name, Sizes(1), Keeper(0))
         cut.around = refusing_logs(self.pl_module, module, name)
+        cut.coupling = self.coupling
         try:
             said = cut.probe(*called.arguments[0], **called.arguments[1])
         except Exception as error:

@@ -12,6 +12,7 @@ from torch import nn
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.batches import num_samples
 from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.cut import Coupling
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.tokens import ByTokens
@@ -38,24 +39,35 @@ class InsideCuts:
         self._cuts: list[ChunkedForward] = []
         self._paths: list[str] = []
         self._is_checked = False
+        self._coupling: Coupling | None = None
 
     def start(self) -> None:
         """Cut the submodules that are named; `"auto"` waits for the first batch."""
         if self._options.inside != "auto":
             self._install(paths_of(self._options))
 
+    def couple(self, coupling: Coupling) -> None:
+        """Let the chunks of all calls see each other where layers need it."""
+        self._coupling = coupling
+        for cut in self._cuts:
+            cut.coupling = coupling
+
     def stop(self) -> None:
         """Give all submodules their own forward back."""
         for cut in self._cuts:
             cut.remove()
-        self._cuts = []
+        self._cuts, self._coupling = [], None
 
     def prepare(self, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Find the submodules on rows of the first batch, if they are to be found."""
         if self._cuts:
             return
         paths = choose(
-            trainer, self._module, batch, (args, kwargs) if args or kwargs else None
+            trainer,
+            self._module,
+            batch,
+            (args, kwargs) if args or kwargs else None,
+            self._coupling,
         )
         self._install(paths)
         if trainer.is_global_zero:
@@ -80,6 +92,7 @@ class InsideCuts:
                 _by_tokens(options),
             )
             cut.around = refusing_logs(self._module, cut.module, path)
+            cut.coupling = self._coupling
             cut.install()
             self._cuts.append(cut)
 
@@ -139,24 +152,28 @@ class InsideCuts:
                 cut.is_off = False
 
     @contextmanager
-    def measured(self, size: int, around: Callable[..., Any]) -> Iterator[None]:
+    def measured(
+        self, size: int, around: Callable[..., Any], turning: Sequence[Any] = ()
+    ) -> Iterator[None]:
         """Chunks of a few rows, each in a context, for a while.
 
         Args:
             size: the most rows.
             around: makes the context of a chunk.
+            turning: what holds something of the chunk under way.
         """
         held = [(c, c.sizes, c.keeper, c.around, c.by_tokens) for c in self._cuts]
         for cut, *_, by_tokens in held:
             cut.sizes, cut.keeper = Sizes(size), Keeper(0)
             cut.around = refusing_logs(self._module, cut.module, cut.name, around)
             cut.by_tokens = by_tokens and by_tokens.finest()
+            cut.turning = turning
         try:
             yield
         finally:
             for cut, sizes, keeper, before, by_tokens in held:
                 cut.sizes, cut.keeper, cut.around = sizes, keeper, before
-                cut.by_tokens = by_tokens
+                cut.by_tokens, cut.turning = by_tokens, ()
 
     def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
         """How the step runs, for the table before training."""

@@ -55,13 +55,22 @@ def refusing_logs(
         if hasattr(each, "log") and hasattr(each, "log_dict")
     ]
 
+    refusing, open_ = ExitStack(), 0  # chunks that take turns leave in another order
+
     @contextmanager
     def around(call: Any, chunk: Any) -> Iterator[None]:
-        with ExitStack() as stack:
+        nonlocal open_
+        if not open_:
             for owner, refusals in owners:
-                stack.enter_context(replaced(owner, **refusals))
-            stack.enter_context(then(call, chunk))
-            yield
+                refusing.enter_context(replaced(owner, **refusals))
+        open_ += 1
+        try:
+            with then(call, chunk):
+                yield
+        finally:
+            open_ -= 1
+            if not open_:
+                refusing.close()
 
     return around
 

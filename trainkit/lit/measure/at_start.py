@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from trainkit.core.batch_norm.layers import listed, normalising_by_batch
+from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.proof.candidates import line_of
 from trainkit.core.proof.gradients import deviation, share_of, size_of
 from trainkit.core.proof.weights import least_off
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import windows_of
 from trainkit.lit.callback.table import say
+from trainkit.lit.measure.beside import Beside
 from trainkit.lit.measure.clean import (
     NotMeasured,
     aside,
@@ -37,7 +40,8 @@ from trainkit.lit.measure.found import (
     not_exact_text,
     sure,
 )
-from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.measure.passes import Passes
+from trainkit.lit.measure.terms import Pass
 from trainkit.lit.measure.window import (
     shares_of,
     strategy_of,
@@ -73,6 +77,7 @@ class ProofAtStart:
         proof: `"warn"`; `"require"` refuses to train unless it is exact.
         options: how split windows cut; None for streamed ones.
         move: brings a part of a batch to the device.
+        joined: what lets BatchNorm see whole windows, if somebody does.
     """
 
     label = "proof"
@@ -86,7 +91,9 @@ class ProofAtStart:
         *,
         options: MicroBatching | None = None,
         move: Callable[[Any], Any] = lambda batch: batch,
+        joined: Callable[[], JoinedSteps | None] = lambda: None,
     ) -> None:
+        self._joined = joined
         self._trainer, self._module = trainer, pl_module
         self._strategies, self._proof = strategies, proof
         self._options, self._move = options, move
@@ -107,6 +114,7 @@ class ProofAtStart:
         rows, number, reason = None, 0, "another rank cannot measure"
         try:
             refuse_unclean(self._trainer, self._module)
+            self._refuse_shared_statistics()
             rows = self._first_rows(batch)
             number = self._number_of(rows)
         except Exception as error:
@@ -142,6 +150,14 @@ class ProofAtStart:
         text = f"{self.label}: measuring has changed this training: {reason}."
         warnings.warn(f'{text} Choose proof="off".', stacklevel=2)
         return None, reason
+
+    def _refuse_shared_statistics(self) -> None:
+        windows = windows_of(self._trainer)
+        if not self._is_alone and windows is not None and windows.is_joined:
+            raise NotMeasured(
+                "ranks share BatchNorm's statistics, and a pass here would wait for "
+                "others; see trainkit.check with one device"
+            )
 
     # ---- the rows --------------------------------------------------------------------
 
@@ -193,7 +209,11 @@ class ProofAtStart:
         raise AssertionError("unreachable")
 
     def _passes(
-        self, num_rows: int, args: Any, kwargs: Any, dtype: torch.dtype
+        self,
+        num_rows: int,
+        args: Any,
+        kwargs: Any,
+        dtype: torch.dtype,
     ) -> Passes:
         return Passes(
             self._module,
@@ -216,6 +236,9 @@ class ProofAtStart:
 
     def _run(self, passes: Passes, cut: InParts) -> tuple[Pass, list[Pass]]:
         """Passes over the whole and over its parts."""
+        joined = self._joined()
+        if joined is not None:
+            passes.beside = Beside(joined, cut.others)
         whole = passes.run(cut.whole, sorted(sum(cut.rows, [])))
         pairs = zip(cut.parts, cut.rows, strict=True)
         return whole, [passes.run(batch, rows) for batch, rows in pairs]

@@ -51,6 +51,8 @@ class Draws:
         unlike: the lines whose draws cannot be handed out by row.
     """
 
+    of_micro_batch = ("_rows", "_counts", "_chunk", "_before")
+
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._rows: list[int] = []
@@ -64,11 +66,15 @@ class Draws:
         self.by_row: set[str] = set()
         self.unlike: set[str] = set()
 
+    @property
+    def are_any(self) -> bool:
+        """Whether the pass over all rows has drawn."""
+        return bool(self._times)
+
     def begin(self, rows: Sequence[int]) -> None:
         """A pass over these rows begins."""
         self._rows = list(rows)
-        self._counts.clear()
-        self._before.clear()
+        self._counts, self._before = Counter(), {}
         self.is_active = True
 
     def end(self) -> bool:

@@ -50,6 +50,11 @@ class InParts:
     loader_batch: Any = None
     are_padded: bool = False
 
+    def others(self, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
+        """The part that has none of some rows, and its rows."""
+        pairs = zip(self.parts, self.rows, strict=True)
+        return next(pair for pair in pairs if set(pair[1]).isdisjoint(rows))
+
 
 class FirstRows:
     """Chooses rows of a batch, and makes two parts of them, padded alike.

@@ -8,7 +8,8 @@ from trainkit.core.proof.gradients import share_of
 from trainkit.lit.measure.at_start import MOST_OF_FIT, ProofAtStart
 from trainkit.lit.measure.clean import NotMeasured
 from trainkit.lit.measure.first_rows import FirstRows, InParts
-from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.measure.passes import Passes
+from trainkit.lit.measure.terms import Pass
 
 CHUNK = 2
 """The most rows in a chunk of the few that are measured."""
@@ -37,7 +38,7 @@ class ProofInside(ProofAtStart):
         with self._cuts.whole():
             whole = passes.run(cut.whole, rows)
         chunk = min(CHUNK, len(rows) - 1)
-        with self._cuts.measured(chunk, passes.around_chunk):
+        with self._cuts.measured(chunk, passes.around_chunk, passes.turning):
             found = passes.run(cut.whole, rows)
         if not passes.num_chunks:
             raise NotMeasured(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,59 +19,18 @@ from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced, step_arguments
 from trainkit.lit.callback.said_weight import SaidWeight, refuse_unsaid_weight
+from trainkit.lit.measure.beside import Beside
 from trainkit.lit.measure.by_hand import Plain, by_hand
-from trainkit.lit.measure.calls import MeasuredCalls, Seen
+from trainkit.lit.measure.calls import MeasuredCalls
 from trainkit.lit.measure.draws import Draws
 from trainkit.lit.measure.host_draws import drawn_unseen, global_states, replayed
 from trainkit.lit.measure.own_values import own_values, widened
 from trainkit.lit.measure.registries import Registries
+from trainkit.lit.measure.terms import Pass, Term
 from trainkit.lit.measure.written import PutBackWritten
 from trainkit.lit.rerun.gradients import StashedGradients
 from trainkit.lit.rerun.quietly import muted
 from trainkit.lit.rerun.snapshot import Snapshot
-
-
-@dataclass(frozen=True)
-class Term:
-    """A loss that a pass went backward from.
-
-    Attributes:
-        name: of the term; "" for a loss of one term.
-        loss: its value.
-        gradient: the coordinates that are kept.
-        batch: what `accumulate` got to be weighed, if it got a batch.
-        weight: what `accumulate` or `weigh` got as a weight; None where they got none.
-        is_plain: whether a module with the mixin gave it to `manual_backward`.
-    """
-
-    name: str
-    loss: float
-    gradient: Tensor
-    batch: Any = None
-    weight: float | None = None
-    is_plain: bool = False
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What `training_step` has made of a batch.
-
-    Attributes:
-        terms: one for each backward call, in order.
-        seen: what its calls of torch were.
-    """
-
-    terms: tuple[Term, ...]
-    seen: Seen
-
-    @property
-    def gradient(self) -> Tensor:
-        return torch.stack([term.gradient for term in self.terms]).sum(0)
-
-    def weight(self, name: str) -> float | None:
-        """What `accumulate` or `weigh` got as the weight of a term, if they got one."""
-        found = (term.weight for term in self.terms if term.name == name)
-        return next(found, None)
 
 
 class Passes:
@@ -99,6 +57,7 @@ class Passes:
         num_chunks: how many chunks of submodules have run.
         iterators: where the module and its files hold some, from `prepared` on.
         scale: what losses are multiplied by while gradients are in half precision.
+        beside: lets BatchNorm see all rows in a pass over some, if the run does.
     """
 
     def __init__(
@@ -140,6 +99,7 @@ class Passes:
         self._calls: Any = contextlib.nullcontext()
         self._thread = threading.get_ident()
         self.num_chunks = 0
+        self.beside: Beside | None = None
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -192,7 +152,7 @@ class Passes:
             self.draws.begin(rows)
             states = global_states()
             try:
-                found = self._run(batch)
+                found = self._run(batch, rows)
                 self.draws.unlike.update(drawn_unseen(states))
             finally:
                 self.draws.is_active = False
@@ -211,7 +171,12 @@ class Passes:
         finally:
             self._gradients = None
 
-    def _run(self, batch: Any) -> Pass:
+    @property
+    def turning(self) -> list[Any]:
+        """What draws for the chunk under way, if anything does."""
+        return [self.draws] if self.draws.are_any else []
+
+    def _run(self, batch: Any, rows: Sequence[int]) -> Pass:
         calls = self._calls = MeasuredCalls(
             dtype=self.dtype, draws=self.draws, without_hooks=self.without_hooks
         )
@@ -225,10 +190,14 @@ class Passes:
             self._written,
             calls,
         ):
-            with self._own_precision():
+            if self.beside is not None and len(rows) < self.num_rows:
+                step, turning = self._training_step, [self.draws, self._said]
+                with self.beside.running(step, batch, rows, turning) as output:
+                    self._take(output, batch)
+            else:
                 output = self._training_step(batch)
-            if self.module.automatic_optimization:
-                self._take(output, batch)
+                if self.module.automatic_optimization:
+                    self._take(output, batch)
         if not self._terms:
             raise TrainkitError(
                 "training_step: it went backward from no loss, so there is nothing to "
@@ -237,11 +206,12 @@ class Passes:
         return Pass(tuple(self._terms), calls.seen)
 
     def _training_step(self, batch: Any) -> Any:
-        batch = self._move(batch)
-        if self._arguments is None:
-            return self.module.training_step(*step_arguments(self.module, batch, 0))
-        args, kwargs = self._arguments
-        return self.module.training_step(batch, *args, **kwargs)
+        with self._own_precision():
+            batch = self._move(batch)
+            if self._arguments is None:
+                return self.module.training_step(*step_arguments(self.module, batch, 0))
+            args, kwargs = self._arguments
+            return self.module.training_step(batch, *args, **kwargs)
 
     def _own_precision(self) -> Any:
         if self.dtype is not None:
@@ -296,9 +266,12 @@ class Passes:
     def _take(self, output: Any, batch: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         terms = loss if isinstance(loss, Mapping) else {"": loss}
+        if self.beside is not None:
+            self.beside.refuse_several(terms)
         for name, term in terms.items():
             weight = self._said_weight(batch)
-            self._add(name, term, retain=len(terms) > 1, weight=weight)
+            retain = len(terms) > 1 or self.beside is not None
+            self._add(name, term, retain=retain, weight=weight)
 
     def _said_weight(self, batch: Any) -> Any:
         if self._saying is None:
@@ -330,6 +303,9 @@ class Passes:
         if any(each is not None for each in gradients[len(self.parameters) :]):
             raise TypeError("training_step reaches parameters outside of their modules")
         del gradients[len(self.parameters) :]
+        if self.beside is not None:
+            pairs = zip(gradients, self.beside.rest(self.parameters), strict=True)
+            gradients = [added(one, other) for one, other in pairs]
         if self.coordinates is None:
             sizes = [parameter.numel() for parameter in self.parameters]
             self.coordinates = Coordinates(gradients, sizes=sizes)

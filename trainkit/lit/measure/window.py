@@ -13,7 +13,7 @@ from trainkit.core.proof.gradients import size_of
 from trainkit.core.proof.weights import Measured
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
-from trainkit.lit.measure.passes import Pass
+from trainkit.lit.measure.terms import Pass
 
 
 def terms_of(whole: Pass, parts: Sequence[Pass]) -> dict[str, Measured]:

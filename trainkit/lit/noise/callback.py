@@ -272,6 +272,11 @@ def _why_not(trainer: Any, pl_module: Any) -> str | None:
             "neither is there. Add AccumulationCallback(PerToken()), say, to the "
             "Trainer's callbacks."
         )
+    if windows.is_joined:
+        return (
+            "BatchNormGuard('exact') lets micro-batches share statistics, so none has "
+            "a gradient of its own to compare. Use another policy to measure."
+        )
     if len(trainer.optimizers) != 1:
         return (
             f"it measures the gradients of one optimizer, and there are "

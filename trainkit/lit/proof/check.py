@@ -9,6 +9,9 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
+from trainkit.core.joins.intercepted import installed
+from trainkit.core.joins.layers import Sharing
+from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.split.micro_batching import MicroBatching, is_inside
 from trainkit.core.terms import named_strategies
 from trainkit.core.whole_number import check_whole_number
@@ -186,6 +189,7 @@ class _Check(Callback):
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
         strategies = self._strategies or {}
         refuse_said_terms(strategies)
+        memory = next((g.joins for g in self._guards if g.joins), None)
         rows = FewRows(
             trainer,
             module,
@@ -193,6 +197,7 @@ class _Check(Callback):
             most=self._most,
             options=None if is_inside(self._options) else self._options,
             strategy=next(iter(strategies.values()), None),
+            trims=memory is None,
         )
         if rows.num_rows < 2:
             raise TrainkitError(
@@ -200,5 +205,7 @@ class _Check(Callback):
                 f"a loader or a batch with more rows, and leave rows= at its default."
             )
         if self._options is not None and is_inside(self._options):
-            return measured_inside(module, rows, self._options)
-        return measured(module, rows, strategies, self._callbacks)
+            return measured_inside(module, rows, self._options, memory)
+        joined = None if memory is None else JoinedSteps(module, memory, Sharing())
+        with installed(joined):
+            return measured(module, rows, strategies, self._callbacks, joined)

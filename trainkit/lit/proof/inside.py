@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.joins.engine import Memory
+from trainkit.core.joins.inside import JoinedChunks
+from trainkit.core.joins.intercepted import installed
+from trainkit.core.joins.layers import Sharing
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.lit.inside.cuts import InsideCuts
 from trainkit.lit.measure.passes import Passes
@@ -16,14 +20,25 @@ from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
 
 
-def measured_inside(module: Any, rows: FewRows, options: MicroBatching) -> Report:
+def measured_inside(
+    module: Any, rows: FewRows, options: MicroBatching, memory: Memory | None = None
+) -> Report:
     """The report of a run in which submodules run in chunks of rows.
 
     Args:
         module: in `fit`.
         rows: of the training data.
         options: with `inside`.
+        memory: how chunks share BatchNorm's statistics, if they do.
     """
+    joined = None if memory is None else JoinedChunks(module, memory, Sharing())
+    with installed(joined):
+        return _measured(module, rows, options, joined)
+
+
+def _measured(
+    module: Any, rows: FewRows, options: MicroBatching, joined: JoinedChunks | None
+) -> Report:
     every = list(range(rows.num_rows))
     passes = Passes(module, rows.num_rows, dtype=torch.float64)
     cuts = InsideCuts(module, options)
@@ -31,6 +46,8 @@ def measured_inside(module: Any, rows: FewRows, options: MicroBatching) -> Repor
     sizes = sorted({min(options.size or 4, most), min(3, most), 1}, reverse=True)
     found: list[tuple[Cut, list[Gradient]]] = []
     batch = rows.whole()
+    if joined is not None:
+        cuts.couple(joined)
     cuts.start()
     cuts.prepare(module.trainer, batch)
     try:
@@ -41,7 +58,7 @@ def measured_inside(module: Any, rows: FewRows, options: MicroBatching) -> Repor
             least = THRESHOLDS[torch.float64]
             rounding = max(least, 30 * _off(_apart(passes.names, whole, again)))
             for size in sizes:
-                with cuts.measured(size, passes.around_chunk):
+                with cuts.measured(size, passes.around_chunk, passes.turning):
                     gradients = passes.gradients(batch, every)
                 apart = _apart(passes.names, whole, gradients)
                 chunks = tuple(min(size, len(every) - at) for at in every[::size])

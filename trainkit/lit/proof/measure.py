@@ -17,7 +17,8 @@ from trainkit.core.proof.weights import Counts, Measured
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.measure.denominators import SIMPLICITY, no_count
-from trainkit.lit.measure.passes import Pass, Passes
+from trainkit.lit.measure.passes import Passes
+from trainkit.lit.measure.terms import Pass
 from trainkit.lit.measure.window import (
     shares_of,
     strategy_of,

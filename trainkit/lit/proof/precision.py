@@ -41,6 +41,7 @@ def in_own_precision(
     trainer = module.trainer
     name = half_precision(trainer)
     passes = Passes(module, wide.rows.num_rows, dtype=None, strategies=strategies)
+    passes.beside = wide.passes.beside
     passes.coordinates = wide.passes.coordinates
     scaler = scaler_of(trainer)
     if scaler is not None:

@@ -21,7 +21,7 @@ from trainkit.core.strategies import (
 )
 from trainkit.core.weighed import Weighed
 from trainkit.lit.measure.by_hand import has_mixin
-from trainkit.lit.measure.passes import Pass
+from trainkit.lit.measure.terms import Pass
 from trainkit.lit.proof.events import Located
 from trainkit.lit.proof.findings import Cause
 
@@ -257,8 +257,10 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
             located.path,
             f"{name} normalises each micro-batch by itself{more}",
             (
-                'BatchNormGuard("group_norm"), or "freeze" for a net that is trained '
-                "already; both change the model",
+                'BatchNormGuard("exact") with MicroBatching(size=4): let the loader '
+                "yield whole windows, which it cuts",
+                'or BatchNormGuard("group_norm"), or "freeze" for a net that is '
+                "trained already; both change the model",
             ),
         )
     where = "before" if located.is_before else "in"

@@ -35,6 +35,7 @@ class FewRows:
         most: how many rows at most.
         options: how split windows cut; None for streamed ones.
         strategy: tells the rows' lengths.
+        trims: whether split windows leave out columns of padding.
 
     Attributes:
         num_rows: how many there are.
@@ -51,8 +52,9 @@ class FewRows:
         most: int,
         options: MicroBatching | None = None,
         strategy: AccumulationStrategy | None = None,
+        trims: bool = True,
     ) -> None:
-        self._trainer, self._module = trainer, module
+        self._trainer, self._module, self._trims = trainer, module, trims
         self._default = torch.get_default_dtype()
         self._samples = _samples(trainer.train_dataloader, most)
         self.is_split = options is not None
@@ -103,8 +105,13 @@ class FewRows:
     def as_run(self, rows: Sequence[int]) -> Any:
         """Some rows as the run would give them to `training_step`."""
         if self.is_split and not self._cuts_samples:
-            return self.trimmed(rows)
+            return self.trimmed(rows) if self._trims else self.padded_alike(rows)
         return self.collated(rows)
+
+    def others(self, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
+        """A batch of the rows that are not among some, and which they are."""
+        rest = [row for row in range(self.num_rows) if row not in rows]
+        return self.as_run(rest), rest
 
     def whole(self) -> Any:
         """All rows as one batch, as `training_step` gets it."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
+from trainkit.lit.measure.beside import Beside
 from trainkit.lit.measure.passes import Passes
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.causes import Causes
@@ -27,15 +29,28 @@ NAMES: dict[torch.dtype | None, str] = {
 
 
 def measured(
-    module: Any, rows: FewRows, strategies: Strategies, callbacks: Sequence[Any]
+    module: Any,
+    rows: FewRows,
+    strategies: Strategies,
+    callbacks: Sequence[Any],
+    joined: JoinedSteps | None = None,
 ) -> Report:
-    """The report, in the widest arithmetic in which `training_step` runs."""
+    """The report, in the widest arithmetic in which `training_step` runs.
+
+    Args:
+        module: in `fit`.
+        rows: of the training data.
+        strategies: what a micro-batch weighs in each term of the loss.
+        callbacks: of the run.
+        joined: lets BatchNorm see whole windows, if the run does.
+    """
     half = half_precision(module.trainer)
     kinds = [torch.float64, torch.float32, *([None] if half else [])]
     failed: list[Exception] = []
+    beside = None if joined is None else Beside(joined, rows.others)
     for dtype in kinds:
         try:
-            report = _report_in(dtype, module, rows, strategies, callbacks)
+            report = _report_in(dtype, module, rows, strategies, callbacks, beside)
         except TrainkitError:
             raise
         except Exception as error:  # an operation that knows no such dtype
@@ -69,9 +84,11 @@ def _report_in(
     rows: FewRows,
     strategies: Strategies,
     callbacks: Sequence[Any],
+    beside: Beside | None,
 ) -> Report:
     early = EarlyHooks(module, callbacks)
     passes = Passes(module, rows.num_rows, dtype=dtype, strategies=strategies)
+    passes.beside = beside
     with passes.prepared():
         found = Measurements(passes, rows)
         halves = early.halves(found)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.joins.inside import JoinedChunks
+from trainkit.core.joins.layers import Sharing
+from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.search import SizeSearch
@@ -43,6 +47,7 @@ class SplitCallback(WindowCallback):
         self._found: Any = None
         self._host_group: Any = None
         self._shown: int | None = None
+        self._joined, self._is_joined = ExitStack(), False
 
     def _show_as(self, other: Any) -> None:
         super()._show_as(other)
@@ -57,6 +62,10 @@ class SplitCallback(WindowCallback):
         """How loader batches are cut on the host; None if they are not."""
         options = self.micro_batching
         return None if options is None or options.inside is not None else options
+
+    @property
+    def is_joined(self) -> bool:
+        return self._is_joined
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -143,7 +152,23 @@ class SplitCallback(WindowCallback):
         self._host_group = None
         self._stop()
 
+    def join_statistics(self, trainer: Any, pl_module: Any, memory: Any) -> None:
+        ranks = self.accumulators[0].ranks
+        sharing, self._is_joined = Sharing(ranks), True
+        if self.split is not None:
+            refusals.refuse_auto_between_ranks(
+                trainer, self.split.sizes.catches and ranks.size > 1
+            )
+            self.split.join(JoinedSteps(pl_module, memory, sharing))
+            return
+        joined = JoinedChunks(pl_module, memory, sharing)
+        joined.install()
+        self._joined.callback(joined.remove)
+        if self.inside is not None:
+            self.inside.couple(joined)
+
     def _stop(self) -> None:
+        self._joined.close()
         if self.split is not None:
             self.split.stop()
         if self.inside is not None:

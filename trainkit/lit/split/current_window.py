@@ -32,6 +32,8 @@ class CurrentWindow:
         is_forward_only: whether there are no backward passes.
     """
 
+    of_micro_batch = ("micro_batch", "at")
+
     micro_batches: list[WeighedMicroBatch]
     is_whole_window: bool
     closes: bool

@@ -55,6 +55,15 @@ class HeldLogs:
         metrics: the metric objects, which the window closes before its logs.
     """
 
+    of_micro_batch = (
+        "_batch",
+        "_weights",
+        "_is_muted",
+        "_recent",
+        "_num_calls",
+        "_weighed_later",
+    )
+
     def __init__(self, metrics: WindowMetrics) -> None:
         self._metrics = metrics
         self._held: dict[tuple[str, str, int], _Held] = {}
@@ -62,8 +71,8 @@ class HeldLogs:
         self._weights: Mapping[str, Weight] = {}
         self._batch: Any = None
         self._is_muted = False
-        self._recent: list[tuple[_Held, Tensor]] = []
-        self._weighed_later: list[tuple[_Held, str]] = []
+        self._recent: list[tuple[_Held, int, Tensor]] = []
+        self._weighed_later: list[tuple[_Held, int, str]] = []
 
     def begin(
         self, batch: Any, weights: Mapping[str, Weight], *, is_muted: bool
@@ -85,17 +94,17 @@ class HeldLogs:
         called = (current_hook(pl_module), name)
         self._num_calls[called] += 1  # a name that is logged twice stays two logs
         held = self._held.setdefault((*called, self._num_calls[called]), _Held())
-        held.source = None
+        held.source, number = None, len(held.weights)
         if isinstance(value, Tensor):
             if weight is None:
-                self._recent.append((held, value.detach()))
+                self._recent.append((held, number, value.detach()))
             held.source = self._metrics.source_of(value)
             value = value.detach().reshape(()).clone()  # it may be written over
         held.values.append(value)
         held.weights.append(self._weight(name, weight))
         if weight is None or isinstance(weight, str):
             term = weight or next(iter(self._weights))
-            self._weighed_later.append((held, term))
+            self._weighed_later.append((held, number, term))
         size = options.pop("batch_size", None)
         if size is not None:
             held.batch_sizes.append(size)
@@ -103,15 +112,15 @@ class HeldLogs:
 
     def know_weights(self) -> None:
         """Weigh what was logged before `training_step` had said its weight."""
-        for held, term in self._weighed_later:
-            held.weights[-1] = self._weights[term]
+        for held, number, term in self._weighed_later:
+            held.weights[number] = self._weights[term]
 
     def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
         """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""
-        for held, value in self._recent:
+        for held, number, value in self._recent:
             for term, tensor in terms.items():
                 if _is_same(value, tensor):
-                    held.weights[-1] = self._weights[term]
+                    held.weights[number] = self._weights[term]
                     held.is_sum = strategies[term].loss_reduction != "mean"
 
     def log(self, pl_module: Any, *, num_rows: int) -> None:

@@ -64,6 +64,15 @@ class Moment:
             has called the outermost.
     """
 
+    of_micro_batch = (
+        "is_first",
+        "is_muted",
+        "share",
+        "by_rows",
+        "returned",
+        "depth",
+    )
+
     is_first: bool = True
     is_muted: bool = False
     share: Weight = 1
@@ -108,6 +117,8 @@ class MetricCalls:
         values: the values of the window that was closed last, one for each call.
         computed: what `compute` has returned for that window.
     """
+
+    of_micro_batch = ("_num_calls", "_num_updates", "_is_updated", "_is_past")
 
     def __init__(
         self, pl_module: Any, name: str, metric: Metric, moment: Moment

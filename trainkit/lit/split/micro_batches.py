@@ -60,6 +60,8 @@ class MicroBatches:
         pl_module: the module that trains.
         accumulator: has the windows of the micro-batches.
         sizes: the limit for a micro-batch.
+        is_joined: whether BatchNorm sees the whole window. Then no rank repeats rows,
+            and padding, which counts there, stays.
     """
 
     def __init__(
@@ -68,12 +70,17 @@ class MicroBatches:
         pl_module: Any,
         accumulator: Accumulator,
         sizes: FixedSizes | AutoSizes,
+        *,
+        is_joined: bool = False,
     ) -> None:
         self._strategies = accumulator.strategies
         self._accumulator = accumulator
         self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
         self._sizes = sizes
-        self._run_alike = refusals.communicates_in_forward(pl_module, accumulator.ranks)
+        self._is_joined = is_joined
+        self._run_alike = not is_joined and refusals.communicates_in_forward(
+            pl_module, accumulator.ranks
+        )
         most = self._most if self._run_alike else None
         self._trim_check = TrimCheck(pl_module, most, may_retry=sizes.catches)
         self._device = pl_module.device
@@ -94,10 +101,10 @@ class MicroBatches:
         limit = None
         if self._sizes.catches:
             limit = self._sizes.begin(self._cutter.measure(batch))
-        cut = self._cutter.cut(batch, limit)
-        trim = not self._trim_check.refuses(self._cutter, batch, cut, rehearse)
-        if not trim:
-            cut = self._cutter.cut(batch, limit, trim=False)
+        cut = self._cutter.cut(batch, limit, trim=not self._is_joined)
+        trim = not self._is_joined
+        if trim and self._trim_check.refuses(self._cutter, batch, cut, rehearse):
+            cut, trim = self._cutter.cut(batch, limit, trim=False), False
         if self._run_alike:
             most = self._most(len(cut))
             if len(cut) < most:

@@ -48,12 +48,12 @@ def backward_of(trainer: Any, pl_module: Any, windows: Any) -> Backward:
     run = trainer.precision_plugin.backward
     takes_seed = not has_own(pl_module, "backward")
 
-    def backward(loss: Tensor, optimizer: Any) -> None:
+    def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
         seed = windows.weigh(loss, as_seed=takes_seed)
         if seed is None:
-            run(loss, pl_module, optimizer)
+            run(loss, pl_module, optimizer, **options)
         else:
-            run(loss, pl_module, optimizer, gradient=seed)
+            run(loss, pl_module, optimizer, gradient=seed, **options)
         windows.on_after_backward(trainer, pl_module)
 
     return backward

@@ -59,6 +59,11 @@ class WindowMetrics:
         """Whether the module has metric objects at all."""
         return bool(self._calls)
 
+    @property
+    def turning(self) -> list[Any]:
+        """The objects that hold something of the micro-batch under way."""
+        return [self._moment, *self._calls]
+
     def open(self, num_micro_batches: int) -> None:
         """Begin a window.
 

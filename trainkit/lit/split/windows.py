@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
+from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import (
     current_hook,
     replaced,
     skips_backward,
-    transfers_plainly,
     uncompiled,
 )
 from trainkit.lit.callback.base import OrderedCallback
-from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.window_end import say_dropped, window_ends
 from trainkit.lit.measure.begin import begin_proof
 from trainkit.lit.rerun.gradients import StashedGradients
-from trainkit.lit.rerun.snapshot import kept
 from trainkit.lit.split import refusals
-from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
 from trainkit.lit.split.cut_note import add_note
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.micro_batches import MicroBatches, counts_of
-from trainkit.lit.split.outputs import taken_apart, terms_of
+from trainkit.lit.split.passes import Passes
 from trainkit.lit.split.rehearsal import rehearsed
 from trainkit.lit.split.retry import Retry
-from trainkit.lit.split.shortcuts import TRANSFER, backward_of, transfer_of
+from trainkit.lit.split.shortcuts import TRANSFER
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
-from trainkit.lit.split.transfer import moved
 from trainkit.lit.split.window_callback_protocol import Windows
 from trainkit.lit.split.window_metrics import WindowMetrics
-from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
 
-NOTHING = nullcontext()
 KEPT = ("is_apart", "num_loader_batches", "sizes", "_patch")
 
 
@@ -88,14 +80,9 @@ class SplitWindows:
         self._module = pl_module
         self._accumulator = accumulator
         self._options = options
-        self.cut_anew()
-        left = left_for_counting(accumulator.strategies)
-        self._moved_state = MovedState(pl_module, left_out=left)
         self._metrics = WindowMetrics(pl_module, accumulator.ranks.size)
-        self._several_ranks = accumulator.ranks.backend_sums
-        self._strategy = trainer.strategy
-        self._training_step = trainer.strategy.training_step
-        self._backward = backward_of(trainer, pl_module, windows)
+        self._passes = Passes(trainer, pl_module, windows, sizes, self._metrics)
+        self.cut_anew()
         self._retry = Retry(
             pl_module,
             accumulator,
@@ -104,13 +91,15 @@ class SplitWindows:
             current=lambda: self.current,
             forget=self._forget,
         )
-        self._transfer = transfer_of(trainer, pl_module, may_repeat=sizes.catches)
-        is_plain = transfers_plainly(trainer, pl_module)
-        self._arrivals = None if is_plain else Arrivals(accumulator)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
         self._prove = begin_proof(
-            trainer, pl_module, windows, options=options, move=self._transfer
+            trainer,
+            pl_module,
+            windows,
+            options=options,
+            move=self._passes.transfer,
+            joined=lambda: self.joined,
         )
         self._stash: StashedGradients | None = None
         self._is_complete = False
@@ -121,8 +110,13 @@ class SplitWindows:
         refusals.refuse_before_training(
             self._trainer, self._module, self._options, self._accumulator.strategies
         )
-        of = self._options, self._module, self._accumulator, self.sizes
-        self._micro_batches = MicroBatches(*of)
+        self._micro_batches = MicroBatches(
+            self._options,
+            self._module,
+            self._accumulator,
+            self.sizes,
+            is_joined=self.joined is not None,
+        )
 
     # ---- Lightning's strategy object -------------------------------------------------
 
@@ -139,8 +133,21 @@ class SplitWindows:
 
     def read_late(self) -> None:
         """Compare the weights not read yet, when an epoch or training ends."""
-        if self._arrivals is not None:
-            self._arrivals.read_all()
+        if self._passes.arrivals is not None:
+            self._passes.arrivals.read_all()
+
+    @property
+    def joined(self) -> JoinedSteps | None:
+        """What lets BatchNorm see the whole window, if somebody asks for it."""
+        return self._passes.joined
+
+    def join(self, joined: JoinedSteps) -> None:
+        """Let the steps of a window's micro-batches wait for each other at BatchNorm's
+        layers, until `stop`."""
+        self._passes.joined = joined
+        self.cut_anew()
+        joined.install()
+        self._patch.callback(joined.remove)
 
     def stop(self) -> None:
         """Put Lightning's methods back; only the attributes in `KEPT` stay."""
@@ -216,8 +223,8 @@ class SplitWindows:
 
     def _pass(self, batch: Any, args: Any, kwargs: Any) -> None:
         """Run forward and backward passes of every micro-batch."""
-        if self._arrivals is not None:
-            self._arrivals.begin()
+        if self._passes.arrivals is not None:
+            self._passes.arrivals.begin()
         rehearse = partial(self._rehearse, args, kwargs)
         micro_batches = self._micro_batches.of(batch, rehearse)
         size = self._trainer.accumulate_grad_batches
@@ -232,41 +239,18 @@ class SplitWindows:
         if self._metrics.are_any:
             self._metrics.open(len(micro_batches))
         try:
-            self._run_all(current, size, args, kwargs)
+            several = len(micro_batches) > 1
+            shared = self._micro_batches.shared_fields() if several else None
+            self._passes.run(current, size, shared, args, kwargs)
+            self.is_apart = self._passes.is_apart
         except StopIteration as error:
             raise refusals.stop_iteration("training_step") from error
         except Exception as error:
             add_note(error, batch, current)
             raise
         current.returned.refuse_some_nothing()
-        if self._arrivals is not None:
-            self._arrivals.end()
-
-    def _run_all(self, current: CurrentWindow, size: int, args: Any, kw: Any) -> None:
-        several = len(current.micro_batches) > 1
-        shared = self._micro_batches.shared_fields() if several else None
-        each_moved = zip(current.micro_batches, self._moved(current), strict=True)
-        for micro_batch, on_device in each_moved:
-            current.micro_batch = current.at = micro_batch
-            weights, counts = micro_batch.weights, not micro_batch.is_filler
-            if self._arrivals is not None and counts:
-                self._arrivals.check(weights, on_device)
-            current.logs.begin(on_device, weights, is_muted=not counts)
-            if self._metrics.are_any:
-                by_rows = several and current.are_said
-                self._metrics.begin(current.share, is_muted=not counts, by_rows=by_rows)
-            is_first = micro_batch is current.micro_batches[0]
-            is_looked_at = is_first and (several or size > 1)
-            undone = NOTHING if counts else kept(self._module, generators=False)
-            said = self._windows.said.open()
-            with undone, self._apart_unless_last(current), said:
-                with self._moved_state.watch() if is_looked_at else NOTHING:
-                    output = self._training_step(on_device, *args, **kw)
-                if micro_batch.is_said:
-                    self._take_said(current, on_device, output)
-                self._take(current, output)
-            if shared is not None:
-                shared.refuse_changed()
+        if self._passes.arrivals is not None:
+            self._passes.arrivals.end()
 
     def _rehearse(self, args: Any, kwargs: Any, micro_batch: MicroBatch) -> Any:
         """The terms of a micro-batch's loss; nothing else of it stays."""
@@ -274,26 +258,13 @@ class SplitWindows:
         self._metrics.begin(1, is_muted=True)
         unheard = self._windows.said.unheard()
         try:
-            moved_there = self._transfer(micro_batch.batch)
+            moved_there = self._passes.transfer(micro_batch.batch)
             terms = self._accumulator.strategies
             with unheard:
                 return rehearsed(self._module, terms, moved_there, *args, **kwargs)
         finally:
             self._metrics.forget()
             self._windows.forget_means()
-
-    def _moved(self, current: CurrentWindow) -> Iterator[Any]:
-        coming = iter(current.micro_batches)
-
-        def move(batch: Any) -> Any:
-            current.at = next(coming)
-            try:
-                return self._transfer(batch)
-            except StopIteration as error:
-                raise refusals.stop_iteration("a hook of the transfer") from error
-
-        batches = [micro_batch.cut.batch for micro_batch in current.micro_batches]
-        return moved(batches, move, self._strategy.root_device)
 
     def _hold(
         self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
@@ -309,9 +280,10 @@ class SplitWindows:
     def _begin(self, current: CurrentWindow, size: int) -> None:
         accumulator, cut = self._accumulator, current.micro_batches
         if current.are_said:
-            if self._several_ranks and self.sizes.catches:
+            if accumulator.ranks.backend_sums and self.sizes.catches:
                 # A rank whose memory runs out would never say its first weight.
-                first, device = len(cut[0].cut.rows), self._strategy.root_device
+                first = len(cut[0].cut.rows)
+                device = self._trainer.strategy.root_device
                 accumulator.streamed.agree(first, size * len(cut), device)
         elif current.is_whole_window:
             accumulator.expect(
@@ -322,57 +294,12 @@ class SplitWindows:
                 self._trainer, accumulator.strategies
             )
             first = next(iter(cut[0].weights.values()))
-            device = self._strategy.root_device
+            device = self._trainer.strategy.root_device
             accumulator.streamed.agree(first, size * len(cut), device)
         accumulator.window.count(**counts_of(cut))
         for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback):
                 callback.on_cut(sum(not each.is_filler for each in cut))
-
-    def _apart_unless_last(self, current: CurrentWindow) -> AbstractContextManager[Any]:
-        """The ranks' gradients meet in the backward pass of the last micro-batch, if
-        nothing in the window can fail on one rank alone."""
-        if not self._several_ranks:
-            return NOTHING
-        if current.is_last:
-            self.is_apart = not self.sizes.is_proven()
-            if not self.is_apart:
-                return NOTHING
-        return getattr(self._strategy, "block_backward_sync", nullcontext)()
-
-    def _take_said(self, current: CurrentWindow, batch: Any, output: Any) -> None:
-        """Weigh the micro-batch by what `training_step` has said."""
-        ((term, strategy),) = self._accumulator.strategies.items()
-        assert isinstance(strategy, Weighed)
-        assert current.micro_batch is not None
-        weights, said = current.micro_batch.weights, self._windows.said
-        is_nothing = output is None
-        weights[term] = 0 if is_nothing else said.take(strategy, self._module, batch)
-        current.logs.know_weights()
-
-    def _take(self, current: CurrentWindow, output: Any) -> None:
-        """Run the backward pass of the micro-batch whose forward pass has run."""
-        assert current.micro_batch is not None
-        if output is None:
-            current.returned.add_nothing()
-            return
-        loss, extras = taken_apart(output)
-        terms = terms_of(loss, self._accumulator.strategies)
-        if not current.micro_batch.is_filler:
-            current.returned.add(output, terms, extras)
-        current.logs.know_terms(terms, self._accumulator.strategies)
-        if current.is_forward_only:
-            return
-        if len(self._accumulator.strategies) > 1:
-            loss = self._accumulator.window.join(loss)
-        else:
-            (loss,) = terms.values()
-        assert isinstance(loss, Tensor)
-        if current.micro_batch.is_filler:
-            loss = loss * 0  # the weight 0 has no effect on a sum
-        # On a GPU the next step of a CUDA graph overwrites this step's loss.
-        current.value = loss.detach().clone() if loss.is_cuda else loss.detach()
-        self._backward(loss, self._trainer.optimizers[0])
 
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
         """Weigh the loss, after a gradient scaler, before its backward pass; with
@@ -383,7 +310,7 @@ class SplitWindows:
         weigh = accumulator.seed if as_seed else accumulator.weigh
         expected = self._trainer.accumulate_grad_batches * len(current.micro_batches)
         seed = weigh(loss, current.weight, value=current.value, expected=expected)
-        if current.closes and current.is_last and not self.is_apart:
+        if current.closes and current.is_last and not self._passes.is_apart:
             accumulator.announce(slots=self._windows.slots())
         return seed if isinstance(seed, Tensor) else None
 
