@@ -359,3 +359,9 @@ def with_tied_weights() -> nn.Module:
     net.fc = nn.Linear(4, 4)
     net.fc.bias = net.two[1].bias
     return net
+
+
+def made(name: str) -> Any:
+    """One of the nets above."""
+    torch.manual_seed(0)
+    return globals()[name]().double()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.rows import are_equal
@@ -22,6 +23,7 @@ from trainkit.core.inside.settings import settings_of
 from trainkit.core.joins.device import DevicePass
 from trainkit.core.joins.flat import FlatPass
 from trainkit.core.joins.layers import Sharing, devices_of, refuse_other_layers
+from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import (
     Around,
     Gradients,
@@ -127,8 +129,15 @@ class Engine:
             self.prefers_flat = True
         moment = moment or Moment(self.module, self.name, devices)
         found = _Chosen(self, net, moment, self._draws, arguments)
+        left = Left(self.module) if self._is_first else None
         with _Watch(self.name) if self._is_first else nullcontext():
             found.forward(in_one_graph=in_one_graph)
+        if left is not None and (names := left.since(with_graph=True)):
+            raise TrainkitError(
+                f"{self.name}: its forward leaves tensors with a gradient in "
+                f"{listed(names)}, where each micro-batch overwrites those of the one "
+                f"before. Return them as outputs, or detach() them."
+            )
         self._is_first = False
         if self.why_not and not self._has_said and self.sharing.ranks.index == 0:
             self._has_said = True
@@ -235,8 +244,16 @@ class _Chosen:
                 self._net, program, self._draws, self._moment, moves=moves
             )
             self._pass.forward(self._arguments)
-        except Untraceable as error:
-            self._engine.give_up(self._arguments, f"{self._net.name}: {error}")
+        except Exception as error:
+            if program.is_proven or is_out_of_memory(error):
+                raise
+            if isinstance(error, TrainkitError):
+                raise
+            # Whether it is the module's own error shows where it runs as it is.
+            kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
+            text = str(error).split("\n")[0]
+            self._engine.give_up(self._arguments, f"{self._net.name}: {kind}{text}")
+            release(error)
             self._again()
             return False
         self._engine.is_flat = True

@@ -47,6 +47,10 @@ class JoinedChunks:
             if isinstance(each, BatchNorm)
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shares statistics with no other rank."""
+        return {**vars(self), "_sharing": Sharing(), "_engines": {}}
+
     def install(self) -> None:
         """Let the layers ask who runs them."""
         for each in self._intercepted:

@@ -162,6 +162,8 @@ class Splitter:
             if self._has_gradient(node):
                 self._trains.add(node)
         leaves: Any = self._output.args[0]
+        if any(isinstance(x, fx.Node) and x.op == "get_attr" for x in leaves):
+            raise Untraceable(f"{self._net.name}: it returns a weight or buffer")
         return Program(
             segments=[self._segment(n) for n in range(len(self._joins) + 1)],
             arguments=[node.name for node in self._given],
