@@ -58,9 +58,12 @@ class Moment:
         self._autocast = [_autocast_of(kind) for kind in sorted(kinds)]
         self._caches = torch.is_autocast_cache_enabled()
 
-    def check_weights(self) -> None:
+    def check_weights(self, *, with_buffers: bool = True) -> None:
         """Refuse weights and buffers that were changed since."""
         moved = self.moved()
+        if moved and not with_buffers:
+            names = {name for name, _ in self._module.named_parameters()}
+            moved = [name for name in moved if name in names]
         if moved:
             raise TrainkitError(
                 f"{self._name}: its weights and buffers must stay as they are between "
@@ -74,11 +77,9 @@ class Moment:
         if moved := self.moved():
             self._refuse_moved(moved)
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Take weights and buffers as they are now, and these no more into account."""
-        own = {id(each) for each in tensors}
-        named = _own_tensors(self._module)
-        self._apart |= {name for name, each in named if id(each) in own}
+    def leave_out(self, names: Collection[str]) -> None:
+        """Let these weights and buffers change."""
+        self._apart |= set(names)
         self._state = self._state_now()
 
     def _refuse_moved(self, moved: list[str]) -> NoReturn:

@@ -57,7 +57,6 @@ class DevicePass:
             any(map(_has_graph, x)) for x in zip(*self._outputs, strict=True)
         ]
         self._moves.make()
-        self._moment.leave_out(self._moves.tensors)
         self.given = [[None] * len(each) for each in self._outputs]
 
     def _run(self, index: int, values: list[Any]) -> Any:
@@ -116,7 +115,7 @@ class DevicePass:
 
     def backward(self) -> Gradients:
         """The gradients of all that trains, by those that were given."""
-        self._moment.check_weights()
+        self._moment.check_weights(with_buffers=False)
         outputs, given = [], []
         for own, found in zip(self._outputs, self.given, strict=True):
             for value, gradient in zip(own, found, strict=True):

@@ -22,7 +22,12 @@ from trainkit.core.inside.rows import are_equal
 from trainkit.core.inside.settings import settings_of
 from trainkit.core.joins.device import DevicePass
 from trainkit.core.joins.flat import FlatPass
-from trainkit.core.joins.layers import Sharing, devices_of, refuse_other_layers
+from trainkit.core.joins.layers import (
+    Sharing,
+    devices_of,
+    refuse_other_layers,
+    running_statistics,
+)
 from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import (
     Around,
@@ -128,6 +133,7 @@ class Engine:
         if self._memory == "auto" and self.sharing.ranks.size > 1:
             self.prefers_flat = True
         moment = moment or Moment(self.module, self.name, devices)
+        moment.leave_out(running_statistics(self.module, layers))
         found = _Chosen(self, net, moment, self._draws, arguments)
         left = Left(self.module) if self._is_first else None
         with _Watch(self.name) if self._is_first else nullcontext():

@@ -103,7 +103,6 @@ class FlatPass:
             )
         if self._must_move:
             self._moves.make()
-        self._moment.leave_out(self._moves.tensors)
         last = program.leaves(self._window[-1])
         self.differentiable = [
             self._is_differentiable(name, value)

@@ -53,11 +53,6 @@ class Moves:
         self._before = self._versions()
         self._calls: list[tuple[BatchNorm, Statistics]] = []
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All running statistics."""
-        return [each for layer in self._layers for each in layer.buffers(recurse=False)]
-
     def add(self, layer: BatchNorm, statistics: Statistics) -> None:
         """Note a call of a layer."""
         self._calls.append((layer, statistics))
@@ -79,6 +74,18 @@ class Moves:
     def _versions(self) -> dict[str, int]:
         running = {n: getattr(x, "running_mean", None) for x, n in self._layers.items()}
         return {n: version_of(x) for n, x in running.items() if x is not None}
+
+
+def running_statistics(
+    module: nn.Module, layers: Mapping[nn.Module, str]
+) -> set[str]:
+    """The names of the buffers of some layers in a module."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, layer in module.named_modules()
+        if layer in layers
+        for name, _ in layer.named_buffers(recurse=False)
+    }
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,11 @@ def move_running(layer: BatchNorm, statistics: Statistics) -> None:
     """Move a layer's running statistics by one batch, as the layer itself does."""
     if layer.running_mean is None or not (layer.training and layer.track_running_stats):
         return
-    factor, among = layer.momentum or 0.0, layer.num_batches_tracked
-    if among is not None:
-        among.add_(1)
+    factor: Tensor | float = layer.momentum or 0.0
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            factor = 1 / layer.num_batches_tracked.to(layer.running_mean.dtype)
     count = statistics.count
     unbiased = statistics.var * (count / (count - 1))
     for running, new in (
@@ -104,11 +106,7 @@ def move_running(layer: BatchNorm, statistics: Statistics) -> None:
         (layer.running_var, unbiased),
     ):
         assert running is not None
-        move = new.to(running.dtype) - running
-        if layer.momentum is None and among is not None:
-            running.add_(move / among)
-        else:
-            running.add_(factor * move)
+        running.copy_(running + factor * (new.to(running.dtype) - running))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.nn.modules.batchnorm import _NormBase
 
 from trainkit.core.inside.draws import Draws, are_same, states_of_host, torch_states
 from trainkit.core.inside.settings import (
@@ -218,6 +219,11 @@ def _holding_layers(net: Net) -> list[nn.Module]:
 
 
 def _refuse_hooks(net: Net, open_: Sequence[nn.Module]) -> None:
+    for each in net.module.modules():
+        is_other = isinstance(each, _NormBase) and each not in net.layers
+        if is_other and each.training and each.track_running_stats:
+            place = net.path(each)
+            raise Untraceable(f"{place}: it moves its own running statistics")
     for each in [*open_, *net.layers]:
         hooks = (
             each._forward_hooks,

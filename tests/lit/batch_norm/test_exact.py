@@ -1,0 +1,242 @@
+"""BatchNormGuard("exact") trains as the whole batch does."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.lit.batch_norm.exact_fits import CLASSES, Images, apart, exact, fit
+from tests.lit.batch_norm.exact_fits import loader as batches
+from trainkit import (
+    AccumulationCallback,
+    AccumulationMixin,
+    BatchNormGuard,
+    LRScaling,
+    MicroBatching,
+    NoiseScale,
+    PerSample,
+    WindowMonitor,
+)
+
+CUTS = {
+    "split": MicroBatching(size=4),
+    "single rows": MicroBatching(size=1),
+    "inside": MicroBatching(inside="net", size=4),
+    "inside, found": MicroBatching(inside="auto", size=3),
+}
+MEMORIES = ["auto", "device", "flat"]
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[Images, pl.Trainer]:
+    """Trained on whole batches, by plain Lightning."""
+    module = Images()
+    return module, fit(module)
+
+
+def numbers(fitted: pl.Trainer) -> dict[str, float]:
+    """What was logged last."""
+    return {name: float(value) for name, value in fitted.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_training_equals_whole_batches(
+    cut: str, memory: str, whole: tuple[Images, pl.Trainer]
+) -> None:
+    module = Images()
+    fitted = fit(module, *exact(CUTS[cut], memory))
+    reference, plain = whole
+    assert apart(module, reference) <= 1e-10
+    assert int(module.net.norm.num_batches_tracked) == 12  # type: ignore[union-attr, arg-type]
+    assert numbers(fitted) == pytest.approx(numbers(plain), rel=1e-6)
+    assert numbers(fitted)["loss"] == pytest.approx(numbers(plain)["loss"], rel=1e-10)
+    assert not [n for n, m in module.named_modules() if "forward" in vars(m)]
+
+
+@pytest.mark.parametrize("cut", ["split", "single rows"])
+def test_plain_accumulation_does_not(
+    cut: str, whole: tuple[Images, pl.Trainer]
+) -> None:
+    module, start = Images(), Images()
+    fit(module, AccumulationCallback(PerSample(), micro_batching=CUTS[cut]))
+    assert apart(module, whole[0]) > 0.1 * apart(whole[0], start)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("cut", ["split", "inside"])
+def test_windows_of_a_schedule_clipping_and_rates(cut: str, memory: str) -> None:
+    """What others do with a step is as with whole batches."""
+    trained = []
+    for callbacks in ([], exact(CUTS[cut], memory)):
+        module = Images()
+        more: list[Any] = [LRScaling("sqrt", reference_batch=5)] if callbacks else []
+        more += [WindowMonitor(every_n_steps=1)] if callbacks else []
+        if not callbacks:
+            module.configure_optimizers = lambda m=module: torch.optim.SGD(  # type: ignore[method-assign]
+                m.parameters(), lr=0.1 * 2**0.5, momentum=0.9
+            )
+        fit(module, *callbacks, *more, gradient_clip_val=0.05)
+        trained.append(module)
+    assert apart(*trained) <= 1e-10
+
+
+class Bare(pl.LightningModule):
+    """Its layers stand in the module itself, some are called in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.stem = nn.Conv2d(3, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.inner = nn.Linear(5, 5)
+        self.twice = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, CLASSES)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("seen", x.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        return F.gelu(self.norm(self.stem(x))).mean((2, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self(batch[0])
+        more = self.twice(self.inner(hidden))
+        hidden = hidden + self.twice(more.square())
+        return F.cross_entropy(self.head(hidden), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_layers_called_in_the_step_itself(memory: str) -> None:
+    whole, module = Bare(), Bare()
+    plain = fit(whole)
+    says = pytest.warns(match="Bare cannot run in segments, .*self.log")
+    with says if memory == "flat" else nullcontext():
+        fitted = fit(module, *exact(CUTS["split"], memory))
+    assert apart(module, whole) <= 1e-10
+    assert numbers(fitted) == pytest.approx(numbers(plain), rel=1e-9)
+
+
+class Mixed(AccumulationMixin, Images):
+    accumulation = PerSample()
+    micro_batching = MicroBatching(size=4)
+
+
+def test_mixin_module(whole: tuple[Images, pl.Trainer]) -> None:
+    module = Mixed()
+    fit(module, BatchNormGuard("exact"))
+    assert apart(module, whole[0]) <= 1e-10
+
+
+class Hooks(pl.Callback):
+    """Notes the gradient's size at each hook around a backward pass."""
+
+    def __init__(self) -> None:
+        self.before, self.after, self.steps = 0, 0, list[float]()
+        self.last = 0.0
+
+    def on_before_backward(self, *of: Any) -> None:
+        self.before += 1
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.after += 1
+        found = pl_module.net.first.weight.grad
+        self.last = 0.0 if found is None else float(found.norm())
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *of: Any) -> None:
+        self.steps.append(float(pl_module.net.first.weight.grad.norm()))
+
+
+def test_hooks_of_each_micro_batch_run() -> None:
+    plain, hooks, module = Hooks(), Hooks(), Images()
+    fit(Images(), plain, epochs=1)
+    fit(module, *exact(CUTS["split"]), hooks, epochs=1)
+    assert (hooks.before, hooks.after) == (3 + 3 + 2, 3 + 3 + 2)
+    assert hooks.steps == pytest.approx(plain.steps, rel=1e-9)
+    assert hooks.last == pytest.approx(hooks.steps[-1], rel=1e-9)
+
+
+def test_frozen_layers_and_other_norms_stay_as_they_are() -> None:
+    def made() -> Images:
+        torch.manual_seed(4)
+        net = nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+            nn.GroupNorm(2, 4),
+            nn.BatchNorm2d(4),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.BatchNorm1d(4, affine=False, track_running_stats=False),
+            nn.Linear(4, CLASSES),
+        )
+        module = Images(net)
+        module.net[4].eval()  # type: ignore[index]
+        for parameter in module.net[0].parameters():  # type: ignore[index]
+            parameter.requires_grad_(False)
+        return module
+
+    whole, module = made(), made()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*in eval mode")
+        fit(whole)
+        with pytest.warns(match="net.2: it moves its own running statistics"):
+            fit(module, *exact(CUTS["split"], "flat"))
+    start, before = dict(made().named_buffers()), dict(whole.named_buffers())
+    for name, value in module.named_buffers():
+        if name.startswith("net.4."):
+            assert torch.equal(value, start[name])
+        if not name.startswith("net.2."):  # InstanceNorm's move with each micro-batch
+            assert torch.allclose(value.double(), before[name].double(), atol=1e-10)
+    assert apart(module.net[8], whole.net[8]) <= 1e-10  # type: ignore[index]
+
+
+def test_noise_scale_says_that_it_cannot_measure() -> None:
+    noise = NoiseScale(every_n_steps=1, if_impossible="say")
+    fit(Images(), *exact(CUTS["split"]), noise, epochs=1)
+    assert noise.why_not is not None
+    assert "share statistics" in noise.why_not
+
+
+def test_state_dict_has_the_same_names() -> None:
+    names: list[list[str]] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *of: Any) -> None:
+            names.append(list(pl_module.state_dict()))
+
+    module = Images()
+    fit(module, *exact(CUTS["split"]), Look(), epochs=1)
+    assert names[0] == list(Images().state_dict())
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_precision_of_half(memory: str) -> None:
+    """In bfloat16 the window is no further from float64 than the whole batch is."""
+
+    def run(precision: Any, *callbacks: pl.Callback) -> Images:
+        module = Images()
+        if precision == "64-true":
+            fit(module, epochs=1, precision=precision)
+            return module
+        floats = [(x.float(), y) for x, y in batches()]
+        data: Any = DataLoader(floats, batch_size=None)  # type: ignore[arg-type]
+        fit(module.float(), *callbacks, batches=data, epochs=1, precision=precision)
+        return module
+
+    true = run("64-true")
+    whole = run("bf16-mixed")
+    module = run("bf16-mixed", *exact(CUTS["split"], memory))
+    naive = AccumulationCallback(PerSample(), micro_batching=CUTS["split"])
+    assert apart(module, true) <= 2 * apart(whole, true)
+    assert apart(run("bf16-mixed", naive), true) > 3 * apart(module, true)
