@@ -263,7 +263,6 @@ class ChunkedForward:
             "_check": Check(),
             "around": _nothing,
             "shares": no_shares,
-            "coupling": None,
         }
 
     def _original(self) -> Any:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.rows import are_equal
@@ -27,6 +28,7 @@ from trainkit.core.joins.layers import (
     refuse_other_layers,
     running_statistics,
 )
+from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import (
     Around,
     Gradients,
@@ -35,7 +37,8 @@ from trainkit.core.joins.net import (
     layers_of,
     nothing_around,
 )
-from trainkit.core.joins.program import Program, Untraceable, traced
+from trainkit.core.joins.program import Program, Untraceable
+from trainkit.core.joins.tracing import autocast_now, looks_of, traced
 from trainkit.core.joins.transport import transport_to
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build
@@ -132,8 +135,15 @@ class Engine:
         moment = moment or Moment(self.module, self.name, devices)
         moment.leave_out(running_statistics(self.module, layers))
         found = _Chosen(self, net, moment, self._draws, arguments)
+        left = Left(self.module) if self._is_first else None
         with _Watch(self.name) if self._is_first else nullcontext():
             found.forward(in_one_graph=in_one_graph)
+        if left is not None and (names := left.since(with_graph=True)):
+            raise TrainkitError(
+                f"{self.name}: its forward leaves tensors with a gradient in "
+                f"{listed(names)}, where each micro-batch overwrites those of the one "
+                f"before. Return them as outputs, or detach() them."
+            )
         self._is_first = False
         if self.why_not and not self._has_said and self.sharing.ranks.index == 0:
             self._has_said = True
@@ -170,6 +180,8 @@ class Engine:
         """What a call has in common with others that run the same operations."""
         return (
             frozenset(settings_of(self.module).items()),
+            looks_of(self.module),
+            autocast_now(),
             *((id(each), each.requires_grad) for each in self.module.parameters()),
             *(
                 (value.ndim, value.requires_grad)
@@ -238,8 +250,16 @@ class _Chosen:
                 self._net, program, self._draws, self._moment, moves=moves
             )
             self._pass.forward(self._arguments)
-        except Untraceable as error:
-            self._engine.give_up(self._arguments, f"{self._net.name}: {error}")
+        except Exception as error:
+            if program.is_proven or is_out_of_memory(error):
+                raise
+            if isinstance(error, TrainkitError):
+                raise
+            # Whether it is the module's own error shows where it runs as it is.
+            kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
+            text = str(error).split("\n")[0]
+            self._engine.give_up(self._arguments, f"{self._net.name}: {kind}{text}")
+            release(error)
             self._again()
             return False
         self._engine.is_flat = True

@@ -22,6 +22,7 @@ from trainkit.core.inside.moment import Moment, version_of
 from trainkit.core.inside.rows import are_close
 from trainkit.core.inside.sums import Sums
 from trainkit.core.joins.layers import Moves, devices_of
+from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import Gradients, Net
 from trainkit.core.joins.program import Constant, Program, Segment, Untraceable
 from trainkit.core.joins.replay import Replay
@@ -110,7 +111,8 @@ class FlatPass:
 
     def leaves(self, index: int) -> list[Any]:
         """The leaves of a micro-batch's output, which have no graph."""
-        return self._program.leaves(self._window[index])
+        leaves = self._program.leaves(self._window[index])
+        return [x.detach() if isinstance(x, Tensor) else x for x in leaves]
 
     def _forward(self, number: int, *, has_graph: bool) -> None:
         """Run a segment for all micro-batches, up to the layer at its end."""
@@ -186,7 +188,7 @@ class FlatPass:
         """Compare the outputs of the first micro-batch with the module's own, by the
         same statistics and draws."""
         first, program = self._window[0], self._program
-        after = self._draws.keep(self._devices)
+        after, left = self._draws.keep(self._devices), Left(self._net.module)
         self._net.switched(0)
         ends = [each.end for each in program.segments if each.end is not None]
         try:
@@ -198,6 +200,8 @@ class FlatPass:
         for one, other in zip(program.leaves(first), found, strict=True):
             if isinstance(one, Tensor) and not are_close(one, other):
                 raise Untraceable("as it was traced, its outputs are others")
+        if names := left.since():
+            raise Untraceable(f"its forward leaves tensors in {listed(names)}")
         program.is_proven = True
 
     # ---- backward --------------------------------------------------------------------

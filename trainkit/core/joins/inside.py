@@ -47,6 +47,10 @@ class JoinedChunks:
             if isinstance(each, BatchNorm)
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shares statistics with no other rank."""
+        return {**vars(self), "_sharing": Sharing(), "_engines": {}}
+
     def install(self) -> None:
         """Let the layers ask who runs them."""
         for each in self._intercepted:
@@ -71,6 +75,11 @@ class JoinedChunks:
         """Within it, the layers of a module normalise by statistics that do not depend
         on the rows."""
         layers = [each for each in module.modules() if normalises_by_batch(each)]
+        if module in layers:
+            raise TrainkitError(
+                f"exact BatchNorm: a {type(module).__name__} alone cannot be cut, "
+                f"since it needs the whole batch. Cut a module that holds it."
+            )
         before = [vars(each).get("forward") for each in layers]
         for each in layers:
             vars(each)["forward"] = _Fixed(each)

@@ -91,7 +91,8 @@ def normalised(
 
 
 def _trains(layer: BatchNorm) -> bool:
-    return any(each.requires_grad for each in layer.parameters(recurse=False))
+    both: Any = layer.weight, layer.bias
+    return any(each is not None and each.requires_grad for each in both)
 
 
 class _Meet(torch.autograd.Function):

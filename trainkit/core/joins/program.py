@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trainkit.core.batch_norm.layers import BatchNorm
-from trainkit.core.inside.draws import are_same, torch_states
-from trainkit.core.inside.settings import changed, put_back, settings_of
 from trainkit.core.joins.net import Net
 from trainkit.core.split.fields import Build, take_apart
 
@@ -22,6 +20,10 @@ class Constant:
     """A leaf of an output that is the same for all arguments."""
 
     value: Any
+
+
+WITHOUT_GRAPH = "without_graph"
+"""Marks operations that ran under `no_grad`."""
 
 
 class Untraceable(Exception):
@@ -118,33 +120,14 @@ class Program:
         return not self.is_proven or (number, name) in self.written
 
 
-class _Tracer(fx.Tracer):
-    """Goes into the modules that hold a layer of BatchNorm, and into no others."""
-
-    def __init__(self, open_: Collection[nn.Module]) -> None:
-        super().__init__(param_shapes_constant=True)
-        self._open = open_
-        self.running: list[nn.Module] = []
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m not in self._open
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        self.running.append(m)
-        found = super().call_module(m, forward, args, kwargs)
-        self.running.pop()  # where it fails, the place stays
-        return found
-
-
-class _Entry(nn.Module):
+class Entry(nn.Module):
     """Calls a module's own forward with the tensors among its arguments."""
 
     def __init__(self, net: Net, values: Sequence[Any]) -> None:
         super().__init__()
         self.net, self._run, self._values = net.module, net.run, values
         self.build: Build
+        self.functions = nn.ModuleList()
 
     def forward(self, tensors: Any) -> Any:
         each = iter(tensors)
@@ -153,73 +136,7 @@ class _Entry(nn.Module):
         return tuple(leaf.value for leaf in leaves)
 
 
-def traced(net: Net, values: Sequence[Any]) -> Program:
-    """Split a forward at its layers of BatchNorm.
-
-    Args:
-        net: whose forward.
-        values: its arguments; tensors may be others, all else must be the same.
-
-    Raises:
-        Untraceable: it cannot be traced.
-    """
-    open_ = _holding_layers(net)
-    _refuse_hooks(net, open_)
-    entry = _Entry(net, values)
-    tracer = _Tracer({*open_, entry})
-    inputs = tuple(fx.PH for v in values if isinstance(v, Tensor))
-    before, states = settings_of(net.module), torch_states([])
-    try:
-        graph = tracer.trace(entry, concrete_args={"tensors": inputs})
-    except Exception as error:
-        place = net.path(tracer.running[-1]) if tracer.running else net.name
-        text = str(error).split("\n")[0]
-        raise Untraceable(f"{place}: {type(error).__name__}: {text}") from error
-    moved = changed(before, settings_of(net.module))
-    put_back(before, moved)
-    if moved:
-        module, name = next(iter(moved))
-        raise Untraceable(f"{net.path(module)}: its forward sets self.{name}")
-    if not are_same(states, torch_states([])):
-        torch.set_rng_state(states[0])
-        raise Untraceable(
-            f"{net.name}: a forward of a module that holds a layer draws random "
-            f"numbers of a fixed shape"
-        )
-    trained = [v.requires_grad for v in values if isinstance(v, Tensor)]
-    return _Splitter(net, entry, graph, trained).program()
-
-
-def _holding_layers(net: Net) -> list[nn.Module]:
-    """The modules that hold a layer that is joined."""
-    joined = net.layers
-    return [
-        each
-        for each in net.module.modules()
-        if each not in joined and any(inner in joined for inner in each.modules())
-    ]
-
-
-def _refuse_hooks(net: Net, open_: Sequence[nn.Module]) -> None:
-    for each in net.module.modules():
-        is_other = isinstance(each, _NormBase) and each not in net.layers
-        if is_other and each.training and each.track_running_stats:
-            place = net.path(each)
-            raise Untraceable(f"{place}: it moves its own running statistics")
-    for each in [*open_, *net.layers]:
-        hooks = (
-            each._forward_hooks,
-            each._forward_pre_hooks,
-            each._backward_hooks,
-            each._backward_pre_hooks,
-        )
-        if each is not net.module and any(hooks):
-            raise Untraceable(f"{net.path(each)}: it has hooks, which would not run")
-        if isinstance(each, torch.jit.ScriptModule) or hasattr(each, "_orig_mod"):
-            raise Untraceable(f"{net.path(each)}: it is compiled")
-
-
-class _Splitter:
+class Splitter:
     """Cuts a traced graph at the calls of layers.
 
     A layer's normalising runs where its result is first used, so that what waits over
@@ -227,7 +144,7 @@ class _Splitter:
     """
 
     def __init__(
-        self, net: Net, entry: _Entry, graph: fx.Graph, trained: list[bool]
+        self, net: Net, entry: Entry, graph: fx.Graph, trained: list[bool]
     ) -> None:
         self._net, self._entry = net, entry
         self._modules = dict(entry.named_modules())
@@ -245,6 +162,8 @@ class _Splitter:
             if self._has_gradient(node):
                 self._trains.add(node)
         leaves: Any = self._output.args[0]
+        if any(isinstance(x, fx.Node) and x.op == "get_attr" for x in leaves):
+            raise Untraceable(f"{self._net.name}: it returns a weight or buffer")
         return Program(
             segments=[self._segment(n) for n in range(len(self._joins) + 1)],
             arguments=[node.name for node in self._given],
@@ -269,6 +188,8 @@ class _Splitter:
         places, number = {}, 0
         for node in self._nodes:
             places[node] = number
+            if _takes_an_item(node) and node.args[0] not in self._joins:
+                places[node] = places[node.args[0]]  # tensors cross, tuples do not
             number += node in self._joins
         called = {node: places[node] for node in self._joins}
         for node in self._joins:
@@ -279,6 +200,8 @@ class _Splitter:
     def _has_gradient(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
             return self._given[node]
+        if node.meta.get(WITHOUT_GRAPH):
+            return False
         own: Any = ()
         if node.op == "call_module":
             own = self._modules[str(node.target)].parameters()
@@ -302,7 +225,13 @@ class _Splitter:
         for node in inputs:
             known[node] = graph.placeholder(node.name)
         normals = [graph.placeholder(f"normal_{j.name}") for j in joins]
+        paused: list[fx.Node] = []
         for node in own:
+            if bool(paused) != bool(node.meta.get(WITHOUT_GRAPH)):
+                if paused:
+                    graph.call_function(_resume_gradients, (paused.pop(),))
+                else:
+                    paused.append(graph.call_function(_pause_gradients))
             for each in node.all_input_nodes:
                 if each.op == "get_attr" and each not in known:
                     known[each] = graph.node_copy(each)
@@ -312,6 +241,8 @@ class _Splitter:
                 known[node] = graph.call_function(_normalised, arguments)
             else:
                 known[node] = graph.node_copy(node, known.__getitem__)
+        for before in paused:
+            graph.call_function(_resume_gradients, (before,))
         is_last = number == len(self._joins)
         end = None if is_last else self._joins[number]
         outputs = [node for node in own if self._is_needed(node, number)]
@@ -358,6 +289,22 @@ class _Splitter:
                 if isinstance(value, nn.Parameter) and value.requires_grad:
                     found[id(value)] = value
         return list(found.values())
+
+
+def _takes_an_item(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    return isinstance(node.args[0], fx.Node) and isinstance(node.args[1], int)
+
+
+def _pause_gradients() -> bool:
+    was_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    return was_on
+
+
+def _resume_gradients(was_on: bool) -> None:
+    torch.set_grad_enabled(was_on)
 
 
 def _normalised(normal: Any, x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class JoinedSteps:
         self._sharing = sharing
         self._engines: dict[nn.Module, Engine] = {}
         self._calls: list[_Call] = []
-        self._switched: Callable[[int], None] = lambda index: None
+        self._switched: Callable[[int], None] = _nothing
         self._in_one_graph = False
         self.needs_graph = False
         self._intercepted = [
@@ -78,6 +78,11 @@ class JoinedSteps:
             for name, each in module.named_modules()
             if any(isinstance(inner, BatchNorm) for inner in each.modules())
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins anew, and shares statistics with no other rank."""
+        anew = {"_calls": [], "_engines": {}, "_sharing": Sharing()}
+        return {**vars(self), **anew, "_switched": _nothing}
 
     def install(self) -> None:
         """Let the modules wait for all micro-batches, where `run` runs them."""
@@ -196,6 +201,20 @@ class JoinedSteps:
             _deliver(call.ran.parameters, found.parameters, keep=False)
             for values, gradients in zip(call.arguments, found.arguments, strict=True):
                 _deliver(values, gradients, keep=bool(calls))
+            for leaf in (x for each in call.leaves.values() for x in each):
+                if leaf is not None:
+                    leaf.register_hook(_too_late)
+
+
+def _nothing(index: int) -> None:
+    pass
+
+
+def _too_late(gradient: Tensor) -> None:
+    raise TrainkitError(
+        "exact BatchNorm: a loss was pulled after the window had ended, so that its "
+        "gradient would not reach the module. Call backward() in the loop over run()."
+    )
 
 
 def _deliver(

@@ -1,0 +1,70 @@
+"""In segments, what is on the device does not grow with the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.benchmarks.live_bytes import LiveBytes
+from tests.core.joins.cases import images
+from tests.core.joins.common import engines_of, summed
+from tests.core.joins.nets import Bottleneck, DenseNet, ResNet, UNet
+from trainkit import exact_batch_norm
+
+SIZE = 16
+
+
+class ToNumPy:
+    """Keeps tensors in memory that torch does not count, as a host does for a GPU."""
+
+    def put(self, tensor: Tensor) -> Any:
+        return np.array(tensor.numpy(), copy=True)
+
+    def get(self, kept: Any) -> Tensor:
+        return torch.from_numpy(kept).clone()
+
+    def fetch(self, kept: Iterable[Any]) -> None:
+        list(kept)
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "trainkit.core.joins.engine.transport_to"
+    monkeypatch.setattr(name, lambda device: ToNumPy())
+
+
+def peak(make: Any, rows: int, memory: Any) -> int:
+    """The most live bytes of the second window, when all has been traced."""
+    torch.manual_seed(0)
+    own: nn.Module = make()
+    net = exact_batch_norm(own, memory=memory)
+    x = images(rows, torch.float32)
+    parts = {"first": x[: 2 * SIZE].split(SIZE), "whole": x.split(SIZE)}
+    for window in parts.values():
+        with LiveBytes() as live:
+            for _, loss in net.run(lambda part: summed([net(part)]), window):
+                loss.backward()
+        own.zero_grad()
+    assert [each.is_flat for each in engines_of(net)] == [memory == "flat"]
+    return live.peak
+
+
+@pytest.mark.parametrize("rows", [256, 1024])
+@pytest.mark.parametrize("make", [ResNet, UNet, DenseNet, lambda: ResNet(Bottleneck)])
+def test_segments_take_the_memory_of_one_micro_batch(make: Any, rows: int) -> None:
+    few, many = peak(make, 64, "flat"), peak(make, rows, "flat")
+    assert few / 1.15 <= many <= 1.15 * few
+
+
+def test_one_graph_takes_more_for_a_larger_window() -> None:
+    few, many = peak(ResNet, 64, "device"), peak(ResNet, 256, "device")
+    assert many > 1.8 * few
+
+
+def test_segments_take_less_than_one_graph() -> None:
+    assert peak(ResNet, 256, "flat") < 0.7 * peak(ResNet, 256, "device")
