@@ -35,7 +35,7 @@ class ToNumPy:
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "trainkit.core.joins.engine.transport_to"
-    monkeypatch.setattr(name, lambda device: ToNumPy())
+    monkeypatch.setattr(name, lambda device, stays: ToNumPy())
 
 
 def peak(make: Any, rows: int, memory: Any) -> int:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import (
+    GradientEdge,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 
 from trainkit.core._compat import without_gradient_hooks
 from trainkit.core.inside.moment import Moment
@@ -18,8 +24,19 @@ from trainkit.core.joins.intercepted import Intercepted
 from trainkit.core.joins.joint_graph import meet, normalised
 from trainkit.core.joins.layers import Moves
 from trainkit.core.joins.net import Gradients, Net
-from trainkit.core.joins.transport import OnDevice
+from trainkit.core.joins.transport import Kept, OnDevice
 from trainkit.core.split.fields import Build, take_apart
+
+AHEAD = 3
+"""So many saved tensors are fetched before the backward pass needs them: a
+convolution's input, its weight, which is there, and what an activation saved."""
+
+
+@dataclass(eq=False)
+class _Waits:
+    """A tensor that the transport has."""
+
+    kept: Kept
 
 
 class DevicePass:
@@ -37,6 +54,7 @@ class DevicePass:
         self._net, self._moment, self._moves = net, moment, Moves(net.layers)
         self._leaves: list[list[Any]] = []
         self._outputs: list[list[Any]] = []
+        self._edges: list[list[GradientEdge | None]] = []
         self.given: list[list[Tensor | None]] = []
         self.build: Build = next
         self.differentiable: list[bool] = []
@@ -52,20 +70,35 @@ class DevicePass:
             branches = Branches(runs, self._net.switched, self)
             outputs = [take_apart(each) for each in branches]
         self.build = outputs[0][1]
-        self._outputs = [[field.value for field in fields] for fields, _ in outputs]
+        values = [[field.value for field in fields] for fields, _ in outputs]
         self.differentiable = [
-            any(map(_has_graph, x)) for x in zip(*self._outputs, strict=True)
+            any(map(_has_graph, x)) for x in zip(*values, strict=True)
+        ]
+        self._edges = [
+            [get_gradient_edge(x) if _has_graph(x) else None for x in each]
+            for each in values
         ]
         self._moves.make()
-        self.given = [[None] * len(each) for each in self._outputs]
+        self._outputs = [list(map(self._waiting, each)) for each in values]
+        self.given = [[None] * len(each) for each in values]
 
     def _run(self, index: int, values: list[Any]) -> Any:
         with self._net.around(index):
             return self._net.run(list(values))
 
     def leaves(self, index: int) -> list[Any]:
-        """The leaves of a micro-batch's output, which have no graph."""
-        return [_detached(value) for value in self._outputs[index]]
+        """The leaves of a micro-batch's output, which have no graph; to be had once."""
+        found, self._outputs[index] = self._outputs[index], []
+        if index + 1 < len(self._outputs):
+            following = self._outputs[index + 1]
+            self._net.transport.fetch(x.kept for x in following if _waits(x))
+        return [self._net.transport.get(x.kept) if _waits(x) else x for x in found]
+
+    def _waiting(self, value: Any) -> Any:
+        """A leaf of an output, which waits until its step resumes."""
+        if not isinstance(value, Tensor):
+            return value
+        return _Waits(self._net.transport.put(value.detach()))
 
     def give(self, index: int, gradients: Sequence[Tensor | None]) -> None:
         """Add to the gradients of the leaves of a micro-batch's output."""
@@ -91,7 +124,7 @@ class DevicePass:
         layer: Any = module.module
         ranks = self._net.sharing.of(layer)
         statistics, found = meet(
-            layer, module.name, brought, ranks, self._net.transport
+            layer, module.name, brought, ranks, self._net.transport, runs_once=True
         )
         self._moves.add(layer, statistics)
         return found
@@ -101,15 +134,20 @@ class DevicePass:
         transport = self._net.transport
         if isinstance(transport, OnDevice):
             return nullcontext()
-        own = {id(each) for each in self._moment.parameters}
+        saved: list[Callable[[], Any]] = []
 
         def pack(tensor: Tensor) -> Any:
-            if id(tensor) in own or not tensor.numel():
-                return tensor
-            return transport, transport.put(tensor.detach())
+            kept = _Waits(transport.put(tensor.detach()))
+            saved.append(ref(kept))
+            return len(saved) - 1, kept
 
-        def unpack(kept: Any) -> Tensor:
-            return kept if isinstance(kept, Tensor) else kept[0].get(kept[1])
+        def unpack(packed: Any) -> Tensor:
+            number, kept = packed
+            tensor = transport.get(kept.kept)
+            # The backward pass goes the other way round.
+            before = [each() for each in saved[max(number - AHEAD, 0) : number]]
+            transport.fetch(x.kept for x in reversed(before) if x is not None)
+            return tensor
 
         return saved_tensors_hooks(pack, unpack)
 
@@ -117,12 +155,12 @@ class DevicePass:
         """The gradients of all that trains, by those that were given."""
         self._moment.check_weights(with_buffers=False)
         outputs, given = [], []
-        for own, found in zip(self._outputs, self.given, strict=True):
-            for value, gradient in zip(own, found, strict=True):
-                if gradient is not None and _has_graph(value):
-                    outputs.append(value)
+        for own, found in zip(self._edges, self.given, strict=True):
+            for edge, gradient in zip(own, found, strict=True):
+                if gradient is not None and edge is not None:
+                    outputs.append(edge)
                     given.append(gradient)
-        self._outputs = self.given = []
+        self._outputs, self._edges, self.given = [], [], []
         parameters = self._moment.parameters
         trained = [x for each in self._leaves for x in each if _has_graph(x)]
         if not outputs:
@@ -155,5 +193,5 @@ def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def _waits(value: Any) -> bool:
+    return isinstance(value, _Waits)

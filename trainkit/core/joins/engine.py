@@ -22,6 +22,7 @@ from trainkit.core.inside.rows import are_equal
 from trainkit.core.inside.settings import settings_of
 from trainkit.core.joins.device import DevicePass
 from trainkit.core.joins.flat import FlatPass
+from trainkit.core.joins.host import transport_to
 from trainkit.core.joins.layers import (
     Sharing,
     devices_of,
@@ -39,7 +40,7 @@ from trainkit.core.joins.net import (
 )
 from trainkit.core.joins.program import Program, Untraceable
 from trainkit.core.joins.tracing import autocast_now, looks_of, traced
-from trainkit.core.joins.transport import transport_to
+from trainkit.core.joins.transport import Transport
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build
 from trainkit.errors import TrainkitError
@@ -118,7 +119,7 @@ class Engine:
         devices = devices_of(value for each in arguments for value in each)
         refuse_other_layers(self.module, self.name)
         _refuse_sharded(self.module, self.name)
-        transport = transport_to(next(iter(devices), torch.device("cpu")))
+        transport = self._transport(arguments)
         layers = layers_of(self.module, self.name)
         net = Net(
             self.module,
@@ -133,7 +134,9 @@ class Engine:
         if self._memory == "auto" and self.sharing.ranks.size > 1:
             self.prefers_flat = True
         moment = moment or Moment(self.module, self.name, devices)
-        moment.leave_out(running_statistics(self.module, layers))
+        moment.leave_out(
+            running_statistics(self.module, layers)
+        )  # a later call moves them
         found = _Chosen(self, net, moment, self._draws, arguments)
         left = Left(self.module) if self._is_first else None
         with _Watch(self.name) if self._is_first else nullcontext():
@@ -154,6 +157,13 @@ class Engine:
                 stacklevel=2,
             )
         return found
+
+    def _transport(self, arguments: Sequence[list[Any]]) -> Transport:
+        """What keeps the tensors of a call, but for those that are there anyway."""
+        given = [x for each in arguments for x in each if isinstance(x, Tensor)]
+        stays = [*given, *self.module.parameters(), *self.module.buffers()]
+        on_cuda = (x.device for x in stays if x.is_cuda)
+        return transport_to(next(on_cuda, torch.device("cpu")), stays)
 
     def program(self, net: Net, arguments: Sequence[list[Any]]) -> Program | None:
         """The module's forward in segments; None if it cannot be split."""

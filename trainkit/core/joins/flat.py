@@ -85,6 +85,7 @@ class FlatPass:
         self._values = arguments
         named = [program.by_name(each) for each in arguments]
         self._window = [Waiting(each, self._net.transport) for each in named]
+        self._first_use = self._first_uses(has_graph=has_graph)
         before = states_of_host()
         if not program.is_proven:
             self._draws.look(self._net.module)
@@ -110,17 +111,40 @@ class FlatPass:
         ]
 
     def leaves(self, index: int) -> list[Any]:
-        """The leaves of a micro-batch's output, which have no graph."""
-        leaves = self._program.leaves(self._window[index])
-        return [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        """The leaves of a micro-batch's output, which have no graph; to be had once."""
+        program = self._program
+        if index + 1 < len(self._window):
+            self._window[index + 1].fetch(program.given_back)
+        found = program.leaves(self._window[index])
+        for name in program.given_back - self._first_use.keys():
+            self._window[index].drop(name)
+        return [x.detach() if isinstance(x, Tensor) else x for x in found]
+
+    def _first_uses(self, *, has_graph: bool) -> dict[str, int]:
+        """The first segment that gets each value again in the backward pass."""
+        found: dict[str, int] = {}
+        for number, segment in enumerate(self._program.segments):
+            if has_graph and self._pulls(number):
+                for name in segment.inputs:
+                    found.setdefault(name, number)
+        return found
+
+    def _pulls(self, number: int) -> bool:
+        """Whether a segment has a backward pass."""
+        segment, program = self._program.segments[number], self._program
+        return segment.trains or not program.trains.isdisjoint(segment.inputs)
 
     def _forward(self, number: int, *, has_graph: bool) -> None:
         """Run a segment for all micro-batches, up to the layer at its end."""
         segment = self._program.segments[number]
         end, parts, entries = segment.end, [], 0
+        done = self._program.last_used(number) - self._first_use.keys()
         for index, waiting in enumerate(self._window):
             if index + 1 < len(self._window):
                 self._window[index + 1].fetch(segment.inputs)
+            elif end is not None:
+                following = self._program.segments[number + 1]
+                self._window[0].fetch(following.inputs)
             self._net.switched(index)
             waiting.put_back.append(self._put_back())
             is_last = end is None and index + 1 == len(self._window)
@@ -139,6 +163,8 @@ class FlatPass:
                 end.layer._check_input_dim(x)
                 entries += num_entries(x)
                 parts.append(partial(x))
+            for name in done:
+                waiting.drop(name)
         if end is not None:
             ranks = self._net.sharing.of(end.layer)
             statistics = combined(parts, entries, ranks, end.name)
@@ -222,8 +248,10 @@ class FlatPass:
         now = self._draws.keep(self._devices)
         try:
             with self._moment.again(), torch.no_grad():
-                for number in reversed(range(len(self._program.segments))):
-                    self._backward(number)
+                numbers = reversed(range(len(self._program.segments)))
+                left = [number for number in numbers if self._pulls(number)]
+                for number, following in zip(left, [*left[1:], None], strict=True):
+                    self._backward(number, following)
                 found = [
                     self._program.in_order(values, self._of_arguments(values, waiting))
                     for values, waiting in zip(self._values, self._window, strict=True)
@@ -242,22 +270,29 @@ class FlatPass:
             if value.requires_grad
         }
 
-    def _backward(self, number: int) -> None:
-        """Run a segment again for all micro-batches, the last first, and pull."""
+    def _backward(self, number: int, following: int | None) -> None:
+        """Run a segment again for all micro-batches, the last first, and pull.
+
+        Args:
+            number: of the segment.
+            following: the number of the segment that comes next.
+        """
         segment = self._program.segments[number]
-        if not segment.trains and self._program.trains.isdisjoint(segment.inputs):
-            return
         sums: list[Tensor | None] = [None] * len(segment.joins)
         for index in reversed(range(len(self._window))):
             if index:
-                self._window[index - 1].fetch(segment.inputs)
-                self._window[index - 1].fetch_gradients(segment.outputs)
+                self._fetch(number, self._window[index - 1])
+            elif following is not None:
+                self._fetch(following, self._window[-1])
             waiting, graph = self._window[index], self._kept
             self._kept = None
             if graph is None:
                 waiting.put_back[number]()
                 graph = self._graph(number, waiting)
             self._pull(segment, graph, waiting, sums)
+            for name in segment.inputs:
+                if self._first_use[name] == number:
+                    waiting.drop(name)
         for n, found in zip(segment.joins, sums, strict=True):
             if found is not None:
                 end = self._program.segments[n].end
@@ -265,6 +300,12 @@ class FlatPass:
                 self._give([end.layer.weight, end.layer.bias], list(found))
                 # All ranks' micro-batches have been normalised together.
                 self._sums_of[n] = self._net.sharing.of(end.layer).sum_(found.clone())
+
+    def _fetch(self, number: int, waiting: Waiting) -> None:
+        """Ask for what the backward pass of a segment needs of a micro-batch."""
+        segment = self._program.segments[number]
+        waiting.fetch(segment.inputs)
+        waiting.fetch_gradients([*segment.outputs, *segment.inputs])
 
     def _graph(self, number: int, waiting: Waiting) -> _Graph:
         """Run a segment with a graph that begins at its inputs."""
@@ -307,7 +348,6 @@ class FlatPass:
         """
         outputs, given = [], []
         for name, value in graph.outputs.items():
-            waiting.drop(name)
             if not (isinstance(value, Tensor) and value.requires_grad):
                 continue
             gradient = self._whole_gradient(name, value, waiting)

@@ -36,13 +36,22 @@ class Meeting:
         partial: the gradient of each, which still lacks what the sums add.
         transport: holds both.
         ranks: that share the statistics.
+        runs_once: whether there is one backward pass, so that nothing is kept after it.
     """
 
     normal: Normal
     kept: list[Kept]
     transport: Transport
     ranks: Ranks
+    runs_once: bool = False
     partial: dict[int, Kept] = field(default_factory=dict)
+
+    def fetch(self, index: int) -> None:
+        """Say that what a micro-batch brought is wanted next, if there is one."""
+        if 0 <= index < len(self.kept):
+            part = self.partial.get(index)
+            also = [] if part is None else [part]
+            self.transport.fetch([self.kept[index], *also])
 
 
 def meet(
@@ -51,6 +60,8 @@ def meet(
     brought: Sequence[Tensor],
     ranks: Ranks,
     transport: Transport,
+    *,
+    runs_once: bool = False,
 ) -> tuple[Statistics, list[tuple[Meeting, int, Tensor]]]:
     """The statistics of a layer's call, and what each micro-batch normalises with.
 
@@ -60,6 +71,7 @@ def meet(
         brought: what each one calls it with.
         ranks: that share the statistics.
         transport: holds what the backward pass needs.
+        runs_once: whether there is one backward pass.
     """
     entries = sum(map(num_entries, brought))
     statistics = combined([partial(x) for x in brought], entries, ranks, name)
@@ -68,7 +80,7 @@ def meet(
         any(x.requires_grad for x in brought) or _trains(layer)
     )
     kept = [transport.put(x.detach()) for x in brought] if needs_graph else []
-    meeting = Meeting(normal, kept, transport, ranks)
+    meeting = Meeting(normal, kept, transport, ranks, runs_once)
     link = _Meet.apply(meeting, *brought)
     return statistics, [(meeting, index, link) for index in range(len(brought))]
 
@@ -110,6 +122,9 @@ class _Meet(torch.autograd.Function):
         for index, kept in enumerate(meeting.kept):
             part = meeting.partial.pop(index, None)
             x = meeting.transport.get(kept)
+            meeting.fetch(index + 1)
+            if meeting.runs_once:
+                meeting.kept[index] = kept = None
             gradient = meeting.normal.correction(x, sums)
             if part is not None:
                 gradient += meeting.transport.get(part)
@@ -136,6 +151,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         meeting: Meeting = ctx.meeting
         x = meeting.transport.get(meeting.kept[ctx.index])
+        meeting.fetch(ctx.index - 1)
         part, *sums = meeting.normal.backward(gradient, x)
         if ctx.needs_input_grad[3]:
             meeting.partial[ctx.index] = meeting.transport.put(part)

@@ -76,9 +76,7 @@ class Moves:
         return {n: version_of(x) for n, x in running.items() if x is not None}
 
 
-def running_statistics(
-    module: nn.Module, layers: Mapping[nn.Module, str]
-) -> set[str]:
+def running_statistics(module: nn.Module, layers: Mapping[nn.Module, str]) -> set[str]:
     """The names of the buffers of some layers in a module."""
     return {
         f"{path}.{name}".lstrip(".")

@@ -115,6 +115,16 @@ class Program:
             for each in self.results
         ]
 
+    @property
+    def given_back(self) -> set[str]:
+        """The names of the values that the caller gets."""
+        return {name for name in self.results if not isinstance(name, Constant)}
+
+    def last_used(self, number: int) -> set[str]:
+        """The inputs of a segment that no later one gets, and not the caller."""
+        later = {name for each in self.segments[number + 1 :] for name in each.inputs}
+        return {*self.segments[number].inputs} - later - self.given_back
+
     def may_write(self, number: int, name: str) -> bool:
         """Whether a segment may change one of its inputs in place."""
         return not self.is_proven or (number, name) in self.written

@@ -4,7 +4,7 @@ module with BatchNorm."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,22 +28,29 @@ class _Call:
     Attributes:
         ran: the module's own passes.
         arguments: of each micro-batch.
-        leaves: of each micro-batch's output, as its step got them.
+        is_over: whether the gradients have been pulled through the module.
     """
 
     ran: Pass
     arguments: list[list[Any]]
-    leaves: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    is_over: bool = False
 
-    def take(self, index: int) -> None:
-        """Take the gradients that a micro-batch's leaves have so far."""
-        found: list[Tensor | None] = []
-        for leaf in self.leaves.get(index, ()):
-            found.append(None if leaf is None else leaf.grad)
-            if leaf is not None:
-                leaf.grad = None
-        if found:
+    def watch(self, index: int, place: int, leaf: Tensor) -> None:
+        """Hand on the gradients of a leaf of a micro-batch's output as they arrive, so
+        that nothing here holds the leaf."""
+
+        def arrived(leaf: Tensor) -> None:
+            if self.is_over:
+                raise TrainkitError(
+                    "exact BatchNorm: a loss was pulled after the window had ended, "
+                    "so that its gradient would not reach the module. Call backward() "
+                    "in the loop over run()."
+                )
+            found: list[Tensor | None] = [None] * len(self.ran.differentiable)
+            found[place], leaf.grad = leaf.grad, None
             self.ran.give(index, found)
+
+        leaf.register_post_accumulate_grad_hook(arrived)
 
 
 class JoinedSteps:
@@ -119,10 +126,7 @@ class JoinedSteps:
         if len(runs) == 1 and self._sharing.ranks.size == 1:
             yield runs[0]()  # it is the whole window
             return
-        for index, result in enumerate(Branches(runs, switched, self)):
-            yield result
-            for call in self._calls:
-                call.take(index)
+        yield from Branches(runs, switched, self)
 
     def called(self, module: Intercepted, args: Any, kwargs: Any) -> Any:
         """A step calls a module."""
@@ -181,12 +185,10 @@ class JoinedSteps:
         """What a step gets from its call: leaves from which its graph begins."""
         leaves = call.ran.leaves(index)
         has_graph = torch.is_grad_enabled()
-        held: list[Tensor | None] = []
         for place, is_differentiable in enumerate(call.ran.differentiable):
             if is_differentiable and has_graph:
                 leaves[place] = leaves[place].requires_grad_()
-            held.append(leaves[place] if is_differentiable and has_graph else None)
-        call.leaves[index] = held
+                call.watch(index, place, leaves[place])
         return call.ran.build(iter(leaves))
 
     def backward(self) -> None:
@@ -195,26 +197,17 @@ class JoinedSteps:
         calls, self._calls = self._calls, []
         while calls:
             call = calls.pop()
-            for index in range(len(call.arguments)):
-                call.take(index)
+            if not any(call.ran.differentiable):
+                continue  # it ran under no_grad, and kept nothing
             found = call.ran.backward()
             _deliver(call.ran.parameters, found.parameters, keep=False)
             for values, gradients in zip(call.arguments, found.arguments, strict=True):
                 _deliver(values, gradients, keep=bool(calls))
-            for leaf in (x for each in call.leaves.values() for x in each):
-                if leaf is not None:
-                    leaf.register_hook(_too_late)
+            call.is_over = True
 
 
 def _nothing(index: int) -> None:
     pass
-
-
-def _too_late(gradient: Tensor) -> None:
-    raise TrainkitError(
-        "exact BatchNorm: a loss was pulled after the window had ended, so that its "
-        "gradient would not reach the module. Call backward() in the loop over run()."
-    )
 
 
 def _deliver(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from trainkit.core.inside.moment import version_of
@@ -36,18 +35,18 @@ class OnDevice:
 
     def get(self, kept: Kept) -> Tensor:
         tensor, version = kept
-        if version_of(tensor) != version:
-            raise TrainkitError(
-                f"exact BatchNorm: a tensor of shape {list(tensor.shape)} that a later "
-                f"layer or the backward pass needs was changed in place. Leave out "
-                f"inplace=True where its input is used again."
-            )
+        check_unchanged(tensor, version)
         return tensor
 
     def fetch(self, kept: Iterable[Kept]) -> None:
         pass
 
 
-def transport_to(device: torch.device) -> Transport:
-    """What keeps the tensors of a device."""
-    return OnDevice()
+def check_unchanged(tensor: Tensor, version: int) -> None:
+    """Refuse a tensor that was changed in place since it had some version."""
+    if version_of(tensor) != version:
+        raise TrainkitError(
+            f"exact BatchNorm: a tensor of shape {list(tensor.shape)} that a later "
+            f"layer or the backward pass needs was changed in place. Leave out "
+            f"inplace=True where its input is used again."
+        )

@@ -1,0 +1,302 @@
+"""What exact BatchNorm costs in time, memory and traffic.
+
+    python -m tests.benchmarks.exact_batch_norm [--rounds 7] [--only time peak gpu]
+
+A small ResNet with 15 BatchNorm layers looks at images of 32 x 32. One step is the
+gradient of a window:
+
+- whole: all rows at once;
+- plain: accumulation over chunks, each normalised by itself: another gradient;
+- device, flat: `exact_batch_norm`, in one graph and in segments.
+
+Times are the processor's, on one thread, the best of all rounds; each round runs all
+kinds of step in an order of its own. Peaks are the most bytes of operators' outputs
+that live at once. For them and for the traffic a stand-in plays the host: what waits
+there is copied, and not counted. On a GPU a ResNet-50 runs a window of 256 in chunks
+of 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.benchmarks.inside import Contestant, Step, distance, race, table
+from tests.benchmarks.live_bytes import LiveBytes
+from tests.core.joins.resnet import resnet
+from trainkit import exact_batch_norm
+from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.joins import engine
+from trainkit.core.joins.host import OnHost
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, ins: int, outs: int, stride: int) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(ins, outs, 3, stride, 1, bias=False)
+        self.two = nn.Conv2d(outs, outs, 3, 1, 1, bias=False)
+        self.norm, self.last = nn.BatchNorm2d(outs), nn.BatchNorm2d(outs)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1:
+            conv = nn.Conv2d(ins, outs, 1, stride, bias=False)
+            self.short = nn.Sequential(conv, nn.BatchNorm2d(outs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.one(x)).relu()
+        return (self.short(x) + self.last(self.two(y))).relu()
+
+
+def small_resnet() -> nn.Module:
+    blocks: list[nn.Module] = []
+    for ins, outs, stride in [(16, 16, 1), (16, 32, 2), (32, 64, 2)]:
+        blocks += [Block(ins, outs, stride), Block(outs, outs, 1)]
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    return nn.Sequential(*stem, *blocks, *end)
+
+
+# ---- steps ---------------------------------------------------------------------------
+
+Data = tuple[Tensor, Tensor]
+
+
+def chunks(data: Data, chunk: int) -> list[Data]:
+    return list(zip(*(each.split(chunk) for each in data), strict=True))
+
+
+def whole(net: nn.Module, data: Data, chunk: int) -> Step:
+    images, labels = data
+    return lambda: F.cross_entropy(net(images), labels).backward()
+
+
+def plain(net: nn.Module, data: Data, chunk: int) -> Step:
+    def step() -> None:
+        for images, labels in chunks(data, chunk):
+            loss = F.cross_entropy(net(images), labels)
+            (loss * len(labels) / len(data[1])).backward()
+
+    return step
+
+
+def exact(memory: Any) -> Callable[..., Step]:
+    def kind(net: nn.Module, data: Data, chunk: int) -> Step:
+        own = exact_batch_norm(net, memory=memory)
+
+        def loss_of(part: Data) -> Tensor:
+            return F.cross_entropy(net(part[0]), part[1])
+
+        def step() -> None:
+            for (_, labels), loss in own.run(loss_of, chunks(data, chunk)):
+                (loss * len(labels) / len(data[1])).backward()
+
+        return step
+
+    return kind
+
+
+KINDS: dict[str, Callable[..., Step]] = {
+    "whole": whole,
+    "plain": plain,
+    "device": exact("device"),
+    "flat": exact("flat"),
+}
+
+
+def draw(window: int, size: int = 32, classes: int = 10) -> Data:
+    return torch.randn(window, 3, size, size), torch.randint(0, classes, (window,))
+
+
+# ---- the host ------------------------------------------------------------------------
+
+
+class Host:
+    """Stands for the streams of a GPU: copies are made at once.
+
+    Attributes:
+        bytes: that were put on the host, and got from there.
+    """
+
+    out, back = "put", "got"
+
+    def __init__(self) -> None:
+        self.bytes = {self.out: 0, self.back: 0}
+
+    def current(self) -> None: ...
+
+    def record(self, stream: Any) -> None: ...
+
+    def wait(self, stream: Any, event: Any) -> None: ...
+
+    def empty_on_host(self, like: Tensor) -> Tensor:
+        with _disable_current_modes():  # the bytes of a GPU are counted
+            return torch.empty_like(like)
+
+    def empty_on_device(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
+        self.bytes[stream] += source.nbytes
+        target.copy_(source)
+
+
+@contextmanager
+def with_host() -> Iterator[Host]:
+    """Let tensors wait on a host."""
+    host: Any = Host()
+    before = engine.transport_to
+    engine.transport_to = lambda device, stays: OnHost(host, CPU, stays)
+    try:
+        yield host
+    finally:
+        engine.transport_to = before
+
+
+def peak_and_traffic(step: Step) -> tuple[float, dict[str, int]]:
+    """In MiB, and bytes, of the second of two steps."""
+    with with_host() as host:
+        step()
+        host.bytes.update(put=0, got=0)
+        with LiveBytes() as live:
+            step()
+    return live.peak / MIB, host.bytes
+
+
+def map_bytes(net: nn.Module, data: Data) -> int:
+    """The bytes that all BatchNorm layers of a net get of a window."""
+    found = 0
+
+    def note(layer: Any, inputs: Any, output: Any) -> None:
+        nonlocal found
+        found += inputs[0].nbytes
+
+    hooks = [
+        each.register_forward_hook(note)
+        for each in net.modules()
+        if isinstance(each, BatchNorm)
+    ]
+    with torch.no_grad():
+        net(data[0])
+    for each in hooks:
+        each.remove()
+    return found
+
+
+# ---- tables --------------------------------------------------------------------------
+
+
+def measure_times(rounds: int, window: int = 64) -> None:
+    net, data = small_resnet(), draw(window)
+    for chunk in (4, 8, 16):
+        found = {k: Contestant(kind, net, data, chunk) for k, kind in KINDS.items()}
+        race(list(found.values()), rounds)
+        times = {k: each.seconds for k, each in found.items()}
+        figures = " | ".join(f"{1000 * each:.0f}" for each in times.values())
+        ratios = " | ".join(
+            f"{times[kind] / times[to]:.2f}"
+            for kind in ("device", "flat")
+            for to in ("plain", "whole")
+        )
+        off = " | ".join(f"{deviation(kind, chunk):.0e}" for kind in list(KINDS)[1:])
+        print(f"| chunks of {chunk} | {figures} | {ratios} | {off} |", flush=True)
+
+
+def deviation(kind: str, chunk: int, window: int = 30) -> float:
+    """How far off one kind of step is from the whole batch, in float64."""
+    torch.manual_seed(0)
+    net, (images, labels) = small_resnet().double(), draw(window)
+    data = images.double(), labels
+    one, two = (Contestant(KINDS[k], net, data, chunk) for k in (kind, "whole"))
+    return distance(one, two)
+
+
+def measure_peaks(chunk: int = 8) -> None:
+    net = small_resnet()
+    for window in (64, 256, 1024):
+        data = draw(window)
+        found = {}
+        for name, kind in KINDS.items():
+            found[name] = peak_and_traffic(kind(net, data, chunk))
+        maps = map_bytes(net, data)
+        figures = " | ".join(f"{peak:.1f}" for peak, _ in found.values())
+        traffic = " | ".join(
+            f"{found[kind][1][way] / MIB:.0f} ({found[kind][1][way] / maps:.2f})"
+            for kind in ("device", "flat")
+            for way in ("put", "got")
+        )
+        print(f"| {window} | {figures} | {maps / MIB:.0f} | {traffic} |", flush=True)
+
+
+def measure_gpu(rounds: int, window: int = 256, chunk: int = 16) -> None:
+    if not torch.cuda.is_available():
+        print("\nNo CUDA device: the ResNet-50 is left out.")
+        return
+    table(f"ResNet-50, {window} x 224 x 224", "ms a step", "/ whole", "/ plain", "GiB")
+    images, labels = draw(window, 224, 1000)
+    data = images.cuda(), labels.cuda()
+    found: dict[str, tuple[float, float]] = {}
+    for name, kind in KINDS.items():
+        try:
+            found[name] = on_gpu(kind(resnet().cuda(), data, chunk), rounds)
+        except torch.cuda.OutOfMemoryError:
+            found[name] = float("nan"), float("nan")
+        torch.cuda.empty_cache()
+    for name, (seconds, peak) in found.items():
+        ratios = [seconds / found[to][0] for to in ("whole", "plain")]
+        figures = " | ".join(f"{each:.2f}" for each in (*ratios, peak))
+        print(f"| {name} | {1000 * seconds:.0f} | {figures} |", flush=True)
+
+
+def on_gpu(step: Step, rounds: int) -> tuple[float, float]:
+    """Seconds of the best step, and GiB beyond what is there between steps."""
+    best = float("inf")
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(rounds):
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best, (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What exact BatchNorm costs.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parts = ("time", "peak", "gpu")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    if "time" in options.only:
+        ratios = [
+            f"{k} / {to}" for k in ("device", "flat") for to in ("plain", "whole")
+        ]
+        off = [f"{kind}, off by" for kind in list(KINDS)[1:]]
+        table("ms a step, 64 rows", *KINDS, *ratios, *off)
+        measure_times(options.rounds)
+    if "peak" in options.only:
+        ways = [f"{k}, {way}" for k in ("device", "flat") for way in ("put", "got")]
+        table("peak, MiB, window", *KINDS, "maps", *ways)
+        measure_peaks()
+    if "gpu" in options.only:
+        measure_gpu(options.rounds)
+
+
+if __name__ == "__main__":
+    main()
