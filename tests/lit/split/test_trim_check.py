@@ -180,6 +180,8 @@ class Rich(Pooled):
 @pytest.mark.filterwarnings("ignore:training_step has changed")
 @pytest.mark.filterwarnings("ignore:BatchNorm")
 def test_all_that_it_changes_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything sets them
+        monkeypatch.setenv(variable, "0")
     ends = []
     logged = []
     for measures in (True, False):
