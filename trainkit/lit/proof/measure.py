@@ -27,7 +27,7 @@ from trainkit.lit.measure.window import (
 )
 from trainkit.lit.proof.findings import Gradient
 from trainkit.lit.proof.rows import FewRows
-from trainkit.lit.rerun.quietly import seed
+from trainkit.lit.rerun.quietly import UNLIKELY, seed
 
 Make = Callable[[Sequence[int]], Any]
 Parts = Sequence[Sequence[int]]
@@ -82,7 +82,7 @@ class Measurements:
         """Measure the whole, and forget what was measured before."""
         self._passes.clear()
         self.whole = self.passes.run(self.batch, self.all_rows)
-        seed(1)  # what is drawn unseen is then drawn otherwise
+        seed(UNLIKELY)
         repeated = self.passes.run(self.batch, self.all_rows)
         size = size_of(self.whole.gradient)
         if not size or not math.isfinite(size):

@@ -19,6 +19,10 @@ from torchmetrics import Metric, MetricCollection
 from trainkit.core.batches import tensors
 
 
+UNLIKELY = 748_151_933
+"""A seed that no training has, so that what is drawn unseen is drawn otherwise."""
+
+
 def seed(number: int) -> None:
     """Set what augmentation and dropout draw from."""
     torch.manual_seed(number)
