@@ -53,7 +53,7 @@ class Branches:
 
     Args:
         runs: the functions.
-        switched: is told which branch runs next.
+        switched: is called with the number of the branch that runs next.
         owner: whose branches they are.
     """
 
@@ -70,7 +70,7 @@ class Branches:
 
     def __iter__(self) -> Iterator[Any]:
         """What each function returns, in order. Once all have met for the last time,
-        none goes on before its result is asked for."""
+        none resumes before its result is asked for."""
         self._branches = [_Branch(self, run) for run in self._runs]
         self._num_modes = num_modes()
         results: list[Any] = [None] * len(self._branches)

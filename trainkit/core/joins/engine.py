@@ -113,7 +113,7 @@ class Engine:
             arguments: of each micro-batch.
             moment: what the module is like; default: it is looked at.
             around: a context for the forward of each micro-batch.
-            switched: is told which micro-batch runs next.
+            switched: is called with the number of the micro-batch that runs next.
             in_one_graph: run in one graph in any case.
         """
         devices = devices_of(value for each in arguments for value in each)

@@ -41,9 +41,9 @@ def installed(interception: Interception | None) -> Iterator[None]:
 class Intercepted:
     """A module's forward while windows run; it stands on the instance.
 
-    Where the module is called by a micro-batch that may wait for the others, whoever
-    runs them decides what happens. Elsewhere a layer sees a window of one, over all
-    ranks, and other modules run as they are.
+    Where a micro-batch that may wait for the others calls the module, the owner of its
+    branch decides what happens. Elsewhere a layer sees a window of one micro-batch,
+    over all ranks, and other modules run as they are.
 
     Args:
         module: whose forward is replaced.

@@ -33,7 +33,7 @@ class Net:
         sharing: which ranks share their statistics.
         transport: keeps what the backward pass needs.
         around: a context for the forward of each micro-batch.
-        switched: is told which micro-batch runs next.
+        switched: is called with the number of the micro-batch that runs next.
     """
 
     module: nn.Module

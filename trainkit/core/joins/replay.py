@@ -14,7 +14,7 @@ from trainkit.core.split.fields import take_apart
 
 
 class Replay:
-    """Runs a module, whose layers normalise as they are told.
+    """Runs a module, whose layers normalise by given statistics.
 
     Args:
         ends: the calls of its layers, in order.

@@ -118,7 +118,7 @@ class JoinedSteps:
 
         Args:
             runs: the steps.
-            switched: is told which micro-batch runs next.
+            switched: is called with the number of the micro-batch that runs next.
             in_one_graph: let no module run in segments.
         """
         self._calls, self.needs_graph = [], False

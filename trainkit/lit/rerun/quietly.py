@@ -18,7 +18,6 @@ from torchmetrics import Metric, MetricCollection
 
 from trainkit.core.batches import tensors
 
-
 UNLIKELY = 748_151_933
 """A seed that no training has, so that what is drawn unseen is drawn otherwise."""
 
