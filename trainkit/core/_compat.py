@@ -329,7 +329,7 @@ def settings_of_thread() -> Callable[[], None]:
 
     The hooks are taken off, so that a function that runs meanwhile has its own.
     """
-    own = torch._C._autograd
+    own: Any = vars(torch._C)["_autograd"]
     hooks = []
     while (top := own._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

@@ -26,6 +26,8 @@ class InPlaceOf(nn.Module):
         module: for which it stands.
     """
 
+    _stands_for: Any
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         vars(self)["_stands_for"] = module  # not a part of this one

@@ -145,7 +145,7 @@ class Hooks(pl.Callback):
         self.before, self.after, self.steps = 0, 0, list[float]()
         self.last = 0.0
 
-    def on_before_backward(self, *of: Any) -> None:
+    def on_before_backward(self, *of: Any, **named: Any) -> None:
         self.before += 1
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -153,7 +153,9 @@ class Hooks(pl.Callback):
         found = pl_module.net.first.weight.grad
         self.last = 0.0 if found is None else float(found.norm())
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *of: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: Any, optimizer: Any
+    ) -> None:
         self.steps.append(float(pl_module.net.first.weight.grad.norm()))
 
 
@@ -212,7 +214,9 @@ def test_state_dict_has_the_same_names() -> None:
     names: list[list[str]] = []
 
     class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *of: Any) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, *of: Any, **named: Any
+        ) -> None:
             names.append(list(pl_module.state_dict()))
 
     module = Images()

@@ -46,7 +46,10 @@ def test_schedule_that_makes_several() -> None:
 
 class ByHand(AccumulationMixin, Images):
     accumulation = PerSample()
-    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()

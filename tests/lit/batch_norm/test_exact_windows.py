@@ -142,7 +142,7 @@ def test_other_errors_are_raised_with_their_micro_batch() -> None:
 
     with pytest.raises(KeyError, match="no such thing") as caught:
         fit(Wrong(), *exact(SPLIT))
-    notes = "\n".join(caught.value.__notes__)
+    notes = "\n".join(getattr(caught.value, "__notes__", []))
     assert "this was micro-batch 2 of 3" in notes
 
 
@@ -236,7 +236,7 @@ def test_outputs_of_a_window_are_put_together() -> None:
         def __init__(self) -> None:
             self.logits: list[Tensor] = []
 
-        def on_train_batch_end(self, *of: Any) -> None:
+        def on_train_batch_end(self, *of: Any, **named: Any) -> None:
             self.logits.append(of[2]["logits"].detach().clone())
 
     plain, looks = Look(), Look()

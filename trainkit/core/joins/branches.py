@@ -117,10 +117,12 @@ class Branches:
         try:
             return branch.switch(*() if branch.settings is None else (result,))
         except Exception as error:
-            error.add_note(
-                f"trainkit | exact BatchNorm: raised in micro-batch {index + 1} of "
-                f"{len(self._branches)}"
-            )
+            write = getattr(error, "add_note", None)  # Python 3.10 has none
+            if write is not None:
+                write(
+                    f"trainkit | exact BatchNorm: raised in micro-batch {index + 1} of "
+                    f"{len(self._branches)}"
+                )
             raise
         finally:
             branch.settings = settings_of_thread()

@@ -115,7 +115,10 @@ class _Meet(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, sums: Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> Any:
+        (sums,) = grad_outputs
         meeting: Meeting = ctx.meeting
         sums = meeting.ranks.sum_(sums.contiguous())
         found: list[Tensor | None] = []
@@ -148,7 +151,10 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> Any:
+        (gradient,) = grad_outputs
         meeting: Meeting = ctx.meeting
         x = meeting.transport.get(meeting.kept[ctx.index])
         meeting.fetch(ctx.index - 1)

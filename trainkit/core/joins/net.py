@@ -95,9 +95,11 @@ class Pass(Protocol):
 
     def leaves(self, index: int) -> list[Any]:
         """The leaves of a micro-batch's output, which have no graph; to be had once."""
+        ...
 
     def give(self, index: int, gradients: Sequence[Tensor | None]) -> None:
         """Add to the gradients of the leaves of a micro-batch's output."""
 
     def backward(self) -> Gradients:
         """The gradients of all that trains, by those that were given."""
+        ...

@@ -131,8 +131,8 @@ class Normal:
         like = statistics.mean
         weight = torch.ones_like(like) if layer.weight is None else layer.weight
         bias = torch.zeros_like(like) if layer.bias is None else layer.bias
-        copies = [each.detach().to(like.dtype) for each in (weight, bias)]
-        return cls(statistics, *copies, layer.eps)
+        weight, bias = (each.detach().to(like.dtype) for each in (weight, bias))
+        return cls(statistics, weight, bias, layer.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise what a micro-batch brings; autograd takes the statistics for

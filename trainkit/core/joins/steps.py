@@ -3,7 +3,7 @@ module with BatchNorm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,7 +112,7 @@ class JoinedSteps:
         switched: Callable[[int], None] = lambda index: None,
         *,
         in_one_graph: bool = False,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         """What each step returns, in order. Its gradients are to be pulled before the
         next is asked for; `backward` belongs behind the last.
 

@@ -22,6 +22,7 @@ class Transport(Protocol):
 
     def get(self, kept: Kept) -> Tensor:
         """The tensor; nobody may change it. Each may be had several times."""
+        ...
 
     def fetch(self, kept: Iterable[Kept]) -> None:
         """Say that these are wanted next."""

@@ -160,8 +160,8 @@ class BatchNormGuard(OrderedCallback):
     @property
     def joins(self) -> Memory | None:
         """How the layers see whole windows, if the policy lets them."""
-        is_exact = isinstance(self._policy, ExactStatistics)
-        return self._policy.memory if is_exact else None
+        policy = self._policy
+        return policy.memory if isinstance(policy, ExactStatistics) else None
 
     def freeze(self, trainer: Any, module: Any) -> None:
         """Freeze the layers, if the policy does that, and say nothing; `teardown`

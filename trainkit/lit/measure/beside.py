@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class Beside:
 
     def __init__(self, joined: JoinedSteps, others: Others) -> None:
         self._joined, self._others = joined, others
-        self._results: Iterator[Any] | None = None
+        self._results: Generator[Any, None, None] | None = None
         self._turns = Turns([])
 
     @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
+from trainkit.core.joins.engine import Memory
 from trainkit.core.joins.intercepted import installed
 from trainkit.core.joins.layers import Sharing
 from trainkit.core.joins.steps import JoinedSteps
@@ -189,7 +190,7 @@ class _Check(Callback):
     def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
         strategies = self._strategies or {}
         refuse_said_terms(strategies)
-        memory = next((g.joins for g in self._guards if g.joins), None)
+        memory: Memory | None = next((g.joins for g in self._guards if g.joins), None)
         rows = FewRows(
             trainer,
             module,
