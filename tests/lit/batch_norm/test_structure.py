@@ -351,7 +351,7 @@ def test_several_ranks_of_an_accelerator_are_synchronised() -> None:
     guard.convert(module, Faked("cuda"))
     assert count(module, nn.SyncBatchNorm) == 3
     assert module.net.bn1.weight is weight
-    guard._num_layers = len(every_layer(module))
+    guard._num_layers, guard._has_started = len(every_layer(module)), True
     ((_, text),) = guard.table_rows(Faked("cuda"), module)
     assert text == "3 layers synchronised over 2 ranks"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -25,15 +25,18 @@ class Interception(Protocol):
     def remove(self) -> None: ...
 
 
+Installed = TypeVar("Installed", bound=Interception | None)
+
+
 @contextmanager
-def installed(interception: Interception | None) -> Iterator[None]:
-    """Within it, an interception is there."""
+def installed(interception: Installed) -> Iterator[Installed]:
+    """Within it, an interception is there, if there is one."""
     if interception is None:
-        yield
+        yield interception
         return
     interception.install()
     try:
-        yield
+        yield interception
     finally:
         interception.remove()
 

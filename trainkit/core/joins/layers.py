@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -86,15 +86,29 @@ def running_statistics(module: nn.Module, layers: Mapping[nn.Module, str]) -> se
     }
 
 
-@dataclass(frozen=True)
 class Sharing:
     """Which ranks share the statistics of a layer.
 
-    Attributes:
-        ranks: of all layers that say nothing else.
+    Args:
+        ranks: of all layers that say nothing else; default: this rank alone.
     """
 
-    ranks: Ranks = field(default_factory=Ranks)
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = self._all = ranks or Ranks()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of all layers that say nothing else."""
+        return self._ranks
+
+    @contextmanager
+    def none(self) -> Iterator[None]:
+        """Within it, no ranks share statistics."""
+        self._ranks = Ranks()
+        try:
+            yield
+        finally:
+            self._ranks = self._all
 
     def of(self, layer: BatchNorm) -> Ranks:
         """The ranks of one layer: a SyncBatchNorm has a group of its own."""

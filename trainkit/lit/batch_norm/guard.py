@@ -198,14 +198,14 @@ class BatchNormGuard(OrderedCallback):
         self._policy.start(trainer, pl_module, layers)
         if self.policy != "ignore" and self._policy.computes_from_micro_batches:
             self._watch = ShapeWatch(layers)
-        self.show_table(trainer, pl_module)
+        self.show_table(trainer, pl_module, is_late=True)
 
     def _training_layers(self) -> dict[str, BatchNorm]:
         return {name: x for name, x in self._layers.items() if is_training(x)}
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         num_layers = self._num_layers
-        text = self._policy.summary(num_layers)
+        text = self._policy.summary(num_layers) if self._has_started else ""
         if not text or not (num_layers or self.policy == "group_norm"):
             return []
         if num_layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
+from trainkit.core.joins.layers import Sharing
+from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.window_stats import WindowStats
@@ -19,7 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unwrapped
 from trainkit.lit.callback.left_behind import without_module
 from trainkit.lit.callback.said_weight import SaidWeight
-from trainkit.lit.callback.table import Row, show
+from trainkit.lit.callback.table import Row, say, show
 
 Found = TypeVar("Found")
 
@@ -58,13 +61,26 @@ class OrderedCallback(Callback):
         """`finish_window` has divided the window of an optimizer; what manual
         optimization does to its gradients next, such as clipping, is not done yet."""
 
-    def show_table(self, trainer: Any, pl_module: Any) -> None:
+    def show_table(
+        self, trainer: Any, pl_module: Any, *, is_late: bool = False
+    ) -> None:
         """To be called at the end of `on_train_start`: the last of ours to be ready
-        shows the table of all."""
+        shows the table of all.
+
+        Args:
+            trainer: in `fit`.
+            pl_module: the module that trains.
+            is_late: whether `on_train_start` is over, and the table may be shown.
+        """
+        if not trainer.is_global_zero:
+            return
         ours = [c for c in trainer.callbacks if isinstance(c, OrderedCallback)]
-        if ours[-1] is self and trainer.is_global_zero:
+        if ours[-1] is self:
             rows = [row for each in ours for row in each.table_rows(trainer, pl_module)]
             show([*rows, *_clipping(trainer), *_resumed(trainer)], trainer)
+        elif is_late:
+            for row in self.table_rows(trainer, pl_module):
+                say(trainer, row)
 
 
 def _clipping(trainer: Any) -> list[Row]:
@@ -109,6 +125,8 @@ class WindowOwner(OrderedCallback):
             window is one loader batch of each rank, and these count alike.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
+        sharing: which ranks share BatchNorm's statistics, if micro-batches do, so that
+            none has a gradient of its own.
     """
 
     accumulators: dict[int, Accumulator]
@@ -122,6 +140,7 @@ class WindowOwner(OrderedCallback):
     counts_samples: bool
     inside: Any = None
     has_strategy: bool = True
+    sharing: Sharing | None = None
 
     @property
     @abstractmethod
@@ -158,11 +177,10 @@ class WindowOwner(OrderedCallback):
             memory: as `exact_batch_norm` takes it.
         """
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether micro-batches share BatchNorm's statistics, so that none has a
-        gradient of its own."""
-        return False
+    @abstractmethod
+    def uncut(self) -> AbstractContextManager[JoinedSteps | None]:
+        """A context in which no submodule runs in chunks. It gives what lets several
+        steps on this rank share BatchNorm's statistics, if windows share them."""
 
     @property
     def must_count_samples(self) -> bool:

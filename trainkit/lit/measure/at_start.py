@@ -27,6 +27,7 @@ from trainkit.lit.measure.clean import (
     in_one_line,
     largest,
     lost_text,
+    refuse_counted_passes,
     refuse_iterators,
     refuse_unclean,
 )
@@ -77,7 +78,9 @@ class ProofAtStart:
         proof: `"warn"`; `"require"` refuses to train unless it is exact.
         options: how split windows cut; None for streamed ones.
         move: brings a part of a batch to the device.
-        joined: what lets BatchNorm see whole windows, if somebody does.
+
+    Attributes:
+        joined: lets the BatchNorm layers of several passes see all rows, if windows do.
     """
 
     label = "proof"
@@ -91,9 +94,8 @@ class ProofAtStart:
         *,
         options: MicroBatching | None = None,
         move: Callable[[Any], Any] = lambda batch: batch,
-        joined: Callable[[], JoinedSteps | None] = lambda: None,
     ) -> None:
-        self._joined = joined
+        self.joined: JoinedSteps | None = None
         self._trainer, self._module = trainer, pl_module
         self._strategies, self._proof = strategies, proof
         self._options, self._move = options, move
@@ -111,10 +113,15 @@ class ProofAtStart:
         if self._is_done:
             return
         self._is_done = True
+        with self._ranks_apart():
+            self._measure(batch, args, kwargs)
+
+    def _measure(self, batch: Any, args: Any, kwargs: Any) -> None:
         rows, number, reason = None, 0, "another rank cannot measure"
         try:
             refuse_unclean(self._trainer, self._module)
-            self._refuse_shared_statistics()
+            if self.joined is not None:
+                refuse_counted_passes(self._trainer)
             rows = self._first_rows(batch)
             number = self._number_of(rows)
         except Exception as error:
@@ -151,13 +158,12 @@ class ProofAtStart:
         warnings.warn(f'{text} Choose proof="off".', stacklevel=2)
         return None, reason
 
-    def _refuse_shared_statistics(self) -> None:
+    def _ranks_apart(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, BatchNorm layers see this rank's rows only: a pass of a few rows
+        is no window of all ranks."""
         windows = windows_of(self._trainer)
-        if not self._is_alone and windows is not None and windows.is_joined:
-            raise NotMeasured(
-                "ranks share BatchNorm's statistics, and a pass here would wait for "
-                "others; see trainkit.check with one device"
-            )
+        sharing = None if windows is None else windows.sharing
+        return contextlib.nullcontext() if sharing is None else sharing.none()
 
     # ---- the rows --------------------------------------------------------------------
 
@@ -236,9 +242,8 @@ class ProofAtStart:
 
     def _run(self, passes: Passes, cut: InParts) -> tuple[Pass, list[Pass]]:
         """Passes over the whole and over its parts."""
-        joined = self._joined()
-        if joined is not None:
-            passes.beside = Beside(joined, cut.others)
+        if self.joined is not None:
+            passes.beside = Beside(self.joined, cut.others)
         whole = passes.run(cut.whole, sorted(sum(cut.rows, [])))
         pairs = zip(cut.parts, cut.rows, strict=True)
         return whole, [passes.run(batch, rows) for batch, rows in pairs]
@@ -326,6 +331,9 @@ class ProofAtStart:
         if max(least_off(each.whole, each.parts) for each in terms) <= most_of_fit:
             said = ", ".join(map(line_of, self._strategies.values()))
             return f"The loss does not divide by what {said} counts."
+        if self.joined is not None:
+            layer = "or a layer that is no BatchNorm"
+            return f"The loss, {layer}, looks across the rows of a batch."
         names = normalising_by_batch(self._module)
         also = f", as BatchNorm does ({listed(names)})" if names else ""
         return f"A layer or the loss looks across the rows of a batch{also}."

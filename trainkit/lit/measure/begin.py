@@ -28,18 +28,19 @@ def begin_proof(
         return _nothing
     of = trainer, pl_module, windows.strategies, windows.proof
     has_parts = trainer.world_size > 1 or may_be_several(trainer, pl_module, windows)
-    between: Callable[..., None] = _nothing
+    between: ProofAtStart | None = None
     if has_parts and windows.has_strategy:
-        between = ProofAtStart(*of, **options).run
+        between = ProofAtStart(*of, **options)
     cuts = windows.inside
-    if cuts is None:
-        return between
-    within = ProofInside(*of, cuts=cuts).run
+    within = None if cuts is None else ProofInside(*of, cuts=cuts)
 
     def prove(batch: Any, *args: Any, **kwargs: Any) -> None:
-        within(batch, *args, **kwargs)
-        with cuts.whole():
-            between(batch, *args, **kwargs)
+        if within is not None:
+            within.run(batch, *args, **kwargs)
+        if between is not None:
+            with windows.uncut() as steps:
+                between.joined = steps
+                between.run(batch, *args, **kwargs)
 
     return prove
 

@@ -42,6 +42,13 @@ def refuse_unclean(trainer: Any, module: Any) -> None:
         raise NotMeasured("the parameters are in half precision; see trainkit.check")
 
 
+def refuse_counted_passes(trainer: Any) -> None:
+    """Refuse a DDP that counts the gradients which arrive at parameters, as they do in
+    a pass of several steps that share BatchNorm's statistics."""
+    if getattr(trainer.strategy.model, "static_graph", False):
+        raise NotMeasured("DDP with static_graph=True would count its backward passes")
+
+
 def refuse_iterators(passes: Any) -> None:
     """Refuse where passes would move what cannot be put back."""
     for place in passes.iterators:

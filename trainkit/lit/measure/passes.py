@@ -298,7 +298,8 @@ class Passes:
             loss.reshape(()) * self.scale if self.scale != 1 else loss.reshape(()),
             [*self.parameters, *others],
             retain=retain,
-            alone=self.module.trainer.world_size > 1,
+            # The gradients of a window arrive at leaves, before DDP expects any.
+            alone=self.module.trainer.world_size > 1 and self.beside is None,
         )
         if any(each is not None for each in gradients[len(self.parameters) :]):
             raise TypeError("training_step reaches parameters outside of their modules")

@@ -272,7 +272,7 @@ def _why_not(trainer: Any, pl_module: Any) -> str | None:
             "neither is there. Add AccumulationCallback(PerToken()), say, to the "
             "Trainer's callbacks."
         )
-    if windows.is_joined:
+    if windows.sharing is not None:
         return (
             "BatchNormGuard('exact') lets micro-batches share statistics, so none has "
             "a gradient of its own to compare. Use another policy to measure."

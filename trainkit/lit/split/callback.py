@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +48,8 @@ class SplitCallback(WindowCallback):
         self._found: Any = None
         self._host_group: Any = None
         self._shown: int | None = None
-        self._joined, self._is_joined = ExitStack(), False
+        self._joined, self.sharing = ExitStack(), None
+        self._chunks: JoinedChunks | None = None
 
     def _show_as(self, other: Any) -> None:
         super()._show_as(other)
@@ -62,10 +64,6 @@ class SplitCallback(WindowCallback):
         """How loader batches are cut on the host; None if they are not."""
         options = self.micro_batching
         return None if options is None or options.inside is not None else options
-
-    @property
-    def is_joined(self) -> bool:
-        return self._is_joined
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -154,18 +152,27 @@ class SplitCallback(WindowCallback):
 
     def join_statistics(self, trainer: Any, pl_module: Any, memory: Any) -> None:
         ranks = self.accumulators[0].ranks
-        sharing, self._is_joined = Sharing(ranks), True
+        self.sharing = sharing = Sharing(ranks)
         if self.split is not None:
             refusals.refuse_auto_between_ranks(
                 trainer, self.split.sizes.catches and ranks.size > 1
             )
             self.split.join(JoinedSteps(pl_module, memory, sharing))
             return
-        joined = JoinedChunks(pl_module, memory, sharing)
+        self._chunks = joined = JoinedChunks(pl_module, memory, sharing)
         joined.install()
         self._joined.callback(joined.remove)
         if self.inside is not None:
             self.inside.couple(joined)
+
+    @contextmanager
+    def uncut(self) -> Iterator[JoinedSteps | None]:
+        with nullcontext() if self.inside is None else self.inside.whole():
+            if self._chunks is not None:
+                with self._chunks.as_steps() as steps:
+                    yield steps
+            else:
+                yield None if self.split is None else self.split.joined
 
     def _stop(self) -> None:
         self._joined.close()

@@ -99,7 +99,6 @@ class SplitWindows:
             windows,
             options=options,
             move=self._passes.transfer,
-            joined=lambda: self.joined,
         )
         self._stash: StashedGradients | None = None
         self._is_complete = False
