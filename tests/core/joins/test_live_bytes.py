@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,3 +71,32 @@ def test_one_graph_takes_more_for_a_larger_window() -> None:
 
 def test_segments_take_less_than_one_graph() -> None:
     assert peak(ResNet, 256, "flat") < 0.7 * peak(ResNet, 256, "device")
+
+
+@pytest.mark.parametrize("size", [None, SIZE])
+@pytest.mark.parametrize("memory", ["device", "flat"])
+def test_a_window_leaves_no_tensor_to_the_collector(memory: Any, size: Any) -> None:
+    """A GPU's memory would wait for Python's collector, which does not see it."""
+    net = exact_batch_norm(ResNet(), memory=memory, size=size)
+    x = images(3 * SIZE, torch.float32)
+
+    def step() -> None:
+        if size is not None:
+            summed([net(x)]).backward()
+            return
+        for _, loss in net.run(lambda part: summed([net(part)]), x.split(SIZE)):
+            loss.backward()
+
+    def tensors() -> int:
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    for _ in range(4):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        step()
+        assert tensors() <= before
+    finally:
+        gc.enable()

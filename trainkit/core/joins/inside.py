@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -161,13 +162,14 @@ class JoinedCall(Call):
 
     def _run(self) -> Joined:
         assert self.values is not None
-        cut = self._cut
-        arguments = [self._taken(chunk, self.values) for chunk in self._done]
+        cut, done, own = self._cut, self._done, weakref.ref(self)
+        arguments = [self._taken(chunk, self.values) for chunk in done]
         self._ran = self._engine.begin(
             cut.run,
             arguments,
             self.moment,
-            around=lambda index: cut.around(self, self._done[index]),
+            # No reference back: what a window held must go without the collector.
+            around=lambda index: cut.around(own(), done[index]),
             switched=Turns(cut.turning),
             in_one_graph=bool(cut.turning),
         )
