@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,10 +39,37 @@ def test_without_the_callback_too() -> None:
         fit(Images(), BatchNormGuard("exact"), window=2)
 
 
-def test_schedule_that_makes_several() -> None:
-    schedule = AccumulationSchedule({0: 1, 2: 2})
+class Begun(pl.Callback):
+    """Notes whether a batch has begun."""
+
+    has = False
+
+    def on_train_batch_start(self, *of: Any, **named: Any) -> None:
+        self.has = True
+
+
+@pytest.mark.parametrize("cut", [None, SPLIT, INSIDE])
+@pytest.mark.parametrize("kind", [AccumulationSchedule, GradientAccumulationScheduler])
+def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -> None:
+    begun, said = Begun(), f"before the first .*{kind.__name__} will make windows of 2"
+    with pytest.raises(TrainkitError, match=said) as caught:
+        fit(Images(), *exact(cut), kind({0: 1, 2: 2}), begun)  # type: ignore[arg-type]
+    assert not begun.has
+    assert "accumulate_grad_batches" not in str(caught.value)
+
+
+def test_schedule_that_makes_none() -> None:
+    schedule = GradientAccumulationScheduler({0: 1})
+    fit(Images(), *exact(SPLIT), schedule, epochs=1)
+
+
+def test_callback_that_makes_several_without_saying_so() -> None:
+    class Larger(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
     with pytest.raises(TrainkitError, match=ONE_BATCH):
-        fit(Images(), *exact(None), schedule)  # type: ignore[arg-type]
+        fit(Images(), *exact(SPLIT), Larger())
 
 
 class ByHand(AccumulationMixin, Images):
