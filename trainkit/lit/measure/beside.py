@@ -20,7 +20,9 @@ Others = Callable[[Sequence[int]], tuple[Any, Sequence[int]]]
 class Beside:
     """Runs some rows beside all others, as a window of exact BatchNorm does.
 
-    The gradient of a pass is that of the loss of its own rows.
+    The gradient of a pass is that of the loss of its own rows. The step with the first
+    of all rows runs first. So one part sees what the steps behind it leave in the
+    module, and another what those before it do.
 
     Args:
         joined: lets the layers see all rows.
@@ -30,7 +32,7 @@ class Beside:
     def __init__(self, joined: JoinedSteps, others: Others) -> None:
         self._joined, self._others = joined, others
         self._results: Generator[Any, None, None] | None = None
-        self._turns = Turns([])
+        self._turns, self._own = Turns([]), 0
 
     @contextmanager
     def running(
@@ -54,12 +56,18 @@ class Beside:
             draws.begin(rows)
             return step(batch)
 
-        steps = [partial(run, batch, rows), partial(run, *self._others(rows))]
+        others, other_rows = self._others(rows)
+        steps = [partial(run, batch, rows), partial(run, others, other_rows)]
+        self._own = int(min(rows) > min(other_rows))
+        if self._own:
+            steps.reverse()
         self._turns = Turns(turning)
         # Segments that run again would draw anew.
         results = self._joined.run(steps, self._turns, in_one_graph=draws.are_any)
         self._results = results
         try:
+            for _ in range(self._own):
+                next(results)  # nobody pulls the gradients of the others' loss
             yield next(results)
         finally:
             results.close()
@@ -79,7 +87,7 @@ class Beside:
         found = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self._turns(0)
+        self._turns(self._own)
         return found
 
     def refuse_several(self, terms: Mapping[str, Any]) -> None:
