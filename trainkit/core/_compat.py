@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cuda as backends
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -323,9 +324,19 @@ uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 `torch.compiler.disable` would load the compiler at once."""
 
 
+ATTENTION = [
+    (backends.flash_sdp_enabled, backends.enable_flash_sdp),
+    (backends.mem_efficient_sdp_enabled, backends.enable_mem_efficient_sdp),
+    (backends.math_sdp_enabled, backends.enable_math_sdp),
+    (backends.cudnn_sdp_enabled, backends.enable_cudnn_sdp),
+]
+"""Says of each kernel of attention whether it may be used, and sets that."""
+
+
 def settings_of_thread() -> Callable[[], None]:
-    """What torch holds for a thread: gradients on or off, autocast, the hooks on saved
-    tensors, the stream. Returns what puts it back.
+    """What torch holds for a thread or the process, and contexts set: gradients on or
+    off, autocast, the hooks on saved tensors, the default type of numbers, the kernels
+    of attention, the stream. Returns what puts it back.
 
     The hooks are taken off, so that a function that runs meanwhile has its own.
     """
@@ -340,6 +351,8 @@ def settings_of_thread() -> Callable[[], None]:
         for each in kinds
     ]
     gradients, caches = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    numbers = torch.get_default_dtype()
+    kernels = [(set_on, is_on()) for is_on, set_on in ATTENTION]
     stream = torch.cuda.current_stream() if _has_cuda() else None
 
     def put_back() -> None:
@@ -352,6 +365,10 @@ def settings_of_thread() -> Callable[[], None]:
             torch.set_autocast_dtype(kind, dtype)
         torch._C._set_grad_enabled(gradients)
         torch.set_autocast_cache_enabled(caches)
+        if torch.get_default_dtype() != numbers:
+            torch.set_default_dtype(numbers)
+        for set_on, was_on in kernels:
+            set_on(was_on)
         if stream is not None:
             torch.cuda.set_stream(stream)
 

@@ -88,10 +88,7 @@ def big(name: str, rows: int, loss: Any, dtype: torch.dtype = torch.float64) -> 
 
 def engines_of(net: Any) -> list[Any]:
     """Of the modules that were called."""
-    found = list(net._steps.engines)
-    if net._chunked is not None:
-        found += net._chunked.coupling.engines
-    return found
+    return net._joined.engines
 
 
 def check_way(net: Any, memory: str) -> None:

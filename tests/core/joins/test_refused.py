@@ -39,9 +39,39 @@ def test_checkpoints_around_the_net_are_refused(memory: Any) -> None:
 
 def test_a_loss_that_is_pulled_too_late(memory: Any) -> None:
     net = exact_batch_norm(made("Trap"), memory=memory)
-    losses = [loss for _, loss in net.run(simple(net), X.split(SIZES))]
+    losses = []
+    for _, loss in net.run(simple(net), X.split(SIZES)):
+        losses.append(loss)
+        if len(losses) < len(SIZES):
+            loss.backward()
     with pytest.raises(TrainkitError, match=r"Call backward\(\) in the loop"):
-        torch.stack(losses).sum().backward()
+        losses[-1].backward()
+
+
+def test_losses_that_are_not_pulled(memory: Any) -> None:
+    net = exact_batch_norm(made("Trap"), memory=memory)
+    with pytest.raises(TrainkitError, match="no gradient has come to the module"):
+        list(net.run(simple(net), X.split(SIZES)))
+    with torch.no_grad():
+        assert len(list(net.run(simple(net), X.split(SIZES)))) == len(SIZES)
+    window = net.run(simple(net), X.split(SIZES))
+    for _ in SIZES:
+        next(window)[1].backward()
+    with pytest.warns(UserWarning, match="has stopped before its end"):
+        window.close()  # type: ignore[attr-defined]
+
+
+def test_windows_that_cannot_begin(memory: Any) -> None:
+    net = exact_batch_norm(made("Trap"), memory=memory)
+    windows = [net.run(simple(net), X.split(SIZES)) for _ in range(2)]
+    with pytest.raises(TrainkitError, match="another window of this module"):
+        next(zip(*windows, strict=True))
+    windows[0].close()  # type: ignore[attr-defined]
+    with pytest.raises(TrainkitError, match="received none"):
+        list(net.run(simple(net), []))
+    net.remove()
+    with pytest.raises(TrainkitError, match=r"remove\(\) has given"):
+        list(net.run(simple(net), X.split(SIZES)))
 
 
 def test_an_error_in_a_step(memory: Any) -> None:
@@ -59,7 +89,10 @@ def test_an_error_in_a_step(memory: Any) -> None:
 
     with pytest.raises(KeyError, match="mine") as error:
         run(net, step)
-    assert notes(error) == ["trainkit | exact BatchNorm: raised in micro-batch 2 of 3"]
+    said = (
+        "trainkit | exact BatchNorm: raised in micro-batch 2 of 3, which run in turns"
+    )
+    assert notes(error) == [said]
     assert ended == SIZES
     assert torch.is_grad_enabled()
     net.remove()

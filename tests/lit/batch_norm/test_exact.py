@@ -192,7 +192,10 @@ def test_frozen_layers_and_other_norms_stay_as_they_are() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*in eval mode")
         fit(whole)
-        with pytest.warns(match="net.2: it moves its own running statistics"):
+        with (
+            pytest.warns(match="net.2: it moves its own running statistics"),
+            pytest.warns(match="net.2 moves running statistics with each micro-batch"),
+        ):
             fit(module, *exact(CUTS["split"], "flat"))
     start, before = dict(made().named_buffers()), dict(whole.named_buffers())
     for name, value in module.named_buffers():

@@ -94,6 +94,11 @@ class Strangers:
         self._name = name
         self._first: list[weakref.ref[Tensor]] | None = None
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether two graphs were compared, or the first had no such tensor."""
+        return self._first is not None and not self._first
+
     def look(self, outputs: Sequence[Any], known: Iterable[Tensor]) -> None:
         """Look at the graph of a chunk.
 
@@ -101,7 +106,7 @@ class Strangers:
             outputs: of the chunk.
             known: the parameters and arguments that train.
         """
-        if self._first is not None and not self._first:
+        if self.has_looked:
             return
         found = strangers(leaves_of(outputs), known)
         if self._first is None:

@@ -85,7 +85,8 @@ class Moment:
     def _refuse_moved(self, moved: list[str]) -> NoReturn:
         raise TrainkitError(
             f"{self._name}: its forward pass must not move buffers or weights, "
-            f"which each chunk would do once more, and it moved {listed(moved)}. "
+            f"which each part of a batch would do once more, and it moved "
+            f"{listed(moved)}. "
             f"Name a module within it, or put the layer into evaluation mode. If that "
             f"is a cache, fill it before, by a call with the longest rows."
         )

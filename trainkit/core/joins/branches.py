@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from trainkit.core._compat import num_modes, settings_of_thread
@@ -44,6 +46,10 @@ def current() -> Branches | None:
     return branch.owner if isinstance(branch, _Branch) else None
 
 
+def _random_state() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
 class Branches:
     """Runs one function for each micro-batch of a window, in one thread.
 
@@ -65,21 +71,27 @@ class Branches:
     ) -> None:
         self._runs, self._switched = runs, switched
         self._branches: list[_Branch] = []
-        self._num_modes = 0
+        self._num_modes, self._is_inference = 0, False
+        self._starts: set[bytes] = set()
         self.owner = owner
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         """What each function returns, in order. Once all have met for the last time,
         none resumes before its result is asked for."""
         self._branches = [_Branch(self, run) for run in self._runs]
         self._num_modes = num_modes()
+        self._is_inference = torch.is_inference_mode_enabled()
         results: list[Any] = [None] * len(self._branches)
         try:
             while True:
                 for index, branch in enumerate(self._branches):
+                    before = _random_state()
+                    if branch.settings is None:
+                        self._starts.add(before)
                     found = self._resume(index, results[index])
                     results[index] = None
                     if branch.dead:
+                        self._refuse_rewound(before)
                         yield found
                 if all(branch.dead for branch in self._branches):
                     return
@@ -105,8 +117,27 @@ class Branches:
                 f"opened on the way to {name}, where micro-batches wait for each "
                 f"other. Open it around the whole step."
             )
+        if torch.is_inference_mode_enabled() != self._is_inference:
+            raise TrainkitError(
+                f"exact BatchNorm: {name} is called in inference mode, and micro-"
+                f"batches that are not would wait there. Use torch.no_grad()."
+            )
         branch.waiting = _Waiting(place, name, brought, join)
         return branch.parent.switch()
+
+    def _refuse_rewound(self, before: bytes) -> None:
+        """Refuse a branch that has ended with the random state of a branch's start:
+        the next ones would draw the same numbers again, and so would the next window.
+        """
+        now = _random_state()
+        if len(self._branches) > 1 and now != before and now in self._starts:
+            raise TrainkitError(
+                "exact BatchNorm: random states are kept before and put back behind a "
+                "call where micro-batches wait for each other, as by "
+                "torch.random.fork_rng(), so that all would draw alike. Put them back "
+                "before the call, or cut inside the step, which then runs once: "
+                "MicroBatching(inside=...), or exact_batch_norm(..., size=...)."
+            )
 
     def _resume(self, index: int, result: Any) -> Any:
         branch = self._branches[index]
@@ -121,7 +152,7 @@ class Branches:
             if write is not None:
                 write(
                     f"trainkit | exact BatchNorm: raised in micro-batch {index + 1} of "
-                    f"{len(self._branches)}"
+                    f"{len(self._branches)}, which run in turns"
                 )
             raise
         finally:
@@ -162,7 +193,8 @@ class Branches:
             for branch in self._branches:
                 if branch.settings is not None and not branch.dead:
                     branch.settings()
-                    branch.throw(GreenletExit)
+                    with contextlib.suppress(Exception):  # the first error counts
+                        branch.throw(GreenletExit)
                     settings_of_thread()
         finally:
             main()

@@ -53,14 +53,23 @@ class DevicePass:
     def __init__(self, net: Net, moment: Moment) -> None:
         self._net, self._moment, self._moves = net, moment, Moves(net.layers)
         self._leaves: list[list[Any]] = []
-        self._outputs: list[list[Any]] = []
+        self._waiting: list[list[Any]] = []
         self._edges: list[list[GradientEdge | None]] = []
         self.given: list[list[Tensor | None]] = []
         self.build: Build = next
         self.differentiable: list[bool] = []
 
-    def forward(self, arguments: Sequence[list[Any]]) -> None:
-        """Run the module on the arguments of each micro-batch."""
+    def forward(
+        self,
+        arguments: Sequence[list[Any]],
+        look: Callable[[list[Tensor]], None] = lambda outputs: None,
+    ) -> None:
+        """Run the module on the arguments of each micro-batch.
+
+        Args:
+            arguments: of each.
+            look: is called with the leaves of all outputs that have a graph.
+        """
         has_graph = torch.is_grad_enabled()
         self._leaves = [[_leaf(value) for value in each] for each in arguments]
         if has_graph and torch.is_autocast_cache_enabled():
@@ -74,13 +83,19 @@ class DevicePass:
         self.differentiable = [
             any(map(_has_graph, x)) for x in zip(*values, strict=True)
         ]
+        look([x for each in values for x in each if _has_graph(x)])
         self._edges = [
             [get_gradient_edge(x) if _has_graph(x) else None for x in each]
             for each in values
         ]
         self._moves.make()
-        self._outputs = [list(map(self._waiting, each)) for each in values]
+        self._waiting = [list(map(self._put, each)) for each in values]
         self.given = [[None] * len(each) for each in values]
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The arguments from which the graph begins."""
+        return [x for each in self._leaves for x in each if _has_graph(x)]
 
     def _run(self, index: int, values: list[Any]) -> Any:
         with self._net.around(index):
@@ -88,13 +103,13 @@ class DevicePass:
 
     def leaves(self, index: int) -> list[Any]:
         """The leaves of a micro-batch's output, which have no graph; to be had once."""
-        found, self._outputs[index] = self._outputs[index], []
-        if index + 1 < len(self._outputs):
-            following = self._outputs[index + 1]
+        found, self._waiting[index] = self._waiting[index], []
+        if index + 1 < len(self._waiting):
+            following = self._waiting[index + 1]
             self._net.transport.fetch(x.kept for x in following if _waits(x))
         return [self._net.transport.get(x.kept) if _waits(x) else x for x in found]
 
-    def _waiting(self, value: Any) -> Any:
+    def _put(self, value: Any) -> Any:
         """A leaf of an output, which waits until its step resumes."""
         if not isinstance(value, Tensor):
             return value
@@ -160,9 +175,9 @@ class DevicePass:
                 if gradient is not None and edge is not None:
                     outputs.append(edge)
                     given.append(gradient)
-        self._outputs, self._edges, self.given = [], [], []
+        self._waiting, self._edges, self.given = [], [], []
         parameters = self._moment.parameters
-        trained = [x for each in self._leaves for x in each if _has_graph(x)]
+        trained = self.trained
         if not outputs:
             found = iter([None] * (len(parameters) + len(trained)))
         else:

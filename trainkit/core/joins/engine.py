@@ -16,18 +16,27 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.checks import (
+    Strangers,
+    leaves_of,
+    refuse_strangers,
+    strangers,
+)
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.rows import are_equal
 from trainkit.core.inside.settings import settings_of
+from trainkit.core.joins.attributes import Attributes
 from trainkit.core.joins.device import DevicePass
 from trainkit.core.joins.flat import FlatPass
 from trainkit.core.joins.host import transport_to
 from trainkit.core.joins.layers import (
     Sharing,
     devices_of,
+    other_norms,
     refuse_other_layers,
     running_statistics,
+    versions_of,
 )
 from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import (
@@ -90,11 +99,14 @@ class Engine:
         self.prefers_flat = memory == "flat"
         self._programs: dict[Any, Program | str] = {}
         self._draws = Draws()
+        self.attributes = Attributes(module, name)
+        self._strangers = Strangers(name)
         self._is_first, self._has_said = True, False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: programs are another module's."""
-        return {**vars(self), "_programs": {}, "_draws": Draws(), "_is_first": True}
+        anew = {"_programs": {}, "_draws": Draws(), "_is_first": True}
+        return {**vars(self), **anew, "_strangers": Strangers(self.name)}
 
     def begin(
         self,
@@ -121,6 +133,11 @@ class Engine:
         _refuse_sharded(self.module, self.name)
         transport = self._transport(arguments)
         layers = layers_of(self.module, self.name)
+
+        def turn(index: int) -> None:
+            switched(index)
+            self.attributes.switch(index)
+
         net = Net(
             self.module,
             self.name,
@@ -129,18 +146,36 @@ class Engine:
             self.sharing,
             transport,
             around,
-            switched,
+            turn,
         )
         if self._memory == "auto" and self.sharing.ranks.size > 1:
             self.prefers_flat = True
         moment = moment or Moment(self.module, self.name, devices)
-        moment.leave_out(
-            running_statistics(self.module, layers)
-        )  # a later call moves them
+        others = other_norms(self.module, self.name)
+        # A later call moves them.
+        moment.leave_out(running_statistics(self.module, {**layers, **others}))
+        if others and self._is_first:
+            names = listed(list(others.values()))
+            warnings.warn(
+                f"exact BatchNorm: {names} moves running statistics with each "
+                f"micro-batch, which one batch does once. The gradient is right; what "
+                f"is kept for evaluation is not the big batch's. Use "
+                f"track_running_stats=False.",
+                stacklevel=2,
+            )
         found = _Chosen(self, net, moment, self._draws, arguments)
         left = Left(self.module) if self._is_first else None
+        written = versions_of(arguments)
+        self.attributes.begin()
         with _Watch(self.name) if self._is_first else nullcontext():
             found.forward(in_one_graph=in_one_graph)
+        self.attributes.end()
+        if versions_of(arguments) != written:
+            raise TrainkitError(
+                f"{self.name}: its forward pass must not change its arguments in "
+                f"place, since others may need them. Give it a clone()."
+            )
+        moment.check_state()
         if left is not None and (names := left.since(with_graph=True)):
             raise TrainkitError(
                 f"{self.name}: its forward leaves tensors with a gradient in "
@@ -181,6 +216,23 @@ class Engine:
             self.why_not = found
             return None
         return found
+
+    def look_for_strangers(
+        self, outputs: list[Tensor], arguments: list[Tensor]
+    ) -> None:
+        """Refuse what trains, and is neither a parameter nor an argument, in the first
+        calls.
+
+        Args:
+            outputs: of one graph of all micro-batches.
+            arguments: from which it begins.
+        """
+        if self._strangers.has_looked:
+            return
+        known = [*arguments, *self.module.parameters()]
+        found = strangers(leaves_of(outputs), known)
+        refuse_strangers([x for x in found if isinstance(x, nn.Parameter)], self.name)
+        self._strangers.look(outputs, known)
 
     def give_up(self, arguments: Sequence[list[Any]], why: str) -> None:
         """Note that a call ran in segments, and why such calls cannot."""
@@ -238,14 +290,17 @@ class _Chosen:
         if engine.prefers_flat and not in_one_graph and self._runs_in_segments():
             return
         try:
-            self._pass = DevicePass(self._net, self._moment)
-            self._pass.forward(self._arguments)
+            self._pass = joint = DevicePass(self._net, self._moment)
+            joint.forward(
+                self._arguments,
+                lambda outputs: engine.look_for_strangers(outputs, joint.trained),
+            )
         except Exception as error:
             if not (engine.may_change and is_out_of_memory(error)):
                 raise
             engine.prefers_flat = True
             release(error)
-            self._again()
+            self._begin_again()
             if not self._runs_in_segments():
                 raise
         engine.is_flat = isinstance(self._pass, FlatPass)
@@ -270,10 +325,15 @@ class _Chosen:
             text = str(error).split("\n")[0]
             self._engine.give_up(self._arguments, f"{self._net.name}: {kind}{text}")
             release(error)
-            self._again()
+            self._begin_again()
             return False
         self._engine.is_flat = True
         return True
+
+    def _begin_again(self) -> None:
+        """Put back what a forward pass has changed that did not end."""
+        self._again()
+        self._engine.attributes.undo()
 
     @property
     def build(self) -> Build:
@@ -309,8 +369,10 @@ class _Chosen:
             now = self._draws.keep(self._devices)
             self._again()
             del first
-            if not self._runs_in_segments(moves=False):
-                raise
+            self._engine.attributes.begin()
+            with torch.enable_grad():  # autograd has switched it off here
+                if not self._runs_in_segments(moves=False):
+                    raise
             now()
         for index, gradients in enumerate(given):
             self._pass.give(index, gradients)
@@ -332,7 +394,7 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (F.batch_norm, torch.batch_norm):
+        if func in (F.batch_norm, torch.batch_norm, torch.native_batch_norm):
             training = kwargs.get("training", args[5] if len(args) > 5 else False)
             if training:
                 raise TrainkitError(

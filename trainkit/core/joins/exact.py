@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -38,18 +39,20 @@ class ExactBatchNorm(InPlaceOf):
     ) -> None:
         super().__init__(module)
         sharing = sharing_of(process_group)
-        self._steps = JoinedSteps(module, memory, sharing)
-        self._steps.install()
         self._chunked: ChunkedForward | None = None
+        self._joined: JoinedSteps | JoinedChunks = JoinedSteps(module, memory, sharing)
         if size is not None:
+            self._joined = JoinedChunks(module, memory, sharing)
             name = type(module).__name__
             self._chunked = ChunkedForward(module, name, Sizes(size), Keeper(0))
-            self._chunked.coupling = JoinedChunks(module, memory, sharing)
+            self._chunked.coupling = self._joined
+        self._joined.install()
+        if self._chunked is not None:
             self._chunked.install()
 
     @property
     def needs_graph(self) -> bool:
-        return self._steps.needs_graph
+        return isinstance(self._joined, JoinedSteps) and self._joined.needs_graph
 
     def run(
         self, step: Callable[[MicroBatch], Any], micro_batches: Iterable[MicroBatch]
@@ -65,21 +68,40 @@ class ExactBatchNorm(InPlaceOf):
             step: computes the loss of a micro-batch, and calls the module.
             micro_batches: of the window, on this rank.
         """
-        if self._chunked is not None:
+        if not isinstance(self._joined, JoinedSteps):
             raise TrainkitError(
                 "exact_batch_norm: size= cuts a whole batch where the module is "
                 "called, and run() gets micro-batches. Leave size= out."
             )
-        each = list(micro_batches)
-        results = self._steps.run([partial(step, one) for one in each])
-        yield from zip(each, results, strict=True)
-        self._steps.backward()
+        each, steps = list(micro_batches), self._joined
+        results = steps.run([partial(step, one) for one in each])
+        num_given = 0
+        try:
+            for pair in zip(each, results, strict=True):
+                num_given += 1
+                yield pair
+        except GeneratorExit:
+            if num_given == len(each):
+                warnings.warn(
+                    "exact_batch_norm: the loop over run() has stopped before its end, "
+                    "and the gradients of the module arrive there. In a zip(), run() "
+                    "comes first.",
+                    stacklevel=2,
+                )
+            raise
+        if not steps.has_gradients:
+            raise TrainkitError(
+                "exact_batch_norm: no gradient has come to the module. Call "
+                "loss.backward() in the loop over run(), without inputs=; for outputs "
+                "alone, open torch.no_grad() around it."
+            )
+        steps.backward()
 
     def remove(self) -> None:
         """Give the module its own forward back."""
         if self._chunked is not None:
             self._chunked.remove()
-        self._steps.remove()
+        self._joined.remove()
 
     def __enter__(self) -> nn.Module:
         return self._stands_for

@@ -15,7 +15,7 @@ from trainkit.core.inside.cut import Cut
 from trainkit.core.inside.joined import Joined
 from trainkit.core.inside.rows import Plan
 from trainkit.core.joins.engine import Engine, Memory, check_memory
-from trainkit.core.joins.intercepted import Intercepted, installed
+from trainkit.core.joins.intercepted import Interceptions, installed
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.net import Pass
 from trainkit.core.joins.statistics import Normal, Statistics
@@ -43,11 +43,7 @@ class JoinedChunks:
         self._memory: Memory = memory
         self._sharing = sharing
         self._engines: dict[nn.Module, Engine] = {}
-        self._intercepted = [
-            Intercepted(each, name or type(module).__name__, sharing)
-            for name, each in module.named_modules()
-            if isinstance(each, BatchNorm)
-        ]
+        self._intercepted = Interceptions(module, sharing, _is_layer)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy shares statistics with no other rank."""
@@ -55,13 +51,11 @@ class JoinedChunks:
 
     def install(self) -> None:
         """Let the layers ask who runs them."""
-        for each in self._intercepted:
-            each.install()
+        self._intercepted.install()
 
     def remove(self) -> None:
         """Give the layers their own forward back."""
-        for each in self._intercepted:
-            each.remove()
+        self._intercepted.remove()
 
     @contextmanager
     def as_steps(self) -> Iterator[JoinedSteps]:
@@ -107,11 +101,16 @@ class JoinedChunks:
     def call(
         self, cut: Cut, plan: Plan, values: list[Any], num_rows: int
     ) -> JoinedCall:
+        self.install()  # also the layers that have come into the module since
         if cut.module not in self._engines:
             self._engines[cut.module] = Engine(
                 cut.module, cut.name, self._memory, self._sharing
             )
         return JoinedCall(self._engines[cut.module], cut, plan, values, num_rows)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, BatchNorm)
 
 
 class JoinedCall(Call):

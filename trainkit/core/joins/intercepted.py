@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -52,12 +52,15 @@ class Intercepted:
         module: whose forward is replaced.
         name: of it, for messages.
         sharing: which ranks share statistics.
+
+    Attributes:
+        before: the forward that stood on the instance; None if none did.
     """
 
     def __init__(self, module: nn.Module, name: str, sharing: Sharing) -> None:
         self.module, self.name = module, name
         self._sharing = sharing
-        self._before = vars(module).get("forward")
+        self.before = vars(module).get("forward")
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy shares statistics with no other rank."""
@@ -70,8 +73,8 @@ class Intercepted:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        if self._before is not None:
-            return self._before(*args, **kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def install(self) -> None:
@@ -82,8 +85,8 @@ class Intercepted:
         """Give the module its own forward back."""
         if vars(self.module).get("forward") is self:
             del vars(self.module)["forward"]
-            if self._before is not None:
-                vars(self.module)["forward"] = self._before
+            if self.before is not None:
+                vars(self.module)["forward"] = self.before
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,8 +99,8 @@ class Intercepted:
             raise TrainkitError(
                 f"{self.name}: it ran again in a backward pass, as activation "
                 f"checkpointing does, and there it would see one micro-batch. "
-                f"Checkpoint what lies between two layers of BatchNorm, or use "
-                f'memory="flat", which needs no checkpoints.'
+                f"Checkpoint only what lies between two layers of BatchNorm. With "
+                f'memory="flat" leave all checkpoints out: it computes anew by itself.'
             )
         return self._alone(*args, **kwargs)
 
@@ -113,3 +116,36 @@ class Intercepted:
         )
         move_running(layer, statistics)
         return normalised(layer, x, meeting, index, link)
+
+
+class Interceptions:
+    """Intercepts modules in a module, also those that come into it later.
+
+    Args:
+        module: which holds them.
+        sharing: which ranks share statistics.
+        wanted: whether a module is intercepted.
+    """
+
+    def __init__(
+        self, module: nn.Module, sharing: Sharing, wanted: Callable[[nn.Module], bool]
+    ) -> None:
+        self._module, self._sharing, self._wanted = module, sharing, wanted
+        self._there: dict[nn.Module, Intercepted] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy shares statistics with no other rank."""
+        return {**vars(self), "_sharing": Sharing()}
+
+    def install(self) -> None:
+        """Take the place of forwards that are not intercepted yet."""
+        for name, each in self._module.named_modules():
+            if each not in self._there and self._wanted(each):
+                name = name or type(self._module).__name__
+                self._there[each] = Intercepted(each, name, self._sharing)
+                self._there[each].install()
+
+    def remove(self) -> None:
+        """Give the modules their own forward back."""
+        while self._there:
+            self._there.popitem()[1].remove()

@@ -24,6 +24,7 @@ from trainkit.core.joins.statistics import (
 )
 from trainkit.core.joins.transport import Kept, Transport
 from trainkit.core.ranks import Ranks
+from trainkit.errors import TrainkitError
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Meeting:
     """One call of a layer by all micro-batches.
 
     Attributes:
+        name: of the layer, for messages.
         normal: normalises by the statistics of all.
         kept: what each micro-batch brought.
         partial: the gradient of each, which still lacks what the sums add.
@@ -39,12 +41,25 @@ class Meeting:
         runs_once: whether there is one backward pass, so that nothing is kept after it.
     """
 
+    name: str
     normal: Normal
     kept: list[Kept]
     transport: Transport
     ranks: Ranks
     runs_once: bool = False
     partial: dict[int, Kept] = field(default_factory=dict)
+
+    def get(self, index: int) -> Tensor:
+        """What a micro-batch brought."""
+        if self.kept[index] is None:
+            raise TrainkitError(
+                f"{self.name}: a gradient has come to it by another way than the "
+                f"outputs of its module, such as a tensor that a forward hook or an "
+                f"attribute holds. Return that tensor as an output, detach() it, or "
+                f"cut inside the step: MicroBatching(inside=...), or "
+                f"exact_batch_norm(..., size=...)."
+            )
+        return self.transport.get(self.kept[index])
 
     def fetch(self, index: int) -> None:
         """Say that what a micro-batch brought is wanted next, if there is one."""
@@ -80,7 +95,7 @@ def meet(
         any(x.requires_grad for x in brought) or _trains(layer)
     )
     kept = [transport.put(x.detach()) for x in brought] if needs_graph else []
-    meeting = Meeting(normal, kept, transport, ranks, runs_once)
+    meeting = Meeting(name, normal, kept, transport, ranks, runs_once)
     link = _Meet.apply(meeting, *brought)
     return statistics, [(meeting, index, link) for index in range(len(brought))]
 
@@ -122,12 +137,12 @@ class _Meet(torch.autograd.Function):
         meeting: Meeting = ctx.meeting
         sums = meeting.ranks.sum_(sums.contiguous())
         found: list[Tensor | None] = []
-        for index, kept in enumerate(meeting.kept):
+        for index in range(len(meeting.kept)):
             part = meeting.partial.pop(index, None)
-            x = meeting.transport.get(kept)
+            x = meeting.get(index)
             meeting.fetch(index + 1)
             if meeting.runs_once:
-                meeting.kept[index] = kept = None
+                meeting.kept[index] = None
             gradient = meeting.normal.correction(x, sums)
             if part is not None:
                 gradient += meeting.transport.get(part)
@@ -156,7 +171,7 @@ class _Normalise(torch.autograd.Function):
     ) -> Any:
         (gradient,) = grad_outputs
         meeting: Meeting = ctx.meeting
-        x = meeting.transport.get(meeting.kept[ctx.index])
+        x = meeting.get(ctx.index)
         meeting.fetch(ctx.index - 1)
         part, *sums = meeting.normal.backward(gradient, x)
         if ctx.needs_input_grad[3]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed
 from trainkit.core.inside.moment import version_of
@@ -31,7 +32,7 @@ def refuse_other_layers(module: nn.Module, name: str) -> None:
     others = [
         f"{name}.{path}" if path else name
         for path, layer in module.named_modules()
-        if normalises_by_batch(layer) and type(layer).forward not in OF_TORCH
+        if normalises_by_batch(layer) and _has_own_forward(layer)
     ]
     if others:
         raise TrainkitError(
@@ -39,6 +40,14 @@ def refuse_other_layers(module: nn.Module, name: str) -> None:
             f"statistics cannot be shared. Use torch's BatchNorm followed by the rest "
             f"of the layer, or another policy."
         )
+
+
+def _has_own_forward(layer: nn.Module) -> bool:
+    """Whether a layer's class, or the layer itself, has a forward of its own."""
+    on_itself: Any = vars(layer).get("forward")
+    while hasattr(on_itself, "before"):  # it stands in for another
+        on_itself = on_itself.before
+    return on_itself is not None or type(layer).forward not in OF_TORCH
 
 
 class Moves:
@@ -72,8 +81,24 @@ class Moves:
         self._calls = []
 
     def _versions(self) -> dict[str, int]:
-        running = {n: getattr(x, "running_mean", None) for x, n in self._layers.items()}
-        return {n: version_of(x) for n, x in running.items() if x is not None}
+        """How often each layer's buffers were changed; torch's kernel for CPUs does
+        not count its moves of the mean, but the layer's own counter does."""
+        return {
+            name: sum(version_of(each) for each in layer.buffers(recurse=False))
+            for layer, name in self._layers.items()
+        }
+
+
+def other_norms(module: nn.Module, name: str) -> dict[nn.Module, str]:
+    """The layers that move running statistics of their own: InstanceNorm's."""
+    return {
+        layer: f"{name}.{path}" if path else name
+        for path, layer in module.named_modules()
+        if isinstance(layer, _NormBase)
+        and not isinstance(layer, BatchNorm)
+        and layer.training
+        and layer.track_running_stats
+    }
 
 
 def running_statistics(module: nn.Module, layers: Mapping[nn.Module, str]) -> set[str]:
@@ -125,6 +150,11 @@ def sharing_of(process_group: Any = None) -> Sharing:
         return Sharing()
     size, index = dist.get_world_size(process_group), dist.get_rank(process_group)
     return Sharing(Ranks(group=process_group, size=size, index=index))
+
+
+def versions_of(arguments: Iterable[Iterable[Any]]) -> list[int]:
+    """How often each tensor among some values was changed in place."""
+    return [version_of(x) for each in arguments for x in each if isinstance(x, Tensor)]
 
 
 def devices_of(values: Iterable[Any]) -> set[Any]:

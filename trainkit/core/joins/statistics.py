@@ -40,10 +40,11 @@ def partial(x: Tensor) -> Tensor:
     Args:
         x: what a micro-batch brings to the layer, channels in dimension 1.
     """
-    wide = x.detach()
+    wide, count = x.detach(), num_entries(x)
     wide = wide.float() if wide.dtype in HALF else wide
+    if not count:
+        return wide.new_zeros(1 + 2 * x.shape[1])
     mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
-    count = num_entries(x)
     return torch.cat([mean.new_full((1,), count), mean, var * count])
 
 
@@ -70,10 +71,10 @@ def combined(
     if ranks.size > 1:
         # One row for each rank, in one all-reduce.
         table = ranks.gather_rows(_joined(table)).wait()
-    elif entries == 1:
+    elif entries < 2:
         raise TrainkitError(
             f"{layer}: BatchNorm expects more than 1 value per channel when training, "
-            f"and the whole window has 1. Give it more rows."
+            f"and the whole window has {entries}. Give it more rows."
         )
     whole = _joined(table)
     count, num = whole[0], (len(whole) - 1) // 2
@@ -113,6 +114,9 @@ def move_running(layer: BatchNorm, statistics: Statistics) -> None:
 class Normal:
     """One call of a layer, whose statistics are known.
 
+    A single row is made contiguous, and so is its gradient: from strides such as
+    (5, 1, 25, 5) torch's kernel for CPUs computes another gradient (seen with 2.13).
+
     Attributes:
         statistics: of all its entries.
         weight: of the layer; ones, if it has none.
@@ -138,7 +142,19 @@ class Normal:
         """Normalise what a micro-batch brings; autograd takes the statistics for
         constants, as they are here."""
         mean, var = self.statistics.mean, self.statistics.var
-        return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+        out = F.batch_norm(
+            x.contiguous() if x.shape[0] == 1 else x,
+            mean,
+            var,
+            self.weight,
+            self.bias,
+            False,
+            0.0,
+            self.eps,
+        )
+        if out.requires_grad and x.shape[0] == 1:
+            out.register_hook(Tensor.contiguous)
+        return out
 
     def correction(self, x: Tensor, sums: Tensor) -> Tensor:
         """What a gradient lacks that takes the statistics for constants.
@@ -158,6 +174,8 @@ class Normal:
         """The gradient of `x` with the statistics for constants, then the sums of
         dy * xhat and of dy: the gradients of weight and bias."""
         mean, var = self.statistics.mean, self.statistics.var
+        if x.shape[0] == 1:
+            gradient, x = gradient.contiguous(), x.contiguous()
         return torch.ops.aten.native_batch_norm_backward(
             gradient,
             x,

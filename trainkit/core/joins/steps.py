@@ -3,7 +3,8 @@ module with BatchNorm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.joins.attributes import Attributes, SetBefore
 from trainkit.core.joins.branches import Branches, current
 from trainkit.core.joins.engine import Engine, Memory, check_memory
-from trainkit.core.joins.intercepted import Intercepted
+from trainkit.core.joins.intercepted import Intercepted, Interceptions
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.net import Pass
 from trainkit.core.split.fields import take_apart
@@ -28,12 +30,16 @@ class _Call:
     Attributes:
         ran: the module's own passes.
         arguments: of each micro-batch.
+        attributes: what its forward has set for each.
         is_over: whether the gradients have been pulled through the module.
+        has_arrived: whether a gradient of its outputs has arrived.
     """
 
     ran: Pass
     arguments: list[list[Any]]
+    attributes: Attributes
     is_over: bool = False
+    has_arrived: bool = False
 
     def watch(self, index: int, place: int, leaf: Tensor) -> None:
         """Hand on the gradients of a leaf of a micro-batch's output as they arrive, so
@@ -46,6 +52,7 @@ class _Call:
                     "so that its gradient would not reach the module. Call backward() "
                     "in the loop over run()."
                 )
+            self.has_arrived = True
             found: list[Tensor | None] = [None] * len(self.ran.differentiable)
             found[place], leaf.grad = leaf.grad, None
             self.ran.give(index, found)
@@ -65,13 +72,20 @@ class JoinedSteps:
         module: what trains.
         memory: `"auto"`, `"device"` or `"flat"`.
         sharing: which ranks share statistics.
+        left_out: names of the module's attributes that steps may set before a call.
 
     Attributes:
         needs_graph: whether a backward pass of a micro-batch must keep its graph,
             since something before a call trains too.
     """
 
-    def __init__(self, module: nn.Module, memory: Memory, sharing: Sharing) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        memory: Memory,
+        sharing: Sharing,
+        left_out: Collection[str] = (),
+    ) -> None:
         check_memory(memory)
         self._memory: Memory = memory
         self._sharing = sharing
@@ -80,26 +94,24 @@ class JoinedSteps:
         self._switched: Callable[[int], None] = _nothing
         self._in_one_graph = False
         self.needs_graph = False
-        self._intercepted = [
-            Intercepted(each, name or type(module).__name__, sharing)
-            for name, each in module.named_modules()
-            if any(isinstance(inner, BatchNorm) for inner in each.modules())
-        ]
+        self._set_before = SetBefore(module, left_out)
+        self._index, self._is_running, self._is_there = 0, False, False
+        self._intercepted = Interceptions(module, sharing, _holds_layers)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew, and shares statistics with no other rank."""
         anew = {"_calls": [], "_engines": {}, "_sharing": Sharing()}
-        return {**vars(self), **anew, "_switched": _nothing}
+        return {**vars(self), **anew, "_switched": _nothing, "_is_running": False}
 
     def install(self) -> None:
         """Let the modules wait for all micro-batches, where `run` runs them."""
-        for each in self._intercepted:
-            each.install()
+        self._is_there = True
+        self._intercepted.install()
 
     def remove(self) -> None:
         """Give the modules their own forward back."""
-        for each in self._intercepted:
-            each.remove()
+        self._is_there = False
+        self._intercepted.remove()
 
     @property
     def engines(self) -> list[Engine]:
@@ -121,12 +133,43 @@ class JoinedSteps:
             switched: is called with the number of the micro-batch that runs next.
             in_one_graph: let no module run in segments.
         """
+        self._refuse_run(runs)
+        self.install()  # also what has come into the module since
         self._calls, self.needs_graph = [], False
         self._switched, self._in_one_graph = switched, in_one_graph
         if len(runs) == 1 and self._sharing.ranks.size == 1:
             yield runs[0]()  # it is the whole window
             return
-        yield from Branches(runs, switched, self)
+        self._set_before.begin()
+        self._is_running = True
+        try:
+            with closing(iter(Branches(runs, self._turn, self))) as results:
+                for number, result in enumerate(results):
+                    if number == 0:
+                        self._set_before.end()
+                    yield result
+        finally:
+            self._is_running = False
+
+    def _refuse_run(self, runs: Sequence[Any]) -> None:
+        what = ""
+        if not self._is_there:
+            what = "remove() has given the module its own forward back"
+        elif self._is_running:
+            what = "another window of this module is not over yet"
+        elif not runs:
+            what = "it needs at least one micro-batch, and received none"
+        if what:
+            raise TrainkitError(f"exact BatchNorm run: {what}.")
+
+    def _turn(self, index: int) -> None:
+        """Let the step of another micro-batch run next."""
+        self._switched(index)
+        for call in self._calls:
+            call.attributes.switch(index)
+        self._index = index
+        if index == 0 and self._calls:
+            self._set_before.resume()
 
     def called(self, module: Intercepted, args: Any, kwargs: Any) -> Any:
         """A step calls a module."""
@@ -135,6 +178,8 @@ class JoinedSteps:
         assert branches is not None
         if not holds:
             return module.original(*args, **kwargs)
+        if self._index == 0:
+            self._set_before.refuse(module.name)
         brought = take_apart((args, kwargs))
         join = partial(self._join, module)
         call, index = branches.meet(module.module, module.name, brought, join)
@@ -158,13 +203,14 @@ class JoinedSteps:
             return own(*args, **kwargs)
 
         arguments = [[field.value for field in fields] for fields, _ in brought]
+        _refuse_hidden_graphs(f"{module.name} is called with", arguments)
         ran = engine.begin(
             run,
             arguments,
             switched=self._switched,
             in_one_graph=self._in_one_graph,
         )
-        call = _Call(ran, arguments)
+        call = _Call(ran, arguments, engine.attributes)
         self.needs_graph |= any(
             isinstance(value, Tensor) and value.requires_grad
             for each in arguments
@@ -184,12 +230,20 @@ class JoinedSteps:
     def _output(self, call: _Call, index: int) -> Any:
         """What a step gets from its call: leaves from which its graph begins."""
         leaves = call.ran.leaves(index)
+        _refuse_hidden_graphs("a module with BatchNorm returns", [leaves])
         has_graph = torch.is_grad_enabled()
         for place, is_differentiable in enumerate(call.ran.differentiable):
             if is_differentiable and has_graph:
-                leaves[place] = leaves[place].requires_grad_()
-                call.watch(index, place, leaves[place])
+                leaf = leaves[place].requires_grad_()
+                call.watch(index, place, leaf)
+                leaves[place] = _Begin.apply(leaf)
         return call.ran.build(iter(leaves))
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has come to a module, if one could."""
+        could = [call for call in self._calls if any(call.ran.differentiable)]
+        return not could or any(call.has_arrived for call in could)
 
     def backward(self) -> None:
         """Pull the gradients through the modules, the last call first, once those of
@@ -201,13 +255,43 @@ class JoinedSteps:
                 continue  # it ran under no_grad, and kept nothing
             found = call.ran.backward()
             _deliver(call.ran.parameters, found.parameters, keep=False)
-            for values, gradients in zip(call.arguments, found.arguments, strict=True):
-                _deliver(values, gradients, keep=bool(calls))
+            values = [value for each in call.arguments for value in each]
+            gradients = [each for own in found.arguments for each in own]
+            _deliver(values, gradients, keep=bool(calls))
             call.is_over = True
 
 
 def _nothing(index: int) -> None:
     pass
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return any(isinstance(each, BatchNorm) for each in module.modules())
+
+
+def _refuse_hidden_graphs(where: str, values: Sequence[Sequence[Any]]) -> None:
+    """Refuse objects that hold tensors with a gradient, which would not get there."""
+    for value in (value for each in values for value in each):
+        held = [] if isinstance(value, Tensor) else getattr(value, "__dict__", {})
+        for key in held:
+            if isinstance(held[key], Tensor) and held[key].requires_grad:
+                raise TrainkitError(
+                    f"exact BatchNorm: {where} a {type(value).__name__}, whose {key} "
+                    f"has a gradient that would be lost. Use tensors, or tuples and "
+                    f"dicts of them."
+                )
+
+
+class _Begin(torch.autograd.Function):
+    """Begins a step's graph at a leaf, with a tensor that may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
 
 
 def _deliver(
