@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.lit.batch_norm.exact_fits import CLASSES, Images, exact, fit, loader
+from tests.lit.batch_norm.exact_fits import CLASSES, Images, apart, exact, fit, loader
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -20,6 +20,7 @@ from trainkit import (
     BatchNormGuard,
     MicroBatching,
     PerSample,
+    Weighed,
 )
 from trainkit.errors import TrainkitError
 
@@ -106,6 +107,32 @@ def test_other_words_for_memory(memory: Any) -> None:
 def test_memory_belongs_to_exact() -> None:
     with pytest.raises(TrainkitError, match="it belongs to the policy 'exact'"):
         BatchNormGuard("warn", memory="flat")
+
+
+class Counts(Images):
+    """Leaves what its loss divides by, before or after it calls the net."""
+
+    is_early = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.is_early:
+            self.number = int((y > 0).sum())
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        self.number = self.number if self.is_early else int((y > 0).sum())
+        return losses[y > 0].mean()
+
+
+def test_what_is_left_for_counting_before_the_call() -> None:
+    """The steps that take turns would overwrite each other's number."""
+    strategy = Weighed(by=lambda module, batch: module.number)
+    plain, module = Counts(), Counts()
+    fit(plain)
+    with pytest.raises(TrainkitError, match="sets number before it calls a module"):
+        fit(Counts(), *exact(SPLIT, strategy=strategy))
+    plain.is_early = module.is_early = False
+    fit(module, *exact(SPLIT, strategy=strategy))
+    assert apart(module, plain) <= 1e-10
 
 
 class Function(nn.Module):
