@@ -135,6 +135,35 @@ def test_what_is_left_for_counting_before_the_call() -> None:
     assert apart(module, plain) <= 1e-10
 
 
+class OwnBackward(Images):
+    """Something that trains runs before its net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(3, 3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.before(batch[0])), batch[1])
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+
+
+class BareBackward(OwnBackward):
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*open window .* was dropped")
+def test_backward_that_keeps_no_graph() -> None:
+    plain, module = OwnBackward(), OwnBackward()
+    fit(plain)
+    fit(module, *exact(SPLIT))
+    assert apart(module, plain) <= 1e-10
+    with pytest.raises(TrainkitError, match="BareBackward.backward: .* retain_graph"):
+        fit(BareBackward(), *exact(SPLIT))
+
+
 class Function(nn.Module):
     def __init__(self) -> None:
         super().__init__()

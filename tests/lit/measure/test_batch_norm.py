@@ -119,6 +119,15 @@ def test_what_micro_batches_change_for_each_other(kind: type[Images]) -> None:
     assert ("exact on" in line, alarm) == (True, "")
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_on_gradients_run_for_all_rows() -> None:
+    module = Images()
+    layer: Any = module.net.last_norm
+    layer.register_full_backward_hook(lambda of, given, came: (given[0] / 2,))
+    line, alarm = said(module, "split")
+    assert ("exact on 5 of your rows" in line, alarm) == (True, "")
+
+
 @pytest.mark.parametrize(("kind", "cause"), [(SetsBack, "turns"), (Spread, "loss")])
 def test_check_tells_turns_from_a_loss_across_rows(
     kind: type[Images], cause: str

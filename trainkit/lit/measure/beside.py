@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainkit.core._compat import run_backward
 from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
 from trainkit.errors import TrainkitError
@@ -66,8 +67,8 @@ class Beside:
         results = self._joined.run(steps, self._turns, in_one_graph=draws.are_any)
         self._results = results
         try:
-            for _ in range(self._own):
-                next(results)  # nobody pulls the gradients of the others' loss
+            if self._own:
+                _pull_zeros(next(results))
             yield next(results)
         finally:
             results.close()
@@ -81,8 +82,8 @@ class Beside:
         """
         if self._results is None:
             return [None for _ in parameters]  # all rows ran at once
-        for _ in self._results:
-            pass
+        for output in self._results:
+            _pull_zeros(output)
         self._joined.backward()
         found = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -97,3 +98,12 @@ class Beside:
                 "training_step: a loss of several terms is not measured beside exact "
                 "BatchNorm. Check it with a loss of one term."
             )
+
+
+def _pull_zeros(output: Any) -> None:
+    """Go backward from what `training_step` returned for the others, whose loss does
+    not count, so that hooks on the way run as they do in a window."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    for term in loss.values() if isinstance(loss, Mapping) else [loss]:
+        if isinstance(term, Tensor) and term.requires_grad and term.isfinite().all():
+            run_backward(term.sum() * 0, [], retain=True, alone=False)

@@ -258,6 +258,7 @@ class Passes:
                 after()
 
         options = {"retain_graph": True} if joined.needs_graph else {}
+        refusals.refuse_backward_without(options, self._module)
         with replaced(self._module, backward=backward):
             self._backward(loss, self._trainer.optimizers[0], **options)
 
