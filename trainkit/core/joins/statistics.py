@@ -174,6 +174,8 @@ class Normal:
         """The gradient of `x` with the statistics for constants, then the sums of
         dy * xhat and of dy: the gradients of weight and bias."""
         mean, var = self.statistics.mean, self.statistics.var
+        if not x.numel():  # the kernel would divide by zero
+            return gradient, torch.zeros_like(mean), torch.zeros_like(mean)
         if x.shape[0] == 1:
             gradient, x = gradient.contiguous(), x.contiguous()
         return torch.ops.aten.native_batch_norm_backward(

@@ -1,0 +1,183 @@
+"""What forward and steps set in attributes, while micro-batches run in turns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.core.joins.common import EXACT, gradients, off_by, state, summed
+from tests.core.joins.nets import pooled
+from tests.core.joins.steps import SIZES, X, compare, run, simple
+from tests.core.joins.traps import Trap
+from trainkit import exact_batch_norm
+from trainkit.errors import TrainkitError
+
+
+class Masked(Trap):
+    """The mask of a micro-batch is read behind a layer."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.mask = (x.mean(1, keepdim=True) > 0).to(x)
+        hidden = self.one(x)
+        return self.fc(pooled(self.two(hidden * self.mask)))
+
+
+class Counted(Trap):
+    """It counts its layers."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.number = 0
+        for part in (self.one, self.two):
+            self.number += 1
+            x = part(x) * self.number
+        return self.fc(pooled(x))
+
+
+class Listed(Trap):
+    """It lists what its layers give, and shares a dict with a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        self.shared: dict[str, Tensor] = {}
+        self.one.shared = self.shared  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        self.shared["sign"] = x.mean((1, 2, 3)).sign()[:, None, None, None]
+        for part in (self.one, self.two):
+            x = part(x)
+            self.found.append(pooled(x))
+        sign: Any = self.one.shared  # type: ignore[assignment]
+        total = self.fc(self.found[0] + self.found[1]) + pooled(sign["sign"])
+        self.found.clear()
+        self.shared.clear()
+        return total
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("memory", ["auto", "device", "flat"])
+@pytest.mark.parametrize("make", [Masked, Counted, Listed])
+@pytest.mark.filterwarnings("ignore:exact BatchNorm. .* cannot run in segments")
+@pytest.mark.filterwarnings("ignore:trainkit . Masked. its forward leaves values in")
+def test_each_micro_batch_has_its_own_attributes(
+    make: Callable[[], Trap], memory: Any, size: Any
+) -> None:
+    torch.manual_seed(2)
+    own = make().double()
+    big = copy.deepcopy(own)
+    net = exact_batch_norm(own, memory=memory, size=size)
+    for _ in range(2):
+        summed([big(X)]).backward()
+        run(net, simple(net)) if size is None else summed([net(X)]).backward()
+    assert off_by(gradients(own), gradients(big)) <= EXACT
+    assert off_by(state(own), state(big)) <= EXACT
+
+
+def test_an_attribute_that_comes_later_is_said() -> None:
+    class Later(Masked):
+        has_mask = False
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) if self.has_mask else Trap.forward(self, x)
+
+    own = Later().double()
+    net = exact_batch_norm(own, memory="device")
+    even = X[:6].split(2)
+    for _ in range(3):
+        run(net, simple(net), even)
+    own.has_mask = True
+    with pytest.warns(UserWarning, match="has set mask, which it had not set before"):
+        run(net, simple(net), even)
+    own.zero_grad()
+    big = copy.deepcopy(own)
+    summed([big(X)]).backward()
+    run(net, simple(net))
+    assert off_by(gradients(own), gradients(big)) <= EXACT
+
+
+# ---- what steps set ------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """A part with layers, a part without, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.extra = Trap(), nn.Linear(5, 5)
+        self.scale, self.flag, self.calls = 1.0, False, 0
+
+
+def sets_mask(two: Any, x: Tensor) -> Tensor:
+    two.mask = x.mean((1, 2, 3)).sign()[:, None]
+    return two.net(x) * two.mask
+
+
+def toggles_scale(two: Any, x: Tensor) -> Tensor:
+    two.scale = 2.0
+    out = two.net(x) * two.scale
+    two.scale = 1.0
+    return out
+
+
+def toggles_count(two: Any, x: Tensor) -> Tensor:
+    before, two.calls = two.calls, 7
+    out = two.net(x)
+    two.calls = before
+    return out
+
+
+def toggles_modes(two: Any, x: Tensor) -> Tensor:
+    two.net.one[1].track_running_stats ^= True
+    out = two.net(x)
+    two.net.one[1].track_running_stats ^= True
+    return out
+
+
+def freezes(two: Any, x: Tensor) -> Tensor:
+    two.extra.requires_grad_(False)
+    out = two.extra(two.net(x))
+    two.extra.requires_grad_(True)
+    return out
+
+
+def swaps_weights(two: Any, x: Tensor) -> Tensor:
+    two.extra.weight.data = two.extra.weight.data * 2
+    return two.extra(two.net(x))
+
+
+REFUSED = {
+    sets_mask: "mask before it calls net",
+    toggles_scale: "scale before it calls net",
+    toggles_count: "calls before a call, and puts it back",
+    toggles_modes: r"net\.one\.1\.track_running_stats before",
+    freezes: r"extra\.weight\.requires_grad, extra\.bias\.requires_grad before",
+    swaps_weights: r"extra\.weight before",
+}
+
+
+@pytest.mark.parametrize(("what", "text"), REFUSED.items())
+def test_what_a_step_sets_before_a_call_is_refused(what: Any, text: str) -> None:
+    two = Two().double()
+    net = exact_batch_norm(two, memory="device")
+    with pytest.raises(TrainkitError, match=text):
+        run(net, lambda x: summed([what(two, x)]))
+
+
+def test_what_a_step_counts_and_sets_behind_a_call_is_right() -> None:
+    def step(two: Any) -> Callable[[Tensor], Tensor]:
+        def run_one(x: Tensor) -> Tensor:
+            two.calls += 1
+            out = two.extra(two.net(x))
+            two.last, two.flag = out.detach(), not two.flag
+            return summed([out])
+
+        return run_one
+
+    two = Two().double()
+    compare(two, step, "device")
+    assert (two.calls, two.flag) == (len(SIZES), len(SIZES) % 2 == 1)
