@@ -55,6 +55,19 @@ def test_copies_run_themselves_and_not_the_original() -> None:
     )
 
 
+def test_copies_can_be_cut_anew() -> None:
+    net = twin(Net())
+    _, wanted = gradient(twin(Net()), step)
+    first = Chunked(net, size=4)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        with Chunked(other, size=3):
+            assert off_by(gradient(other, step)[1], wanted) <= EXACT
+        assert "forward" not in vars(other)
+    with pytest.raises(TrainkitError, match="it runs in chunks already"):
+        Chunked(net, size=3)
+    first.remove()
+
+
 def test_names_of_parameters_stay() -> None:
     net = twin(Net())
     names = list(net.state_dict())

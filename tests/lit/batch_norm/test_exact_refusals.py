@@ -8,10 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.lit.batch_norm.exact_fits import CLASSES, Images, exact, fit, loader
+from tests.lit.batch_norm.exact_fits import CLASSES, Images, apart, exact, fit, loader
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -19,6 +20,7 @@ from trainkit import (
     BatchNormGuard,
     MicroBatching,
     PerSample,
+    Weighed,
 )
 from trainkit.errors import TrainkitError
 
@@ -38,10 +40,37 @@ def test_without_the_callback_too() -> None:
         fit(Images(), BatchNormGuard("exact"), window=2)
 
 
-def test_schedule_that_makes_several() -> None:
-    schedule = AccumulationSchedule({0: 1, 2: 2})
+class Begun(pl.Callback):
+    """Notes whether a batch has begun."""
+
+    has = False
+
+    def on_train_batch_start(self, *of: Any, **named: Any) -> None:
+        self.has = True
+
+
+@pytest.mark.parametrize("cut", [None, SPLIT, INSIDE])
+@pytest.mark.parametrize("kind", [AccumulationSchedule, GradientAccumulationScheduler])
+def test_schedule_that_will_make_several(kind: Any, cut: MicroBatching | None) -> None:
+    begun, said = Begun(), f"before the first .*{kind.__name__} will make windows of 2"
+    with pytest.raises(TrainkitError, match=said) as caught:
+        fit(Images(), *exact(cut), kind({0: 1, 2: 2}), begun)  # type: ignore[arg-type]
+    assert not begun.has
+    assert "accumulate_grad_batches" not in str(caught.value)
+
+
+def test_schedule_that_makes_none() -> None:
+    schedule = GradientAccumulationScheduler({0: 1})
+    fit(Images(), *exact(SPLIT), schedule, epochs=1)
+
+
+def test_callback_that_makes_several_without_saying_so() -> None:
+    class Larger(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
     with pytest.raises(TrainkitError, match=ONE_BATCH):
-        fit(Images(), *exact(None), schedule)  # type: ignore[arg-type]
+        fit(Images(), *exact(SPLIT), Larger())
 
 
 class ByHand(AccumulationMixin, Images):
@@ -78,6 +107,61 @@ def test_other_words_for_memory(memory: Any) -> None:
 def test_memory_belongs_to_exact() -> None:
     with pytest.raises(TrainkitError, match="it belongs to the policy 'exact'"):
         BatchNormGuard("warn", memory="flat")
+
+
+class Counts(Images):
+    """Leaves what its loss divides by, before or after it calls the net."""
+
+    is_early = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.is_early:
+            self.number = int((y > 0).sum())
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        self.number = self.number if self.is_early else int((y > 0).sum())
+        return losses[y > 0].mean()
+
+
+def test_what_is_left_for_counting_before_the_call() -> None:
+    """The steps that take turns would overwrite each other's number."""
+    strategy = Weighed(by=lambda module, batch: module.number)
+    plain, module = Counts(), Counts()
+    fit(plain)
+    with pytest.raises(TrainkitError, match="sets number before it calls a module"):
+        fit(Counts(), *exact(SPLIT, strategy=strategy))
+    plain.is_early = module.is_early = False
+    fit(module, *exact(SPLIT, strategy=strategy))
+    assert apart(module, plain) <= 1e-10
+
+
+class OwnBackward(Images):
+    """Something that trains runs before its net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(3, 3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(self.before(batch[0])), batch[1])
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+
+
+class BareBackward(OwnBackward):
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*open window .* was dropped")
+def test_backward_that_keeps_no_graph() -> None:
+    plain, module = OwnBackward(), OwnBackward()
+    fit(plain)
+    fit(module, *exact(SPLIT))
+    assert apart(module, plain) <= 1e-10
+    with pytest.raises(TrainkitError, match="BareBackward.backward: .* retain_graph"):
+        fit(BareBackward(), *exact(SPLIT))
 
 
 class Function(nn.Module):

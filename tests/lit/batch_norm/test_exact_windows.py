@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
 from tests.helpers import trainer
@@ -166,6 +166,31 @@ def test_averages_of_weights(cut: MicroBatching) -> None:
         trained.append(Images())
         fit(trained[-1], *callbacks, Average())
     assert apart(*trained) <= 1e-10
+
+
+@pytest.mark.parametrize("memory", ["device", "flat"])
+@pytest.mark.parametrize("cut", [SPLIT, INSIDE])
+def test_statistics_epoch_of_weight_averaging(cut: MicroBatching, memory: str) -> None:
+    """The last epoch takes no step: its statistics are those of loader batches."""
+    trained = []
+    for callbacks in (
+        [],
+        [AccumulationCallback(PerSample())],
+        exact(cut, memory),
+        [AccumulationCallback(PerSample(), micro_batching=SPLIT)],
+    ):
+        module = Images()
+        module.net.last_norm.momentum = 0.2  # type: ignore[union-attr]
+        fit(module, StochasticWeightAveraging(0.05, swa_epoch_start=2), *callbacks)
+        trained.append(module)
+    plain, whole, module, naive = trained  # plain Lightning steps at the epoch's end
+    assert apart(module, whole) <= 1e-10
+    buffers = [dict(each.net.named_buffers()) for each in (plain, module, naive)]
+    for name, value in buffers[0].items():
+        assert torch.allclose(buffers[1][name].double(), value.double(), atol=1e-10)
+    assert int(module.net.norm.num_batches_tracked) == 3  # type: ignore[union-attr, arg-type]
+    name = "norm.running_var"
+    assert float((buffers[2][name] - buffers[0][name]).abs().max()) > 1e-4
 
 
 class NoMetrics(Images):

@@ -145,6 +145,14 @@ def test_a_copy_and_a_pickle_made_in_fit_stand_alone() -> None:
         assert all(p.grad is None for p in module.net.parameters())
         assert all(p.grad is not None for p in each.parameters())
         assert torch.equal(weights(module), before)
+    for each in (callback.copy, callback.pickled):
+        plain, again = Foreign(), Foreign()
+        plain.net, again.net = copy.deepcopy(each), each
+        vars(plain.net).pop("forward")
+        fit(again, MicroBatching(size=4, inside="net"))
+        fit(plain, None)
+        assert deviation(again, plain, module) <= 1e-12
+        assert "forward" not in vars(again.net)
 
 
 def test_hooks_of_the_module_see_all_rows_once() -> None:

@@ -12,9 +12,15 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 
-from tests.helpers import raise_rank_errors, run_ranks
-from tests.lit.batch_norm.exact_fits import Images, fit, loader
-from trainkit import AccumulationCallback, BatchNormGuard, MicroBatching, PerSample
+from tests.helpers import raise_rank_errors, run_ranks, trainer
+from tests.lit.batch_norm.exact_fits import Images, exact, fit, loader
+from trainkit import (
+    AccumulationCallback,
+    BatchNormGuard,
+    MicroBatching,
+    PerSample,
+    check,
+)
 
 CUTS: dict[str, Any] = {
     "split": MicroBatching(size=4),
@@ -29,6 +35,31 @@ class Spread(Images):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
         return F.cross_entropy(logits, batch[1]) - logits.std(0).mean()
+
+
+LEFT: dict[str, Any] = {"scale": 1.0, "weights": torch.ones(1)}
+"""What steps leave outside of all modules."""
+
+
+class SetsBack(Images):
+    """Between its two calls of the net it sets back what it has set before them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        LEFT["scale"] = 2.0
+        loss = F.cross_entropy(self.net(x) * LEFT["scale"], y)
+        LEFT["scale"] = 1.0
+        return loss + F.cross_entropy(self.net(x.flip(3)) * LEFT["scale"], y)
+
+
+class Overwrites(Images):
+    """It weighs rows by what it leaves before it calls the net."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        LEFT["weights"] = x.mean((1, 2, 3))
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        return (losses * LEFT["weights"].repeat(len(x))[: len(x)]).mean()
 
 
 def said(
@@ -75,6 +106,36 @@ def test_with_it_only_the_loss_is_blamed() -> None:
     assert "net.norm" not in alarm
     line, alarm = said(Spread(), "inside")
     assert ("exact on" in line, alarm) == (True, "")
+
+
+@pytest.mark.parametrize("kind", [SetsBack, Overwrites])
+def test_what_micro_batches_change_for_each_other(kind: type[Images]) -> None:
+    """One is seen by the last of two steps that take turns, the other by the first."""
+    line, alarm = said(kind(), "split")
+    assert line == ""
+    assert "not the big batch" in alarm
+    assert "or micro-batches change something for each other" in alarm
+    line, alarm = said(kind(), "inside")
+    assert ("exact on" in line, alarm) == (True, "")
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_on_gradients_run_for_all_rows() -> None:
+    module = Images()
+    layer: Any = module.net.last_norm
+    layer.register_full_backward_hook(lambda of, given, came: (given[0] / 2,))
+    line, alarm = said(module, "split")
+    assert ("exact on 5 of your rows" in line, alarm) == (True, "")
+
+
+@pytest.mark.parametrize(("kind", "cause"), [(SetsBack, "turns"), (Spread, "loss")])
+def test_check_tells_turns_from_a_loss_across_rows(
+    kind: type[Images], cause: str
+) -> None:
+    callbacks = exact(CUTS["split"])
+    report = check(kind(), loader(), trainer=trainer(1, callbacks=callbacks))
+    assert [each.kind for each in report.causes] == [cause]
+    assert "inside=" in report.causes[0].remedy[0]
 
 
 KINDS = {

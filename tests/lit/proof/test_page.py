@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.lit.proof import of_draws, remedies
 from trainkit.lit.proof import page as page_module
-from trainkit.lit.proof import remedies
 from trainkit.lit.proof.findings import Cause, Cut, Gradient
 from trainkit.lit.proof.page import page, write_page
 from trainkit.lit.proof.report import Report
@@ -195,4 +195,5 @@ def test_it_is_written_whole_or_not_at_all(
 
 @pytest.mark.parametrize("kind", page_module._FOUND_BY)
 def test_an_experiment_is_of_a_kind_that_exists(kind: str) -> None:
-    assert f'"{kind}"' in inspect.getsource(remedies)
+    sources = inspect.getsource(remedies) + inspect.getsource(of_draws)
+    assert f'"{kind}"' in sources

@@ -67,6 +67,7 @@ class ChunkedForward:
         was_called: whether it was called to train.
         was_cut: whether a call ran in chunks.
         most_rows: that a call had.
+        is_copy: whether it came with a copy of its module, which may be cut anew.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class ChunkedForward:
         self.coupling: Coupling | None = None
         self.turning: Sequence[Any] = ()
         self.is_off = self.was_called = self.was_cut = False
-        self.most_rows = 0
+        self.most_rows, self.is_copy = 0, False
+        _remove_copied(module)
         self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
         self._names = Names(self._original())
@@ -263,6 +265,7 @@ class ChunkedForward:
             "_check": Check(),
             "around": _nothing,
             "shares": no_shares,
+            "is_copy": True,
         }
 
     def _original(self) -> Any:
@@ -292,6 +295,13 @@ def _without_cache(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         config.use_cache = True  # type: ignore[union-attr]
+
+
+def _remove_copied(module: nn.Module) -> None:
+    """Give a copy of a module that ran in chunks its own forward back."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, ChunkedForward) and forward.is_copy:
+        forward.remove()
 
 
 def _refuse_module(module: nn.Module, name: str) -> None:

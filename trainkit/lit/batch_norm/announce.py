@@ -16,8 +16,9 @@ REMEDIES = (
     "For the running statistics: BatchNormGuard('momentum') makes them forget as "
     "slowly as the big batch's, 'recalibrate' computes them from the data before they "
     "are used. For the noise: 'group_norm' and 'renorm' replace the layers, 'sync' "
-    "computes statistics over all ranks. For both: 'freeze' keeps the statistics of a "
-    "pretrained model. 'ignore' gives no warning."
+    "computes statistics over all ranks. For both: 'exact' normalises by the whole "
+    "window, which must be one loader batch that MicroBatching cuts; 'freeze' keeps "
+    "the statistics of a pretrained model. 'ignore' gives no warning."
 )
 
 

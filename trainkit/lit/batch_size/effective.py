@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -102,13 +102,22 @@ def may_be_several(trainer: Any, pl_module: Any, windows: WindowOwner) -> bool:
     """Whether a window may have more than one micro-batch."""
     if windows.is_split or not pl_module.automatic_optimization:
         return True
-    sizes = [longest_window(trainer)]
-    for callback in trainer.callbacks:
-        if has_callback([callback], "AccumulationSchedule"):
-            sizes += callback.stages.sizes
-        elif has_callback([callback], "GradientAccumulationScheduler"):
-            sizes += callback.scheduling.values()
+    sizes = [longest_window(trainer), *scheduled_sizes(trainer).values()]
     return min(max(sizes), trainer.num_training_batches) > 1
+
+
+def scheduled_sizes(trainer: Any) -> dict[str, int]:
+    """The largest window that each callback will make which changes their size, by the
+    callback's name."""
+    found = {}
+    for callback in trainer.callbacks:
+        sizes: Iterable[int] = ()
+        if has_callback([callback], "AccumulationSchedule"):
+            sizes = callback.stages.sizes
+        elif has_callback([callback], "GradientAccumulationScheduler"):
+            sizes = callback.scheduling.values()
+        found[type(callback).__name__] = max(sizes, default=1)
+    return {name: size for name, size in found.items() if size > 1}
 
 
 def num_replicas(trainer: Any) -> int:

@@ -332,8 +332,10 @@ class ProofAtStart:
             said = ", ".join(map(line_of, self._strategies.values()))
             return f"The loss does not divide by what {said} counts."
         if self.joined is not None:
-            layer = "or a layer that is no BatchNorm"
-            return f"The loss, {layer}, looks across the rows of a batch."
+            return (
+                "The loss, or a layer that is no BatchNorm, looks across the rows of a "
+                "batch, or micro-batches change something for each other."
+            )
         names = normalising_by_batch(self._module)
         also = f", as BatchNorm does ({listed(names)})" if names else ""
         return f"A layer or the loss looks across the rows of a batch{also}."

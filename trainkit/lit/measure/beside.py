@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainkit.core._compat import run_backward
 from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
 from trainkit.errors import TrainkitError
@@ -20,7 +21,9 @@ Others = Callable[[Sequence[int]], tuple[Any, Sequence[int]]]
 class Beside:
     """Runs some rows beside all others, as a window of exact BatchNorm does.
 
-    The gradient of a pass is that of the loss of its own rows.
+    The gradient of a pass is that of the loss of its own rows. The step with the first
+    of all rows runs first. So one part sees what the steps behind it leave in the
+    module, and another what those before it do.
 
     Args:
         joined: lets the layers see all rows.
@@ -30,7 +33,7 @@ class Beside:
     def __init__(self, joined: JoinedSteps, others: Others) -> None:
         self._joined, self._others = joined, others
         self._results: Generator[Any, None, None] | None = None
-        self._turns = Turns([])
+        self._turns, self._own = Turns([]), 0
 
     @contextmanager
     def running(
@@ -54,12 +57,18 @@ class Beside:
             draws.begin(rows)
             return step(batch)
 
-        steps = [partial(run, batch, rows), partial(run, *self._others(rows))]
+        others, other_rows = self._others(rows)
+        steps = [partial(run, batch, rows), partial(run, others, other_rows)]
+        self._own = int(min(rows) > min(other_rows))
+        if self._own:
+            steps.reverse()
         self._turns = Turns(turning)
         # Segments that run again would draw anew.
         results = self._joined.run(steps, self._turns, in_one_graph=draws.are_any)
         self._results = results
         try:
+            if self._own:
+                _pull_zeros(next(results))
             yield next(results)
         finally:
             results.close()
@@ -73,13 +82,13 @@ class Beside:
         """
         if self._results is None:
             return [None for _ in parameters]  # all rows ran at once
-        for _ in self._results:
-            pass
+        for output in self._results:
+            _pull_zeros(output)
         self._joined.backward()
         found = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self._turns(0)
+        self._turns(self._own)
         return found
 
     def refuse_several(self, terms: Mapping[str, Any]) -> None:
@@ -89,3 +98,12 @@ class Beside:
                 "training_step: a loss of several terms is not measured beside exact "
                 "BatchNorm. Check it with a loss of one term."
             )
+
+
+def _pull_zeros(output: Any) -> None:
+    """Go backward from what `training_step` returned for the others, whose loss does
+    not count, so that hooks on the way run as they do in a window."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    for term in loss.values() if isinstance(loss, Mapping) else [loss]:
+        if isinstance(term, Tensor) and term.requires_grad and term.isfinite().all():
+            run_backward(term.sum() * 0, [], retain=True, alone=False)

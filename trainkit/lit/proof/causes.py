@@ -12,7 +12,7 @@ from trainkit.core.generators import read_states, write_states
 from trainkit.core.proof.gradients import size_of
 from trainkit.core.proof.weights import Explained, explain, two_denominators
 from trainkit.core.strategies import AccumulationStrategy
-from trainkit.lit.proof import remedies
+from trainkit.lit.proof import of_draws, remedies
 from trainkit.lit.proof.events import Located, locate, recorded
 from trainkit.lit.proof.findings import Cause
 from trainkit.lit.proof.measure import (
@@ -56,13 +56,18 @@ class Causes:
         found = self._found
         if found.repeated > max(MOST_TOLERATED, found.tolerance):
             unlike = sorted(found.passes.draws.unlike)
-            self.causes.append(remedies.of_other_draws(found.repeated, unlike))
+            self.causes.append(of_draws.of_other_draws(found.repeated, unlike))
             return
         self._look_for_a_way(found.parts if is_off else found.parts[:2])
         self._look_at_state()
         self._look_at_draws()
-        if not is_off:
-            return
+        if is_off:
+            beside = found.passes.beside
+            self._look_for_reasons()
+            found.passes.beside = beside
+
+    def _look_for_reasons(self) -> None:
+        found = self._found
         self._look_at_deviation()
         if not self._has_deviation:
             # Parts of several rows are exact, and single ones are not.
@@ -163,9 +168,22 @@ class Causes:
             explained = self._explained(self._make)
             if explained is not None:
                 return explained
-            if not self._neutralise(self._located()):
+            if self._found.passes.beside is not None:
+                self._run_apart()
+            elif not self._neutralise(self._located()):
                 return None
         return None
+
+    def _run_apart(self) -> None:
+        """Let parts run by themselves, without BatchNorm, and see whether that is all
+        that they lacked."""
+        found, passes = self._found, self._found.passes
+        passes.beside = None
+        modules = passes.module.modules()
+        passes.in_eval = [each for each in modules if isinstance(each, _NormBase)]
+        found.again()
+        if self._explained(self._make) is not None:
+            self.causes.append(remedies.of_turns())
 
     def _explained(self, make: Make) -> dict[str, Explained] | None:
         found = self._found
@@ -233,16 +251,16 @@ class Causes:
         found, draws = self._found, self._found.passes.draws
         unlike = sorted(draws.unlike)
         if draws.identity:
-            self.causes.append(remedies.of_unlike_draws(unlike, located))
+            self.causes.append(of_draws.of_unlike_draws(unlike, located))
             return False
         draws.identity = True
         found.again()
         if self._explained(self._make) is None and self._located() == located:
             draws.identity = False
             found.again()
-            self.causes.append(remedies.of_unlike_draws(unlike, located))
+            self.causes.append(of_draws.of_unlike_draws(unlike, located))
             return False
-        self.causes.append(remedies.of_sampling(unlike))
+        self.causes.append(of_draws.of_sampling(unlike))
         draws.unlike.clear()
         return True
 
@@ -313,7 +331,7 @@ class Causes:
             return False
         unlike = sorted(found.passes.draws.unlike)
         if unlike:
-            self.causes.append(remedies.of_unlike_draws(unlike, NOWHERE))
+            self.causes.append(of_draws.of_unlike_draws(unlike, NOWHERE))
             return True
         place = first_that_sees_padding(found)
         self.causes.append(remedies.of_padding(place, found.rows.is_split))

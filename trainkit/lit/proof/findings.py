@@ -15,6 +15,7 @@ LABELS = {
     "loss": "loss",
     "padding": "padding is seen",
     "state": "state",
+    "turns": "taking turns",
     "randomness": "randomness",
     "host": "data on the host",
     "precision": "precision",
@@ -31,8 +32,8 @@ class Cause:
 
     Attributes:
         kind: "denominator", "rows" (which see each other), "loss" (is no mean over
-            rows), "padding", "state", "randomness", "host" (a count of the whole
-            batch), "precision" or "order" (of hooks).
+            rows), "padding", "state", "turns" (which micro-batches take), "randomness",
+            "host" (a count of the whole batch), "precision" or "order" (of hooks).
         place: the path of the module, parameter or field, or the line; "training_step"
             for the loss; "" where there is none.
         text: what was found.

@@ -30,6 +30,8 @@ _FOUND_BY = {
     "without the draws across rows.",
     "padding": "Parts that are padded as the whole are exact, trimmed ones are not.",
     "state": "A part ran after another one, and after none.",
+    "turns": "Parts ran beside the other rows, sharing BatchNorm's statistics, and by "
+    "themselves without BatchNorm.",
     "host": "The parts add up as a sum does, and the batch holds a number that is not "
     "cut.",
     "order": "Each hook ran on the gradients of two parts, and once on their sum.",

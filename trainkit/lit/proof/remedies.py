@@ -26,7 +26,6 @@ from trainkit.lit.proof.events import Located
 from trainkit.lit.proof.findings import Cause
 
 DENOMINATOR, LOSS, ROWS = "denominator", "loss", "rows"
-RANDOMNESS = "randomness"
 STEP = "training_step"
 OFTEN_MEANT = 4  # a candidate's simplicity
 NOT_YOURS = "for a module that is not yours: AccumulationCallback(Weighed(by=...))"
@@ -257,8 +256,8 @@ def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
             located.path,
             f"{name} normalises each micro-batch by itself{more}",
             (
-                'BatchNormGuard("exact") with MicroBatching(size=4): let the loader '
-                "yield whole windows, which it cuts",
+                f'BatchNormGuard("exact"), and the loader yields whole windows, which '
+                f"are cut: {INSIDE}",
                 'or BatchNormGuard("group_norm"), or "freeze" for a net that is '
                 "trained already; both change the model",
             ),
@@ -293,44 +292,6 @@ def of_small_parts() -> Cause:
         "parts of several rows are the whole and parts of one row are not, so it "
         "computes something else for them",
         ("look for a branch or a standard deviation that needs several rows",),
-    )
-
-
-def of_sampling(unlike: Sequence[str]) -> Cause:
-    return Cause(
-        RANDOMNESS,
-        ", ".join(unlike),
-        "training_step draws across the rows of the batch: a micro-batch draws among "
-        "its own rows only",
-        (
-            "draw in the data set or the collate function, for each row by itself",
-            f"or {INSIDE}",
-        ),
-    )
-
-
-def of_unlike_draws(lines: Sequence[str], located: Located) -> Cause:
-    """Draws that cannot be replayed by row stand between the parts and the whole."""
-    where = f", first in {located.path}" if located.path else ""
-    return Cause(
-        RANDOMNESS,
-        ", ".join(lines),
-        f"a part of the batch draws other numbers than its rows get in the whole, and "
-        f"they cannot be replayed by row; outputs or the loss differ{where}. What else "
-        f"differs cannot be seen behind it",
-        ("draw for each row by itself, or in the data set, for the check at least",),
-        hides=True,
-    )
-
-
-def of_other_draws(off: float, lines: Sequence[str]) -> Cause:
-    return Cause(
-        RANDOMNESS,
-        ", ".join(lines),
-        f"two passes over the same rows differ by {off:.1e}, so nothing can be "
-        f"compared: training_step draws numbers whose generator is not known here",
-        ("draw with torch, or take out these draws for the check",),
-        hides=True,
     )
 
 
@@ -399,4 +360,16 @@ def of_state(names: Sequence[str], off: float) -> Cause:
         f"training_step moves it in each micro-batch, not once a step{also}; the next "
         f"micro-batch's gradient is off by {off:.1e}",
         (move if names else "normalise by something else than running statistics",),
+    )
+
+
+def of_turns() -> Cause:
+    """Micro-batches under way at once change something for each other."""
+    return Cause(
+        "turns",
+        STEP,
+        "micro-batches that share BatchNorm's statistics wait for each other where "
+        "they call the net, and what one of them sets around that call, another one "
+        "under way finds set",
+        (INSIDE, "or set it in on_train_batch_start, for all of them alike"),
     )

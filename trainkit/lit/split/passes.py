@@ -15,7 +15,7 @@ from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import replaced, transfers_plainly
-from trainkit.lit.callback.said_weight import left_for_counting
+from trainkit.lit.callback.said_weight import LeftInTurns, left_for_counting
 from trainkit.lit.rerun.snapshot import kept
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
@@ -135,8 +135,14 @@ class Passes:
         steps = [partial(step, index) for index in range(len(current.micro_batches))]
         said = self._windows.said
         turns = Turns([current, current.logs, said, *self._metrics.turning])
+        left = LeftInTurns(self._module, self._accumulator.strategies)
+
+        def switched(index: int) -> None:
+            left.turn(index)
+            turns(index)
+
         with said.open(), self._apart():
-            results = joined.run(steps, turns)
+            results = joined.run(steps, switched)
             for index, output in enumerate(results):
                 last = index + 1 == len(steps)
                 after = joined.backward if last else None
@@ -252,6 +258,7 @@ class Passes:
                 after()
 
         options = {"retain_graph": True} if joined.needs_graph else {}
+        refusals.refuse_backward_without(options, self._module)
         with replaced(self._module, backward=backward):
             self._backward(loss, self._trainer.optimizers[0], **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -167,3 +168,19 @@ def announce_too_long(longest: int) -> None:
         f"that of its batch; if memory does not suffice, shorten such samples.",
         stacklevel=2,
     )
+
+
+def refuse_backward_without(options: dict[str, Any], pl_module: Any) -> None:
+    """Refuse a `backward` of the module's own that does not take some options."""
+    if not options:
+        return
+    try:
+        inspect.signature(pl_module.backward).bind(None, **options)
+    except TypeError as error:
+        name = type(pl_module).__name__
+        raise TrainkitError(
+            f"{name}.backward: exact BatchNorm calls it with {', '.join(options)}, "
+            f"since what runs before the net is needed again when the window ends, and "
+            f"it takes no such argument. Write it as Lightning's: def backward(self, "
+            f"loss, *args, **kwargs), and hand them on to loss.backward."
+        ) from error
