@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -122,11 +122,10 @@ class SetBefore:
 
     Args:
         module: whose attributes are looked at, and those of modules in it.
-        left_out: names of attributes that are not.
     """
 
-    def __init__(self, module: nn.Module, left_out: Collection[str] = ()) -> None:
-        self._module, self._left_out = module, left_out
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._at_start: Values = {}
         self._counted: dict[Place, None] = {}
         self._before: Values = {}
@@ -180,7 +179,7 @@ class SetBefore:
             if any(kind.__name__ == "Metric" for kind in type(each).__mro__):
                 continue
             for name, value in vars(each).items():
-                if name not in OF_TORCH and name not in self._left_out:
+                if name not in OF_TORCH:
                     found[each, name] = value
             for name, parameter in each._parameters.items():
                 if parameter is not None:

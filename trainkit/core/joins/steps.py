@@ -3,7 +3,7 @@ module with BatchNorm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -72,20 +72,13 @@ class JoinedSteps:
         module: what trains.
         memory: `"auto"`, `"device"` or `"flat"`.
         sharing: which ranks share statistics.
-        left_out: names of the module's attributes that steps may set before a call.
 
     Attributes:
         needs_graph: whether a backward pass of a micro-batch must keep its graph,
             since something before a call trains too.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        memory: Memory,
-        sharing: Sharing,
-        left_out: Collection[str] = (),
-    ) -> None:
+    def __init__(self, module: nn.Module, memory: Memory, sharing: Sharing) -> None:
         check_memory(memory)
         self._memory: Memory = memory
         self._sharing = sharing
@@ -94,7 +87,7 @@ class JoinedSteps:
         self._switched: Callable[[int], None] = _nothing
         self._in_one_graph = False
         self.needs_graph = False
-        self._set_before = SetBefore(module, left_out)
+        self._set_before = SetBefore(module)
         self._index, self._is_running, self._is_there = 0, False, False
         self._intercepted = Interceptions(module, sharing, _holds_layers)
 
