@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recipes.apart import off_by, weights_at_end, weights_at_start
 from recipes.digits_bn import Digits, DigitsNet
 from tests.helpers import NAIVE, TOLERANCE
 from tests.recipes.debugging import run_debug
@@ -49,6 +51,18 @@ def test_window_equals_the_big_batch_but_for_normalisation(window: list[Any]) ->
 def test_a_mean_of_means_differs(window: list[Any]) -> None:
     """Negative control."""
     assert both(DigitsNet(width=4).double().eval(), window, Uniform()) > NAIVE
+
+
+def test_exact_batch_norm_is_the_big_batch(run_train: Callable[..., Path]) -> None:
+    small = ["data.num_train=22", "data.batch_size=16", "model.width=2"]
+    options = ["experiment=digits_bn_exact", *small, "trainer.precision=64-true"]
+    size = "micro_batching.size=16"
+    whole = run_train(*options, size, "batchnorm=ignore", name="whole")
+    exact = run_train(*options, name="exact")
+    plain = run_train(*options, "batchnorm=ignore", name="plain")
+    start, end = weights_at_start(whole), weights_at_end(whole)
+    assert off_by(weights_at_end(exact), end, start) < 1e-10
+    assert off_by(weights_at_end(plain), end, start) > NAIVE
 
 
 def test_training_and_validation_share_no_image() -> None:
