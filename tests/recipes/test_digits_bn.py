@@ -54,7 +54,7 @@ def test_a_mean_of_means_differs(window: list[Any]) -> None:
 
 
 def test_exact_batch_norm_is_the_big_batch(run_train: Callable[..., Path]) -> None:
-    small = ["data.num_train=22", "data.batch_size=16", "model.width=2"]
+    small = ["data.num_train=22", "data.batch_size=16", "trainer.log_every_n_steps=1"]
     options = ["experiment=digits_bn_exact", *small, "trainer.precision=64-true"]
     size = "micro_batching.size=16"
     whole = run_train(*options, size, "batchnorm=ignore", name="whole")

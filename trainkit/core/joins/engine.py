@@ -34,6 +34,7 @@ from trainkit.core.joins.layers import (
     Sharing,
     devices_of,
     other_norms,
+    places_of,
     refuse_other_layers,
     running_statistics,
     versions_of,
@@ -165,7 +166,7 @@ class Engine:
             )
         found = _Chosen(self, net, moment, self._draws, arguments)
         left = Left(self.module) if self._is_first else None
-        written = versions_of(arguments)
+        written, places = versions_of(arguments), places_of(self.module)
         self.attributes.begin()
         with _Watch(self.name) if self._is_first else nullcontext():
             found.forward(in_one_graph=in_one_graph)
@@ -176,6 +177,14 @@ class Engine:
                 f"place, since others may need them. Give it a clone()."
             )
         moment.check_state()
+        now = places_of(self.module)
+        if moved := [name for name in places if now.get(name) != places[name]]:
+            raise TrainkitError(
+                f"{self.name}: its forward pass must not exchange the data of weights, "
+                f"which micro-batches that run in turns would put back for each other, "
+                f"and it exchanged {listed(moved)}. Compute other weights, and pass "
+                f"them on."
+            )
         if left is not None and (names := left.since(with_graph=True)):
             raise TrainkitError(
                 f"{self.name}: its forward leaves tensors with a gradient in "

@@ -82,7 +82,12 @@ class Intercepted:
         vars(self.module)["forward"] = self
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Give the module its own forward back, or to what has come in its place."""
+        above: Any = vars(self.module).get("forward")
+        while above is not self and hasattr(above, "before"):
+            if above.before is self:
+                above.before = self.before
+            above = above.before
         if vars(self.module).get("forward") is self:
             del vars(self.module)["forward"]
             if self.before is not None:
