@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.moment import Moment
-from trainkit.core.inside.rows import are_equal
-from trainkit.core.inside.settings import settings_of
 from trainkit.core.joins.device import DevicePass
 from trainkit.core.joins.flat import FlatPass
 from trainkit.core.joins.host import transport_to
@@ -38,17 +36,14 @@ from trainkit.core.joins.net import (
     layers_of,
     nothing_around,
 )
-from trainkit.core.joins.program import Program, Untraceable
-from trainkit.core.joins.tracing import autocast_now, looks_of, traced
+from trainkit.core.joins.program import Untraceable
+from trainkit.core.joins.programs import Programs
 from trainkit.core.joins.transport import Transport
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.split.fields import Build
 from trainkit.errors import TrainkitError
 
 Memory = Literal["auto", "device", "flat"]
-
-MOST_PROGRAMS = 16
-"""So many kinds of calls of a module are remembered."""
 
 
 def check_memory(memory: Any) -> None:
@@ -75,7 +70,7 @@ class Engine:
     Attributes:
         is_flat: whether the last call ran in segments.
         prefers_flat: whether the next one is to.
-        why_not: why the module does not run in segments, if it was tried.
+        programs: its forwards in segments.
     """
 
     def __init__(
@@ -83,18 +78,21 @@ class Engine:
     ) -> None:
         check_memory(memory)
         self.module, self.name = module, name
-        self.why_not = ""
         self.is_flat = False
         self.sharing = sharing
         self._memory: Memory = memory
         self.prefers_flat = memory == "flat"
-        self._programs: dict[Any, Program | str] = {}
+        self.programs = Programs(module)
         self._draws = Draws()
         self._is_first, self._has_said = True, False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: programs are another module's."""
-        return {**vars(self), "_programs": {}, "_draws": Draws(), "_is_first": True}
+        anew = {"programs": None, "_draws": Draws(), "_is_first": True}
+        return {**vars(self), **anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, programs=Programs(state["module"]))
 
     def begin(
         self,
@@ -165,41 +163,10 @@ class Engine:
         on_cuda = (x.device for x in stays if x.is_cuda)
         return transport_to(next(on_cuda, torch.device("cpu")), stays)
 
-    def program(self, net: Net, arguments: Sequence[list[Any]]) -> Program | None:
-        """The module's forward in segments; None if it cannot be split."""
-        key = self._key(arguments[0])
-        if key not in self._programs:
-            if len(self._programs) >= MOST_PROGRAMS:
-                self._programs.clear()
-            try:
-                _refuse_unlike(arguments)
-                self._programs[key] = traced(net, arguments[0])
-            except Untraceable as error:
-                self._programs[key] = str(error)
-        found = self._programs[key]
-        if isinstance(found, str):
-            self.why_not = found
-            return None
-        return found
-
-    def give_up(self, arguments: Sequence[list[Any]], why: str) -> None:
-        """Note that a call ran in segments, and why such calls cannot."""
-        self._programs[self._key(arguments[0])] = self.why_not = why
-
-    def _key(self, values: Sequence[Any]) -> Any:
-        """What a call has in common with others that run the same operations."""
-        return (
-            frozenset(settings_of(self.module).items()),
-            looks_of(self.module),
-            autocast_now(),
-            *((id(each), each.requires_grad) for each in self.module.parameters()),
-            *(
-                (value.ndim, value.requires_grad)
-                if isinstance(value, Tensor)
-                else (type(value), repr(value))
-                for value in values
-            ),
-        )
+    @property
+    def why_not(self) -> str:
+        """Why the module does not run in segments, if it was tried."""
+        return self.programs.why_not
 
     @property
     def may_change(self) -> bool:
@@ -252,7 +219,7 @@ class _Chosen:
 
     def _runs_in_segments(self, *, moves: bool = True) -> bool:
         """Run the module in segments, if it can be split."""
-        program = self._engine.program(self._net, self._arguments)
+        program = self._engine.programs.get(self._net, self._arguments)
         if program is None:
             return False
         try:
@@ -268,7 +235,8 @@ class _Chosen:
             # Whether it is the module's own error shows where it runs as it is.
             kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
             text = str(error).split("\n")[0]
-            self._engine.give_up(self._arguments, f"{self._net.name}: {kind}{text}")
+            why = f"{self._net.name}: {kind}{text}"
+            self._engine.programs.give_up(self._arguments, why)
             release(error)
             self._again()
             return False
@@ -341,14 +309,6 @@ class _Watch(TorchFunctionMode):
                     f"as torch.nn.BatchNorm2d, or choose another policy."
                 )
         return func(*args, **kwargs)
-
-
-def _refuse_unlike(arguments: Sequence[list[Any]]) -> None:
-    """Arguments that are no tensors must be the same for all micro-batches."""
-    for other in arguments[1:]:
-        for one, value in zip(arguments[0], other, strict=True):
-            if not isinstance(value, Tensor) and not are_equal(one, value):
-                raise Untraceable("an argument that is no tensor differs")
 
 
 def _refuse_sharded(module: nn.Module, name: str) -> None:
