@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -366,3 +367,15 @@ def num_modes() -> int:
     """How many function and dispatch modes are open in this thread."""
     functions = torch._C._len_torch_function_stack()
     return functions + torch._C._len_torch_dispatch_stack()
+
+
+@contextlib.contextmanager
+def uncached_weights() -> Iterator[None]:
+    """Within it, a `torch.nn.utils.parametrize.cached()` around it has no effect: each
+    graph computes the weights that it needs."""
+    before = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before

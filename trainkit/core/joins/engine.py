@@ -236,7 +236,7 @@ class _Chosen:
             kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
             text = str(error).split("\n")[0]
             why = f"{self._net.name}: {kind}{text}"
-            self._engine.programs.give_up(self._arguments, why)
+            self._engine.programs.give_up(program, why)
             release(error)
             self._again()
             return False
