@@ -135,7 +135,9 @@ class Entry(nn.Module):
 
     def __init__(self, net: Net, values: Sequence[Any]) -> None:
         super().__init__()
-        self.net, self._run, self._values = net.module, net.run, values
+        self.net = net.module
+        self._run: Any = net.run
+        self._values = values
         self.build: Build
         self.functions = nn.ModuleList()
 
@@ -144,6 +146,10 @@ class Entry(nn.Module):
         values = [next(each) if isinstance(v, Tensor) else v for v in self._values]
         leaves, self.build = take_apart(self._run(values))
         return tuple(leaf.value for leaf in leaves)
+
+    def forget(self) -> None:
+        """Let go of the arguments, which a trace would keep."""
+        self._run, self._values = None, []
 
 
 class Splitter:

@@ -64,6 +64,11 @@ class Programs:
         found.build = trace.entry.build
         return found
 
+    @property
+    def known(self) -> list[Program | str]:
+        """Those that are remembered, and why others cannot run."""
+        return list(self._found.values())
+
     def give_up(self, program: Program, why: str) -> None:
         """Note that a program has run, and why it cannot."""
         self.why_not = why

@@ -75,8 +75,11 @@ class Segments:
                     f"{self._net.name}: its forward changes an argument in place, "
                     f"which it did not in other windows. Give it a clone()."
                 )
-            is_used = any(name in x.inputs for x in program.segments[number + 1 :])
-            if is_used or not program.may_write(number, name):
+            if not program.may_write(number, name):
+                raise Untraceable(
+                    "a tensor is changed in place that was not in other windows"
+                )
+            if any(name in x.inputs for x in program.segments[number + 1 :]):
                 raise Untraceable(
                     "a tensor that is passed on over a layer is changed in place, and "
                     "used again behind the next one"

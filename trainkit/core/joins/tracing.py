@@ -222,6 +222,7 @@ def traced(net: Net, arguments: Sequence[Sequence[Any]]) -> Trace:
         kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
         raise Untraceable(f"{place}: {kind}{text}") from error
     finally:
+        entry.forget()
         moved = changed(before, settings_of(net.module))
         put_back(before, moved)
         left = _put_back_proxies(open_, held)
