@@ -84,6 +84,17 @@ def test_weights_are_computed_anew_within_a_cache() -> None:
     assert net.weight is not first
 
 
+@pytest.mark.parametrize("kind", ["forward", "full_backward", "full_backward_pre"])
+def test_hooks_for_all_modules_are_seen(kind: str) -> None:
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
+    handle = register(lambda *_: None)
+    try:
+        assert _compat.has_hooks_for_all()
+    finally:
+        handle.remove()
+    assert not _compat.has_hooks_for_all()
+
+
 class Counting(TorchFunctionMode):
     """Counts the calls of a function."""
 

@@ -379,3 +379,14 @@ def uncached_weights() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled = before
+
+
+def has_hooks_for_all() -> bool:
+    """Whether a forward or backward hook is registered for all modules, as
+    `register_module_forward_hook` of torch.nn.modules.module does."""
+    own: Any = torch.nn.modules.module
+    return bool(
+        own._global_forward_hooks
+        or own._global_backward_hooks
+        or own._global_backward_pre_hooks
+    )

@@ -51,6 +51,7 @@ class Leaf(nn.Module):
     def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.way, self.generator = way, None
+        self.table: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self, x)
@@ -86,6 +87,13 @@ def summing(net: Any, x: Tensor) -> Tensor:
     return x * total
 
 
+def setting(net: Any, x: Tensor) -> Tensor:
+    net.buffer = x.detach().mean() * 0 + 1
+    net.last = x.detach()
+    net.seen.append(net.last)
+    return x * net.buffer
+
+
 def filled(net: Any, x: Tensor) -> Tensor:
     table = torch.zeros(2, 4, 1, 1)
     row = table[0]
@@ -118,6 +126,13 @@ def keeping(part: Any, x: Tensor) -> Tensor:
     if GLOBAL["is_on"]:
         part.kept = x.detach()
     return x * 2
+
+
+def caching(part: Any, x: Tensor) -> Tensor:
+    """Makes a table once."""
+    if GLOBAL["is_on"] and part.table is None:
+        part.table = torch.arange(8.0)
+    return x if part.table is None else x * part.table
 
 
 def writing(part: Any, x: Tensor) -> Tensor:
@@ -216,7 +231,7 @@ CASES = {
     ),
     "global": odd(lambda net, x: x * GLOBAL["scale"], scale),
     "double": Case(
-        lambda: Odd(lambda net, x: x * net.buffer, buffer=ONE).float(),
+        lambda: Odd(lambda net, x: x @ net.buffer, buffer=torch.eye(8)).float(),
         lambda net: net.double(),
     ),
     # One tensor for all micro-batches.
@@ -229,6 +244,9 @@ CASES = {
     ),
     "all_weights": odd(by_all_weights, why="computes a tensor of others"),
     # What parts do that are not traced.
+    "nested_gradients": Case(
+        leaf(lambda part, x: x * torch.func.grad(torch.sin)(ONE)),
+    ),
     "complex": odd(spectrum),
     "mode_of_gradients": Case(leaf(in_mode), why="its outputs are others"),
     "draws_later": Case(leaf(drawing), turn_on, draws=True),
@@ -238,6 +256,7 @@ CASES = {
         draws=True,
     ),
     "keeps_later": Case(leaf(keeping), turn_on, "leaves tensors in part.kept"),
+    "cache_later": Case(leaf(caching), turn_on),
     "writes_later": odd(over_a_layer, turn_on, "in other windows", part=Leaf(writing)),
     # Hooks.
     "hook_of_layer": Case(Trap, hook("one.1"), "one.1: it has hooks"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrize
 from tests.core.joins.cases import images
 from tests.core.joins.common import EXACT, engines_of, gradients, off_by, state, summed
 from tests.core.joins.nets import pooled
-from tests.core.joins.odd import CASES, GLOBAL, Leaf, Odd, writing
+from tests.core.joins.odd import CASES, GLOBAL, ONE, Leaf, Odd, setting, writing
 from tests.core.joins.steps import SIZES
 from tests.core.joins.traps import Positive, Trap, made
 from trainkit import exact_batch_norm
@@ -195,7 +196,8 @@ def test_an_argument_that_is_changed_in_a_later_window_is_refused() -> None:
 def test_an_output_may_be_complex(memory: Any) -> None:
     class Complex(Trap):
         def forward(self, x: Tensor) -> Any:
-            return super().forward(x), torch.fft.rfft2(self.one[0](x))
+            z = torch.fft.rfft2(self.one[0](x))
+            return super().forward(x), z
 
     def loss_of(found: Any) -> Tensor:
         return summed([found[0], torch.view_as_real(found[1])])
@@ -245,3 +247,64 @@ def test_the_same_segments_run_where_nothing_changes() -> None:
         seen.append(set(map(id, engines_of(net)[0].programs.known)))
     assert len(seen[8]) == 3
     assert len(seen[39]) == 16
+
+
+@pytest.mark.filterwarnings("ignore:.*hooks are registered for all modules")
+def test_hooks_for_all_modules_run() -> None:
+    own, big = made("Trap"), made("Trap")
+    net = exact_batch_norm(own, memory="flat")
+    register = nn.modules.module.register_module_forward_hook
+    handle = register(lambda m, a, out: 2 * out if m in (own.one, big.one) else None)
+    try:
+        summed([big(images(9))]).backward()
+        for _, loss in net.run(lambda x: summed([net(x)]), images(9).split(SIZES)):
+            loss.backward()
+    finally:
+        handle.remove()
+    assert not engines_of(net)[0].is_flat
+    assert off_by(gradients(own), gradients(big)) <= EXACT
+
+
+def test_other_threads_run_modules_while_a_window_is_traced() -> None:
+    net, seen = exact_batch_norm(made("Trap"), memory="flat"), []
+    other, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).double(), torch.ones(2, 3)
+    ends = threading.Event()
+
+    def run() -> None:
+        while not ends.is_set():
+            seen.append(other(x.double()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(5):
+            for _, loss in net.run(lambda x: summed([net(x)]), images(9).split(SIZES)):
+                loss.backward()
+    finally:
+        ends.set()
+        thread.join()
+    assert engines_of(net)[0].is_flat
+    assert all(type(each) is Tensor for each in seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*a tensor that trains")
+def test_a_tensor_that_trains_elsewhere_is_not_left_without_a_gradient() -> None:
+    own: Any = Odd(lambda net, x: x * net.plain, plain=torch.ones(4, 1, 1)).double()
+    net = exact_batch_norm(own, memory="flat")
+    for number in range(2):
+        for _, loss in net.run(lambda x: summed([net(x)]), images(9).split(SIZES)):
+            loss.backward()
+        assert engines_of(net)[0].is_flat == (number == 0)
+        own.plain.requires_grad_()
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot run in segments")
+def test_attributes_keep_no_values_of_a_tracing() -> None:
+    own: Any = Odd(setting, buffer=ONE, seen=[1], last=None).double()
+    net = exact_batch_norm(own, memory="flat")
+    for _, loss in net.run(lambda x: summed([net(x)]), images(9).split(SIZES)):
+        loss.backward()
+    assert engines_of(net)[0].why_not == "Odd: its forward sets self.buffer"
+    assert type(own.buffer) is Tensor
+    assert [type(each) for each in own.seen] == [int, *[Tensor] * 3]
+    assert type(own.last) is Tensor

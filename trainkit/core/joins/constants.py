@@ -32,6 +32,7 @@ class Constants(TorchFunctionMode):
         self._made: dict[int, tuple[Any, int]] = {}
         self._computed: dict[int, tuple[Any, str]] = {}
         self._all_by = ""
+        self._own: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -78,6 +79,7 @@ class Constants(TorchFunctionMode):
                 node.all_input_nodes and fixed.issuperset(node.all_input_nodes)
             ):
                 fixed.add(node)
+        self._own = set(map(id, root.parameters()))
         names = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
         found = {name: self._look(attribute(root, name)) for name in names}
         return {**found, "": tuple(self._calls)}
@@ -91,6 +93,8 @@ class Constants(TorchFunctionMode):
                 f"{why} computes a tensor of others that are no arguments, and neither "
                 f"parameters nor buffers that are read as attributes"
             )
+        if value.requires_grad and id(value) not in self._own:
+            raise Untraceable("it uses a tensor that trains, and is no parameter of it")
         return self._number(value)
 
 

@@ -15,6 +15,7 @@ from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Program, Untraceable
 from trainkit.core.joins.replay import Replay
 from trainkit.core.joins.statistics import Normal
+from trainkit.core.out_of_memory import is_out_of_memory, release
 
 
 def prove(
@@ -39,13 +40,25 @@ def prove(
     Raises:
         Untraceable: they are others, or the module does what segments do not.
     """
-    left, copies = Left(net.module), [_copy(value) for value in values]
-    versions = [version_of(x) for x in copies if isinstance(x, Tensor)]
+    left = Left(net.module)
     ends = [each.end for each in program.segments if each.end is not None]
-    net.switched(0)
-    found = Replay(ends, normals, put_back).run(net, copies)
-    if versions != [version_of(x) for x in copies if isinstance(x, Tensor)]:
-        raise Untraceable("it changes an argument in place")
+
+    def run(*, saves: bool) -> list[Any]:
+        copies = [_copy(value) for value in values]
+        versions = [version_of(x) for x in copies if isinstance(x, Tensor)]
+        net.switched(0)
+        found = Replay(ends, normals, put_back).run(net, copies, saves=saves)
+        if versions != [version_of(x) for x in copies if isinstance(x, Tensor)]:
+            raise Untraceable("it changes an argument in place")
+        return found
+
+    try:
+        found = run(saves=False)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        release(error)
+        found = run(saves=True)
     for one, other in zip(outputs, found, strict=True):
         if isinstance(one, Tensor) and not are_close(one, other):
             raise Untraceable("as it was traced, its outputs are others")

@@ -33,11 +33,18 @@ class Replay:
         self._ends, self._normals, self._put_back = ends, normals, put_back
         self._number = 0
 
-    def run(self, net: Net, values: list[Any]) -> list[Any]:
-        """The leaves of the output. Where gradients are on, they are on in the module,
-        which may ask; what its graph saves is not kept."""
+    def run(self, net: Net, values: list[Any], *, saves: bool = False) -> list[Any]:
+        """The leaves of the output. Gradients are on or off as outside.
+
+        Args:
+            net: whose module runs.
+            values: its arguments.
+            saves: whether tensors are saved for a backward pass; `torch.func` needs it.
+        """
 
         def forward() -> Any:
+            if saves:
+                return net.run(list(values))
             with saved_tensors_hooks(_nothing, _nothing):
                 return net.run(list(values))
 

@@ -8,7 +8,6 @@ from collections.abc import (
     Callable,
     Collection,
     Hashable,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -22,13 +21,14 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainkit.core._compat import uncached_weights
+from trainkit.core._compat import has_hooks_for_all, uncached_weights
 from trainkit.core.inside.draws import Draws, are_same, states_of_host, torch_states
 from trainkit.core.inside.settings import changed, put_back, settings_of
 from trainkit.core.joins.constants import Constants
 from trainkit.core.joins.layers import devices_of
 from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Entry, Program, Splitter, Untraceable
+from trainkit.core.joins.proxies import Attributes
 from trainkit.core.joins.sameness import WITHOUT_GRAPH, operations
 from trainkit.core.split.fields import take_apart
 
@@ -210,24 +210,29 @@ def traced(net: Net, arguments: Sequence[Sequence[Any]]) -> Trace:
     entry, constants = Entry(net, values), Constants()
     tracer = _Tracer(entry, {*open_, entry})
     inputs = tuple(fx.PH for v in values if isinstance(v, Tensor))  # pyright: ignore
-    before, held = settings_of(net.module), _attributes(open_)
+    before, held = settings_of(net.module), Attributes(open_)
+    graph, tensors = fx.Graph(), {}
+    failed: Exception | None = None
     try:
         with _refusing_draws(net, values), uncached_weights():
             with constants, tracer.whole_functions():
                 graph = tracer.trace(entry, concrete_args={"tensors": inputs})
             tensors = constants.tensors(graph, entry)
     except Exception as error:
-        place = net.path(tracer.running[-1]) if tracer.running else net.name
-        text = str(error).split("\n")[0]
-        kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
-        raise Untraceable(f"{place}: {kind}{text}") from error
+        failed = error
     finally:
         entry.forget()
         moved = changed(before, settings_of(net.module))
         put_back(before, moved)
-        left = _put_back_proxies(open_, held)
+        left = held.put_back()
     for module, name in [*moved, *left]:
         raise Untraceable(f"{net.path(module)}: its forward sets self.{name}")
+    if failed is not None:
+        place = net.path(tracer.running[-1]) if tracer.running else net.name
+        text = str(failed).split("\n")[0]
+        is_own = isinstance(failed, Untraceable)
+        kind = "" if is_own else f"{type(failed).__name__}: "
+        raise Untraceable(f"{place}: {kind}{text}") from failed
     by_argument = zip(*arguments, strict=True)
     trained = [
         any(each.requires_grad for each in several)
@@ -287,6 +292,8 @@ def _holding_layers(net: Net) -> list[nn.Module]:
 
 def refuse_hooks(net: Net, open_: Collection[nn.Module]) -> None:
     """Refuse what would not run, or not as it does in one graph."""
+    if has_hooks_for_all():
+        raise Untraceable("hooks are registered for all modules")
     for each in net.module.modules():
         is_leaf = each is not net.module and each not in open_
         if is_leaf and each not in net.layers and each._forward_hooks:
@@ -319,35 +326,3 @@ def _refuse_computed_weights(net: Net) -> None:
                     f"{net.path(layer)}: its weight or bias is no parameter, but is "
                     f"computed from others"
                 )
-
-
-def _attributes(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], Any]:
-    return {
-        (each, name): value for each in modules for name, value in vars(each).items()
-    }
-
-
-def _put_back_proxies(
-    modules: Iterable[nn.Module], before: dict[tuple[nn.Module, str], Any]
-) -> list[tuple[nn.Module, str]]:
-    """Give attributes the values they had that hold values of the tracing."""
-    found = []
-    for (each, name), value in _attributes(modules).items():
-        if isinstance(value, fx.Proxy | tuple) and _has_proxy([value]):
-            vars(each)[name] = before.get((each, name))
-        elif isinstance(value, list) and _has_proxy(value):
-            value[:] = [one for one in value if not _has_proxy([one])]
-        elif isinstance(value, dict) and _has_proxy(value.values()):
-            for key in [key for key, one in value.items() if _has_proxy([one])]:
-                del value[key]
-        else:
-            continue
-        found.append((each, name))
-    return found
-
-
-def _has_proxy(values: Iterable[Any]) -> bool:
-    return any(
-        isinstance(one, fx.Proxy) or (isinstance(one, tuple) and _has_proxy(one))
-        for one in values
-    )
