@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from trainkit.core.joins.program import Untraceable, attribute
@@ -81,10 +81,12 @@ class Constants(TorchFunctionMode):
                 fixed.add(node)
         self._own = set(map(id, root.parameters()))
         names = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
-        found = {name: self._look(attribute(root, name)) for name in names}
+        found = {name: self._look(name, attribute(root, name)) for name in names}
         return {**found, "": tuple(self._calls)}
 
-    def _look(self, value: Any) -> Hashable:
+    def _look(self, name: str, value: Any) -> Hashable:
+        if not isinstance(value, Tensor):
+            raise Untraceable(f"{name.removeprefix('net.')} is given to a function")
         _, why = self._computed.get(id(value), (None, ""))
         if id(value) in self._made:
             why = why or self._all_by
