@@ -78,6 +78,8 @@ class FlatPass:
         left = Left(self._net.module)
         try:
             with uncached_weights():
+                self._segments = Segments(self._net, program)
+                self._moves = Moves(self._net.layers)
                 self._run()
                 was_kept, draws.of_host = draws.of_host, is_kept
                 if draws.note(hosts) and not was_kept:
@@ -103,13 +105,12 @@ class FlatPass:
         ]
 
     def _run(self) -> None:
-        """Run all segments."""
+        """Run all segments. Another run, with the same draws, has the statistics of the
+        first, so that no rank waits for others there."""
         program, has_graph = self._program, torch.is_grad_enabled()
         named = [program.by_name(each) for each in self._values]
         self._window = [Waiting(each, self._net.transport) for each in named]
         self._first_use = self._first_uses(has_graph=has_graph)
-        self._segments = Segments(self._net, program)
-        self._moves = Moves(self._net.layers)
         self._kept, self._states = None, [torch.empty(0)]
         versions = list(map(version_of, program.constants))
         with torch.no_grad(), self._net.around(0):
@@ -155,6 +156,7 @@ class FlatPass:
         """Run a segment for all micro-batches, up to the layer at its end."""
         segment = self._program.segments[number]
         end, parts, entries = segment.end, [], 0
+        is_known = number < len(self._segments.normals)
         done = self._program.last_used(number) - self._first_use.keys()
         for index, waiting in enumerate(self._window):
             if index + 1 < len(self._window):
@@ -174,7 +176,7 @@ class FlatPass:
                 outputs = self._segments.outputs(number, waiting)
             for name, value in outputs.items():
                 waiting.hold(name, value)
-            if end is not None:
+            if end is not None and not is_known:
                 x = outputs.get(end.value)
                 x = waiting.get(end.value) if x is None else x
                 end.layer._check_input_dim(x)
@@ -182,7 +184,7 @@ class FlatPass:
                 parts.append(partial(x))
             for name in done:
                 waiting.drop(name)
-        if end is not None:
+        if end is not None and not is_known:
             ranks = self._net.sharing.of(end.layer)
             statistics = combined(parts, entries, ranks, end.name)
             self._segments.normals.append(Normal.of(end.layer, statistics))

@@ -41,22 +41,25 @@ def frozen(value: Any, known: Callable[[Any], Any] = Is) -> Hashable:
 
     >>> frozen([1, 2.0]) == frozen([1, 2.0]), frozen(1) == frozen(1.0)
     (True, False)
+    >>> frozen([1, 2]) == frozen((1, 2))
+    False
     >>> frozen(float("nan")) == frozen(float("nan"))
     True
     """
-    kind = type(value)
-    if kind in BY_VALUE:
-        return kind, value
-    if kind in BY_TEXT:
-        return kind, repr(value)
+    own = type(value)
+    if own in BY_VALUE:
+        return own, value
+    if own in BY_TEXT:
+        return own, repr(value)
     if isinstance(value, list | tuple):
-        return "list", tuple(frozen(each, known) for each in value)
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return kind, tuple(frozen(each, known) for each in value)
     if isinstance(value, dict):
         pairs = value.items()
         return "dict", tuple((frozen(k), frozen(each, known)) for k, each in pairs)
     if isinstance(value, slice):
         return "slice", frozen([value.start, value.stop, value.step], known)
-    if hasattr(value, "tobytes") and not getattr(value.dtype, "hasobject", True):
+    if not getattr(getattr(value, "dtype", None), "hasobject", True):
         return "array", repr(value.dtype), value.shape, value.tobytes()  # NumPy's
     return known(value)
 
