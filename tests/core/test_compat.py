@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler as lrs
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +69,30 @@ def test_gradient_hooks_are_taken_off_for_a_while() -> None:
     torch.autograd.backward(parameter.sum())
     assert len(seen) == 1
     assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+def test_weights_are_computed_anew_within_a_cache() -> None:
+    net = torch.nn.Linear(2, 2)
+    parametrize.register_parametrization(net, "weight", torch.nn.ReLU())
+    with parametrize.cached():
+        first = net.weight
+        assert net.weight is first
+        with _compat.uncached_weights():
+            other = net.weight
+            assert net.weight is not other
+        assert net.weight is first
+    assert net.weight is not first
+
+
+@pytest.mark.parametrize("kind", ["forward", "full_backward", "full_backward_pre"])
+def test_hooks_for_all_modules_are_seen(kind: str) -> None:
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
+    handle = register(lambda *_: None)
+    try:
+        assert _compat.has_hooks_for_all()
+    finally:
+        handle.remove()
+    assert not _compat.has_hooks_for_all()
 
 
 class Counting(TorchFunctionMode):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.backends import cuda as backends
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -383,3 +384,26 @@ def num_modes() -> int:
     """How many function and dispatch modes are open in this thread."""
     functions = torch._C._len_torch_function_stack()
     return functions + torch._C._len_torch_dispatch_stack()
+
+
+@contextlib.contextmanager
+def uncached_weights() -> Iterator[None]:
+    """Within it, a `torch.nn.utils.parametrize.cached()` around it has no effect: each
+    graph computes the weights that it needs."""
+    before = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
+
+def has_hooks_for_all() -> bool:
+    """Whether a forward or backward hook is registered for all modules, as
+    `register_module_forward_hook` of torch.nn.modules.module does."""
+    own: Any = torch.nn.modules.module
+    return bool(
+        own._global_forward_hooks
+        or own._global_backward_hooks
+        or own._global_backward_pre_hooks
+    )

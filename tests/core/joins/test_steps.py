@@ -72,7 +72,7 @@ def test_hooks(memory: str) -> None:
     own, big, seen = made("Trap"), made("Trap"), []
     for net in (big, own):
         conv = net.one[0]
-        conv.register_forward_hook(lambda m, a, out: seen.append(len(out)))
+        conv.register_forward_pre_hook(lambda m, a: seen.append(len(a[0])))
         net.register_forward_hook(lambda m, a, out: 2 * out)
         net.register_forward_pre_hook(lambda m, a: (a[0] + 1,))
         net.fc.weight.register_hook(lambda gradient: 3 * gradient)
@@ -83,6 +83,17 @@ def test_hooks(memory: str) -> None:
     if memory == "flat":  # the first runs once more to compare, and each to recompute
         wanted = [9, "grad", *SIZES, SIZES[0], *reversed(SIZES), "grad"]
     assert seen == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*it has forward hooks")
+def test_a_forward_hook_within_gets_outputs_with_a_graph(memory: str) -> None:
+    own, seen = made("Trap"), []
+    conv = own.one[0]
+    conv.register_forward_hook(lambda m, a, out: seen.append(out.requires_grad))
+    net = compare(own, simple, memory)
+    assert seen == [True] * 4
+    said = "one.0: it has forward hooks" in engines_of(net)[0].why_not
+    assert said == (memory == "flat")
 
 
 @pytest.mark.filterwarnings("ignore:.*it has hooks, which would not run")

@@ -38,6 +38,7 @@ NOT_IN_SEGMENTS = {
     "Alias": "changed in place",
     "OnValues": "OnValues: TraceError",
     "OnShape": "OnShape: TraceError",
+    "GivenAway": "body is given to a function",
     "with_parametrized_layer": "Trap.two.1: its weight or bias is no parameter",
 }
 DRAWING = {

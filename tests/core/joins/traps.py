@@ -85,6 +85,33 @@ class OwnFunction(Trap):
         return Through.apply(x)  # type: ignore[return-value]
 
 
+class Calling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, body: nn.Module, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.body = body
+        return body(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (found,) = torch.autograd.grad(ctx.body(x), x, gradient)
+        return None, found
+
+
+class GivenAway(Trap):
+    """A module is an argument of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Tanh()
+
+    def between(self, x: Tensor) -> Tensor:
+        return Calling.apply(self.body, x)  # type: ignore[return-value]
+
+
 class Hooked(Trap):
     def between(self, x: Tensor) -> Tensor:
         x = x * 1

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core.generators import generator_keeper
+from trainkit.core.generators import generator_keeper, is_generator
+from trainkit.core.inside.settings import KINDS, OF_TORCH
 
 
 class Draws:
@@ -35,8 +36,12 @@ class Draws:
 
     def look(self, module: nn.Module) -> None:
         """Find a module's own generators."""
-        held = [value for each in module.modules() for value in vars(each).values()]
-        self.own = [value for value in held if generator_keeper(value) is not None]
+        self.own = [
+            value
+            for each in module.modules()
+            for name, value in vars(each).items()
+            if name not in OF_TORCH and type(value) not in KINDS and is_generator(value)
+        ]
 
     def keep(
         self, devices: Iterable[torch.device], states: list[torch.Tensor] | None = None

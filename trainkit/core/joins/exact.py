@@ -137,8 +137,9 @@ def exact_batch_norm(
         memory: `"device"`: one graph of all micro-batches, whose saved tensors wait on
             the host where the device is a GPU. `"flat"`: the module is split at its
             layers, and each segment runs once more in the backward pass, so that the
-            device holds one micro-batch. `"auto"`: `"device"` until memory runs out;
-            `"flat"` on several ranks.
+            device holds one micro-batch. A module that cannot be split, such as one
+            with forward hooks within, runs in one graph; a warning says why.
+            `"auto"`: `"device"` until memory runs out; `"flat"` on several ranks.
         process_group: of the ranks that share a window; default: all.
     """
     if not isinstance(module, nn.Module):

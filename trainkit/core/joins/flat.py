@@ -9,41 +9,31 @@ from the last to the first, each with a graph of one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.core._compat import without_gradient_hooks
+from trainkit.core._compat import uncached_weights, without_gradient_hooks
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.draws import Draws, are_same, states_of_host, torch_states
+from trainkit.core.inside.draws import (
+    Draws,
+    are_same,
+    put_back_on_host,
+    states_of_host,
+    torch_states,
+)
 from trainkit.core.inside.moment import Moment, version_of
-from trainkit.core.inside.rows import are_close
 from trainkit.core.inside.sums import Sums
 from trainkit.core.joins.layers import Moves, devices_of
 from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import Gradients, Net
 from trainkit.core.joins.program import Constant, Program, Segment, Untraceable
-from trainkit.core.joins.replay import Replay
+from trainkit.core.joins.proof import prove
+from trainkit.core.joins.segments import Graph, Segments, can_train
 from trainkit.core.joins.statistics import Normal, combined, num_entries, partial
 from trainkit.core.joins.waiting import Waiting
 from trainkit.errors import TrainkitError
-
-
-@dataclass
-class _Graph:
-    """A segment that ran with a graph, for one micro-batch.
-
-    Attributes:
-        leaves: of its inputs that train, by their names.
-        normals: with copies of weights and biases of their own.
-        outputs: by their names.
-    """
-
-    leaves: dict[str, Tensor]
-    normals: list[Normal]
-    outputs: dict[str, Any]
 
 
 class FlatPass:
@@ -69,10 +59,8 @@ class FlatPass:
         self._net, self._program = net, program
         self._draws, self._moment = draws, moment
         self._must_move = moves
-        self._normals: list[Normal] = []
         self._window: list[Waiting] = []
-        self._kept: _Graph | None = None
-        self._moves, self._states = Moves(net.layers), [torch.empty(0)]
+        self._kept: Graph | None = None
         self.build = program.build
         self.differentiable: list[bool] = []
 
@@ -80,28 +68,34 @@ class FlatPass:
 
     def forward(self, arguments: Sequence[list[Any]]) -> None:
         """Run the module on the arguments of each micro-batch."""
-        program, has_graph = self._program, torch.is_grad_enabled()
+        program, draws = self._program, self._draws
         self._devices = devices_of(value for each in arguments for value in each)
         self._values = arguments
-        named = [program.by_name(each) for each in arguments]
-        self._window = [Waiting(each, self._net.transport) for each in named]
-        self._first_use = self._first_uses(has_graph=has_graph)
-        before = states_of_host()
-        if not program.is_proven:
-            self._draws.look(self._net.module)
-            self._draws.of_host = True  # it may draw from them
-        with torch.no_grad(), self._net.around(0):
-            for number in range(len(program.segments)):
-                self._forward(number, has_graph=has_graph)
-        if not program.is_proven:
-            self._draws.of_host = False
-            self._draws.note(before)
-            self._prove()
-        if moved := self._moment.moved():
-            raise TrainkitError(
-                f"{self._net.name}: in segments its forward pass runs twice, and it "
-                f'moves {listed(moved)}. Use memory="device".'
-            )
+        draws.look(self._net.module)
+        is_kept = draws.of_host
+        draws.of_host = is_kept or not program.is_proven  # it may draw from them
+        hosts, again = states_of_host(), draws.keep(self._devices)
+        left = Left(self._net.module)
+        try:
+            with uncached_weights():
+                self._segments = Segments(self._net, program)
+                self._moves = Moves(self._net.layers)
+                self._run()
+                was_kept, draws.of_host = draws.of_host, is_kept
+                if draws.note(hosts) and not was_kept:
+                    put_back_on_host(hosts)
+                    again()
+                    self._run()
+                if not program.is_proven or left.since():
+                    self._prove()  # a second run leaves nothing if that is a cache
+        except Exception as error:
+            draws.of_host = is_kept
+            program.is_proven &= not isinstance(error, Untraceable)
+            if not program.is_proven:
+                put_back_on_host(hosts)
+                again()
+            raise
+        self._check_moved()
         if self._must_move:
             self._moves.make()
         last = program.leaves(self._window[-1])
@@ -109,6 +103,30 @@ class FlatPass:
             self._is_differentiable(name, value)
             for name, value in zip(program.results, last, strict=True)
         ]
+
+    def _run(self) -> None:
+        """Run all segments. Another run, with the same draws, has the statistics of the
+        first, so that no rank waits for others there."""
+        program, has_graph = self._program, torch.is_grad_enabled()
+        named = [program.by_name(each) for each in self._values]
+        self._window = [Waiting(each, self._net.transport) for each in named]
+        self._first_use = self._first_uses(has_graph=has_graph)
+        self._kept, self._states = None, [torch.empty(0)]
+        versions = list(map(version_of, program.constants))
+        with torch.no_grad(), self._net.around(0):
+            for number in range(len(program.segments)):
+                self._forward(number, has_graph=has_graph)
+        if versions != list(map(version_of, program.constants)):
+            raise Untraceable(
+                "it changes a tensor in place that is one for all micro-batches"
+            )
+
+    def _check_moved(self) -> None:
+        if moved := self._moment.moved():
+            raise TrainkitError(
+                f"{self._net.name}: in segments its forward pass runs twice, and it "
+                f'moves {listed(moved)}. Use memory="device".'
+            )
 
     def leaves(self, index: int) -> list[Any]:
         """The leaves of a micro-batch's output, which have no graph; to be had once."""
@@ -138,6 +156,7 @@ class FlatPass:
         """Run a segment for all micro-batches, up to the layer at its end."""
         segment = self._program.segments[number]
         end, parts, entries = segment.end, [], 0
+        is_known = number < len(self._segments.normals)
         done = self._program.last_used(number) - self._first_use.keys()
         for index, waiting in enumerate(self._window):
             if index + 1 < len(self._window):
@@ -151,13 +170,13 @@ class FlatPass:
             if is_last and has_graph:
                 if torch.is_autocast_cache_enabled():
                     torch.clear_autocast_cache()  # casted weights without a graph
-                self._kept = self._graph(number, waiting)
+                self._kept = self._segments.graph(number, waiting)
                 outputs = self._kept.outputs
             else:
-                outputs = self._outputs(number, waiting)
+                outputs = self._segments.outputs(number, waiting)
             for name, value in outputs.items():
                 waiting.hold(name, value)
-            if end is not None:
+            if end is not None and not is_known:
                 x = outputs.get(end.value)
                 x = waiting.get(end.value) if x is None else x
                 end.layer._check_input_dim(x)
@@ -165,39 +184,18 @@ class FlatPass:
                 parts.append(partial(x))
             for name in done:
                 waiting.drop(name)
-        if end is not None:
+        if end is not None and not is_known:
             ranks = self._net.sharing.of(end.layer)
             statistics = combined(parts, entries, ranks, end.name)
-            self._normals.append(Normal.of(end.layer, statistics))
+            self._segments.normals.append(Normal.of(end.layer, statistics))
             self._moves.add(end.layer, statistics)
-
-    def _outputs(self, number: int, waiting: Waiting) -> dict[str, Any]:
-        segment, program = self._program.segments[number], self._program
-        values = [waiting.get(name) for name in segment.inputs]
-        for place, name in enumerate(segment.inputs):
-            if program.may_write(number, name) and isinstance(values[place], Tensor):
-                values[place] = values[place].clone()
-        found = segment.graph(*values, *(self._normals[n] for n in segment.joins))
-        if not program.is_proven:
-            for name, value in zip(segment.inputs, values, strict=True):
-                if isinstance(value, Tensor) and version_of(value):
-                    self._note_written(number, name)
-        return dict(zip(segment.outputs, found, strict=True))
-
-    def _note_written(self, number: int, name: str) -> None:
-        program = self._program
-        program.written.add((number, name))
-        if any(name in each.inputs for each in program.segments[number + 1 :]):
-            raise Untraceable(
-                "a tensor that is passed on over a layer is changed in place, and "
-                "used again behind the next one"
-            )
 
     def _put_back(self) -> Any:
         """What restores the random states of this moment."""
         states = torch_states(self._devices)
-        if self._draws.of_host or not are_same(states, self._states):
-            self._back = self._draws.keep(self._devices, states)
+        draws = self._draws
+        if draws.of_host or draws.own or not are_same(states, self._states):
+            self._back = draws.keep(self._devices, states)
             self._states = states
         return self._back
 
@@ -207,28 +205,22 @@ class FlatPass:
         found = self._kept.outputs.get(name)
         if isinstance(found, Tensor):
             return found.requires_grad
-        can = isinstance(value, Tensor) and value.is_floating_point()
-        return can and name in self._program.trains
+        return can_train(value) and name in self._program.trains
 
     def _prove(self) -> None:
-        """Compare the outputs of the first micro-batch with the module's own, by the
-        same statistics and draws."""
-        first, program = self._window[0], self._program
-        after, left = self._draws.keep(self._devices), Left(self._net.module)
-        self._net.switched(0)
-        ends = [each.end for each in program.segments if each.end is not None]
+        first, after = self._window[0], self._draws.keep(self._devices)
+        outputs = self._program.leaves(first)
         try:
-            replay = Replay(ends, self._normals, first.put_back)
-            with torch.no_grad():
-                found = replay.run(self._net, self._values[0])
+            prove(
+                self._net,
+                self._program,
+                self._segments.normals,
+                first.put_back,
+                self._values[0],
+                outputs,
+            )
         finally:
             after()
-        for one, other in zip(program.leaves(first), found, strict=True):
-            if isinstance(one, Tensor) and not are_close(one, other):
-                raise Untraceable("as it was traced, its outputs are others")
-        if names := left.since():
-            raise Untraceable(f"its forward leaves tensors in {listed(names)}")
-        program.is_proven = True
 
     # ---- backward --------------------------------------------------------------------
 
@@ -247,7 +239,7 @@ class FlatPass:
         self._sums_of: dict[int, Tensor] = {}
         now = self._draws.keep(self._devices)
         try:
-            with self._moment.again(), torch.no_grad():
+            with self._moment.again(), uncached_weights(), torch.no_grad():
                 numbers = reversed(range(len(self._program.segments)))
                 left = [number for number in numbers if self._pulls(number)]
                 for number, following in zip(left, [*left[1:], None], strict=True):
@@ -288,7 +280,7 @@ class FlatPass:
             self._kept = None
             if graph is None:
                 waiting.put_back[number]()
-                graph = self._graph(number, waiting)
+                graph = self._segments.graph(number, waiting)
             self._pull(segment, graph, waiting, sums)
             for name in segment.inputs:
                 if self._first_use[name] == number:
@@ -307,34 +299,10 @@ class FlatPass:
         waiting.fetch(segment.inputs)
         waiting.fetch_gradients([*segment.outputs, *segment.inputs])
 
-    def _graph(self, number: int, waiting: Waiting) -> _Graph:
-        """Run a segment with a graph that begins at its inputs."""
-        segment, values = self._program.segments[number], []
-        leaves: dict[str, Tensor] = {}
-        with torch.enable_grad():
-            for name in segment.inputs:
-                value = waiting.get(name)
-                if isinstance(value, Tensor):
-                    if name in self._program.trains and value.is_floating_point():
-                        value = leaves[name] = value.detach().requires_grad_()
-                    if self._program.may_write(number, name):
-                        value = value.clone()
-                values.append(value)
-            normals = [
-                replace(
-                    each,
-                    weight=each.weight.detach().requires_grad_(),
-                    bias=each.bias.detach().requires_grad_(),
-                )
-                for each in (self._normals[n] for n in segment.joins)
-            ]
-            found = segment.graph(*values, *normals)
-        return _Graph(leaves, normals, dict(zip(segment.outputs, found, strict=True)))
-
     def _pull(
         self,
         segment: Segment,
-        graph: _Graph,
+        graph: Graph,
         waiting: Waiting,
         sums: list[Tensor | None],
     ) -> None:
@@ -384,7 +352,7 @@ class FlatPass:
         for n, sums in self._sums_of.items():
             end = self._program.segments[n].end
             if end is not None and end.value == name:
-                more = self._normals[n].correction(value.detach(), sums)
+                more = self._segments.normals[n].correction(value.detach(), sums)
                 gradient = more if gradient is None else gradient + more
         return gradient
 

@@ -152,18 +152,6 @@ def sharing_of(process_group: Any = None) -> Sharing:
     return Sharing(Ranks(group=process_group, size=size, index=index))
 
 
-def versions_of(arguments: Iterable[Iterable[Any]]) -> list[int]:
-    """How often each tensor among some values was changed in place."""
-    return [version_of(x) for each in arguments for x in each if isinstance(x, Tensor)]
-
-
-def places_of(module: nn.Module) -> dict[str, int]:
-    """Where in memory the weights of a module are."""
-    own = (Tensor, nn.Parameter)
-    named = module.named_parameters()
-    return {name: each.data_ptr() for name, each in named if type(each) in own}
-
-
 def devices_of(values: Iterable[Any]) -> set[Any]:
     """The devices of the tensors among some values."""
     return {value.device for value in values if isinstance(value, Tensor)}

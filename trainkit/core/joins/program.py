@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.joins.net import Net
+from trainkit.core.joins.sameness import WITHOUT_GRAPH
 from trainkit.core.split.fields import Build, take_apart
 
 
@@ -20,10 +21,6 @@ class Constant:
     """A leaf of an output that is the same for all arguments."""
 
     value: Any
-
-
-WITHOUT_GRAPH = "without_graph"
-"""Marks operations that ran under `no_grad`."""
 
 
 class Untraceable(Exception):
@@ -83,6 +80,8 @@ class Program:
         results: the names of the leaves of the output, or constants.
         build: makes the output of its leaves.
         trains: the names of values that may have a gradient.
+        constants: the tensors that it reads, but for the module's own parameters and
+            buffers.
         is_proven: whether it has run, and was compared with the module itself.
         written: the segments and names of inputs that they change in place.
     """
@@ -92,6 +91,7 @@ class Program:
     results: list[Any]
     build: Build
     trains: set[str]
+    constants: list[Tensor] = field(default_factory=list)
     is_proven: bool = False
     written: set[tuple[int, str]] = field(default_factory=set)
 
@@ -135,7 +135,9 @@ class Entry(nn.Module):
 
     def __init__(self, net: Net, values: Sequence[Any]) -> None:
         super().__init__()
-        self.net, self._run, self._values = net.module, net.run, values
+        self.net = net.module
+        self._run: Any = net.run
+        self._values = values
         self.build: Build
         self.functions = nn.ModuleList()
 
@@ -144,6 +146,10 @@ class Entry(nn.Module):
         values = [next(each) if isinstance(v, Tensor) else v for v in self._values]
         leaves, self.build = take_apart(self._run(values))
         return tuple(leaf.value for leaf in leaves)
+
+    def forget(self) -> None:
+        """Let go of the arguments, which a trace would keep."""
+        self._run, self._values = None, []
 
 
 class Splitter:
@@ -180,7 +186,14 @@ class Splitter:
             results=[x.name if isinstance(x, fx.Node) else Constant(x) for x in leaves],
             build=self._entry.build,
             trains={node.name for node in self._trains},
+            constants=self._constants(),
         )
+
+    def _constants(self) -> list[Tensor]:
+        own = {id(x) for x in (*self._entry.parameters(), *self._entry.buffers())}
+        names = {str(node.target) for node in self._nodes if node.op == "get_attr"}
+        found = [attribute(self._entry, name) for name in sorted(names)]
+        return [x for x in found if isinstance(x, Tensor) and id(x) not in own]
 
     def _is_join(self, node: fx.Node) -> bool:
         if node.op != "call_module":
@@ -216,7 +229,7 @@ class Splitter:
         if node.op == "call_module":
             own = self._modules[str(node.target)].parameters()
         elif node.op == "get_attr":
-            own = [_attribute(self._entry, str(node.target))]
+            own = [attribute(self._entry, str(node.target))]
         if any(isinstance(p, Tensor) and p.requires_grad for p in own):
             return True
         return any(each in self._trains for each in node.all_input_nodes)
@@ -295,7 +308,7 @@ class Splitter:
                 found |= {id(p): p for p in module.parameters() if p.requires_grad}
         for node in known:
             if node.op == "get_attr":
-                value = _attribute(self._entry, str(node.target))
+                value = attribute(self._entry, str(node.target))
                 if isinstance(value, nn.Parameter) and value.requires_grad:
                     found[id(value)] = value
         return list(found.values())
@@ -321,7 +334,8 @@ def _normalised(normal: Any, x: Tensor) -> Tensor:
     return normal(x)
 
 
-def _attribute(root: Any, path: str) -> Any:
+def attribute(root: Any, path: str) -> Any:
+    """What stands at a path of attributes."""
     for name in path.split("."):
         root = getattr(root, name)
     return root

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.autograd.graph import saved_tensors_hooks
+
 from trainkit.core.joins.branches import Branches
 from trainkit.core.joins.intercepted import Intercepted
 from trainkit.core.joins.net import Net
@@ -31,10 +33,23 @@ class Replay:
         self._ends, self._normals, self._put_back = ends, normals, put_back
         self._number = 0
 
-    def run(self, net: Net, values: list[Any]) -> list[Any]:
-        """The leaves of the output."""
+    def run(self, net: Net, values: list[Any], *, saves: bool = False) -> list[Any]:
+        """The leaves of the output. Gradients are on or off as outside.
+
+        Args:
+            net: whose module runs.
+            values: its arguments.
+            saves: whether tensors are saved for a backward pass; `torch.func` needs it.
+        """
+
+        def forward() -> Any:
+            if saves:
+                return net.run(list(values))
+            with saved_tensors_hooks(_nothing, _nothing):
+                return net.run(list(values))
+
         self._put_back[0]()
-        (output,) = Branches([lambda: net.run(list(values))], owner=self)
+        (output,) = Branches([forward], owner=self)
         return [field.value for field in take_apart(output)[0]]
 
     def called(self, module: Intercepted, args: Any, kwargs: Any) -> Any:
@@ -47,3 +62,7 @@ class Replay:
         self._put_back[number + 1]()
         (x,) = [*args, *kwargs.values()]
         return self._normals[number](x)
+
+
+def _nothing(value: Any) -> Any:
+    return None

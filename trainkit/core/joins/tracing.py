@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -14,22 +21,15 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainkit.core._compat import has_hooks_for_all, uncached_weights
 from trainkit.core.inside.draws import Draws, are_same, states_of_host, torch_states
-from trainkit.core.inside.settings import (
-    KINDS,
-    OF_TORCH,
-    changed,
-    put_back,
-    settings_of,
-)
+from trainkit.core.inside.settings import changed, put_back, settings_of
+from trainkit.core.joins.constants import Constants
+from trainkit.core.joins.layers import devices_of
 from trainkit.core.joins.net import Net
-from trainkit.core.joins.program import (
-    WITHOUT_GRAPH,
-    Entry,
-    Program,
-    Splitter,
-    Untraceable,
-)
+from trainkit.core.joins.program import Entry, Program, Splitter, Untraceable
+from trainkit.core.joins.proxies import Attributes
+from trainkit.core.joins.sameness import WITHOUT_GRAPH, operations
 from trainkit.core.split.fields import take_apart
 
 
@@ -39,6 +39,37 @@ class _Proxy(fx.Proxy):
     def __setitem__(self, index: Any, value: Any) -> None:
         given = self, index, value
         self.tracer.create_proxy("call_function", operator.setitem, given, {})
+
+
+class _Buffer(_Proxy):
+    """A buffer in tracing. Its values are those of each run; what it is like is known.
+
+    Args:
+        node: reads it.
+        tracer: of the node.
+        value: the buffer at present.
+    """
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, value: Tensor) -> None:
+        super().__init__(node, tracer)
+        self._value = value
+
+    shape = property(lambda self: self._value.shape)
+    ndim = property(lambda self: self._value.ndim)
+    dtype = property(lambda self: self._value.dtype)
+    device = property(lambda self: self._value.device)
+
+    def size(self, *dim: int) -> Any:
+        return self._value.size(*dim)
+
+    def dim(self) -> int:
+        return self._value.dim()
+
+    def numel(self) -> int:
+        return self._value.numel()
+
+    def __len__(self) -> int:
+        return len(self._value)
 
 
 class _Tracer(fx.Tracer):
@@ -52,8 +83,13 @@ class _Tracer(fx.Tracer):
     def __init__(self, entry: Entry, open_: Collection[nn.Module]) -> None:
         super().__init__(param_shapes_constant=True)
         self._entry, self._open = entry, open_
-        self._casts = autocast_now()
+        self._casts, self._thread = autocast_now(), get_ident()
         self.running: list[nn.Module] = []
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether another thread calls, which tracing is not to disturb."""
+        return get_ident() != self._thread
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self._open
@@ -73,10 +109,32 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        if self._is_elsewhere:
+            return forward(*args, **kwargs)
         self.running.append(m)
         found = super().call_module(m, forward, args, kwargs)
         self.running.pop()  # where it fails, the place stays
         return found
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if self._is_elsewhere:
+            return attr_val
+        if isinstance(attr_val, Tensor) and not isinstance(attr_val, nn.Parameter):
+            for name, value in self.root.named_buffers():
+                if value is attr_val:
+                    return self._buffer(name, value, parameter_proxy_cache)
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def _buffer(self, name: str, value: Tensor, cache: dict[str, Any]) -> Any:
+        if name not in cache:
+            cache[name] = self.create_proxy(
+                "get_attr",
+                name,
+                (),
+                {},
+                proxy_factory_fn=lambda node: _Buffer(node, self, value),
+            )
+        return cache[name]
 
     @contextlib.contextmanager
     def whole_functions(self) -> Iterator[None]:
@@ -104,71 +162,84 @@ class _Apply(nn.Module):
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
-        self._kind = kind
+        self.applied = kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._kind.apply(*args, **kwargs)
+        return self.applied.apply(*args, **kwargs)
 
 
-def traced(net: Net, values: Sequence[Any]) -> Program:
-    """Split a forward at its layers of BatchNorm.
+@dataclass
+class Trace:
+    """A forward as operations that are not split yet.
+
+    Attributes:
+        tensors: what stands for each tensor that is no argument, by name.
+        trained: whether each argument that is a tensor trains.
+    """
+
+    net: Net
+    entry: Entry
+    graph: fx.Graph
+    tensors: Mapping[str, Hashable]
+    trained: list[bool]
+
+    def sameness(self) -> Hashable:
+        """Equal for traces of the same operations."""
+        modules = dict(self.entry.named_modules())
+        return self.tensors[""], operations(self.graph, modules, self.tensors)
+
+    def program(self) -> Program:
+        """The forward, split at its layers of BatchNorm."""
+        return Splitter(self.net, self.entry, self.graph, self.trained).program()
+
+
+def traced(net: Net, arguments: Sequence[Sequence[Any]]) -> Trace:
+    """The operations of a forward.
 
     Args:
         net: whose forward.
-        values: its arguments; tensors may be others, all else must be the same.
+        arguments: of each micro-batch; all that is no tensor is the same.
 
     Raises:
-        Untraceable: it cannot be traced.
+        Untraceable: it cannot be traced, or not be split.
     """
     open_ = _holding_layers(net)
-    _refuse_hooks(net, open_)
+    refuse_hooks(net, open_)
     _refuse_computed_weights(net)
-    entry = Entry(net, values)
+    values = arguments[0]
+    entry, constants = Entry(net, values), Constants()
     tracer = _Tracer(entry, {*open_, entry})
     inputs = tuple(fx.PH for v in values if isinstance(v, Tensor))  # pyright: ignore
-    before, held = settings_of(net.module), _attributes(net.module)
-    with _refusing_draws(net):
-        try:
-            with torch.enable_grad(), tracer.whole_functions():
+    before, held = settings_of(net.module), Attributes(open_)
+    graph, tensors = fx.Graph(), {}
+    failed: Exception | None = None
+    try:
+        with _refusing_draws(net, values), uncached_weights():
+            with constants, tracer.whole_functions():
                 graph = tracer.trace(entry, concrete_args={"tensors": inputs})
-        except Exception as error:
-            place = net.path(tracer.running[-1]) if tracer.running else net.name
-            text = str(error).split("\n")[0]
-            kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
-            raise Untraceable(f"{place}: {kind}{text}") from error
-        finally:
-            moved = changed(before, settings_of(net.module))
-            put_back(before, moved)
-            left = _put_back_proxies(net.module, held)
+            tensors = constants.tensors(graph, entry)
+    except Exception as error:
+        failed = error
+    finally:
+        entry.forget()
+        moved = changed(before, settings_of(net.module))
+        put_back(before, moved)
+        left = held.put_back()
     for module, name in [*moved, *left]:
         raise Untraceable(f"{net.path(module)}: its forward sets self.{name}")
-    trained = [v.requires_grad for v in values if isinstance(v, Tensor)]
-    return Splitter(net, entry, graph, trained).program()
-
-
-def looks_of(module: nn.Module) -> tuple[Any, ...]:
-    """What a module has for attributes that are functions or hold several numbers or
-    words, since its forward may depend on them."""
-    return tuple(
-        _look(value)
-        for each in module.modules()
-        for name, value in vars(each).items()
-        if name not in OF_TORCH and type(value) not in KINDS
-    )
-
-
-def _look(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return (type(value), *map(_look, value))
-    if isinstance(value, dict):
-        return (type(value), *((id(key), _look(one)) for key, one in value.items()))
-    if isinstance(value, MethodType):
-        return id(value.__func__), id(value.__self__)
-    simple = value is None or type(value) in KINDS or isinstance(value, torch.dtype)
-    if simple:
-        return value
-    is_function = isinstance(value, FunctionType | BuiltinFunctionType | Enum)
-    return id(value) if is_function else type(value)
+    if failed is not None:
+        place = net.path(tracer.running[-1]) if tracer.running else net.name
+        text = str(failed).split("\n")[0]
+        is_own = isinstance(failed, Untraceable)
+        kind = "" if is_own else f"{type(failed).__name__}: "
+        raise Untraceable(f"{place}: {kind}{text}") from failed
+    by_argument = zip(*arguments, strict=True)
+    trained = [
+        any(each.requires_grad for each in several)
+        for several in by_argument
+        if isinstance(several[0], Tensor)
+    ]
+    return Trace(net, entry, graph, tensors, trained)
 
 
 def autocast_now() -> tuple[Any, ...]:
@@ -180,22 +251,23 @@ def autocast_now() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _refusing_draws(net: Net) -> Iterator[None]:
+def _refusing_draws(net: Net, values: Sequence[Any]) -> Iterator[None]:
     """Refuse random numbers that are drawn in tracing, which would be constants, and
     put the generators back."""
     draws = Draws()
     draws.of_host = True
     draws.look(net.module)
-    torchs, hosts = torch_states([]), states_of_host()
+    devices = devices_of(values)
+    torchs, hosts = torch_states(devices), states_of_host()
     own = [_state(each) for each in draws.own]
-    restore = draws.keep([])
+    restore = draws.keep(devices)
     try:
         yield
         is_moved = Draws().note(hosts) or own != [_state(each) for each in draws.own]
-        if is_moved or not are_same(torchs, torch_states([])):
+        if is_moved or not are_same(torchs, torch_states(devices)):
             raise Untraceable(
-                f"{net.name}: the forward of a module that holds a layer draws random "
-                f"numbers that do not depend on its arguments"
+                "the forward of a module that holds a layer draws random numbers that "
+                "do not depend on its arguments"
             )
     finally:
         restore()
@@ -218,8 +290,17 @@ def _holding_layers(net: Net) -> list[nn.Module]:
     ]
 
 
-def _refuse_hooks(net: Net, open_: Sequence[nn.Module]) -> None:
+def refuse_hooks(net: Net, open_: Collection[nn.Module]) -> None:
+    """Refuse what would not run, or not as it does in one graph."""
+    if has_hooks_for_all():
+        raise Untraceable("hooks are registered for all modules")
     for each in net.module.modules():
+        is_leaf = each is not net.module and each not in open_
+        if is_leaf and each not in net.layers and each._forward_hooks:
+            raise Untraceable(
+                f"{net.path(each)}: it has forward hooks, which would get outputs "
+                f"without a graph"
+            )
         is_other = isinstance(each, _NormBase) and each not in net.layers
         if is_other and each.training and each.track_running_stats:
             place = net.path(each)
@@ -245,37 +326,3 @@ def _refuse_computed_weights(net: Net) -> None:
                     f"{net.path(layer)}: its weight or bias is no parameter, but is "
                     f"computed from others"
                 )
-
-
-def _attributes(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    return {
-        (each, name): value
-        for each in module.modules()
-        for name, value in vars(each).items()
-    }
-
-
-def _put_back_proxies(
-    module: nn.Module, before: dict[tuple[nn.Module, str], Any]
-) -> list[tuple[nn.Module, str]]:
-    """Give attributes the values they had that hold values of the tracing."""
-    found = []
-    for (each, name), value in _attributes(module).items():
-        if isinstance(value, fx.Proxy | tuple) and _has_proxy([value]):
-            vars(each)[name] = before.get((each, name))
-        elif isinstance(value, list) and _has_proxy(value):
-            value[:] = [one for one in value if not _has_proxy([one])]
-        elif isinstance(value, dict) and _has_proxy(value.values()):
-            for key in [key for key, one in value.items() if _has_proxy([one])]:
-                del value[key]
-        else:
-            continue
-        found.append((each, name))
-    return found
-
-
-def _has_proxy(values: Iterable[Any]) -> bool:
-    return any(
-        isinstance(one, fx.Proxy) or (isinstance(one, tuple) and _has_proxy(one))
-        for one in values
-    )
