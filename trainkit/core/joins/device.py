@@ -21,7 +21,7 @@ from trainkit.core._compat import without_gradient_hooks
 from trainkit.core.inside.moment import Moment
 from trainkit.core.joins.branches import Branches, current
 from trainkit.core.joins.intercepted import Intercepted
-from trainkit.core.joins.joint_graph import meet, normalised
+from trainkit.core.joins.joint_graph import Beginning, meet, normalised
 from trainkit.core.joins.layers import Moves
 from trainkit.core.joins.net import Gradients, Net
 from trainkit.core.joins.transport import Kept, OnDevice
@@ -99,7 +99,7 @@ class DevicePass:
 
     def _run(self, index: int, values: list[Any]) -> Any:
         with self._net.around(index):
-            return self._net.run(list(values))
+            return self._net.run(list(map(_may_be_changed, values)))
 
     def leaves(self, index: int) -> list[Any]:
         """The leaves of a micro-batch's output, which have no graph; to be had once."""
@@ -202,6 +202,11 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor) and value.requires_grad:
         return value.detach().requires_grad_()
     return value
+
+
+def _may_be_changed(value: Any) -> Any:
+    """An argument that forward may change in place."""
+    return Beginning.apply(value) if _has_graph(value) else value
 
 
 def _has_graph(value: Any) -> bool:

@@ -134,7 +134,7 @@ class Engine:
         if self._memory == "auto" and self.sharing.ranks.size > 1:
             self.prefers_flat = True
         moment = moment or Moment(self.module, self.name, devices)
-        watch = Watch(net, moment, arguments, is_first=self._is_first)
+        watch = Watch(net, moment, is_first=self._is_first)
         found = _Chosen(self, net, moment, self._draws, arguments)
         self.attributes.begin()
         with watch:

@@ -181,3 +181,15 @@ class _Normalise(torch.autograd.Function):
             for like, each in zip(ctx.like, sums, strict=True)
         ]
         return None, None, None, torch.stack(sums), *own
+
+
+class Beginning(torch.autograd.Function):
+    """Begins a graph at a leaf, with a tensor that may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]

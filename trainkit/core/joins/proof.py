@@ -40,13 +40,13 @@ def prove(
     Raises:
         Untraceable: they are others, or the module does what segments do not.
     """
+    net.switched(0)  # its attributes are there now
     left = Left(net.module)
     ends = [each.end for each in program.segments if each.end is not None]
 
     def run(*, saves: bool) -> list[Any]:
         copies = [_copy(value) for value in values]
         versions = [version_of(x) for x in copies if isinstance(x, Tensor)]
-        net.switched(0)
         found = Replay(ends, normals, put_back).run(net, copies, saves=saves)
         if versions != [version_of(x) for x in copies if isinstance(x, Tensor)]:
             raise Untraceable("it changes an argument in place")

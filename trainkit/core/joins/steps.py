@@ -17,6 +17,7 @@ from trainkit.core.joins.attributes import Attributes, SetBefore
 from trainkit.core.joins.branches import Branches, current
 from trainkit.core.joins.engine import Engine, Memory, check_memory
 from trainkit.core.joins.intercepted import Intercepted, Interceptions
+from trainkit.core.joins.joint_graph import Beginning
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.net import Pass
 from trainkit.core.split.fields import take_apart
@@ -229,7 +230,7 @@ class JoinedSteps:
             if is_differentiable and has_graph:
                 leaf = leaves[place].requires_grad_()
                 call.watch(index, place, leaf)
-                leaves[place] = _Begin.apply(leaf)
+                leaves[place] = Beginning.apply(leaf)
         return call.ran.build(iter(leaves))
 
     @property
@@ -273,18 +274,6 @@ def _refuse_hidden_graphs(where: str, values: Sequence[Sequence[Any]]) -> None:
                     f"has a gradient that would be lost. Use tensors, or tuples and "
                     f"dicts of them."
                 )
-
-
-class _Begin(torch.autograd.Function):
-    """Begins a step's graph at a leaf, with a tensor that may be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        return grad_outputs[0]
 
 
 def _deliver(

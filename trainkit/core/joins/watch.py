@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.moment import Moment, version_of
+from trainkit.core.inside.moment import Moment
 from trainkit.core.joins.layers import other_norms, running_statistics
 from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import Net
@@ -28,19 +27,11 @@ class Watch:
     Args:
         net: whose forward runs.
         moment: what the module is like before.
-        arguments: of each micro-batch.
         is_first: whether it is the first call, in which more is looked at.
     """
 
-    def __init__(
-        self,
-        net: Net,
-        moment: Moment,
-        arguments: Sequence[list[Any]],
-        *,
-        is_first: bool,
-    ) -> None:
-        self._net, self._moment, self._arguments = net, moment, arguments
+    def __init__(self, net: Net, moment: Moment, *, is_first: bool) -> None:
+        self._net, self._moment = net, moment
         others = other_norms(net.module, net.name)
         # Layers move these; InstanceNorm's move with each micro-batch.
         moment.leave_out(running_statistics(net.module, {**net.layers, **others}))
@@ -52,7 +43,7 @@ class Watch:
                 f"batch's. Use track_running_stats=False.",
                 stacklevel=2,
             )
-        self._versions, self._places = self._versions_now(), self._places_now()
+        self._places = self._places_now()
         self._left = Left(net.module) if is_first else None
         self._functions = _Functions(net.name) if is_first else None
 
@@ -67,11 +58,6 @@ class Watch:
     def check(self) -> None:
         """Refuse what a forward that has run has changed."""
         name = self._net.name
-        if self._versions_now() != self._versions:
-            raise TrainkitError(
-                f"{name}: its forward pass must not change its arguments in place, "
-                f"since others may need them. Give it a clone()."
-            )
         self._moment.check_state()
         now, before = self._places_now(), self._places
         if moved := [each for each in before if now.get(each) != before[each]]:
@@ -88,11 +74,6 @@ class Watch:
                 f"{listed(left)}, where each micro-batch overwrites those of the one "
                 f"before. Return them as outputs, or detach() them."
             )
-
-    def _versions_now(self) -> list[int]:
-        """How often each argument was changed in place."""
-        given = (x for each in self._arguments for x in each if isinstance(x, Tensor))
-        return [version_of(each) for each in given]
 
     def _places_now(self) -> dict[str, int]:
         """Where in memory the weights are."""
