@@ -57,8 +57,16 @@ def peak(make: Any, rows: int, memory: Any) -> int:
     return most
 
 
-@pytest.mark.parametrize("rows", [256, 1024])
-@pytest.mark.parametrize("make", [ResNet, UNet, DenseNet, lambda: ResNet(Bottleneck)])
+NETS = {
+    "resnet": (ResNet, 256),
+    "resnet, more rows": (ResNet, 1024),
+    "unet": (UNet, 256),
+    "densenet": (DenseNet, 256),
+    "bottleneck": (lambda: ResNet(Bottleneck), 256),
+}
+
+
+@pytest.mark.parametrize(("make", "rows"), NETS.values(), ids=NETS.keys())
 def test_segments_take_the_memory_of_one_micro_batch(make: Any, rows: int) -> None:
     few, many = peak(make, 64, "flat"), peak(make, rows, "flat")
     assert few / 1.15 <= many <= 1.15 * few
