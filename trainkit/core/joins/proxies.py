@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 
-class Attributes:
+class BeforeTracing:
     """What stands in the attributes of some modules, to be put back.
 
     Args:
@@ -51,7 +51,7 @@ class Attributes:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | list)
+    return isinstance(value, (dict, list))
 
 
 def _has_proxy(value: Any) -> bool:

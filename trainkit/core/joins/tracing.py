@@ -28,7 +28,7 @@ from trainkit.core.joins.constants import Constants
 from trainkit.core.joins.layers import devices_of
 from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Entry, Program, Splitter, Untraceable
-from trainkit.core.joins.proxies import Attributes
+from trainkit.core.joins.proxies import BeforeTracing
 from trainkit.core.joins.sameness import WITHOUT_GRAPH, operations
 from trainkit.core.split.fields import take_apart
 
@@ -210,7 +210,7 @@ def traced(net: Net, arguments: Sequence[Sequence[Any]]) -> Trace:
     entry, constants = Entry(net, values), Constants()
     tracer = _Tracer(entry, {*open_, entry})
     inputs = tuple(fx.PH for v in values if isinstance(v, Tensor))  # pyright: ignore
-    before, held = settings_of(net.module), Attributes(open_)
+    before, held = settings_of(net.module), BeforeTracing(open_)
     graph, tensors = fx.Graph(), {}
     failed: Exception | None = None
     try:
