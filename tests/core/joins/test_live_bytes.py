@@ -60,9 +60,9 @@ def peak(make: Any, rows: int, memory: Any) -> int:
 NETS = {
     "resnet": (ResNet, 256),
     "resnet, more rows": (ResNet, 1024),
-    "unet": (UNet, 256),
-    "densenet": (DenseNet, 256),
-    "bottleneck": (lambda: ResNet(Bottleneck), 256),
+    "unet": (UNet, 128),
+    "densenet": (DenseNet, 128),
+    "bottleneck": (lambda: ResNet(Bottleneck), 128),
 }
 
 
