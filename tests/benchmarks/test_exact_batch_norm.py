@@ -32,7 +32,7 @@ def test_segments_hold_one_micro_batch_whatever_the_window() -> None:
     (small, _), (large, _) = (peak_and_traffic(step("flat", n)) for n in (16, 48))
     assert large <= 1.15 * small
     one, three = (peak_and_traffic(step("device", n))[0] for n in (16, 48))
-    assert three > 2 * one
+    assert three > 1.8 * one
     plain, _ = peak_and_traffic(step("plain", 48))
     assert large <= 1.3 * plain
 
