@@ -205,9 +205,6 @@ CASES = {
     "plain_tensor_replaced": odd(
         lambda net, x: x * net.plain, put(plain=ONE * 0.2), plain=ONE
     ),
-    "plain_tensor_in_place": odd(
-        lambda net, x: x + net.plain.fill_(2.0), why="no argument", plain=ONE
-    ),
     "tensor_of_numbers": odd(
         lambda net, x: x * torch.tensor(net.scales).view(4, 1, 1),
         put(scales=[4.0, 3.0, 2.0, 0.5]),

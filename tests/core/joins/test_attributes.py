@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ class Listed(Trap):
 @pytest.mark.parametrize("memory", ["auto", "device", "flat"])
 @pytest.mark.parametrize("make", [Masked, Counted, Listed])
 @pytest.mark.filterwarnings("ignore:exact BatchNorm. .* cannot run in segments")
-@pytest.mark.filterwarnings("ignore:trainkit . Masked. its forward leaves values in")
+@pytest.mark.filterwarnings("ignore:.* its forward leaves values in")
 def test_each_micro_batch_has_its_own_attributes(
     make: Callable[[], Trap], memory: Any, size: Any
 ) -> None:
@@ -78,6 +79,7 @@ def test_each_micro_batch_has_its_own_attributes(
     assert off_by(state(own), state(big)) <= EXACT
 
 
+@pytest.mark.filterwarnings("ignore:.* its forward leaves values in mask")
 def test_an_attribute_that_comes_later_is_said() -> None:
     class Later(Masked):
         has_mask = False
@@ -109,7 +111,12 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net, self.extra = Trap(), nn.Linear(5, 5)
-        self.scale, self.flag, self.calls = 1.0, False, 0
+        self.scale, self.flag, self.calls, self.number = 1.0, False, 0, 0
+        self.before: list[int] = []
+        self.after: list[int] = []
+        self.stack: list[Any] = []
+        self.context: dict[str, Tensor] = {}
+        self.state = SimpleNamespace(mean=None)
 
 
 def sets_mask(two: Any, x: Tensor) -> Tensor:
@@ -150,12 +157,71 @@ def swaps_weights(two: Any, x: Tensor) -> Tensor:
     return two.extra(two.net(x))
 
 
+def sets_in_objects(two: Any, x: Tensor) -> Tensor:
+    mean = x.mean((1, 2, 3))[:, None]
+    two.context["mean"], two.state.mean = mean, mean + 1
+    two.stack.append([mean])
+    out = two.net(x) * two.context["mean"] + two.state.mean
+    return out + two.stack[-1][0] + len(two.stack)
+
+
+def sets_number(two: Any, x: Tensor) -> Tensor:
+    two.number = int((x > 0).sum())
+    return two.net(x) * two.number
+
+
+def collects(two: Any, x: Tensor) -> Tensor:
+    two.before.append(len(x))
+    out = two.net(x)
+    two.after.append(len(x))
+    return out
+
+
+def sets_modes(two: Any, x: Tensor) -> Tensor:
+    two.extra.eval()
+    return two.extra(two.net(x))
+
+
+OWN = [
+    *(sets_mask, toggles_scale, toggles_count, freezes, sets_in_objects, sets_number),
+    *(collects, sets_modes),
+]
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_each_step_finds_what_it_has_set_before_a_call(what: Any) -> None:
+    def step(two: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: summed([what(two, x)])
+
+    two = Two().double()
+    per_row = what not in (sets_number, sets_in_objects)
+    if per_row:
+        compare(two, step, "device")
+    else:  # a sum over rows of each micro-batch, by the net's outputs over all
+        torch.manual_seed(5)
+        own, big = Two().double(), Two().double()
+        big.load_state_dict(own.state_dict())
+        outputs = big.net(X).split(SIZES)
+        given = iter(outputs)
+        cached = copy.copy(big)
+        object.__setattr__(cached, "net", lambda x: next(given))
+        vars(cached)["_modules"] = {}
+        torch.stack([step(cached)(x) for x in X.split(SIZES)]).sum().backward()
+        own.stack, own.context = [], {}
+        run(exact_batch_norm(own, memory="device"), step(own))
+        assert off_by(gradients(own), gradients(big)) <= EXACT
+    if what is collects:
+        assert two.before == two.after == SIZES
+
+
+def sets_condition(two: Any, x: Tensor) -> Tensor:
+    two.net.condition = x.mean()
+    return two.net(x)
+
+
 REFUSED = {
-    sets_mask: "mask before it calls net",
-    toggles_scale: "scale before it calls net",
-    toggles_count: "calls before a call, and puts it back",
+    sets_condition: r"net\.condition before it calls net",
     toggles_modes: r"net\.one\.1\.track_running_stats before",
-    freezes: r"extra\.weight\.requires_grad, extra\.bias\.requires_grad before",
     swaps_weights: r"extra\.weight before",
 }
 

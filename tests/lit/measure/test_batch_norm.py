@@ -25,6 +25,7 @@ from trainkit import (
 CUTS: dict[str, Any] = {
     "split": MicroBatching(size=4),
     "inside": MicroBatching(inside="net", size=4),
+    "threes": MicroBatching(size=3),
     "whole": None,
 }
 
@@ -180,3 +181,20 @@ def test_each_rank_measures_by_itself() -> None:
     for name in KINDS:  # no pass has kept DDP from averaging
         pairs = zip(one[name].values(), other[name].values(), strict=True)
         assert all(torch.equal(x, y) for x, y in pairs), name
+
+
+LABELS: list[Any] = []
+
+
+class InGlobal(Images):
+    """Its labels stand in a global while the net runs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        LABELS[:] = [batch[1]]
+        return F.cross_entropy(self.net(batch[0]), LABELS[0])
+
+
+def test_an_error_that_only_turns_cause_is_said() -> None:
+    line, alarm = said(InGlobal(), "threes", batches=loader(6, 12))
+    assert "not measured" in line, alarm
+    assert "micro-batches read each other's" in alarm

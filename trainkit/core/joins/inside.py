@@ -173,6 +173,7 @@ class JoinedCall(Call):
             switched=Turns(cut.turning),
             in_one_graph=bool(cut.turning),
         )
+        self._engine.attributes.forget()
         self.moment.check_state()
         joined = Joined(self._plan, self.num_rows, cut.name, waits=cut.check.is_on)
         for index, chunk in enumerate(self._done):

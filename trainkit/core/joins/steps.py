@@ -3,6 +3,7 @@ module with BatchNorm."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core.batch_norm.layers import BatchNorm
-from trainkit.core.joins.attributes import Attributes, SetBefore
+from trainkit.core.batch_norm.layers import BatchNorm, listed
+from trainkit.core.joins.attributes import Attributes, OwnInSteps
 from trainkit.core.joins.branches import Branches, current
 from trainkit.core.joins.engine import Engine, Memory, check_memory
 from trainkit.core.joins.intercepted import Intercepted, Interceptions
@@ -88,7 +89,9 @@ class JoinedSteps:
         self._switched: Callable[[int], None] = _nothing
         self._in_one_graph = False
         self.needs_graph = False
-        self._set_before = SetBefore(module)
+        self._own = OwnInSteps(module)
+        self._left: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
         self._index, self._is_running, self._is_there = 0, False, False
         self._intercepted = Interceptions(module, sharing, _holds_layers)
 
@@ -134,14 +137,11 @@ class JoinedSteps:
         if len(runs) == 1 and self._sharing.ranks.size == 1:
             yield runs[0]()  # it is the whole window
             return
-        self._set_before.begin()
+        self._own.begin()
         self._is_running = True
         try:
             with closing(iter(Branches(runs, self._turn, self))) as results:
-                for number, result in enumerate(results):
-                    if number == 0:
-                        self._set_before.end()
-                    yield result
+                yield from results
         finally:
             self._is_running = False
 
@@ -159,11 +159,11 @@ class JoinedSteps:
     def _turn(self, index: int) -> None:
         """Let the step of another micro-batch run next."""
         self._switched(index)
-        for call in self._calls:
-            call.attributes.switch(index)
         self._index = index
-        if index == 0 and self._calls:
-            self._set_before.resume()
+        self._own.resume(index)
+        for call in self._calls:
+            call.attributes.resume(index)
+        self._own.look()
 
     def called(self, module: Intercepted, args: Any, kwargs: Any) -> Any:
         """A step calls a module."""
@@ -172,8 +172,9 @@ class JoinedSteps:
         assert branches is not None
         if not holds:
             return module.original(*args, **kwargs)
-        if self._index == 0:
-            self._set_before.refuse(module.name)
+        self._own.arrive(self._index, module.name)
+        if module.module in self._engines:
+            self._engines[module.module].attributes.arrive(self._index)
         brought = take_apart((args, kwargs))
         join = partial(self._join, module)
         call, index = branches.meet(module.module, module.name, brought, join)
@@ -181,6 +182,7 @@ class JoinedSteps:
 
     def _join(self, module: Intercepted, brought: list[Any]) -> list[Any]:
         """Run a module for all micro-batches."""
+        self._own.refuse_unlike(module.module, module.name)
         engine = self._engine(module)
         paths = {tuple(field.path for field in fields) for fields, _ in brought}
         if len(paths) > 1:
@@ -205,6 +207,7 @@ class JoinedSteps:
             in_one_graph=self._in_one_graph,
         )
         call = _Call(ran, arguments, engine.attributes)
+        self._warn_of_left(module.name, engine.attributes.left)
         self.needs_graph |= any(
             isinstance(value, Tensor) and value.requires_grad
             for each in arguments
@@ -212,6 +215,21 @@ class JoinedSteps:
         )
         self._calls.append(call)
         return [(call, index) for index in range(len(arguments))]
+
+    def _warn_of_left(self, name: str, left: list[str]) -> None:
+        """Warn of what a forward leaves in attributes, the second time: a cache is left
+        once."""
+        again = [each for each in left if (name, each) in self._left]
+        self._left |= {(name, each) for each in left}
+        if again and name not in self._warned and self._sharing.ranks.index == 0:
+            self._warned.add(name)
+            warnings.warn(
+                f"exact BatchNorm: {name}: its forward leaves values in "
+                f"{listed(again)}. Each micro-batch has its own, and the last one's "
+                f"stay: what adds up there adds up the last micro-batches. Return "
+                f"such values, and add them up in the step.",
+                stacklevel=2,
+            )
 
     def _engine(self, module: Intercepted) -> Engine:
         if module.module not in self._engines:

@@ -68,6 +68,9 @@ class Watch:
                 f"them on."
             )
         left = [] if self._left is None else self._left.since(with_graph=True)
+        own = {name for name, _ in self._net.module.named_parameters()}
+        # What pruning or weight_norm computes before each use is no harm.
+        left = [x for x in left if own.isdisjoint((f"{x}_orig", f"{x}_g", f"{x}_v"))]
         if left:
             raise TrainkitError(
                 f"{name}: its forward leaves tensors with a gradient in "

@@ -137,6 +137,7 @@ class ProofAtStart:
                     found, cut = self._in_float32(passes, rows)
             except Exception as error:
                 reason = in_one_line(error)
+                self._warn_of_turns(error)
             found, reason = self._unless_lost(passes, found, reason)
         is_open = largest(self._trainer, float(found is not None and found.is_open))
         if is_open and found is not None and cut is not None:
@@ -146,6 +147,20 @@ class ProofAtStart:
                     found = found.decided(*self._in_float64(passes, cut))
             found, reason = self._unless_lost(passes, found, reason)
         self._tell(found, reason)
+
+    def _warn_of_turns(self, error: Exception) -> None:
+        """Warn of an error that shows where steps take turns, and rows differ."""
+        is_known = isinstance(error, NotMeasured | TrainkitError)
+        if self.joined is None or is_known or not self._trainer.is_global_zero:
+            return
+        warnings.warn(
+            f"{self.label}: training_step failed on some rows beside others, which "
+            f"take turns where it calls a module with BatchNorm: {in_one_line(error)}. "
+            f"If it sets something before that call and reads it behind, such as a "
+            f"global or an attribute of the Trainer, micro-batches read each other's. "
+            f"Use a local variable, or MicroBatching(inside=...).",
+            stacklevel=2,
+        )
 
     def _unless_lost(
         self, passes: Passes, found: Found | None, reason: str
