@@ -163,7 +163,7 @@ class JoinedSteps:
         self._own.resume(index)
         for call in self._calls:
             call.attributes.resume(index)
-        self._own.look()
+        self._own.look(index)
 
     def called(self, module: Intercepted, args: Any, kwargs: Any) -> Any:
         """A step calls a module."""
