@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune as prune
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from tests.core.joins.common import EXACT, gradients, off_by, state, summed
 from tests.core.joins.nets import pooled
@@ -247,3 +249,79 @@ def test_what_a_step_counts_and_sets_behind_a_call_is_right() -> None:
     two = Two().double()
     compare(two, step, "device")
     assert (two.calls, two.flag) == (len(SIZES), len(SIZES) % 2 == 1)
+
+
+# ---- what is left alone --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["device", "flat"])
+def test_metrics_and_what_steps_collect_are_left_alone(memory: Any) -> None:
+    """The module that is called holds both, as a LightningModule does that calls
+    itself."""
+    own: Any = Trap().double()
+    own.mean, own.rows, own.seen = MeanMetric(), [], 0
+    net = exact_batch_norm(own, memory=memory)
+
+    def step(x: Tensor) -> Tensor:
+        out = net(x)
+        own.mean.update(out.detach().mean())
+        own.rows.append(len(x))
+        own.seen += len(x)
+        return summed([out])
+
+    for number in (1, 2, 3, 4):
+        run(net, step)
+        assert own.rows == SIZES * number
+        assert own.seen == len(X) * number
+        assert int(own.mean.weight) == len(SIZES) * number
+    assert len(list(own.modules())) > 5
+
+
+@pytest.mark.parametrize("memory", ["device", "flat"])
+@pytest.mark.parametrize("how", ["prune", "weight_norm"])
+@pytest.mark.filterwarnings("ignore:exact BatchNorm. .* cannot run in segments")
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_weights_that_are_computed_before_each_use(how: str, memory: Any) -> None:
+    own = Trap().double()
+    if how == "prune":
+        prune.l1_unstructured(own.two[0], "weight", amount=0.3)
+    else:
+        nn.utils.weight_norm(own.two[0])
+    big = Trap().double()
+    if how == "prune":
+        prune.l1_unstructured(big.two[0], "weight", amount=0.3)
+    else:
+        nn.utils.weight_norm(big.two[0])
+    big.load_state_dict(own.state_dict())
+    net = exact_batch_norm(own, memory=memory)
+    for _ in range(2):
+        summed([big(X)]).backward()
+        run(net, simple(net))
+    assert off_by(gradients(own), gradients(big)) <= EXACT
+
+
+def test_an_attribute_that_forward_adds_up_is_said() -> None:
+    class Sums(Trap):
+        seen = 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.seen += len(x)
+            return super().forward(x)
+
+    net = exact_batch_norm(Sums().double(), memory="device")
+    run(net, simple(net))
+    with pytest.warns(UserWarning, match="its forward leaves values in seen"):
+        run(net, simple(net))
+
+
+def test_a_tensor_that_forward_adds_to_in_place_is_refused() -> None:
+    class Sums(Trap):
+        def forward(self, x: Tensor) -> Any:
+            self.total += float(x.detach().sum())
+            return super().forward(x)
+
+    own: Any = Sums().double()
+    own.total = torch.zeros(1)
+    net = exact_batch_norm(own, memory="device")
+    with pytest.raises(TrainkitError, match="changes total in place"):
+        run(net, simple(net))
