@@ -325,13 +325,8 @@ uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 `torch.compiler.disable` would load the compiler at once."""
 
 
-ATTENTION = [
-    (backends.flash_sdp_enabled, backends.enable_flash_sdp),
-    (backends.mem_efficient_sdp_enabled, backends.enable_mem_efficient_sdp),
-    (backends.math_sdp_enabled, backends.enable_math_sdp),
-    (backends.cudnn_sdp_enabled, backends.enable_cudnn_sdp),
-]
-"""Says of each kernel of attention whether it may be used, and sets that."""
+ATTENTION = "flash", "mem_efficient", "math", "cudnn"
+"""The kernels of attention."""
 
 
 def settings_of_thread() -> Callable[[], None]:
@@ -353,7 +348,7 @@ def settings_of_thread() -> Callable[[], None]:
     ]
     gradients, caches = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     numbers = torch.get_default_dtype()
-    kernels = [(set_on, is_on()) for is_on, set_on in ATTENTION]
+    kernels = {k: getattr(backends, f"{k}_sdp_enabled")() for k in ATTENTION}
     stream = torch.cuda.current_stream() if _has_cuda() else None
 
     def put_back() -> None:
@@ -368,8 +363,8 @@ def settings_of_thread() -> Callable[[], None]:
         torch.set_autocast_cache_enabled(caches)
         if torch.get_default_dtype() != numbers:
             torch.set_default_dtype(numbers)
-        for set_on, was_on in kernels:
-            set_on(was_on)
+        for kernel, was_on in kernels.items():
+            getattr(backends, f"enable_{kernel}_sdp")(was_on)
         if stream is not None:
             torch.cuda.set_stream(stream)
 
@@ -401,9 +396,5 @@ def uncached_weights() -> Iterator[None]:
 def has_hooks_for_all() -> bool:
     """Whether a forward or backward hook is registered for all modules, as
     `register_module_forward_hook` of torch.nn.modules.module does."""
-    own: Any = torch.nn.modules.module
-    return bool(
-        own._global_forward_hooks
-        or own._global_backward_hooks
-        or own._global_backward_pre_hooks
-    )
+    kinds = "forward_hooks", "backward_hooks", "backward_pre_hooks"
+    return any(getattr(torch.nn.modules.module, f"_global_{each}") for each in kinds)

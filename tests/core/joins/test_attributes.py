@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,7 @@ class Two(nn.Module):
         self.stack: list[Any] = []
         self.context: dict[str, Tensor] = {}
         self.state = SimpleNamespace(mean=None)
+        self.table = torch.ones(1, dtype=torch.float64)
 
 
 def sets_mask(two: Any, x: Tensor) -> Tensor:
@@ -221,7 +223,13 @@ def sets_condition(two: Any, x: Tensor) -> Tensor:
     return two.net(x)
 
 
+def fills(two: Any, x: Tensor) -> Tensor:
+    two.table.fill_(float(x.mean()))
+    return two.net(x) * two.table
+
+
 REFUSED = {
+    fills: "table before it calls net",
     sets_condition: r"net\.condition before it calls net",
     toggles_modes: r"net\.one\.1\.track_running_stats before",
     swaps_weights: r"extra\.weight before",
@@ -325,3 +333,41 @@ def test_a_tensor_that_forward_adds_to_in_place_is_refused() -> None:
     net = exact_batch_norm(own, memory="device")
     with pytest.raises(TrainkitError, match="changes total in place"):
         run(net, simple(net))
+
+
+def test_a_dict_that_is_made_in_each_forward_is_not_remembered() -> None:
+    class Makes(Trap):
+        def forward(self, x: Tensor) -> Any:
+            self.context = {"mean": x.mean((1, 2, 3))[:, None]}
+            return super().forward(x) * self.context["mean"]
+
+    own: Any = Makes().double()
+    big = copy.deepcopy(own)
+    net = exact_batch_norm(own, memory="device")
+    known = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            summed([big(X)]).backward()
+            run(net, simple(net))
+            (engine,) = net._joined.engines
+            known.append(len(engine.attributes._known))
+    assert off_by(gradients(own), gradients(big)) <= EXACT
+    assert known == [1] * 6
+    assert all("had not set before" not in str(each.message) for each in caught)
+
+
+def test_only_pairs_of_weights_are_taken_for_computed_ones() -> None:
+    """A parameter `mask_v` alone does not hide an attribute `mask`."""
+
+    class Alone(Masked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask_v = nn.Parameter(torch.zeros(1))
+
+    own = Alone().double()
+    big = copy.deepcopy(own)
+    net = exact_batch_norm(own, memory="device")
+    summed([big(X)]).backward()
+    run(net, simple(net))
+    assert off_by(gradients(own), gradients(big)) <= EXACT

@@ -9,18 +9,20 @@ from typing import Any
 
 from torch import nn
 
+from trainkit.core.batch_norm.layers import listed
 from trainkit.core.joins.places import (
     MISSING,
     Place,
     Values,
     Weights,
-    Written,
+    changed,
     is_same,
     look,
     look_at,
     names_of,
     paths_of,
     put,
+    written,
 )
 from trainkit.core.joins.sameness import Is
 from trainkit.errors import TrainkitError
@@ -82,39 +84,33 @@ class Attributes:
         if self._now is not None:
             self._held[self._now] = current
         wanted = self._held.pop(index, self._before)
-        places = {**current, **wanted} if self._looks_at_all else self._known
-        for place in list(places):
+        if self._looks_at_all:
+            self._known.update(dict.fromkeys(changed(wanted, current)))
+        for place in self._known:
             value = wanted.get(place, MISSING)
             if not is_same(current.get(place, MISSING), value):
-                self._known[place] = None
                 put(place, value)
         self._now = index
 
     def undo(self) -> None:
         """Put back what was there before the call, which is to run once more."""
-        now = look(self._module)
-        for place in {**now, **self._before}:
-            value = self._before.get(place, MISSING)
-            if not is_same(now.get(place, MISSING), value):
-                put(place, value)
+        for place in changed(self._before, look(self._module)):
+            put(place, self._before.get(place, MISSING))
         self._held, self._now = {}, None
 
     def end(self) -> None:
         """End a call whose forward has run; what it has set is known now."""
         now, before = look(self._module), self._before
         several = self._now not in (None, 0)
-        new = [
-            place
-            for place in {**before, **now}
-            if not is_same(before.get(place, MISSING), now.get(place, MISSING))
-        ]
+        new = changed(before, now)
         if several:
             self._refuse_written(before, now)
         unknown = [place for place in new if place not in self._known]
         if unknown and several and not self._looks_at_all:
             warnings.warn(
                 f"exact BatchNorm: {self._name} has set "
-                f"{names_of(self._module, unknown)}, which it had not set before. In "
+                f"{listed(names_of(self._module, unknown))}, which it had not set "
+                f"before. In "
                 f"this window micro-batches may have read each other's value; from "
                 f"the next one on each has its own.",
                 stacklevel=2,
@@ -126,7 +122,7 @@ class Attributes:
             self._held[index] = {p: own.get(p, MISSING) for p in self._known}
         self._num_calls += several
         self._before = {}
-        self.left = [names_of(self._module, [place]) for place in new]
+        self.left = names_of(self._module, new)
 
     def resume(self, index: int) -> None:
         """Put back what the call has set for a micro-batch, whose step resumes."""
@@ -143,17 +139,12 @@ class Attributes:
     def _refuse_written(self, before: Values, now: Values) -> None:
         """Refuse tensors that were changed in place: once for each micro-batch, and in
         segments once more."""
-        written = [
-            place
-            for place, value in now.items()
-            if isinstance(value, Written) and value.is_changed(before.get(place))
-        ]
-        if written:
+        if places := written(before, now):
             raise TrainkitError(
                 f"exact BatchNorm: the forward of {self._name} changes "
-                f"{names_of(self._module, written)} in place, which each micro-batch "
-                f"would do once more. Return what is to be added, and add it in the "
-                f"step."
+                f"{listed(names_of(self._module, places))} in place, which each "
+                f"micro-batch would do once more. Return what is to be added, and add "
+                f"it in the step."
             )
 
 
@@ -179,8 +170,11 @@ class OwnInSteps:
 
     def begin(self) -> None:
         """A window begins."""
-        self._own, self._before = {}, {}
         self._num_windows += 1
+
+    def end(self) -> None:
+        """A window has ended; nothing is held."""
+        self._own, self._before = {}, {}
 
     def resume(self, index: int) -> None:
         """A step begins, or resumes after a call."""
@@ -199,14 +193,11 @@ class OwnInSteps:
             name: of the module that is called.
         """
         now, before = self._look(index), self._before
-        new = [
-            place
-            for place in {**before, **now}
-            if not is_same(before.get(place, MISSING), now.get(place, MISSING))
-        ]
+        new = changed(before, now)
         kinds = {p: (type(before.get(p)), type(now.get(p))) for p in new}
         weights = [place for place in new if Weights in kinds[place]]
-        if moved := [p for p in weights if p in before and p in now]:
+        moved = [place for place in weights if place in before and place in now]
+        if moved or (moved := written(before, now)):
             self._refuse(moved, name)
         for place in new:
             if place not in self._known and place not in weights:
@@ -223,7 +214,7 @@ class OwnInSteps:
             module: which is called.
             name: of it.
         """
-        inside = paths_of(module)
+        inside = paths_of(module) if self._known else {}
         first = self._own.get(0, {})
         for place in self._known:
             value = first.get(place, MISSING)
@@ -234,10 +225,10 @@ class OwnInSteps:
 
     def _refuse(self, places: Iterable[Place], name: str) -> None:
         raise TrainkitError(
-            f"exact BatchNorm: a step sets {names_of(self._module, places)} before it "
-            f"calls {name}, where micro-batches wait for each other, so that the call "
-            f"would read another's. Pass it to the module as an argument, set it "
-            f"after the call, or cut inside the step, which then runs once: "
+            f"exact BatchNorm: a step sets {listed(names_of(self._module, places))} "
+            f"before it calls {name}, where micro-batches wait for each other, so that "
+            f"the call would read another's. Pass it to the module as an argument, set "
+            f"it after the call, or cut inside the step, which then runs once: "
             f"MicroBatching(inside=...), or exact_batch_norm(..., size=...)."
         )
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
-from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.moment import version_of
 from trainkit.core.inside.settings import OF_TORCH
 from trainkit.core.joins.sameness import Is
@@ -24,6 +23,8 @@ LISTS = (list, set, deque)
 SIMPLE = (bool, int, float, complex, str, bytes)
 FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 MISSING = object()
+HERE = object()
+"""The key of a place that each dict has which is looked into."""
 
 LIBRARIES = frozenset(
     "builtins functools lightning lightning_fabric lightning_utilities numpy "
@@ -48,7 +49,8 @@ def look(module: nn.Module) -> Values:
         if _is_metric(type(each)):
             continue
         attributes = vars(each)
-        own, left_out = Is(attributes), _computed(each)
+        own, left_out = Is(attributes), computed(each)
+        found[own, HERE] = True
         for name, value in attributes.items():
             if name in OF_TORCH or name == "forward" or name in left_out:
                 continue
@@ -63,17 +65,41 @@ def _look_into(value: Any, depth: int, found: Values) -> None:
     if inner is None or len(inner) > MOST:
         return
     own = Is(inner)
+    found[own, HERE] = True
     for key, each in inner.items():
         found[own, key] = held(each)
         if depth > 1 and type(each) not in SIMPLE:
             _look_into(each, depth - 1, found)
 
 
-def _computed(module: nn.Module) -> set[str]:
+def computed(module: nn.Module) -> set[str]:
     """The weights that pruning or weight_norm computes before each use."""
-    ends = ("_orig", "_g", "_v")
-    names = [each for each in module._parameters if each.endswith(ends)]
-    return {each.rpartition("_")[0] for each in names}
+    own = module._parameters
+    pruned = {name[:-5] for name in own if name.endswith("_orig")}
+    return pruned | {n[:-2] for n in own if n.endswith("_g") and f"{n[:-2]}_v" in own}
+
+
+def changed(before: Values, now: Values) -> list[Place]:
+    """What is other than before. A dict that is new or gone is one change, that of
+    the place where it stands, and what is in it none."""
+    return [
+        place
+        for place in {**before, **now}
+        if not is_same(before.get(place, MISSING), now.get(place, MISSING))
+        and all(
+            (place[0], HERE) in each or isinstance(place[0].held, nn.Parameter)
+            for each in (before, now)
+        )
+    ]
+
+
+def written(before: Values, now: Values) -> list[Place]:
+    """Where a tensor stands that was changed in place."""
+    return [
+        place
+        for place, value in now.items()
+        if isinstance(value, Written) and value.is_changed(before.get(place))
+    ]
 
 
 def paths_of(module: nn.Module) -> dict[int, str]:
@@ -106,9 +132,11 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def look_at(places: Iterable[Place]) -> Values:
+    """What stands at some places."""
     found: Values = {}
     for place in places:
         holder, key = place[0].held, place[1]
+        found[place[0], HERE] = True
         if isinstance(holder, nn.Parameter):
             found[place] = holder.requires_grad
         elif key in holder:
@@ -117,6 +145,7 @@ def look_at(places: Iterable[Place]) -> Values:
 
 
 def put(place: Place, value: Any) -> None:
+    """Put a value back where it stood."""
     holder, key = place[0].held, place[1]
     if isinstance(holder, nn.Parameter):
         holder.requires_grad_(value)
@@ -129,18 +158,21 @@ def put(place: Place, value: Any) -> None:
         holder[key] = value.value if isinstance(value, Written) else value
 
 
-def names_of(module: nn.Module, places: Iterable[Place]) -> str:
+def names_of(module: nn.Module, places: Iterable[Place]) -> list[str]:
     """The names of attributes, for messages."""
+    if not (places := list(places)):
+        return []
     paths = paths_of(module)
     named = {id(each): path for path, each in module.named_parameters()}
     found = []
     for own, key in places:
         path = named.get(id(own.held), "") or paths.get(id(own.held), "")
         found.append(path if key == "data" else f"{path}.{key}".lstrip("."))
-    return listed(found)
+    return found
 
 
 def held(value: Any) -> Any:
+    """A value with what is needed to see its changes, and to undo them."""
     if isinstance(value, Tensor):
         return Written(value)
     return _Contents(value) if isinstance(value, LISTS) else value
@@ -198,6 +230,7 @@ class _Contents:
 
 
 def is_same(one: Any, other: Any) -> bool:
+    """Whether both are one object, with the same content, or simple and equal."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -144,6 +144,7 @@ class JoinedSteps:
                 yield from results
         finally:
             self._is_running = False
+            self._own.end()
 
     def _refuse_run(self, runs: Sequence[Any]) -> None:
         what = ""

@@ -18,6 +18,7 @@ from trainkit.core.inside.moment import Moment
 from trainkit.core.joins.layers import other_norms, running_statistics
 from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import Net
+from trainkit.core.joins.places import computed
 from trainkit.errors import TrainkitError
 
 
@@ -68,9 +69,12 @@ class Watch:
                 f"them on."
             )
         left = [] if self._left is None else self._left.since(with_graph=True)
-        own = {name for name, _ in self._net.module.named_parameters()}
-        # What pruning or weight_norm computes before each use is no harm.
-        left = [x for x in left if own.isdisjoint((f"{x}_orig", f"{x}_g", f"{x}_v"))]
+        no_harm = {
+            f"{path}.{each}".lstrip(".")
+            for path, module in self._net.module.named_modules()
+            for each in computed(module)
+        }
+        left = [name for name in left if name not in no_harm]
         if left:
             raise TrainkitError(
                 f"{name}: its forward leaves tensors with a gradient in "
