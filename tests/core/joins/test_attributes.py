@@ -371,3 +371,46 @@ def test_only_pairs_of_weights_are_taken_for_computed_ones() -> None:
     summed([big(X)]).backward()
     run(net, simple(net))
     assert off_by(gradients(own), gradients(big)) <= EXACT
+
+
+@pytest.mark.filterwarnings("ignore:.* its forward leaves values in")
+def test_a_step_finds_what_the_net_has_set_in_its_call_and_the_next_call_too() -> None:
+    class Remembers(Trap):
+        last: Any = None
+
+        def forward(self, x: Tensor) -> Any:
+            x = x if self.last is None else x + self.last
+            self.last = x.detach().mean((1, 2, 3), keepdim=True)
+            return super().forward(x)
+
+    def step(both: Any) -> Callable[[Tensor], Tensor]:
+        def run_one(x: Tensor) -> Tensor:
+            net = both["net"]
+            first = net(x)
+            return summed([first * net.last.flatten(1), net(x * 2)])
+
+        return run_one
+
+    torch.manual_seed(3)
+    own = nn.ModuleDict({"net": Remembers()}).double()
+    net = compare(own, step, "device")
+    assert net._joined._own._own == {}  # nothing is held behind a window
+
+
+def test_weights_whose_data_is_exchanged_are_refused() -> None:
+    class Swaps(Trap):
+        def between(self, x: Tensor) -> Tensor:
+            self.fc.weight.data = self.fc.weight.data * 2
+            return x
+
+    net = exact_batch_norm(Swaps().double(), memory="device")
+    with pytest.raises(TrainkitError, match=r"exchange the data .* fc\.weight"):
+        run(net, simple(net))
+
+
+def test_wrappers_may_be_removed_in_any_order() -> None:
+    own = Trap().double()
+    one, other = exact_batch_norm(own), exact_batch_norm(own)
+    one.remove()
+    other.remove()
+    assert not any("forward" in vars(each) for each in own.modules())
