@@ -259,7 +259,7 @@ def _rank_main(
     )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if ".measure." not in function.__module__:
+    if ".proof." not in function.__module__:
         begin_without_proof()
     try:
         with quiet_lightning():

@@ -28,6 +28,7 @@ from .lit.batch_size.effective import read_effective_batch as read_effective_bat
 from .lit.front.accumulation_callback import (
     AccumulationCallback as AccumulationCallback,
 )
+from .lit.front.check import check as check
 from .lit.front.exact_resume import ExactResume as ExactResume
 from .lit.front.mixin import AccumulationMixin as AccumulationMixin
 from .lit.logs.metric_rows import MetricRows as MetricRows
@@ -39,7 +40,6 @@ from .lit.logs.step_progress import StepProgress as StepProgress
 from .lit.noise.callback import NoiseScale as NoiseScale
 from .lit.probe.find import FoundMicroBatch as FoundMicroBatch
 from .lit.probe.find import find_micro_batch as find_micro_batch
-from .lit.proof.check import check as check
 from .lit.proof.report import Report as Report
 from .lit.rates.lr_scaling import LRScaling as LRScaling
 from .lit.rates.rate_monitor import LearningRates as LearningRates

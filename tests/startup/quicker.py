@@ -171,12 +171,11 @@ def make_wandb_quicker() -> None:
 
 
 def begin_without_proof() -> None:
-    """Let trainings begin without a proof, which takes longer than tiny models' steps.
+    """Let trainings begin without a proof: many tests train what is not the big batch.
 
-    Those of tests/lit/measure, and of commands in processes, begin with it.
+    Those of tests/lit/proof and tests/lit/inside, and commands in processes, begin
+    with it.
     """
-    from trainkit.lit.split import windows
-    from trainkit.lit.windows import streamed
+    from trainkit.lit.proof.start import ProofAtStart
 
-    for user in (windows, streamed):
-        vars(user)["begin_proof"] = lambda *_, **__: lambda *_, **__: None
+    ProofAtStart.is_on = False

@@ -34,7 +34,7 @@ from trainkit.errors import TRACEBACK, TrainkitError
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.logs.metrics_csv import MetricsCSVLogger
 from trainkit.lit.logs.monitor import WindowMonitor
-from trainkit.lit.measure.found import checked_proof
+from trainkit.lit.proof.verdict import checked_proof
 from trainkit.lit.schedule.total_steps import total_steps
 
 

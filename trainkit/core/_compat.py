@@ -285,6 +285,30 @@ def _gradient_hooks(tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
     return [hooks for pair in each for hooks in pair if hooks]
 
 
+def backward_in_modes(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`loss.backward()`, in which function modes see forward passes that run again."""
+    if inputs is not None:
+        torch.autograd.backward(
+            loss, gradient, retain_graph, create_graph, inputs=inputs
+        )
+        return
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss) if gradient is None else gradient,),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
 def run_backward(
     loss: Tensor, parameters: Sequence[Tensor], *, retain: bool, alone: bool
 ) -> list[Tensor | None]:

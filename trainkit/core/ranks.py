@@ -110,7 +110,7 @@ def find_ranks(
         TrainkitError: there are several ranks, and `module` does not show what is done.
     """
     check_aggregation(aggregation)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()) or _is_alone(module):
         return Ranks()
     ddp = _submodule(module, DistributedDataParallel)
     if aggregation == "none" and ddp is not None and ddp.process_group.size() > 1:
@@ -138,6 +138,11 @@ def find_ranks(
         f"DDP or FSDP module), or aggregation='mean' (the backend averages), 'sum' "
         f"(it adds up) or 'none' (it does nothing, trainkit adds up)."
     )
+
+
+def _is_alone(module: Any) -> bool:
+    """Whether it is Lightning's strategy object for one device, beside other ranks."""
+    return any(cls.__name__ == "SingleDeviceStrategy" for cls in type(module).__mro__)
 
 
 def num_running() -> int:

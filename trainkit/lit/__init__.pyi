@@ -1,6 +1,7 @@
 from .batch_norm.guard import BatchNormGuard as BatchNormGuard
 from .batch_size.effective import read_effective_batch as read_effective_batch
 from .front.accumulation_callback import AccumulationCallback as AccumulationCallback
+from .front.check import check as check
 from .front.exact_resume import ExactResume as ExactResume
 from .front.mixin import AccumulationMixin as AccumulationMixin
 from .logs.metric_rows import MetricRows as MetricRows
@@ -12,7 +13,6 @@ from .logs.step_progress import StepProgress as StepProgress
 from .noise.callback import NoiseScale as NoiseScale
 from .probe.find import FoundMicroBatch as FoundMicroBatch
 from .probe.find import find_micro_batch as find_micro_batch
-from .proof.check import check as check
 from .proof.report import Report as Report
 from .rates.lr_scaling import LRScaling as LRScaling
 from .rates.rate_monitor import LearningRates as LearningRates

@@ -278,6 +278,62 @@ def leaves_fit(trainer: Any) -> BaseException:
     return module._TunerExitException()
 
 
+def quiet_trainer(live: Any, **options: Any) -> Any:
+    """A Trainer beside one that trains: on its device alone, silent, without saving.
+
+    Args:
+        live: the Trainer that trains.
+        **options: of the new one.
+    """
+    package = type(live.fit_loop).__module__.partition(".loops.")[0]
+    of = importlib.import_module
+    fabric = "lightning.fabric" if "." in package else "lightning_fabric"
+    environments = of(f"{fabric}.plugins.environments")
+    device, trainer_class = live.strategy.root_device, of(package).Trainer
+    strategy = of(f"{package}.strategies").SingleDeviceStrategy(device=device)
+    strategy.global_rank, strategy.local_rank = live.global_rank, live.local_rank
+
+    class Quiet(trainer_class):
+        is_rehearsal = True
+        estimated_stepping_batches = property(
+            lambda self: live.estimated_stepping_batches
+        )
+
+    is_gpu = device.type == "cuda"
+    trainer = Quiet(
+        accelerator="gpu" if is_gpu else device.type,
+        devices=[device.index or 0] if is_gpu else 1,
+        strategy=strategy,
+        plugins=[environments.LightningEnvironment()],
+        logger=of(f"{package}.loggers.logger").DummyLogger(),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        max_epochs=live.max_epochs,
+        max_steps=live.max_steps,
+        default_root_dir=live.default_root_dir,
+        **options,
+    )
+    signals = trainer._signal_connector
+    signals.register_signal_handlers = signals.teardown = lambda: None
+    trainer._data_connector.prepare_data = lambda: None  # it waits for all ranks
+    return trainer
+
+
+def stand_where(trainer: Any, live: Any) -> None:
+    """Let a Trainer begin at the epoch and the step of another."""
+    loop, epoch, step = trainer.fit_loop, live.current_epoch, live.global_step
+    progress = loop.epoch_progress.current
+    progress.ready = progress.started = progress.processed = epoch
+    progress.completed = epoch
+    loops = loop.epoch_loop
+    loops.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+    loops.manual_optimization.optim_step_progress.total.completed = step
+
+
 def parts_of(trainer: Any) -> list[Any]:
     """The Trainer with its loops, their progress, the logged results and states."""
     names = (".loops.", ".logger_connector.", ".trainer.states")

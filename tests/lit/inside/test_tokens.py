@@ -80,7 +80,7 @@ def test_fit_by_tokens_equals_the_whole_batch(
     said = capsys.readouterr().out
     assert "in chunks of at most " in said
     assert "18 tokens" in said
-    assert "proof inside: exact on" in said
+    assert "proof: exact on" in said
     assert deviation(module, whole, start) <= 1e-12
     fit(naive, MicroBatching(size=4, inside="encoder"))
     assert deviation(naive, whole, start) <= 1e-12
@@ -115,6 +115,7 @@ class Translations(Sentences):
         return nn.functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)).roll(1))
 
 
+@pytest.mark.filterwarnings("ignore:proof")  # which finds the naive one in batch 0
 @pytest.mark.parametrize("at", range(4))
 def test_a_target_as_wide_as_the_mask_by_chance_keeps_its_columns(at: int) -> None:
     def run(module: Any, options: MicroBatching | None) -> Any:

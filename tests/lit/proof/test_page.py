@@ -11,11 +11,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from trainkit.lit.proof.findings import Cause, Cut, Gradient
+from trainkit.lit.proof.page import page, write_page
 
 from trainkit.lit.proof import of_draws, remedies
 from trainkit.lit.proof import page as page_module
-from trainkit.lit.proof.findings import Cause, Cut, Gradient
-from trainkit.lit.proof.page import page, write_page
 from trainkit.lit.proof.report import Report
 
 EXACT = Report(

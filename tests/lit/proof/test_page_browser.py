@@ -10,11 +10,11 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from trainkit.lit.proof.findings import Gradient
+from trainkit.lit.proof.page import page
 
 from tests.cli.report.test_browser import CHROMIUM
 from tests.lit.proof.test_page import OFF
-from trainkit.lit.proof.findings import Gradient
-from trainkit.lit.proof.page import page
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 

@@ -172,6 +172,7 @@ class Overwriting(Short):
         return super().loss_of(batch)
 
 
+@pytest.mark.filterwarnings("ignore:MicroBatching. field 'ids' holds values")
 @pytest.mark.parametrize("copies", [True, False])
 def test_what_a_step_writes_into_its_batch_is_not_seen_by_the_next_attempt(
     copies: bool, monkeypatch: pytest.MonkeyPatch
@@ -232,7 +233,7 @@ def test_all_that_a_window_changes_equals_a_run_with_the_final_sizes(
 
 @pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
 @pytest.mark.usefixtures("first_that_fits")
-@pytest.mark.parametrize("left_out", ["_keep_buffers", "_keep_attributes"])
+@pytest.mark.parametrize("left_out", ["_keep_tensor", "_keep_entries"])
 def test_a_snapshot_without_a_part_is_noticed(
     left_out: str, failures: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,8 +241,8 @@ def test_a_snapshot_without_a_part_is_noticed(
     states, expected = States(), States()
     seeded()
     with monkeypatch.context() as less:
-        snapshot = "trainkit.lit.rerun.snapshot.Snapshot"
-        less.setattr(f"{snapshot}.{left_out}", lambda *_, **__: None)
+        kept = "trainkit.lit.aside.Kept"
+        less.setattr(f"{kept}.{left_out}", lambda *_, **__: None)
         fit(Rich(Memory(fits={0: 90}), cut=AUTO), states)
     told(list(failures), monkeypatch)
     seeded()

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         print(HELP, end="")
         return 0
     say_loading("check", argv)
-    from trainkit.lit.rerun.quietly import without_advice
+    from trainkit.lit.quiet import without_advice
 
     find_modules_here()
     folders = tempfile.TemporaryDirectory(prefix="trainkit-check-")
@@ -87,16 +87,15 @@ def _of_train(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
     from trainkit.cli.composition import Composition
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.config.build import build
-    from trainkit.lit.proof.check import check
+    from trainkit.lit.front.check import checked
 
     config = Composition(options_first(words)).config
     with open_dict(config):
         config.paths.run_dir = folder
     training = build(config)
     with ranks_of_one_run(training.trainer):
-        report = check(
-            training.module, training.data, trainer=training.trainer, rows=rows
-        )
+        of = training.module, training.data
+        report = checked(*of, None, None, training.trainer, rows, "train")
     return training.trainer, report
 
 
@@ -105,7 +104,7 @@ def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
 
     from trainkit.cli.fit.cli import TrainkitCLI
     from trainkit.lit._compat import replaced
-    from trainkit.lit.proof.check import check
+    from trainkit.lit.front.check import checked
 
     try:
         # Given as arguments, Lightning warns that they are not the process's own.
@@ -118,7 +117,7 @@ def _of_fit(words: Sequence[str], folder: str, rows: int) -> tuple[Any, Any]:
             )
     except ArgumentError as error:
         raise TrainkitError(str(error)) from error
-    report = check(cli.model, cli.datamodule, trainer=cli.trainer, rows=rows)
+    report = checked(cli.model, cli.datamodule, None, None, cli.trainer, rows, "fit")
     return cli.trainer, report
 
 

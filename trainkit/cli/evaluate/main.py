@@ -66,7 +66,7 @@ def _evaluate(verb: str, named: str, words: Sequence[str], argv: Sequence[str]) 
     from trainkit.cli.evaluate.trainers import forget_trainings
     from trainkit.cli.runs.ranks import ranks_of_one_run
     from trainkit.lit._compat import replaced
-    from trainkit.lit.rerun.quietly import without_advice
+    from trainkit.lit.quiet import without_advice
 
     find_modules_here()
     place = find(verb, named)

@@ -24,7 +24,7 @@ from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import has_callback
 from trainkit.lit.callback.table import say
 from trainkit.lit.front.mixin import AccumulationMixin
-from trainkit.lit.measure.found import Proof
+from trainkit.lit.proof.verdict import Proof
 from trainkit.lit.rates.lr_scaling import LRScaling
 from trainkit.lit.schedule.callback import AccumulationSchedule
 

@@ -14,6 +14,7 @@ from trainkit.core.batch_norm.recalibration import recalibrate
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_by_time, step_arguments
+from trainkit.lit.aside import kept, muted, seed
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.samples import (
     loader_of_samples,
@@ -21,8 +22,6 @@ from trainkit.lit.batch_norm.samples import (
     refuse_unreadable,
 )
 from trainkit.lit.callback.base import fetches_batches, has_callback, windows_of
-from trainkit.lit.rerun.quietly import muted, seed
-from trainkit.lit.rerun.snapshot import kept
 
 SEED = 20050709
 """Fixed, so that every pass sees equal batches with equal augmentation."""

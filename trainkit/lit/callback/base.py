@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.joins.layers import Sharing
-from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.window_stats import WindowStats
@@ -141,6 +140,9 @@ class WindowOwner(OrderedCallback):
     inside: Any = None
     has_strategy: bool = True
     sharing: Sharing | None = None
+    micro_batching: Any = None
+    proof: Any = "warn"
+    wide_gradients: bool = False
 
     @property
     @abstractmethod
@@ -178,14 +180,37 @@ class WindowOwner(OrderedCallback):
         """
 
     @abstractmethod
-    def uncut(self) -> AbstractContextManager[JoinedSteps | None]:
-        """A context in which no submodule runs in chunks. It gives what lets several
-        steps on this rank share BatchNorm's statistics, if windows share them."""
+    def bare(self) -> AbstractContextManager[None]:
+        """A context in which the module is as its author wrote it, to be copied."""
+
+    @abstractmethod
+    def for_copy(self, module: Any, strategies: Any, options: Any) -> Any:
+        """Let windows of a module's copy be divided as those of the module.
+
+        Args:
+            module: the copy, not yet in `fit`.
+            strategies: what a micro-batch weighs, if anybody says so.
+            options: a `MicroBatching`, if loader batches are cut.
+
+        Returns:
+            The callback that its Trainer needs; None if the copy brings its own.
+        """
+
+    @property
+    def micro_batch_now(self) -> tuple[int, Sequence[int]] | None:
+        """The number of the micro-batch under way, and its rows of the loader batch;
+        None where a loader batch is one."""
+        return None
 
     @property
     def must_count_samples(self) -> bool:
         """Whether the samples of the next micro-batch must be counted."""
         return self.counts_samples or not self.first_windows.is_complete
+
+
+def no_callbacks() -> list[Any]:
+    """A `configure_callbacks` to which a mixin's callback is not added."""
+    return []
 
 
 def find_callback(trainer: Any, kind: type[Found]) -> Found | None:
@@ -214,6 +239,11 @@ def is_taken_out(callback: Any, trainer: Any) -> bool:
     """Whether Lightning has taken a callback out of the Trainer for a while, as its
     finders do with all of them while they search, within a training too."""
     return not any(each is callback for each in trainer.callbacks)
+
+
+def is_rehearsal(trainer: Any) -> bool:
+    """Whether it trains a copy for one step, for the proof."""
+    return getattr(trainer, "is_rehearsal", False)
 
 
 def has_finder(trainer: Any) -> bool:

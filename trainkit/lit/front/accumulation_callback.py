@@ -12,7 +12,7 @@ from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import refuse_unsaid_weight
 from trainkit.lit.front.held_schedulers import SchedulerHolder
-from trainkit.lit.measure.found import Proof
+from trainkit.lit.proof.verdict import Proof
 from trainkit.lit.windows import refusals
 
 
@@ -72,6 +72,14 @@ class AccumulationCallback(SchedulerHolder):
         )
         self.micro_batching = micro_batching
         self.hold_schedulers = hold_schedulers
+
+    def for_copy(self, module: Any, strategies: Any, options: Any) -> Any:
+        return AccumulationCallback(
+            strategies,
+            micro_batching=options,
+            wide_gradients=self.wide_gradients,
+            proof="off",
+        )
 
     def holds_schedulers(self, pl_module: Any) -> bool:
         return self.hold_schedulers

@@ -32,7 +32,7 @@ from trainkit.lit.callback.window_end import window_ends
 from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
 from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, checked, listed
 from trainkit.lit.logs.exact_log import one_number, stage_of
-from trainkit.lit.measure.found import Proof
+from trainkit.lit.proof.verdict import Proof
 from trainkit.lit.windows.callback import WindowCallback
 
 if TYPE_CHECKING:

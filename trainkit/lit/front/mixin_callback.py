@@ -77,6 +77,11 @@ class MixinCallback(SchedulerHolder):
         self.micro_batching = pl_module.micro_batching
         self._chosen = pl_module.accumulation
 
+    def for_copy(self, module: Any, strategies: Any, options: Any) -> Any:
+        module.accumulation, module.micro_batching = strategies, options
+        module.accumulation_proof, module.accumulation_aggregation = "off", "auto"
+        return None
+
     def holds_schedulers(self, pl_module: Any) -> bool:
         return pl_module.hold_schedulers
 

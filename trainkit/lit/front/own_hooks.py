@@ -10,6 +10,7 @@ from types import MethodType
 from typing import Any
 
 from trainkit.errors import TrainkitError
+from trainkit.lit.callback.base import no_callbacks
 from trainkit.lit.front.mixin_callback import MixinCallback
 
 CALLBACKS = "configure_callbacks"
@@ -42,11 +43,6 @@ class OwnCallbacks:
     def __delete__(self, module: Any) -> None:
         if vars(module).pop(CALLBACKS, self) is self:
             raise AttributeError(CALLBACKS)
-
-
-def no_callbacks() -> list[Any]:
-    """A `configure_callbacks` to which the mixin's callback is not added."""
-    return []
 
 
 def listed(callbacks: Any) -> list[Any]:

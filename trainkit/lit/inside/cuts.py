@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -19,8 +18,7 @@ from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row, say
-from trainkit.lit.inside.choose import SELF, choose
-from trainkit.lit.inside.refusals import refusing_logs
+from trainkit.lit.inside.refusals import SELF, refusing_logs
 
 
 class InsideCuts:
@@ -52,26 +50,24 @@ class InsideCuts:
         for cut in self._cuts:
             cut.coupling = coupling
 
+    def around_chunks(self, around: Any) -> None:
+        """Let each chunk run in a context, made of its call and its rows."""
+        for cut in self._cuts:
+            of = self._module, cut.module, cut.name
+            cut.around = refusing_logs(*of, around)
+
     def stop(self) -> None:
         """Give all submodules their own forward back."""
         for cut in self._cuts:
             cut.remove()
         self._cuts, self._coupling = [], None
 
-    def prepare(self, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Find the submodules on rows of the first batch, if they are to be found."""
-        if self._cuts:
-            return
-        paths = choose(
-            trainer,
-            self._module,
-            batch,
-            (args, kwargs) if args or kwargs else None,
-            self._coupling,
-        )
+    def find(self, paths: Sequence[str]) -> None:
+        """Cut the submodules that were found on rows of the first batch."""
         self._install(paths)
-        if trainer.is_global_zero:
-            say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
+        if self._module.trainer.is_global_zero:
+            row = ("inside", f'found by inside="auto": {listed(paths)}')
+            say(self._module.trainer, row)
 
     def _install(self, paths: Sequence[str]) -> None:
         options, keeper = self._options, Keeper(self._options.keep)
@@ -126,6 +122,11 @@ class InsideCuts:
     # ---- what others ask -------------------------------------------------------------
 
     @property
+    def paths(self) -> list[str]:
+        """The paths of the submodules; none before they were found."""
+        return self._paths
+
+    @property
     def names(self) -> str:
         """The paths of the submodules, for messages."""
         return listed(self._paths)
@@ -139,41 +140,6 @@ class InsideCuts:
     def size(self) -> int | None:
         """The most rows in a chunk, if there is a limit."""
         return self._sizes.limit
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """The submodules run uncut, for a while."""
-        for cut in self._cuts:
-            cut.is_off = True
-        try:
-            yield
-        finally:
-            for cut in self._cuts:
-                cut.is_off = False
-
-    @contextmanager
-    def measured(
-        self, size: int, around: Callable[..., Any], turning: Sequence[Any] = ()
-    ) -> Iterator[None]:
-        """Chunks of a few rows, each in a context, for a while.
-
-        Args:
-            size: the most rows.
-            around: makes the context of a chunk.
-            turning: what holds something of the chunk under way.
-        """
-        held = [(c, c.sizes, c.keeper, c.around, c.by_tokens) for c in self._cuts]
-        for cut, *_, by_tokens in held:
-            cut.sizes, cut.keeper = Sizes(size), Keeper(0)
-            cut.around = refusing_logs(self._module, cut.module, cut.name, around)
-            cut.by_tokens = by_tokens and by_tokens.finest()
-            cut.turning = turning
-        try:
-            yield
-        finally:
-            for cut, sizes, keeper, before, by_tokens in held:
-                cut.sizes, cut.keeper, cut.around = sizes, keeper, before
-                cut.by_tokens, cut.turning = by_tokens, ()
 
     def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
         """How the step runs, for the table before training."""

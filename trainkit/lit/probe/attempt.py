@@ -16,12 +16,11 @@ from trainkit.core.batches import describe
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, step_arguments
+from trainkit.lit.aside import Kept, muted
 from trainkit.lit.batch_norm.samples import on_device
 from trainkit.lit.probe.refusals import refuse_loss
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
-from trainkit.lit.rerun.quietly import muted
-from trainkit.lit.rerun.snapshot import Snapshot
 
 FITS, OUT_OF_MEMORY, FAILED = 0.0, 1.0, 2.0
 """The outcomes of an attempt; the worst one of all ranks counts."""
@@ -60,7 +59,7 @@ class Attempts:
 
     def __post_init__(self) -> None:
         self._module = self.trainer.lightning_module
-        self._snapshot = Snapshot(self._module, around_steps=True)
+        self._snapshot = Kept(self._module, steps=True)
         self._last_batch: str = "none was made"
         self._failure: BaseException | None = None
 

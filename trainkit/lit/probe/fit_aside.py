@@ -13,8 +13,8 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils._pytree import tree_leaves
 
 from trainkit.lit._compat import parts_of
-from trainkit.lit.front.own_hooks import no_callbacks
-from trainkit.lit.rerun.snapshot import Snapshot
+from trainkit.lit.aside import Kept
+from trainkit.lit.callback.base import no_callbacks
 
 
 def fit_aside(
@@ -60,9 +60,8 @@ def _put_back(
     device = strategy.root_device
     loaders = [each for each in tree_leaves(data) if hasattr(each, "__dict__")]
     others = [*parts_of(trainer), *loaders]
-    snapshot = Snapshot(
-        module, trainer.callbacks, others=others, around_steps=True, device=device
-    )
+    callbacks = [each for each in trainer.callbacks if hasattr(each, "__dict__")]
+    snapshot = Kept(module, others=[*others, *callbacks], steps=True, device=device)
     optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
     scaling = copy.deepcopy(trainer.precision_plugin.state_dict())
     try:

@@ -1,1 +1,1 @@
-"""The proof that windows are the big batch, measured on the user's own module."""
+"""The proof that windows are the big batch: two small trainings of a copy."""

@@ -1,365 +1,463 @@
-"""Why parts are not the whole: one experiment for each cause."""
+"""Why parts are not the whole: rehearsals with one thing changed at a time."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch.nn.modules.batchnorm import _NormBase
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
 
-from trainkit.core.generators import read_states, write_states
-from trainkit.core.proof.gradients import size_of
-from trainkit.core.proof.weights import Explained, explain, two_denominators
-from trainkit.core.strategies import AccumulationStrategy
-from trainkit.lit.proof import of_draws, remedies
-from trainkit.lit.proof.events import Located, locate, recorded
-from trainkit.lit.proof.findings import Cause
-from trainkit.lit.proof.measure import (
-    MOST_TOLERATED,
-    Make,
-    Measurements,
-    Parts,
-    strategy_of,
+from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.strategies import Uniform
+from trainkit.core.terms import ONE, leading
+from trainkit.core.weighed import Weighed
+from trainkit.lit._compat import has_own
+from trainkit.lit.inside.cuts import paths_of
+from trainkit.lit.proof.denominators import (
+    SUM,
+    UNIFORM,
+    Candidate,
+    best_fit,
+    candidates,
+    class_counts,
+    line_of,
+    off_by,
+    two_denominators,
 )
-from trainkit.lit.proof.padding import first_that_sees_padding
-from trainkit.lit.proof.state import moved, values_of
+from trainkit.lit.proof.places import (
+    Event,
+    first_that_sees_padding,
+    locate,
+    moved,
+    record_events,
+    values_of,
+)
+from trainkit.lit.proof.rehearse import PARAMETER_HOOKS, Taken, may_change_steps
+from trainkit.lit.proof.remedies import BY_HAND, WITH_MIXIN, Door, Remedies
+from trainkit.lit.proof.report import Cause
+from trainkit.lit.proof.subject import Subject
 
-MOST_ROUNDS = 6
-NOWHERE = Located("", False, "", "", 0, 0)
+HOOKS = (
+    "backward", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "optimizer_step", "configure_gradient_clipping", "on_before_zero_grad",
+    "optimizer_zero_grad", "on_train_batch_start", "on_train_batch_end",
+)  # fmt: skip
+TRANSFERS = (
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
+)  # fmt: skip
+
+MOST_COORDINATES = 200_000
 
 
 class Causes:
-    """Looks for causes; what one experiment finds is neutralised for the next.
+    """Looks for the causes of a deviation.
 
     Args:
-        found: the measurements; they are made again as causes are neutralised.
-        strategies: by term; empty for plain accumulation.
-
-    Attributes:
-        causes: what was found.
-        notes: what holds in expectation only, and what could not be seen.
+        subject: what was measured, and is off.
+        door: in whose words remedies are.
     """
 
-    def __init__(
-        self, found: Measurements, strategies: Mapping[str, AccumulationStrategy]
-    ) -> None:
-        self._found = found
-        self._strategies = strategies
-        rows = found.rows
-        self._make: Make = rows.padded_alike if rows.can_cut else rows.as_run
-        self.causes: list[Cause] = []
-        self.notes: list[str] = []
+    def __init__(self, subject: Subject, door: Door = "python") -> None:
+        self._subject, self._say = subject, Remedies(door)
+        self._most = subject.most_rounding
+        self._sampled: dict[Any, Tensor] = {}
+        self.found: list[Cause] = []
 
-    def look(self, *, is_off: bool) -> None:
-        """Run the experiments; those about the deviation only if there is one."""
-        found = self._found
-        if found.repeated > max(MOST_TOLERATED, found.tolerance):
-            unlike = sorted(found.passes.draws.unlike)
-            self.causes.append(of_draws.of_other_draws(found.repeated, unlike))
-            return
-        self._look_for_a_way(found.parts if is_off else found.parts[:2])
-        self._look_at_state()
-        self._look_at_draws()
-        if is_off:
-            beside = found.passes.beside
-            self._look_for_reasons()
-            found.passes.beside = beside
+    def look(self) -> list[Cause]:
+        """The causes, in the order in which they were found."""
+        if self._draws_unseen() or self._is_inner_cut():
+            return self.found
+        if self._is_sequence_known() and self._gap() > self._most:
+            self._explain_gap()
+        self._explain_parts()
+        return self.found
 
-    def _look_for_reasons(self) -> None:
-        found = self._found
-        self._look_at_deviation()
-        if not self._has_deviation:
-            # Parts of several rows are exact, and single ones are not.
-            found.parts = [[row] for row in found.all_rows]
-            explained = self._explained(found.rows.as_run)
-            explained = explained or self._explained(self._make) or {}
-            alone = [found.of(rows, found.rows.as_run) for rows in found.parts]
-            is_finite = all(math.isfinite(size_of(each.gradient)) for each in alone)
-            is_known = explained and all(each.classes for each in explained.values())
-            if not is_finite or not is_known:
-                self.causes.append(remedies.of_small_parts())
-            else:
-                self._look_at_deviation()
-        if not self._has_deviation:
-            self.causes.append(remedies.of_small_parts())
+    # ---- random numbers --------------------------------------------------------------
 
-    @property
-    def _has_deviation(self) -> bool:
-        return any(cause.kind != "state" for cause in self.causes)
-
-    def _look_at_deviation(self) -> None:
-        explained = self._explained_without_layers()
-        if explained is not None and not self._look_at_padding():
-            self._compare_weights(explained)
-
-    def _look_for_a_way(self, parts: Parts) -> None:
-        """A model may refuse rows that are padded more than the longest of them."""
-        if self._make == self._found.rows.as_run:
-            return
-        try:
-            for rows in parts:
-                self._found.of(rows, self._make)
-        except Exception as error:
-            self._make = self._found.rows.as_run
-            self.notes.append(
-                f"training_step fails on parts that are padded as the whole is, so "
-                f"they were batched anew: {error}"
-            )
-
-    # ---- state and randomness --------------------------------------------------------
-
-    def _look_at_state(self) -> None:
-        """What the pass over a part moves, and whether the next part feels it."""
-        found, module = self._found, self._found.passes.module
-        if len(found.parts) < 2:
-            return
-        one, other = found.parts[:2]
-        fresh = found.of(other, self._make)
-        drawn = read_states(module.device)
-        before = values_of(module)
-        found.passes.run(self._make(one), one, keep_state=True)
-        names = moved(before, values_of(module))
-        write_states(drawn, module.device)  # draws are another cause
-        after = found.passes.run(self._make(other), other)
-        size = size_of(fresh.gradient) or 1.0
-        off = size_of(after.gradient - fresh.gradient) / size
-        parameters = dict(module.named_parameters())
-        # One that trains may be made in the first pass, and then it stays.
-        frozen = [
-            n for n in names if n in parameters and not parameters[n].requires_grad
-        ]
-        if off > found.tolerance or frozen:
-            self.causes.append(remedies.of_state(names, off))
-        elif names:
-            self.notes.append(
-                f"training_step moves {_listed(names)}, which changed no gradient here"
-            )
-
-    def _look_at_draws(self) -> None:
-        seen, redrawn = self._found.whole.seen, self._found.rows.redrawn
-        draws = self._found.passes.draws
-        if redrawn:
-            self.notes.append(
-                f"{redrawn!r} of a row depends on the batch that it is collated in, so "
-                f"parts were cut from one batch"
-            )
-        if seen.dropouts:
-            self.notes.append(
-                f"dropout was left out: a window equals the big batch in expectation "
-                f"({_listed(sorted(seen.dropouts))})"
-            )
-        if drawn := sorted(draws.by_row - draws.unlike):
-            self.notes.append(
-                f"random numbers were drawn for all rows at once: a window equals the "
-                f"big batch in expectation ({_listed(drawn)})"
-            )
-        if draws.unlike:
-            self.notes.append(
-                f"these draws cannot be replayed by row: "
-                f"{_listed(sorted(draws.unlike))}"
-            )
-
-    # ---- rows that see each other ----------------------------------------------------
-
-    def _explained_without_layers(self) -> dict[str, Explained] | None:
-        """The weights of each term, once layers that look across rows are neutral."""
-        for _ in range(MOST_ROUNDS):
-            explained = self._explained(self._make)
-            if explained is not None:
-                return explained
-            if self._found.passes.beside is not None:
-                self._run_apart()
-            elif not self._neutralise(self._located()):
-                return None
-        return None
-
-    def _run_apart(self) -> None:
-        """Let parts run by themselves, without BatchNorm, and see whether that is all
-        that they lacked."""
-        found, passes = self._found, self._found.passes
-        passes.beside = None
-        modules = passes.module.modules()
-        passes.in_eval = [each for each in modules if isinstance(each, _NormBase)]
-        found.again()
-        if self._explained(self._make) is not None:
-            self.causes.append(remedies.of_turns())
-
-    def _explained(self, make: Make) -> dict[str, Explained] | None:
-        found = self._found
-        known = found.counts(found.parts, make)
-        explained = {}
-        for name, measured in found.terms(found.parts, make).items():
-            each = explain(measured, known, found.tolerance)
-            if each is None:
-                return None
-            explained[name] = each
-        return explained
-
-    def _neutralise(self, located: Located) -> bool:
-        """Name a cause, and whether it could be taken away."""
-        found, passes = self._found, self._found.passes
-        layer = passes.module.get_submodule(located.path) if located.path else None
-        if located.unaligned:
-            self.notes.append(
-                f"{located.unaligned} of {located.total} inputs and outputs could not "
-                f"be compared by rows"
-            )
-        if isinstance(layer, _NormBase) and layer.training and not passes.in_eval:
-            self.causes.append(remedies.of_rows(located, layer, self._num_norms()))
-            modules = passes.module.modules()
-            passes.in_eval = [each for each in modules if isinstance(each, _NormBase)]
-            found.again()
-            return True
-        if located.unaligned and not passes.in_eval and self._is_hidden_norm():
-            return True
-        if passes.draws.unlike:
-            return self._is_sampling(located)
-        if found.whole.seen.hooks and not passes.without_hooks:
-            return self._is_early_hook(located)
-        if layer is None:
-            self.causes.append(self._of_loss(located))
-            return False
-        if located.path not in {cause.place for cause in self.causes}:
-            self.causes.append(remedies.of_rows(located, layer, 0))
-        self.notes.append("more may be behind it")
-        return False
-
-    def _is_hidden_norm(self) -> bool:
-        """Whether BatchNorm that no event shows, as on the nodes of graphs, is a cause
-        that was taken away."""
-        found, passes = self._found, self._found.passes
-        named = dict(passes.module.named_modules())
-        norms = [p for p, m in named.items() if isinstance(m, _NormBase) and m.training]
-        if not norms:
-            return False
-        before = found.best_fit(self._make)
-        number = self._num_norms()
-        passes.in_eval = [named[path] for path in norms]
-        found.again()
-        if found.best_fit(self._make) < 0.5 * before:
-            located = Located(norms[0], False, "", "", 0, 0)
-            self.causes.append(remedies.of_rows(located, named[norms[0]], number))
-            return True
-        passes.in_eval = []
-        found.again()
-        return False
-
-    def _is_sampling(self, located: Located) -> bool:
-        """Whether draws across the rows are a cause that could be taken away; what
-        cannot be is named, and is not taken for another cause."""
-        found, draws = self._found, self._found.passes.draws
-        unlike = sorted(draws.unlike)
-        if draws.identity:
-            self.causes.append(of_draws.of_unlike_draws(unlike, located))
-            return False
-        draws.identity = True
-        found.again()
-        if self._explained(self._make) is None and self._located() == located:
-            draws.identity = False
-            found.again()
-            self.causes.append(of_draws.of_unlike_draws(unlike, located))
-            return False
-        self.causes.append(of_draws.of_sampling(unlike))
-        draws.unlike.clear()
-        return True
-
-    def _is_early_hook(self, located: Located) -> bool:
-        """Whether hooks that `training_step` registers are a cause, and were taken
-        away; if not, the next round looks for another one."""
-        found, passes = self._found, self._found.passes
-        lines = sorted(found.whole.seen.hooks)
-        before = found.best_fit(self._make)
-        passes.without_hooks = True
-        found.again()
-        if found.best_fit(self._make) < 0.5 * before:
-            place = ", ".join(lines)
-            self.causes.append(remedies.of_order(place, before, steps=False))
-        return True
-
-    def _num_norms(self) -> int:
-        modules = self._found.passes.module.modules()
-        return sum(isinstance(each, _NormBase) and each.training for each in modules)
-
-    def _of_loss(self, located: Located) -> Cause:
-        """The rows agree up to the loss, so the loss itself looks across them."""
-        pair = self._two_denominators()
-        if pair is not None:
-            return remedies.of_two_denominators(*pair)
-        return remedies.of_loss(located)
-
-    def _located(self) -> Located:
-        found, passes = self._found, self._found.passes
-        rows = max(found.parts, key=len)
-        with recorded(passes.module) as whole:
-            passes.run(found.batch, found.all_rows)
-        with recorded(passes.module) as part:
-            passes.run(self._make(rows), rows)
-        return locate(whole, part, rows, len(found.all_rows))
-
-    def _two_denominators(self) -> Any:
-        found = self._found
-        if len(found.whole.terms) != 1 or len(found.all_rows) < 8:
-            return None
-        parts = _merged(found.parts, 4)
-        unions = [
-            frozenset(n for n in range(4) if number >> n & 1) for number in range(1, 16)
-        ]
-        gradients = {
-            union: found.of(
-                sorted(row for n in union for row in parts[n]), self._make
-            ).gradient
-            for union in unions
-        }
-        counts = found.counts(parts, self._make)
-        distinct = {}
-        for candidate, each in counts.items():
-            shares = tuple((each.parts / each.parts.sum()).round(decimals=9).tolist())
-            distinct.setdefault(shares, (candidate, each.parts.tolist()))
-        single = found.best_fit(self._make)
-        tolerance = min(max(found.tolerance, 1e-6), 0.01 * single)
-        return two_denominators(gradients, dict(distinct.values()), tolerance)
-
-    # ---- padding and weights ---------------------------------------------------------
-
-    def _look_at_padding(self) -> bool:
-        """Whether parts that are padded less than the whole are off for that."""
-        found = self._found
-        if self._make == found.rows.as_run or not found.rows.can_cut:
-            return False
-        if self._explained(found.rows.as_run) is not None:
-            return False
-        unlike = sorted(found.passes.draws.unlike)
+    def _draws_unseen(self) -> bool:
+        """Find draws that rows cannot share, and fix them for what follows."""
+        subject = self._subject
+        whole = subject.whole()
+        unlike = sorted(whole.draws.unlike)
         if unlike:
-            self.causes.append(of_draws.of_unlike_draws(unlike, NOWHERE))
+            self._subject = self._with(fixes_draws=True)
+            is_all = self._window_off() <= self._most
+            places = [self._say.of_draws(each, hides=is_all) for each in unlike]
+            self.found += places
+            return is_all
+        if subject.whole(seed=1).off_from(whole) > self._most:
+            self.found.append(self._say.of_unseen_draws())
             return True
-        place = first_that_sees_padding(found)
-        self.causes.append(remedies.of_padding(place, found.rows.is_split))
+        return False
+
+    def _is_inner_cut(self) -> bool:
+        """Whether chunks of rows are not all rows; else look at what is accumulated."""
+        subject = self._subject
+        options = subject.options
+        if options is None or options.inside is None:
+            return False
+        alone = replace(subject, has_batches=False)
+        if alone.window().off_from(alone.whole()) > self._most:
+            self.found.append(self._say.of_chunks(", ".join(paths_of(options))))
+            return True
+        self._subject = replace(subject, options=None)
+        return not subject.has_batches
+
+    # ---- micro-batches one after another ---------------------------------------------
+
+    def _is_sequence_known(self) -> bool:
+        """Whether it can be said what the window is if no part changes another."""
+        strategies = self._subject.strategies
+        has_one = not strategies or ONE in strategies
+        says = has_one and strategies and isinstance(leading(strategies), Weighed)
+        return has_one and not says and self._subject.has_batches
+
+    def _gap(self) -> float:
+        """How far the window is from its parts, each run by itself and weighed."""
+        subject = self._subject
+        parts = self._alone()
+        window = self._vector(subject.window())
+        return off_by(window, parts, self._own_weights())
+
+    def _explain_gap(self) -> None:
+        before = self._subject
+        self._subject = self._with(as_whole=True)
+        if self._gap() <= self._most:
+            self.found.append(self._say.of_numbers())
+            return
+        self._subject = before
+        for hook in self._hooks(HOOKS):
+            self._subject = self._with(without=frozenset({hook}), as_whole=True)
+            if self._gap() <= self._most:
+                self.found.append(self._say.of_hook(hook))
+                return
+            self._subject = before
+        names = self._moved()
+        has_state = self._say.of_state(names) if names else self._say.of_own_backward()
+        self.found.append(has_state)
+
+    def _hooks(self, names: Sequence[str]) -> Iterator[str]:
+        """Hooks that somebody has overridden, and callbacks with hooks of a step."""
+        module, trainer = self._subject.module, self._subject.trainer
+        for name in names:
+            if hasattr(LightningModule, name) and has_own(module, name):
+                yield name
+            data = trainer.datamodule
+            if data is not None and hasattr(LightningDataModule, name):
+                if has_own(data, name):
+                    yield name
+        if names is HOOKS:
+            for callback in self._subject.rehearsals.callbacks:
+                if may_change_steps(callback):
+                    yield type(callback).__name__
+            if any(p._backward_hooks or p._post_accumulate_grad_hooks
+                   for p in module.parameters()):  # fmt: skip
+                yield PARAMETER_HOOKS
+
+    def _moved(self) -> list[str]:
+        """What a micro-batch moves in the module, by value."""
+        held = self._with(change=lambda module: (module, values_of(module)))
+        part = self._subject.parts[0]
+        module, before = held.whole(part).result
+        return moved(before, values_of(module))
+
+    # ---- parts and the whole ---------------------------------------------------------
+
+    def _explain_parts(self) -> None:
+        """Find what keeps parts from adding up, then by which weights they do."""
+        for _ in range(4):
+            if self._least_off() <= self._most:
+                self._explain_weights()
+                return
+            if not (self._is_padding() or self._is_transfer() or self._is_layer()):
+                return
+
+    def _least_off(self) -> float:
+        """How far parts are from the whole with the best weights."""
+        whole, parts = self._whole(), self._alone()
+        ones = torch.ones(len(parts), dtype=torch.float64)
+        return min(best_fit(whole, parts).off, off_by(whole, parts, ones))
+
+    def _is_padding(self) -> bool:
+        subject = self._subject
+        if subject.are_alike or not subject.rows.pads_each:
+            return False
+        alike = replace(subject, are_alike=True)
+        self._subject = alike
+        if self._least_off() > self._most:
+            self._subject = subject
+            return False
+        part = min(
+            subject.parts, key=lambda p: max(subject.rows.lengths()[r] for r in p)
+        )
+        own, wide = (self._events(each, part) for each in (subject, alike))
+        place = first_that_sees_padding(wide, own, range(len(part)), len(part))
+        split = subject.options is not None and not subject.has_batches
+        self.found.append(self._say.of_padding(place, is_split=split))
         return True
 
-    def _compare_weights(self, explained: Mapping[str, Explained]) -> None:
-        found = self._found
-        make = found.rows.as_run
-        with_run = self._explained(make) or explained
-        for name, each in with_run.items():
-            weights = found.weights(name, self._strategies, found.parts, make)
-            measured = found.terms(found.parts, make)[name]
-            if measured.off_by(weights) > found.tolerance:
-                strategy = strategy_of(name, self._strategies)
-                is_given = found.of(found.parts[0], make).weight(name) is not None
-                cause = remedies.of_weights(
-                    name, each, strategy, found.batch, is_given=is_given
-                )
-                self.causes += [cause] if cause not in self.causes else []
+    def _is_transfer(self) -> bool:
+        before = self._subject
+        for hook in self._hooks(TRANSFERS):
+            self._subject = self._with(without=before.base.without | {hook})
+            if self._least_off() <= self._most:
+                self.found.append(self._say.of_hook(hook))
+                return True
+            self._subject = before
+        return False
+
+    def _is_layer(self) -> bool:
+        """Find the first module whose rows differ; go on if it is BatchNorm."""
+        subject = self._subject
+        alike = replace(subject, are_alike=subject.rows.pads_each)
+        of, part = subject.all_rows, max(subject.parts, key=len)
+        located = locate(
+            self._events(alike, of),
+            self._events(alike, part),
+            [of.index(row) for row in part],
+            len(of),
+        )
+        norms = [m for m in subject.module.modules() if isinstance(m, BatchNorm)]
+        if not located.path:
+            if not (self._is_function() or self._has_two_denominators()):
+                self.found.append(self._say.of_loss(located))
+            return False
+        layer = subject.module.get_submodule(located.path)
+        self.found.append(self._say.of_rows(located, layer, len(norms)))
+        if not isinstance(layer, BatchNorm):
+            return False
+        self._subject = self._with(change=_in_eval)
+        return True
+
+    def _events(self, subject: Subject, rows: Sequence[int]) -> list[Event]:
+        def change(module: nn.Module) -> Any:
+            if subject.base.change is not None:
+                subject.base.change(module)
+            return record_events(module)
+
+        base = replace(subject.base, change=change)
+        return replace(subject, base=base).whole(rows).result
+
+    # ---- weights ---------------------------------------------------------------------
+
+    def _explain_weights(self) -> None:
+        """Name the weights with which the parts are the whole."""
+        subject, whole, parts = self._subject, self._whole(), self._alone()
+        if off_by(whole, parts, self._own_weights()) <= self._most:
+            numbers = subject.rows.whole_numbers(within=True)
+            if not self.found and numbers and not subject.has_batches:
+                self.found.append(self._say.of_host(numbers[0]))
+            return
+        fits = self._fitting(whole, parts)
+        numbers = subject.rows.whole_numbers(within=True)
+        if fits and fits[0] is SUM and numbers and not subject.has_batches:
+            self.found.append(self._say.of_host(numbers[0]))
+        elif fits and fits[0] is SUM:
+            own = leading(subject.strategies) if subject.strategies else None
+            self.found.append(self._say.of_sum(self._said(), own))
+        elif fits:
+            self.found.append(self._ways_in(self._say.of_weights(fits, self._said())))
+        elif not self._is_function():
+            self._of_unknown(best_fit(whole, parts).weights)
+
+    def _fitting(self, whole: Tensor, parts: Tensor) -> list[Candidate]:
+        """The denominators that make the parts the whole, the simplest first."""
+        number = len(parts)
+        fits = []
+        for candidate, counts, total in self._counted():
+            if total and off_by(whole, parts, counts / total) <= self._most:
+                fits.append(candidate)
+        ones = torch.ones(number, dtype=torch.float64)
+        fits += [SUM] * (off_by(whole, parts, ones) <= self._most)
+        fits += [UNIFORM] * (off_by(whole, parts, ones / number) <= self._most)
+        return sorted(fits, key=lambda each: each.simplicity)
+
+    def _counted(self) -> Iterator[tuple[Candidate, Tensor, float]]:
+        """What each part counts, and the whole, by each denominator."""
+        subject = self._subject
+        batches = [subject.batch(part) for part in subject.parts]
+        whole = subject.batch(subject.all_rows)
+        for each in candidates(whole, self._vectors()):
+            try:
+                counts = _numbers(each.weigh, batches)
+                total = float(each.weigh(whole))
+            except Exception:
+                continue
+            if abs(float(counts.sum()) - total) <= 1e-6 * max(abs(total), 1e-9):
+                yield each, counts, total
+
+    def _vectors(self) -> dict[str, Tensor]:
+        """Weights of classes that the module may hold, by their path."""
+        found: dict[str, Tensor] = {}
+        for path, each in self._subject.module.named_modules():
+            for name, value in {**vars(each), **each._buffers}.items():
+                is_vector = isinstance(value, Tensor) and value.ndim == 1
+                if is_vector and 1 < len(value) <= 4096 and bool((value >= 0).all()):
+                    found[f"{path}.{name}".lstrip(".")] = value.detach().cpu().double()
+        return found
+
+    def _of_unknown(self, weights: Tensor) -> None:
+        subject, batches = self._subject, []
+        for part in subject.parts:
+            batches.append(dict(class_counts(subject.batch(part))))
+        for at in batches[0]:
+            counts = torch.stack([each[at] for each in batches if at in each])
+            seen = counts.sum(0) > 0
+            last = int(seen.nonzero().max()) + 1
+            counts = counts[:, :last]
+            if len(counts) <= last or int(torch.linalg.matrix_rank(counts)) < last:
+                continue
+            solved = torch.linalg.lstsq(counts, weights[:, None]).solution[:, 0]
+            if bool((solved > 0).all()) and torch.allclose(
+                counts @ solved, weights, rtol=1e-6
+            ):
+                self.found.append(self._say.of_classes(solved.tolist(), at))
+                return
+        least = min((abs(float(w)) for w in weights if w), default=1.0)
+        shares = ", ".join(f"{float(w) / least:.4g}" for w in weights)
+        cause = self._say.of_unknown_weights(f"; they are as {shares}")
+        self.found.append(self._ways_in(cause))
+
+    def _is_function(self) -> bool:
+        """Whether the loss is the square root or the logarithm of a mean."""
+        subject, whole = self._subject, self._whole()
+        taken = [subject.whole(part) for part in subject.parts]
+        losses = [sum(each.losses) for each in taken]
+        total = sum(subject.whole().losses)
+        if not subject.module.automatic_optimization or not total:
+            return False
+        parts, values = self._alone(), torch.tensor(losses, dtype=torch.float64)
+        scales = {
+            "square root": values / total,
+            "logarithm": (values - total).exp(),
+        }
+        for candidate, counts, number in self._counted():
+            for function, scale in scales.items():
+                weights = counts / number * scale if number else counts
+                if off_by(whole, parts, weights) <= self._most:
+                    self.found.append(self._say.of_function(function, candidate))
+                    return True
+        return False
+
+    def _has_two_denominators(self) -> bool:
+        """Whether the loss is made of two terms with a denominator each."""
+        subject = self._subject
+        groups = [sorted(itertools.chain(*subject.parts[n::4])) for n in range(4)]
+        groups = [group for group in groups if group]
+        if len(groups) < 4 or not subject.module.automatic_optimization:
+            return False
+        merged = replace(subject, parts=groups)
+        gradients = {}
+        for number in range(1, 5):
+            for union in itertools.combinations(range(4), number):
+                rows = sorted(row for n in union for row in groups[n])
+                gradients[frozenset(union)] = self._vector(subject.whole(rows))
+        own, self._subject = self._subject, merged
+        counts = {c: v.tolist() for c, v, _ in self._counted() if c.simplicity <= 4}
+        self._subject = own
+        pair = two_denominators(gradients, counts, self._most)
+        if pair is not None:
+            self.found.append(self._say.of_two(*pair))
+        return pair is not None
+
+    # ---- help ------------------------------------------------------------------------
+
+    def _with(self, **changes: Any) -> Subject:
+        subject = self._subject
+        return replace(subject, base=replace(subject.base, **changes))
+
+    def _window_off(self) -> float:
+        return self._subject.window().off_from(self._subject.whole())
+
+    def _whole(self) -> Tensor:
+        return self._vector(self._subject.whole())
+
+    def _alone(self) -> Tensor:
+        """The gradients of the parts, each run by itself."""
+        subject = self._subject
+        return torch.stack([self._vector(subject.whole(p)) for p in subject.parts])
+
+    def _own_weights(self) -> Tensor:
+        """By what the run weighs its parts."""
+        subject, number = self._subject, len(self._subject.parts)
+        ones = torch.ones(number, dtype=torch.float64)
+        if not subject.strategies:
+            return ones / number
+        strategy = leading(subject.strategies)
+        if strategy.loss_reduction == "total" and not isinstance(strategy, Uniform):
+            return ones
+        if isinstance(strategy, Weighed):
+            return torch.full((number,), torch.nan, dtype=torch.float64)
+        batches = [subject.batch(part) for part in subject.parts]
+        weights = _numbers(strategy.weight, batches)
+        return weights / weights.sum()
+
+    def _vector(self, taken: Taken) -> Tensor:
+        """Some coordinates of a gradient, the same ones each time."""
+        if not self._sampled:
+            total = sum(each.numel() for each in taken.gradients.values())
+            share = min(1.0, MOST_COORDINATES / max(total, 1))
+            generator = torch.Generator().manual_seed(0)
+            for key, each in taken.gradients.items():
+                number = max(1, int(share * each.numel()))
+                at = torch.randint(each.numel(), (number,), generator=generator)
+                self._sampled[key] = at if share < 1 else torch.arange(each.numel())
+        found = [
+            taken.gradients[key].flatten()[at.to(taken.gradients[key].device)]
+            if key in taken.gradients
+            else torch.zeros(len(at))
+            for key, at in self._sampled.items()
+        ]
+        return torch.cat([each.double().cpu() for each in found])
+
+    def _said(self) -> str:
+        """What the parts were weighed by."""
+        if not self._subject.strategies:
+            return "plain accumulation, which weighs every micro-batch alike"
+        strategy = leading(self._subject.strategies)
+        if isinstance(strategy, Weighed):
+            return "what self.weigh gets" if strategy.is_said else "what by= counts"
+        return line_of(strategy)
+
+    def _ways_in(self, cause: Cause) -> Cause:
+        """A cause with the line that a module needs before a strategy counts in it."""
+        module, more = self._subject.module, ""
+        if hasattr(module, "accumulate"):
+            return cause
+        if not module.automatic_optimization:
+            more = BY_HAND
+        elif not self._subject.strategies:
+            more = WITH_MIXIN
+        return replace(cause, remedy=(*cause.remedy, *([more] if more else [])))
 
 
-def _merged(parts: Sequence[Sequence[int]], number: int) -> list[list[int]]:
-    merged: list[list[int]] = [[] for _ in range(number)]
-    for index, part in enumerate(parts):
-        merged[index % number].extend(part)
-    return [sorted(each) for each in merged]
+def first_cause(subject: Subject) -> str:
+    """Why a window is not the big batch, in one sentence."""
+    try:
+        found = Causes(subject).look()
+    except Exception:
+        found = []
+    if not found:
+        return "trainkit.check(module, data) looks for the cause."
+    cause = found[0]
+    place = f" ({cause.place})" if cause.place else ""
+    return (
+        f"{cause.text[:1].upper()}{cause.text[1:]}{place}. trainkit.check(module, "
+        f"data) names the remedy, and so does `trainkit check`, before the words of "
+        f"your command."
+    )
 
 
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _numbers(weigh: Callable[[Any], Any], batches: Sequence[Any]) -> Tensor:
+    return torch.tensor([float(weigh(each)) for each in batches], dtype=torch.float64)
+
+
+def _in_eval(module: nn.Module) -> None:
+    for each in module.modules():
+        if isinstance(each, BatchNorm):
+            each.eval()
+            each.train = lambda mode=True, own=each: own  # type: ignore[method-assign]

@@ -1,34 +1,31 @@
-"""Causes in words, each with what to do about it."""
+"""Causes in words, each with what to do about it in the words of the door."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import nn
 
-from trainkit.core.batch_norm.layers import listed
-from trainkit.core.proof.candidates import CONSTANT, SUM, UNIFORM, Candidate, line_of
-from trainkit.core.proof.weights import Explained
-from trainkit.core.split.fields import take_apart
+from trainkit.core.batch_norm.layers import BatchNorm, listed
 from trainkit.core.strategies import (
     AccumulationStrategy,
+    PerClassWeight,
     PerSample,
     PerToken,
-    Strategies,
 )
 from trainkit.core.weighed import Weighed
-from trainkit.lit.measure.by_hand import has_mixin
-from trainkit.lit.measure.terms import Pass
-from trainkit.lit.proof.events import Located
-from trainkit.lit.proof.findings import Cause
+from trainkit.lit.proof.denominators import CONSTANT, SUM, UNIFORM, Candidate, line_of
+from trainkit.lit.proof.places import Located
+from trainkit.lit.proof.report import Cause
 
-DENOMINATOR, LOSS, ROWS = "denominator", "loss", "rows"
+Door = Literal["python", "train", "fit"]
+"""Where a training was asked for: a script, `trainkit train` or `trainkit fit`."""
+
 STEP = "training_step"
 OFTEN_MEANT = 4  # a candidate's simplicity
-NOT_YOURS = "for a module that is not yours: AccumulationCallback(Weighed(by=...))"
+NO_STRATEGY = "no strategy can make it exact; the inner cut can"
 WITH_MIXIN = (
     "where it stands: in a class of (AccumulationMixin, LightningModule); or, for a "
     "module that is not yours, in Trainer(callbacks=[AccumulationCallback(...)])"
@@ -37,339 +34,316 @@ BY_HAND = (
     "self.accumulate(loss, batch, optimizer=...)  # of AccumulationMixin, in place of "
     "self.manual_backward(loss)"
 )
-PLAINLY = "plain accumulation"
-GIVEN = "what self.accumulate gets"
-NO_STRATEGY = "no strategy can make it exact; the inner cut can"
-INSIDE = 'micro_batching = MicroBatching(size=8, inside="auto")'
 
 
-def of_weights(
-    term: str,
-    explained: Explained,
-    strategy: AccumulationStrategy | None,
-    batch: Any,
-    *,
-    is_given: bool = False,
-) -> Cause:
-    """The loss divides by something else than the strategy counts, or than its backward
-    call is given as a weight."""
-    said = _said(strategy, is_given=is_given)
-    unlike = f", and not by {said}"
-    if said == PLAINLY:
-        unlike = f"; {said} divides by the number of micro-batches"
-    which = f"the term {term!r}" if term and not term.isdigit() else "the loss"
-    if not explained.classes:
-        return _of_unknown_weights(which, explained)
-    first, *others = explained.classes
-    if explained.function:
-        first_line, *more = lines_for(first)
-        return Cause(
-            LOSS,
-            STEP,
-            f"{which} is the {explained.function} of a mean over {_counted(first)}; no "
-            f"weights of micro-batches make that exact",
-            (f"return the mean itself from training_step, with {first_line}", *more),
-        )
-    if first is SUM:
-        return _of_sum(which, said, strategy, batch)
-    if first is UNIFORM:
-        return _denominator(
-            f"{which} weighs every micro-batch alike, and {said} does not",
-            ("accumulation = Uniform()",),
-        )
-    if first.seen is not None:
-        return _denominator(
-            f"{which} divides by {_counted(first)}, which no field of the batch "
-            f"counts{unlike}",
-            lines_for(first),
-        )
-    return _denominator(
-        f"{which} divides by what {first.line} counts{unlike}{_equal(others)}",
-        lines_for(first),
-    )
+class Remedies:
+    """Writes what to do.
 
+    Args:
+        door: in whose words.
+    """
 
-def _said(strategy: AccumulationStrategy | None, *, is_given: bool) -> str:
-    """What the parts were weighed by."""
-    if isinstance(strategy, Weighed):
-        return "what self.weigh gets" if strategy.is_said else "what by= counts"
-    if is_given:
-        return GIVEN
-    return PLAINLY if strategy is None else line_of(strategy)
+    def __init__(self, door: Door) -> None:
+        self._door = door
 
+    # ---- lines -----------------------------------------------------------------------
 
-def _equal(others: Sequence[Candidate]) -> str:
-    """The candidates that are often meant, and count as much as the simplest."""
-    lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT and e is not SUM]
-    if not lines:
-        return ""
-    count = "counts" if len(lines) == 1 else "count"
-    return f" (on these rows {' and '.join(lines[:2])} {count} as much)"
+    def strategy(self, strategy: AccumulationStrategy, line: str = "") -> str:
+        """The words that choose a strategy."""
+        line = line or line_of(strategy)
+        if self._door == "python":
+            if "self." in line:  # it names the module, and stands in a method
+                return f"self.accumulation = {line}  # in __init__, at its end"
+            return f"accumulation = {line}"
+        options = _options(strategy)
+        if self._door == "train":
+            name = _snake(type(strategy).__name__)
+            words = [f"accumulation={name}"]
+            words += [f"accumulation.{key}={value}" for key, value in options.items()]
+        else:
+            words = [f"--accumulation={type(strategy).__name__}"]
+            words += [f"--accumulation.{key}={value}" for key, value in options.items()]
+        return " ".join(words)
 
+    @property
+    def inside(self) -> str:
+        """The words that choose the inner cut."""
+        return {
+            "python": 'micro_batching = MicroBatching(size=8, inside="auto")',
+            "train": "micro_batching=inside micro_batching.size=8",
+            "fit": "--micro_batching.size=8 --micro_batching.inside=auto",
+        }[self._door]
 
-def _denominator(text: str, remedy: tuple[str, ...]) -> Cause:
-    return Cause(DENOMINATOR, STEP, text, remedy)
+    @property
+    def untrimmed(self) -> str:
+        """The words that keep padding in split windows."""
+        return {
+            "python": "MicroBatching(..., trim=False)",
+            "train": "micro_batching.trim=false",
+            "fit": "--micro_batching.trim=false",
+        }[self._door]
 
+    def guard(self, policy: str) -> str:
+        """The words that choose what happens to BatchNorm."""
+        return {
+            "python": f'BatchNormGuard("{policy}")',
+            "train": f"batchnorm={policy}",
+            "fit": f"--batchnorm.policy={policy}",
+        }[self._door]
 
-def lines_for(candidate: Candidate) -> tuple[str, ...]:
-    """What to write, so that windows are divided by a candidate."""
-    if candidate.seen is None:
-        return (_assigned(candidate.line),)
-    return (
-        "accumulation = Weighed()",
-        f"self.weigh({candidate.seen[1]})  # in training_step, with what "
-        f"{candidate.line} gets",
-        NOT_YOURS,
-    )
+    # ---- causes ----------------------------------------------------------------------
 
+    def of_weights(self, fits: Sequence[Candidate], said: str) -> Cause:
+        """The loss divides by something else than the strategy counts."""
+        first, *others = fits
+        if first is UNIFORM:
+            text = f"the loss weighs every micro-batch alike, and {said} does not"
+        else:
+            lines = [e.line for e in others if e.simplicity <= OFTEN_MEANT]
+            lines = [line for line in lines if line != SUM.line][:2]
+            also = f" (on these rows {' and '.join(lines)} count as much)" * bool(lines)
+            text = f"the loss divides by what {first.line} counts, and not by {said}"
+            text += also
+        assert first.strategy is not None
+        return _denominator(text, (self.strategy(first.strategy, first.line),))
 
-def _assigned(strategy: str) -> str:
-    """The line that sets a strategy; one that names the module stands in a method."""
-    if "self." in strategy:
-        return f"self.accumulation = {strategy}  # in __init__, at its end"
-    return f"accumulation = {strategy}"
+    def of_sum(self, said: str, own: Any) -> Cause:
+        """The loss is a sum."""
+        kept = own if isinstance(own, PerSample | PerToken) else PerSample()
+        total = dataclasses.replace(kept, loss_reduction="total")
+        line = line_of(total).replace("'total'", '"total"')
+        text = f"the loss is a sum over rows, and {said} takes it for a mean"
+        return _denominator(text, (self.strategy(total, line),))
 
-
-def with_ways_in(
-    cause: Cause, module: Any, whole: Pass, strategies: Strategies
-) -> Cause:
-    """A cause with the line that a module needs before a strategy counts in it."""
-    lines, more, text = " ".join(cause.remedy), (), cause.text
-    if "accumulation = " not in lines and "micro_batching = " not in lines:
-        return cause
-    is_plain = any(term.is_plain for term in whole.terms)
-    if not module.automatic_optimization and (is_plain or not has_mixin(module)):
-        more = (BY_HAND,)
-        text = text.replace(GIVEN, "self.manual_backward, which weighs nothing")
-    elif not (strategies or has_mixin(module)):
-        more = (WITH_MIXIN,)
-    return replace(cause, text=text, remedy=(*cause.remedy, *more))
-
-
-def _counted(candidate: Candidate) -> str:
-    if candidate.seen is None:
-        return candidate.line
-    return f"{candidate.seen[0]} in {candidate.line}"
-
-
-def _of_sum(
-    which: str, said: str, strategy: AccumulationStrategy | None, batch: Any
-) -> Cause:
-    counts = _host_counts(batch)
-    if counts:
+    def of_host(self, place: str) -> Cause:
+        """The loss divides by a number of the batch that is not cut."""
         return Cause(
             "host",
-            counts[0],
-            f"{which} adds up as a sum, or it divides by the number at "
-            f"{counts[0]!r}, which counts the whole batch and is not cut",
+            place,
+            f"the loss adds up as a sum, or it divides by the number at {place!r}, "
+            f"which counts the whole batch and is not cut",
             (
-                f"divide by the part's own count in place of {counts[0]!r}",
+                f"divide by the part's own count in place of {place!r}",
                 'or, if it is meant as a sum: loss_reduction="total"',
             ),
         )
-    kept = strategy if isinstance(strategy, PerSample | PerToken) else PerSample()
-    line = line_of(replace(kept, loss_reduction="total"))
-    return _denominator(
-        f"{which} is a sum over rows, and {said} takes it for a mean",
-        (_assigned(line.replace("'total'", '"total"')),),
-    )
 
-
-def _host_counts(batch: Any) -> list[str]:
-    """The paths of single numbers of a batch that may count its rows or tokens."""
-    found = []
-    for path, value in take_apart(batch)[0]:
-        number: Any = value
-        if isinstance(value, Tensor):
-            number = value.item() if value.ndim == 0 else None
-        if type(number) in (int, float) and path and number > 1:
-            found.append(path)
-    return found
-
-
-def _of_unknown_weights(which: str, explained: Explained) -> Cause:
-    shares = ""
-    if explained.is_clear:
-        smallest = min((abs(float(w)) for w in explained.weights if w), default=1.0)
-        each = (f"{float(w) / smallest:.4g}" for w in explained.weights)
-        shares = f"; they are as {', '.join(each)}"
-    return _denominator(
-        f"the parts of {which} add up to the whole, but with weights that nothing in "
-        f"the batch counts{shares}",
-        (
-            "accumulation = Weighed(), and in training_step self.weigh(n) with the "
-            "number that the loss divides by",
-            NOT_YOURS,
-        ),
-    )
-
-
-def of_two_denominators(one: Candidate, other: Candidate) -> Cause:
-    """The loss has two terms, and no strategy divides by both denominators."""
-    terms = " and of ".join(_term(each) for each in (one, other))
-    if CONSTANT in (one, other):
+    def of_unknown_weights(self, shares: str) -> Cause:
+        text = (
+            f"the parts of the loss add up to the whole, but with weights that nothing "
+            f"in the batch counts{shares}"
+        )
+        said = self.strategy(Weighed())
         return _denominator(
-            f"the loss is made of {terms}; each micro-batch adds the latter anew",
+            text,
             (
-                "return the mean over rows from training_step, to which a constant may "
-                "be added, or give the decay to the optimizer (weight_decay=...)",
+                f"{said}, and in training_step self.weigh(n) with the number that the "
+                f"loss divides by",
+                "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
             ),
         )
-    strategies = [_strategy_line(each) for each in (one, other)]
-    unseen = [each.line for each in (one, other) if each.seen is not None]
-    counted = (
-        f"for PerSample(mask='count'), let the data set count for each row what "
-        f"{' and '.join(unseen)} divides by, as the field 'count'"
-    )
-    return _denominator(
-        f"the loss is made of {terms}",
-        (
-            'return {"loss": {"one": first, "other": second}} from training_step',
-            _assigned(f'{{"one": {strategies[0]}, "other": {strategies[1]}}}'),
-            'micro_batching = MicroBatching("auto")',
-            *([counted] if unseen else []),
-        ),
-    )
+
+    def of_classes(self, weights: Sequence[float], at: Any) -> Cause:
+        """The loss divides by weights of classes."""
+        smallest = min((w for w in weights if w > 0), default=1.0)
+        numbers = [round(float(w / smallest), 6) for w in weights]
+        strategy = PerClassWeight(weight=numbers, labels=at)
+        line = f"PerClassWeight(weight={numbers}, labels={at!r})"
+        text = f"the loss divides by the sum of class weights, which are as {numbers}"
+        return _denominator(text, (self.strategy(strategy, line),))
+
+    def of_function(self, function: str, fit: Candidate) -> Cause:
+        assert fit.strategy is not None
+        return Cause(
+            "loss",
+            STEP,
+            f"the loss is the {function} of a mean over {fit.line}; no weights of "
+            f"micro-batches make that exact",
+            (
+                f"return the mean itself from training_step, with "
+                f"{self.strategy(fit.strategy, fit.line)}",
+            ),
+        )
+
+    def of_two(self, one: Candidate, other: Candidate) -> Cause:
+        """The loss has two terms, and no strategy divides by both denominators."""
+        terms = " and of ".join(map(_term, (one, other)))
+        if CONSTANT in (one, other):
+            return _denominator(
+                f"the loss is made of {terms}; each micro-batch adds the latter anew",
+                (
+                    "return the mean over rows from training_step, to which a constant "
+                    "may be added, or give the decay to the optimizer "
+                    "(weight_decay=...)",
+                ),
+            )
+        lines = [
+            'PerSample(loss_reduction="total")' if each is SUM else each.line
+            for each in (one, other)
+        ]
+        return _denominator(
+            f"the loss is made of {terms}",
+            (
+                'return {"loss": {"one": first, "other": second}} from training_step',
+                f'accumulation = {{"one": {lines[0]}, "other": {lines[1]}}}',
+                'micro_batching = MicroBatching("auto")',
+            ),
+        )
+
+    def of_numbers(self) -> Cause:
+        """The step computes with the Trainer's numbers."""
+        return _denominator(
+            "the loss depends on the Trainer's accumulate_grad_batches or "
+            "num_training_batches, or on batch_idx, which the big batch has otherwise",
+            ("return the mean loss itself: trainkit divides the window once",),
+        )
+
+    def of_rows(self, located: Located, layer: nn.Module, num_norms: int) -> Cause:
+        """A module's output for a row changes with the other rows."""
+        name = type(layer).__name__
+        if isinstance(layer, BatchNorm):
+            more = f" (the first of {num_norms} such layers)" if num_norms > 1 else ""
+            others = " or ".join(map(self.guard, ("group_norm", "freeze")))
+            return Cause(
+                "rows",
+                located.path,
+                f"{name} normalises each micro-batch by itself{more}",
+                (
+                    f"{self.guard('exact')}, and the loader yields whole windows, "
+                    f"which are cut: {self.inside}",
+                    f"or {others}, for a net that is trained already; these change the "
+                    f"model",
+                ),
+            )
+        where = "before" if located.is_before else "in"
+        return Cause(
+            "rows",
+            located.path,
+            f"{where} {name}, a row gets another value when other rows are beside it; "
+            f"{NO_STRATEGY}",
+            (self.inside, "or let no operation mix rows"),
+        )
+
+    def of_chunks(self, place: str) -> Cause:
+        """Chunks of a submodule's rows are not all its rows."""
+        return Cause(
+            "rows",
+            place,
+            "chunks of rows do not give what all rows give: a row's output depends on "
+            "other rows, or on how many there are",
+            ("name a module within it that treats rows apart, in inside=",),
+        )
+
+    def of_loss(self, located: Located) -> Cause:
+        """The rows agree up to the loss, which looks across them."""
+        after = f" after {located.after}" if located.after else ""
+        return Cause(
+            "loss",
+            located.of_loss or STEP,
+            f"all modules treat rows apart, and the loss{after} looks across them, as "
+            f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
+            (self.inside, "with accumulate_grad_batches=1 and larger loader batches"),
+        )
+
+    def of_hook(self, place: str) -> Cause:
+        """A hook does to each micro-batch what is meant for a step."""
+        if "batch_transfer" in place or "transfer_batch" in place:
+            text = "this hook looks across the rows of a loader batch"
+            return Cause("rows", place, f"{text}; {NO_STRATEGY}", (self.inside,))
+        if "on_train_batch" in place or "zero_grad" in place:
+            return self.of_state([place])
+        return Cause(
+            "order",
+            place,
+            "it changes the gradient of each micro-batch, before the window's is "
+            "complete",
+            (
+                "move it to on_before_optimizer_step",
+                "or, if it clips: Trainer(gradient_clip_val=...)",
+            ),
+        )
+
+    def of_state(self, names: Sequence[str]) -> Cause:
+        """What a micro-batch leaves behind changes the next one's gradient."""
+        first, *others = names
+        also = f", and so {listed(others, at_most=3)}" if others else ""
+        move = "move the update to on_before_optimizer_step"
+        if ".parametrizations." in first:
+            move = (
+                "this parametrization, such as spectral norm, moves in each forward "
+                "pass: no strategy can make it exact, and its estimate is what differs"
+            )
+        text = f"each micro-batch moves it, not each step{also}"
+        return Cause("state", first, text, (move,))
+
+    def of_padding(self, place: str, *, is_split: bool) -> Cause:
+        line = self.untrimmed if is_split else (
+            "pad all rows to one length in the collate function"
+        )  # fmt: skip
+        return Cause(
+            "padding",
+            place,
+            "outputs of a row change with the length that it is padded to",
+            (line, "or mask padding in this module"),
+        )
+
+    def of_draws(self, place: str, *, hides: bool) -> Cause:
+        return Cause(
+            "randomness",
+            place,
+            "it draws what rows of a batch share, so two windows of the same rows "
+            "differ, and so does the big batch",
+            ("draw in the data set, or for each row by itself",),
+            hides=hides,
+        )
+
+    def of_unseen_draws(self) -> Cause:
+        return Cause(
+            "randomness",
+            STEP,
+            "two steps over the same rows differ: it draws from Python's or NumPy's "
+            "generator, or from one of its own",
+            ("draw with torch, one number for each row",),
+            hides=True,
+        )
+
+    def of_own_backward(self) -> Cause:
+        return Cause(
+            "order",
+            STEP,
+            "gradients arrive beside the window's backward pass, as by a .backward() "
+            "within training_step",
+            ("return the sum of all losses from training_step",),
+        )
+
+
+def _denominator(text: str, remedy: tuple[str, ...]) -> Cause:
+    return Cause("denominator", STEP, text, remedy)
 
 
 def _term(candidate: Candidate) -> str:
     if candidate is SUM:
         return "a sum over rows"
-    if candidate is CONSTANT:
-        return candidate.line
-    return f"a mean over {_counted(candidate)}"
+    return candidate.line if candidate is CONSTANT else f"a mean over {candidate.line}"
 
 
-def _strategy_line(candidate: Candidate) -> str:
-    if candidate is SUM:
-        return 'PerSample(loss_reduction="total")'
-    return candidate.line if candidate.seen is None else "PerSample(mask='count')"
+def _options(strategy: AccumulationStrategy) -> dict[str, Any]:
+    """What is not left at its default, as words of a command."""
+    if isinstance(strategy, PerClassWeight):
+        numbers = ",".join(f"{weight:g}" for weight in strategy.class_weights)
+        found = {"weight": f"[{numbers}]", "labels": strategy.labels}
+        ignored = strategy.ignore_index
+        return found | ({"ignore_index": ignored} if ignored != -100 else {})
+    if not dataclasses.is_dataclass(strategy):
+        return {}
+    held = {f.name: (getattr(strategy, f.name), f.default)
+            for f in dataclasses.fields(strategy)}  # fmt: skip
+    changed = {name: value for name, (value, usual) in held.items() if value != usual}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in changed.items()
+    }
 
 
-def of_rows(located: Located, layer: nn.Module, num_norms: int) -> Cause:
-    """A module's output for a row changes with the other rows."""
-    name = type(layer).__name__
-    if isinstance(layer, _NormBase):
-        more = f" (the first of {num_norms} such layers)" if num_norms > 1 else ""
-        return Cause(
-            ROWS,
-            located.path,
-            f"{name} normalises each micro-batch by itself{more}",
-            (
-                f'BatchNormGuard("exact"), and the loader yields whole windows, which '
-                f"are cut: {INSIDE}",
-                'or BatchNormGuard("group_norm"), or "freeze" for a net that is '
-                "trained already; both change the model",
-            ),
-        )
-    where = "before" if located.is_before else "in"
-    return Cause(
-        ROWS,
-        located.path,
-        f"{where} {name}, a row gets another value when other rows are beside it; "
-        f"{NO_STRATEGY}",
-        (INSIDE, "or let no operation mix rows"),
-    )
-
-
-def of_loss(located: Located) -> Cause:
-    """The rows agree up to the loss, which looks across them."""
-    after = f" after {located.after}" if located.after else ""
-    return Cause(
-        LOSS,
-        located.of_loss or STEP,
-        f"all modules treat rows apart, and the loss{after} looks across them, as "
-        f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
-        (INSIDE, "with accumulate_grad_batches=1 and larger loader batches"),
-    )
-
-
-def of_small_parts() -> Cause:
-    """The loss computes something else for parts of one row."""
-    return Cause(
-        LOSS,
-        STEP,
-        "parts of several rows are the whole and parts of one row are not, so it "
-        "computes something else for them",
-        ("look for a branch or a standard deviation that needs several rows",),
-    )
-
-
-def of_order(place: str, off: float, *, steps: bool) -> Cause:
-    """A hook works on the gradient of each micro-batch."""
-    text = (
-        "it steps an optimizer within the backward pass of each micro-batch"
-        if steps
-        else f"it changes the gradient of each micro-batch before the window's is "
-        f"complete, and is not linear: the step is off by {off:.1e}"
-    )
-    return Cause(
-        "order",
-        place,
-        text,
-        (
-            "move it to on_before_optimizer_step",
-            "or, if it clips: Trainer(gradient_clip_val=...)",
-        ),
-    )
-
-
-def of_precision(precision: str, why: str) -> Cause:
-    return Cause(
-        "precision",
-        STEP,
-        f"it runs in {precision} only, where rounding hides deviations below 5e-2, so "
-        f"nobody can say that it is exact. In float32: {why}",
-        ("let training_step run in float32 for the check",),
-        hides=True,
-    )
-
-
-def of_padding(place: str, is_split: bool) -> Cause:
-    remedy = (
-        ("MicroBatching(..., trim=False)",)
-        if is_split
-        else ("pad all rows to one length in the collate function",)
-    )
-    return Cause(
-        "padding",
-        place,
-        "outputs of a row change with the length that it is padded to",
-        (*remedy, "or mask padding in this module"),
-    )
-
-
-def of_state(names: Sequence[str], off: float) -> Cause:
-    """What a micro-batch leaves behind changes the gradient of the next one.
-
-    Args:
-        names: of what moves; none where they are not known.
-        off: how far the next micro-batch's gradient is off.
-    """
-    first, *others = names or ("running statistics, or an object that is not known",)
-    also = f", and so {listed(others, at_most=3)}" if others else ""
-    move = "move the update to on_before_optimizer_step or on_train_batch_end"
-    if ".parametrizations." in first:
-        move = (
-            "this parametrization, such as spectral norm, moves in each forward pass: "
-            "no strategy can make it exact, and its estimate is what differs"
-        )
-    return Cause(
-        "state",
-        first,
-        f"training_step moves it in each micro-batch, not once a step{also}; the next "
-        f"micro-batch's gradient is off by {off:.1e}",
-        (move if names else "normalise by something else than running statistics",),
-    )
-
-
-def of_turns() -> Cause:
-    """Micro-batches under way at once change something for each other."""
-    return Cause(
-        "turns",
-        STEP,
-        "micro-batches that share BatchNorm's statistics wait for each other where "
-        "they call the net, and what one of them sets around that call, another one "
-        "under way finds set",
-        (INSIDE, "or set it in on_train_batch_start, for all of them alike"),
-    )
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

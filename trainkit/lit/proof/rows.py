@@ -1,218 +1,401 @@
-"""A few rows of the training data, as batches of any of them."""
+"""A few rows of the training data: as one batch, and as the parts of a window."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from trainkit.core.split.cutting import Cutter
-from trainkit.core.split.fields import take_apart
+from trainkit.core.split.fields import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerSample
-from trainkit.lit._compat import before_batch_transfer
-from trainkit.lit.measure.calls import MeasuredCalls
-from trainkit.lit.measure.draws import Draws
-from trainkit.lit.probe.rows import LEAST, Rows, num_elements
+from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+
+Parts = list[list[int]]
+
+POOL = 15
+"""Rows are chosen among so many of the shortest."""
+
+TRIES = 200
+
+CLEAR = 0.02
+"""Shares that differ by less are hardly told apart."""
+
+LABELS = ("label", "target", "tgt", "y")
+"""Within the name of a field that holds labels, or its whole name."""
 
 
 class FewRows:
-    """Rows of the loader, of unlike lengths where there are such.
-
-    Rows of a `DataLoader` are read one by one, and its collate function makes batches
-    of them. From any other loader, the rows are those of its first batch, and batches
-    are cut from it.
+    """Makes batches of any of a few rows.
 
     Args:
-        trainer: in `fit`, about to run its first batch.
-        module: what it trains.
-        first_batch: the first batch, on the device.
-        most: how many rows at most.
-        options: how split windows cut; None for streamed ones.
-        strategy: tells the rows' lengths.
-        trims: whether split windows leave out columns of padding.
+        batch: a loader batch, on the host.
+        options: how split windows cut; None for others.
+        strategy: tells rows' lengths, and its labels.
+        samples: rows as the data set has them, if batches are to be made anew of them.
+        collate: makes a batch of samples.
 
     Attributes:
         num_rows: how many there are.
-        is_split: whether the run cuts loader batches.
-        can_collate: whether batches are made anew of single rows.
+        collates: whether batches are made anew by the collate function.
+        has_classes: whether rows have one label each, some of which were exchanged.
     """
 
     def __init__(
         self,
-        trainer: Any,
-        module: Any,
-        first_batch: Any,
+        batch: Any,
+        options: MicroBatching | None,
+        strategy: AccumulationStrategy | None,
         *,
-        most: int,
-        options: MicroBatching | None = None,
-        strategy: AccumulationStrategy | None = None,
-        trims: bool = True,
+        samples: Sequence[Any] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self._trainer, self._module, self._trims = trainer, module, trims
-        self._default = torch.get_default_dtype()
-        self._samples = _samples(trainer.train_dataloader, most)
-        self.is_split = options is not None
-        self._options = options
-        self._size = getattr(trainer.train_dataloader, "batch_size", None) or most
-        cuts = options or MicroBatching(size=1)
-        self._collate = getattr(trainer.train_dataloader, "collate_fn", None)
-        self._cuts_samples = cuts.collate is not None
-        if self._cuts_samples:
-            self._collate = cuts.collate
-            self._samples = self._samples or list(first_batch)[:most]
-            cuts = MicroBatching(size=1)  # what is collated is cut as any batch
-        self.can_collate = bool(self._samples)
-        self._cutter = Cutter(cuts, strategy or PerSample())
-        self._numbers: list[int] | None = None
-        if self.can_collate:
-            self._whole = self._collated(range(len(self._samples)))
-            self.num_rows = len(self._samples)
-        else:
-            self._whole = first_batch
-            self.num_rows = self._cutter.measure(first_batch).num_rows
-            self._choose(most)
-        self._draws = Draws(self.num_rows)
-
-    @functools.cached_property
-    def redrawn(self) -> str:
-        """The path of a field whose values for a row change with the batch that it is
-        collated in, such as noise; "" if there is none."""
-        if not (self.can_collate and self.can_cut):
-            return ""
-        rows = list(range(0, self.num_rows, 2))
-        pair = self._cutter.pair(self._whole, rows)[0], self._collated(rows)
-        for (path, one), (_, other) in zip(*map(_fields, pair), strict=False):
-            both = isinstance(one, Tensor) and isinstance(other, Tensor)
-            if both and one.shape == other.shape and not torch.equal(one, other):
-                return path
-        return ""
-
-    @functools.cached_property
-    def can_cut(self) -> bool:
-        """Whether the whole can be cut, so that its parts are padded alike."""
+        self._options, self._samples, self._collate = options, samples, collate
+        self._strategy = strategy or PerSample()
+        if options is not None and options.collate is not None:
+            self._samples, self._collate = samples or list(batch), options.collate
+        self.collates = bool(self._samples)
+        self._batch = self._collated(range(len(self._samples))) if self.collates else (
+            batch
+        )  # fmt: skip
+        own = options if options is not None and options.collate is None else None
+        self._cutter = Cutter(own or MicroBatching(size=1), self._strategy)
         try:
-            rows = self._cutter.measure(self._whole).num_rows
-        except Exception:
-            return False
-        return rows == self.num_rows or self._numbers is not None
+            measured = self._cutter.measure(self._batch)
+        except Exception as error:
+            raise NotMeasured(
+                f"the rows of the batch cannot be told apart: {in_one_line(error)}"
+            ) from error
+        self.num_rows, self._groups = measured.num_rows, measured.groups
+        self._is_split = options is not None
+        self._width = None if self.collates else Width.of(self._batch, self._strategy)
+        # Where no row fills the width, the run pads all rows to one.
+        is_full = self._width is not None and self._width.is_full
+        self.pads_each = self.collates or self._is_split or is_full
+        self.is_guess = self._width is not None and self._width.is_guess
+        self.has_classes = False
 
-    def as_run(self, rows: Sequence[int]) -> Any:
-        """Some rows as the run would give them to `training_step`."""
-        if self.is_split and not self._cuts_samples:
-            return self.trimmed(rows) if self._trims else self.padded_alike(rows)
-        return self.collated(rows)
+    @property
+    def has_padding(self) -> bool:
+        """Whether some rows could go without some of their columns."""
+        return any(group.has_padding for group in self._groups) and not self.collates
 
-    def others(self, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
-        """A batch of the rows that are not among some, and which they are."""
-        rest = [row for row in range(self.num_rows) if row not in rows]
-        return self.as_run(rest), rest
+    @property
+    def have_one_length(self) -> bool:
+        """Whether no row of the batch is padded."""
+        return not self.collates and len(set(self.lengths())) == 1
 
-    def whole(self) -> Any:
-        """All rows as one batch, as `training_step` gets it."""
-        return self.padded_alike(range(self.num_rows))
+    def lengths(self) -> list[int]:
+        """How long each row is; all alike where nothing tells."""
+        if self._width is not None:
+            return [stop - start for start, stop in self._width.spans]
+        if not self._groups:
+            return [0] * self.num_rows
+        return [sum(g.lengths[n] for g in self._groups) for n in range(self.num_rows)]
 
-    def collated(self, rows: Sequence[int]) -> Any:
-        """Some rows as a batch of their own, as the loader makes it."""
-        if not self.can_collate or self.redrawn:
-            return self.trimmed(rows)
-        return self._moved(self._collated(rows), rows)
+    def make(self, rows: Sequence[int], *, alike: bool = False) -> Any:
+        """A batch of some rows.
 
-    def reordered(self, order: Sequence[int]) -> Any:
-        """The whole with its rows in another order; None if they have to stay."""
-        if not self.can_collate or self.redrawn:
-            return None
-        return self._moved(self._collated(order), order)
+        Args:
+            rows: their numbers.
+            alike: keep the width of all rows, in place of what the run pads to.
+        """
+        if self.collates and not alike:
+            return self._collated(rows)
+        trimmed, wide = self._cutter.pair(self._batch, list(rows))
+        if alike or not self.pads_each:
+            return wide
+        return trimmed if self._is_split else self._width.narrowed(wide, rows)
 
-    @functools.cached_property
-    def parts_of_run(self) -> list[list[int]]:
-        """The rows of each micro-batch of the run; empty where that is not known."""
-        every, options = list(range(self.num_rows)), self._options
-        size: int | None = self._size
-        if options is not None:
-            if not self._cuts_samples:
-                if options.is_auto or not self.can_cut:
-                    return []
-                chosen = self._cutter.pair(self._whole, self._at(every))[1]
-                return [each.rows for each in self._cutter.cut(chosen)]
-            size = options.size
-        size = size or self.num_rows
-        return [every[at : at + size] for at in range(0, self.num_rows, size)]
-
-    def padded_alike(self, rows: Sequence[int]) -> Any:
-        """Some rows, padded as in the whole batch."""
-        if len(rows) == self.num_rows and self._numbers is None:
-            return self._moved(self._whole, rows)
-        return self._moved(self._cutter.pair(self._whole, self._at(rows))[1], rows)
-
-    def trimmed(self, rows: Sequence[int]) -> Any:
-        """Some rows, without columns that are padding in all of them."""
-        return self._moved(self._cutter.pair(self._whole, self._at(rows))[0], rows)
+    def loader_batch(self, rows: Sequence[int]) -> Any:
+        """What the run's loader would yield: samples, where the run collates them."""
+        if self._options is not None and self._options.collate is not None:
+            return [self._samples[row] for row in rows]
+        return self.make(rows, alike=not self.collates)
 
     def _collated(self, rows: Sequence[int]) -> Any:
-        """A batch as it is before it is moved; this is what split windows cut."""
         assert self._collate is not None
-        with self._in_width_of_run():
-            batch = self._collate([self._samples[row] for row in rows])
-            batch = self._trainer.precision_plugin.convert_input(batch)
-            return before_batch_transfer(self._module, batch)
+        return self._collate([self._samples[row] for row in rows])
 
-    @contextlib.contextmanager
-    def _in_width_of_run(self) -> Iterator[None]:
-        """Floats that batches are made of are as wide as in the run, in every batch."""
-        present = torch.get_default_dtype()
-        torch.set_default_dtype(self._default)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(present)
+    # ---- which rows ------------------------------------------------------------------
 
-    def _at(self, rows: Sequence[int]) -> list[int]:
-        if self._numbers is None:
-            return list(rows)
-        return [self._numbers[row] for row in rows]
+    def shortest(self, most: int = POOL) -> list[int]:
+        """Some of the shortest rows, which cost least."""
+        lengths = self.lengths()
+        return sorted(sorted(range(self.num_rows), key=lengths.__getitem__)[:most])
 
-    def _choose(self, most: int) -> None:
-        if self.num_rows > most:
-            measured = self._cutter.measure(self._whole)
-            lengths = [measured.padded_of([row]) for row in range(self.num_rows)]
-            self._numbers = _spread(lengths, most)
-            self.num_rows = most
+    def counts(
+        self, rows: Sequence[int], weighs: Sequence[Callable[..., Any]]
+    ) -> Tensor:
+        """What each row counts by each of several denominators."""
+        singles = [_on_host(self.make([row])) for row in rows]
+        columns = [[number_of(weigh, each) for each in singles] for weigh in weighs]
+        return torch.tensor(columns, dtype=torch.float64).T
 
-    def _moved(self, batch: Any, rows: Sequence[int]) -> Any:
-        if not self.can_collate:  # the Trainer has moved the batch that was cut
-            return batch
-        # Hooks of the transfer may augment at random: rows get theirs in every part.
-        self._draws.begin(rows)
-        try:
-            with self._in_width_of_run(), MeasuredCalls(dtype=None, draws=self._draws):
-                return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        finally:
-            self._draws.is_active = False
-            self._draws.end()
+    def whole_numbers(self, *, within: bool = False) -> list[str]:
+        """The paths of single numbers, which may count the loader batch.
+
+        Args:
+            within: also where batches are made anew, for those that are cut then.
+        """
+        found, is_new = [], self.collates and not within
+        for path, value in () if is_new else take_apart(self._batch)[0]:
+            is_single = isinstance(value, Tensor) and value.ndim == 0
+            number: Any = value.item() if is_single else value
+            if type(number) in (int, float) and path and number > 1:
+                found.append(path)
+        return found
+
+    # ---- what all count alike --------------------------------------------------------
+
+    def with_fewer_labels(self, rows: Sequence[int]) -> FewRows | None:
+        """The same where some rows count less than others; None if the batch has
+        nothing that can count less.
+
+        Half of their labels are ignored, and their masks end there. Where a row has one
+        label, which is alike in all rows, they get another one.
+        """
+        fields = self._countable()
+        if not fields or self.collates:
+            return None
+        ignored = getattr(self._strategy, "ignore_index", -100)
+        ids, at = {id(value) for _, value in fields}, list(rows)
+        behind = [_half(v[at] != ignored) for _, v in fields if v.ndim > 1]
+        stop = max(behind, default=0)
+
+        def changed(value: Tensor) -> Tensor:
+            if id(value) not in ids:
+                return value
+            value = value.clone()
+            if value.ndim == 1:
+                value[at] += 1 if value[0] == 0 else -1
+            else:
+                value[at, stop:] = 0 if _is_mask(value) else ignored
+            return value
+
+        batch = with_tensors(self._batch, changed)
+        found = FewRows(batch, self._options, self._strategy)
+        found.has_classes = all(value.ndim == 1 for _, value in fields)
+        return found
+
+    def _countable(self) -> list[tuple[str, Tensor]]:
+        """Masks and labels, of which all rows have equally many."""
+        fields = [
+            (path, value)
+            for path, value in take_apart(self._batch)[0]
+            if isinstance(value, Tensor) and value.ndim and len(value) == self.num_rows
+        ]
+        named = str(getattr(self._strategy, "labels", None))
+        last = fields[-1][0] if len(fields) > 1 else None
+        found = []
+        for path, value in fields:
+            name = path.rpartition(".")[2].lower()
+            is_named = path == named or path == last and path.isdigit()
+            is_label = is_named or any(n in name for n in LABELS[:3]) or name == "y"
+            whole = not (value.is_floating_point() or value.is_complex())
+            if value.ndim > 1 and value.shape[1] > 1 and whole:
+                if is_label or "mask" in name and _is_mask(value):
+                    found.append((path, value))
+            elif value.ndim == 1 and whole and is_label and value.dtype != torch.bool:
+                if bool((value == value[0]).all()):
+                    found.append((path, value))
+        return found
 
 
-def _samples(loader: Any, most: int) -> list[Any]:
-    """Rows of unlike lengths among the first that a loader would read."""
+class Width:
+    """Which columns of each row are no padding, in a batch that is padded.
+
+    A mask tells it, or labels that do not count where all other whole numbers of a row
+    are one number. Where neither is there, rows that end in one number while others do
+    not are guessed to be padded.
+
+    Args:
+        real: for each row and column, whether it is no padding.
+        is_guess: whether nothing but the numbers themselves tells it.
+
+    Attributes:
+        spans: for each row its first column, and the column behind its last one.
+    """
+
+    def __init__(self, real: Tensor, *, is_guess: bool = False) -> None:
+        self.is_guess, self._num_columns = is_guess, real.shape[1]
+        self.spans: list[tuple[int, int]] = []
+        for row in real:
+            at = row.nonzero()
+            is_empty = not len(at)
+            self.spans.append((0, 0) if is_empty else (int(at[0]), int(at[-1]) + 1))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether some row has no padding, and another one has."""
+        full = [span == (0, self._num_columns) for span in self.spans]
+        return any(full) and not all(full)
+
+    def narrowed(self, batch: Any, rows: Sequence[int]) -> Any:
+        """A batch of some rows without the columns that are padding in all of them."""
+        spans = [self.spans[row] for row in rows]
+        start, stop = min(s for s, _ in spans), max(s for _, s in spans)
+
+        def cut(value: Tensor) -> Tensor:
+            is_wide = value.ndim > 1 and value.shape[1] == self._num_columns
+            return value[:, start : max(stop, start + 1)] if is_wide else value
+
+        return with_tensors(batch, cut)
+
+    @classmethod
+    def of(cls, batch: Any, strategy: AccumulationStrategy) -> Width | None:
+        """The width of a batch; None if nothing tells it."""
+        fields = {
+            path.rpartition(".")[2]: value
+            for path, value in take_apart(batch)[0]
+            if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1
+            if not (value.is_floating_point() or value.is_complex())
+        }
+        for name, mask in fields.items():
+            if "mask" in name and _is_mask(mask):
+                return cls(mask != 0)
+        ignored = getattr(strategy, "ignore_index", -100)
+        for labels in fields.values():
+            real = labels != ignored
+            others = [each for each in fields.values() if each.shape == labels.shape]
+            if not real.all() and all(_is_constant(each[~real]) for each in others):
+                return cls(real)
+        for each in fields.values():
+            last = each[:, -1]
+            padding = last.mode().values
+            if 0 < int((last == padding).sum()) < len(last):
+                return cls(each != padding, is_guess=True)
+        return None
+
+
+def _half(counts: Tensor) -> int:
+    """The column behind half of what counts, in the row where that is last."""
+    done = counts.flatten(2).any(2) if counts.ndim > 2 else counts
+    done = done.long().cumsum(1)
+    return int((2 * done < done[:, -1:]).sum(1).max()) + 1
+
+
+def _is_constant(values: Tensor) -> bool:
+    return bool((values == values[:1]).all())
+
+
+def unlike_parts(
+    counts: Tensor,
+    sizes: Sequence[int],
+    lengths: Sequence[int] | None = None,
+    own: int | None = None,
+) -> Parts:
+    """Rows in parts that tell denominators apart, and widths.
+
+    Of random choices, the one is taken in which the shares of the parts differ most
+    often between denominators.
+
+    >>> unlike_parts(torch.tensor([[1.0, 3], [1, 3], [1, 9]]), [1, 1], own=0)
+    [[1], [2]]
+
+    Args:
+        counts: one row for each row, one column for each denominator.
+        sizes: how many rows each part gets.
+        lengths: of the rows, if parts should have unlike ones.
+        own: a column, if that one is to be told from others. Rows that count nothing by
+            it are left out where others suffice.
+    """
+    draw, pool = random.Random(0), list(range(len(counts)))
+    if own is not None:
+        counting = [row for row in pool if float(counts[row, own]) > 0]
+        pool = counting if len(counting) >= sum(sizes) else pool
+    best: tuple[Any, Parts] = (), []
+    for _ in range(TRIES):
+        order, parts = draw.sample(pool, sum(sizes)), []
+        for size in sizes:
+            parts.append(sorted(order[:size]))
+            order = order[size:]
+        shares = shares_of(counts, parts)
+        if own is None:
+            apart = torch.pdist(shares.T)
+        else:
+            apart = (shares - shares[:, [own]]).norm(dim=0)
+        clear = apart[apart > CLEAR]
+        widths = {max(lengths[row] for row in part) for part in parts if lengths}
+        score = (len(widths), len(clear), float(clear.min()) if len(clear) else 0.0)
+        best = max(best, (score, parts), key=lambda each: each[0])
+    return best[1]
+
+
+def many_parts(counts: Tensor, number: int, *, is_equal: bool) -> Parts:
+    """All rows in several parts, which tell as many denominators apart as can be.
+
+    Args:
+        counts: one row for each row, one column for each denominator.
+        number: how many parts, if there are two rows for each.
+        is_equal: whether all parts have as many rows.
+    """
+    rows = len(counts)
+    number = max(2, min(number, rows // 2))
+    sizes = [rows // number] * number
+    if is_equal:
+        return unlike_parts(counts, sizes)
+    for place in range(rows % number):
+        sizes[-1 - place] += 1
+    for place in range(number // 2):  # the first are shorter, the last longer
+        moves = min(sizes[place] - (1 if rows < 4 else 2), number // 2 - place)
+        sizes[place] -= max(moves, 0)
+        sizes[-1 - place] += max(moves, 0)
+    return unlike_parts(counts, sizes)
+
+
+def shares_of(counts: Tensor, parts: Parts) -> Tensor:
+    """What each part weighs of all, by each denominator, and if all weigh alike."""
+    in_parts = torch.stack([counts[part].sum(0) for part in parts])
+    shares = in_parts / in_parts.sum(0).clamp_min(1e-9)
+    return torch.cat([shares, torch.full((len(parts), 1), 1 / len(parts))], 1)
+
+
+def number_of(weigh: Callable[[Any], Any], batch: Any) -> float:
+    """What a batch weighs; 0 if that cannot be said."""
+    try:
+        found = float(weigh(batch))
+    except Exception:
+        return 0.0
+    return found if abs(found) < float("inf") else 0.0
+
+
+def samples_of(loader: Any, most: int) -> list[Any]:
+    """Rows that a loader would read first, of unlike lengths; none of a stream."""
+    from trainkit.lit.probe.rows import Rows, num_elements
+
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return []
-    rows = Rows(loader).first(max(LEAST, most))
-    return [rows[i] for i in _spread([num_elements(row) for row in rows], most)]
+    rows = Rows(loader).first(max(most, 48))
+    if len(rows) <= most:
+        return rows
+    ordered = sorted(range(len(rows)), key=lambda i: num_elements(rows[i]))
+    step = (len(ordered) - 1) / max(most - 1, 1)
+    return [rows[i] for i in sorted({ordered[round(n * step)] for n in range(most)})]
 
 
-def _spread(lengths: Sequence[int], most: int) -> list[int]:
-    """The rows whose lengths differ most, in their order."""
-    if len(lengths) <= most:
-        return list(range(len(lengths)))
-    ordered = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    step = (len(lengths) - 1) / max(most - 1, 1)
-    return sorted(ordered[round(i * step)] for i in range(most))
+def collates_by_itself(loader: Any) -> bool:
+    """Whether a loader has a collate function of its own."""
+    own = getattr(loader, "collate_fn", default_collate)
+    return getattr(own, "__module__", "").partition(".")[0] != "torch"
 
 
-def _fields(batch: Any) -> list[Any]:
-    return take_apart(batch)[0]
+def has_equal_batches(loader: Any) -> bool:
+    """Whether all batches of a loader have as many rows."""
+    size, data = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+    if not isinstance(size, int) or not hasattr(data, "__len__"):
+        return False
+    return bool(getattr(loader, "drop_last", False)) or len(data) % size == 0  # type: ignore[arg-type]
+
+
+def _on_host(batch: Any) -> Any:
+    return with_tensors(batch, lambda tensor: tensor.detach().cpu())
+
+
+def _is_mask(value: Tensor) -> bool:
+    return value.dtype is torch.bool or bool(((value == 0) | (value == 1)).all())

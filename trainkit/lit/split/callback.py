@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -166,13 +166,24 @@ class SplitCallback(WindowCallback):
             self.inside.couple(joined)
 
     @contextmanager
-    def uncut(self) -> Iterator[JoinedSteps | None]:
-        with nullcontext() if self.inside is None else self.inside.whole():
-            if self._chunks is not None:
-                with self._chunks.as_steps() as steps:
-                    yield steps
-            else:
-                yield None if self.split is None else self.split.joined
+    def bare(self) -> Iterator[None]:
+        joined = [self._chunks, None if self.split is None else self.split.joined]
+        taken = [*filter(None, joined), *(self.inside.cuts if self.inside else ())]
+        for each in reversed(taken):
+            each.remove()
+        try:
+            yield
+        finally:
+            for each in taken:
+                each.install()
+
+    @property
+    def micro_batch_now(self) -> tuple[int, Sequence[int]] | None:
+        current = None if self.split is None else self.split.current
+        if current is None or current.at is None:
+            return None
+        numbers = [n for n, m in enumerate(current.micro_batches) if m is current.at]
+        return numbers[0], current.at.cut.rows
 
     def _stop(self) -> None:
         self._joined.close()

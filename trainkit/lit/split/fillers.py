@@ -18,8 +18,8 @@ from trainkit.data.filler import Filler
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import combined_loader, leaves_places_empty
+from trainkit.lit.aside import Kept
 from trainkit.lit.batch_norm.samples import on_device
-from trainkit.lit.rerun.snapshot import Snapshot
 
 
 def refuse_fillers_that_count(
@@ -102,7 +102,7 @@ def _unmoved(dataset: Any) -> Iterator[None]:
     """Put back a data set's attributes and generators at the end. Without workers, it
     would draw random numbers, and count, once more than in training."""
     held = (dataset, getattr(dataset, "dataset", None))
-    before = Snapshot(others=[each for each in held if hasattr(each, "__dict__")])
+    before = Kept(others=[each for each in held if hasattr(each, "__dict__")])
     try:
         yield
     finally:

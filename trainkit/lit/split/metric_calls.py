@@ -23,7 +23,7 @@ from trainkit.lit._compat import (
     set_batch_value,
     uncompiled,
 )
-from trainkit.lit.rerun.snapshot import Snapshot
+from trainkit.lit.aside import Kept
 
 NAMES = ("forward", "update", "compute", "reset")
 
@@ -230,7 +230,7 @@ class MetricCalls:
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         # `compute` of some wrappers keeps its result, such as the least value so far.
         is_kept = isinstance(self.metric, WrapperMetric)
-        kept = Snapshot(self.metric, generators=False) if is_kept else None
+        kept = Kept(self.metric, generators=False) if is_kept else None
         with self._moment.inside():
             value = self._own["compute"](*args, **kwargs)
         if kept is not None:

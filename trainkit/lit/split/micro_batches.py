@@ -14,7 +14,6 @@ from trainkit.core.batches import describe
 from trainkit.core.division import weights_by_term
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.split.whole_counts import announce_whole_counts
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerToken,
@@ -29,7 +28,6 @@ from trainkit.lit.callback.said_weight import says_weights
 from trainkit.lit.split import refusals
 from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
-from trainkit.lit.split.trim_check import Run, TrimCheck
 
 
 @dataclass(frozen=True)
@@ -81,30 +79,24 @@ class MicroBatches:
         self._run_alike = not is_joined and refusals.communicates_in_forward(
             pl_module, accumulator.ranks
         )
-        most = self._most if self._run_alike else None
-        self._trim_check = TrimCheck(pl_module, most, may_retry=sizes.catches)
         self._device = pl_module.device
         self._is_list = options.collate is not None
-        self._shared = options.shared
-        self._may_hold_counts = not self._is_list
         self._is_first = True
         self._has_shared = False
         self._has_said_too_long = self._has_said_renumbered = False
 
-    def of(self, batch: Any, rehearse: Run) -> list[WeighedMicroBatch]:
+    def of(self, batch: Any, *, trim: bool) -> list[WeighedMicroBatch]:
         """The micro-batches of a loader batch, the largest first.
 
         Args:
             batch: the loader batch.
-            rehearse: runs `training_step` with one of them and keeps nothing of it.
+            trim: leave out columns that are only padding in a micro-batch.
         """
         limit = None
         if self._sizes.catches:
             limit = self._sizes.begin(self._cutter.measure(batch))
-        cut = self._cutter.cut(batch, limit, trim=not self._is_joined)
-        trim = not self._is_joined
-        if trim and self._trim_check.refuses(self._cutter, batch, cut, rehearse):
-            cut, trim = self._cutter.cut(batch, limit, trim=False), False
+        trim = trim and not self._is_joined
+        cut = self._cutter.cut(batch, limit, trim=trim)
         if self._run_alike:
             most = self._most(len(cut))
             if len(cut) < most:
@@ -119,14 +111,6 @@ class MicroBatches:
             self._is_first = False
             loader_batch = None if self._is_list else batch
             _verify_cut(loader_batch, micro_batches, self._strategies)
-        if self._may_hold_counts and len(micro_batches) > 1:
-            self._may_hold_counts = False
-            announce_whole_counts(
-                batch,
-                micro_batches[0].cut.batch,
-                _counts(micro_batches),
-                self._shared,
-            )
         nothing = dict.fromkeys(self._strategies, 0)
         return micro_batches + [
             replace(micro_batches[-1], weights=nothing, is_filler=True, is_said=False)
@@ -187,17 +171,6 @@ def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:
         "tokens": sum(m.padded for m in counting) if has_lengths else 0,
         "samples": sum(len(m.rows) for m in counting),
     }
-
-
-def _counts(micro_batches: list[WeighedMicroBatch]) -> dict[int, str]:
-    """The names of what the loader batch has, by their number."""
-    counts: dict[int, str] = {}
-    for term in micro_batches[0].weights:
-        total = math.fsum(float(each.weights[term]) for each in micro_batches)
-        if total.is_integer():
-            counts[int(total)] = "of what the strategy counts"
-    counts[sum(len(each.cut.rows) for each in micro_batches)] = "rows"
-    return counts
 
 
 def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:

@@ -15,8 +15,8 @@ from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import replaced, transfers_plainly
+from trainkit.lit.aside import kept
 from trainkit.lit.callback.said_weight import LeftInTurns, left_for_counting
-from trainkit.lit.rerun.snapshot import kept
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow

@@ -11,10 +11,10 @@ from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.lit._compat import as_hook, current_hook
-from trainkit.lit.rerun.gradients import KeptGradients
-from trainkit.lit.rerun.snapshot import Snapshot
+from trainkit.lit.aside import Kept
 from trainkit.lit.split import refusals
 from trainkit.lit.split.current_window import CurrentWindow
+from trainkit.lit.split.gradients import KeptGradients
 from trainkit.lit.split.sizes import AutoSizes, Failure, FixedSizes
 
 
@@ -56,7 +56,7 @@ class Retry:
         if ddp is not None and not self._accumulator.is_open:
             send_forward_messages(ddp)
         gradients = KeptGradients(self._parameters())
-        snapshot = Snapshot(self._module, device=self._module.device)
+        snapshot = Kept(self._module, device=self._module.device)
         mark = self._accumulator.window.copy()
         while self._sizes.failed_anywhere(self._failure_of(attempt)):
             self._accumulator.rewind(mark)

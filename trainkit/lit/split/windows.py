@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
 from trainkit.core.joins.steps import JoinedSteps
-from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.lit._compat import (
     current_hook,
@@ -18,17 +17,16 @@ from trainkit.lit._compat import (
     skips_backward,
     uncompiled,
 )
-from trainkit.lit.callback.base import OrderedCallback
+from trainkit.lit.callback.base import OrderedCallback, is_rehearsal
 from trainkit.lit.callback.window_end import say_dropped, window_ends
-from trainkit.lit.measure.begin import begin_proof
-from trainkit.lit.rerun.gradients import StashedGradients
+from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
 from trainkit.lit.split.current_window import CurrentWindow
 from trainkit.lit.split.cut_note import add_note
+from trainkit.lit.split.gradients import StashedGradients
 from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
 from trainkit.lit.split.micro_batches import MicroBatches, counts_of
 from trainkit.lit.split.passes import Passes
-from trainkit.lit.split.rehearsal import rehearsed
 from trainkit.lit.split.retry import Retry
 from trainkit.lit.split.shortcuts import TRANSFER
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
@@ -36,7 +34,7 @@ from trainkit.lit.split.window_callback_protocol import Windows
 from trainkit.lit.split.window_metrics import WindowMetrics
 from trainkit.lit.windows.taken_calls import taken_calls
 
-KEPT = ("is_apart", "num_loader_batches", "sizes", "_patch")
+KEPT = ("is_apart", "num_loader_batches", "sizes", "trims", "_patch")
 
 
 class SplitWindows:
@@ -60,6 +58,8 @@ class SplitWindows:
         current: the loader batch that is being run, if one is.
         is_apart: whether the gradients of the window are still on their ranks.
         num_loader_batches: how many loader batches the open window has on this rank.
+        trims: whether columns that are only padding are left out; None until the first
+            batch that has some.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class SplitWindows:
         self.is_apart = False
         self.num_loader_batches = 0
         self.sizes = sizes
+        may_trim = True if is_rehearsal(trainer) else None
+        self.trims: bool | None = may_trim if options.trim else False
         self._windows = windows
         self._trainer = trainer
         self._module = pl_module
@@ -93,13 +95,6 @@ class SplitWindows:
         )
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
-        self._prove = begin_proof(
-            trainer,
-            pl_module,
-            windows,
-            options=options,
-            move=self._passes.transfer,
-        )
         self._stash: StashedGradients | None = None
         self._is_complete = False
         self._patch = ExitStack()
@@ -129,6 +124,8 @@ class SplitWindows:
             backward=self._end_backward,
         )
         self._patch.enter_context(calls)
+        first = first_batches(self._trainer, self._module, self._windows)
+        self._patch.enter_context(first)
 
     def read_late(self) -> None:
         """Compare the weights not read yet, when an epoch or training ends."""
@@ -176,7 +173,6 @@ class SplitWindows:
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
         is_forward_only = skips_backward(self._trainer)
-        self._prove(batch, *args, **kwargs)
         self._windows.follow(self._module)
         self._drop_unstepped()
         if not self._accumulator.is_open:
@@ -224,8 +220,7 @@ class SplitWindows:
         """Run forward and backward passes of every micro-batch."""
         if self._passes.arrivals is not None:
             self._passes.arrivals.begin()
-        rehearse = partial(self._rehearse, args, kwargs)
-        micro_batches = self._micro_batches.of(batch, rehearse)
+        micro_batches = self._micro_batches.of(batch, trim=bool(self.trims))
         size = self._trainer.accumulate_grad_batches
         closes = window_ends(self._trainer, self._trainer.fit_loop.batch_idx, size)
         logs = HeldLogs(self._metrics)
@@ -250,20 +245,6 @@ class SplitWindows:
         current.returned.refuse_some_nothing()
         if self._passes.arrivals is not None:
             self._passes.arrivals.end()
-
-    def _rehearse(self, args: Any, kwargs: Any, micro_batch: MicroBatch) -> Any:
-        """The terms of a micro-batch's loss; nothing else of it stays."""
-        self._metrics.open(2)  # as in a window of several, no rank waits for another
-        self._metrics.begin(1, is_muted=True)
-        unheard = self._windows.said.unheard()
-        try:
-            moved_there = self._passes.transfer(micro_batch.batch)
-            terms = self._accumulator.strategies
-            with unheard:
-                return rehearsed(self._module, terms, moved_there, *args, **kwargs)
-        finally:
-            self._metrics.forget()
-            self._windows.forget_means()
 
     def _hold(
         self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any

@@ -27,7 +27,7 @@ from trainkit.lit.callback.left_behind import copied_without_fit, emptied
 from trainkit.lit.callback.said_weight import SaidWeight
 from trainkit.lit.callback.table import Row
 from trainkit.lit.callback.window_end import say_dropped, window_ends
-from trainkit.lit.measure.found import Proof, checked_proof
+from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, resume
 from trainkit.lit.windows import refusals

@@ -12,7 +12,7 @@ from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.table import say
-from trainkit.lit.measure.begin import begin_proof
+from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.windows.moved_state import MovedState
 from trainkit.lit.windows.taken_calls import taken_calls
 
@@ -29,7 +29,10 @@ def streamed_steps(
         windows: the callback that divides windows; its `weight` is set.
     """
     steps = _Steps(trainer, pl_module, windows)
-    with taken_calls(trainer, windows, training_step=steps.run):
+    with (
+        taken_calls(trainer, windows, training_step=steps.run),
+        first_batches(trainer, pl_module, windows),
+    ):
         yield
     steps.say_unlike()
 
@@ -43,13 +46,9 @@ class _Steps:
         left = left_for_counting(windows.strategies)
         self._moved = MovedState(pl_module, left_out=left)
         self._unlike = Unlike()
-        self._prove = begin_proof(trainer, pl_module, windows)
 
     def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
-        if self._windows.inside is not None:
-            self._windows.inside.prepare(self._trainer, batch, *args, **kwargs)
-        self._prove(batch, *args, **kwargs)
         with self._watched(), self._windows.said.open():
             self._weigh(batch)
             output = self._training_step(batch, *args, **kwargs)

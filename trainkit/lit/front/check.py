@@ -1,0 +1,373 @@
+"""`check`: is a window of this module the big batch, and if not, why?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from trainkit.core.strategies import Uniform
+from trainkit.core.terms import ONE, leading, named_strategies
+from trainkit.core.whole_number import check_whole_number
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import leaves_fit, replaced
+from trainkit.lit.callback.said_weight import refuse_said_terms
+from trainkit.lit.front.accumulation_callback import AccumulationCallback
+from trainkit.lit.front.mixin import AccumulationMixin
+from trainkit.lit.front.mixin_callback import MixinCallback
+from trainkit.lit.probe.fit_aside import fit_aside
+from trainkit.lit.proof.causes import Causes
+from trainkit.lit.proof.denominators import candidates, line_of
+from trainkit.lit.proof.rehearse import Rehearsals, Taken
+from trainkit.lit.proof.remedies import Door
+from trainkit.lit.proof.report import Cut, Gradient, Report
+from trainkit.lit.proof.rows import FewRows, has_equal_batches, many_parts, samples_of
+from trainkit.lit.proof.subject import (
+    Subject,
+    check_size,
+    left_out_of,
+    refuse_backend,
+)
+from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+from trainkit.lit.quiet import without_advice
+
+NUM_PARTS = 6
+
+
+def check(
+    module: Any,
+    data: Any = None,
+    *,
+    strategy: Any = None,
+    micro_batches: Any = None,
+    trainer: Any = None,
+    rows: int = 24,
+) -> Report:
+    """Measure whether windows of a module are the big batch, and say why not.
+
+        report = trainkit.check(module, loader, strategy=PerToken())
+        print(report)
+        report.assert_exact()
+
+    A few rows of your own data are trained on by copies of the module, as one batch
+    and in parts, and the gradients are compared. The module, its Trainer, random states
+    and loaders are as before afterwards, and nothing is logged.
+
+    Args:
+        module: any LightningModule, with trainkit's mixin or without.
+        data: a training loader, a data module, or one batch.
+        strategy: what a micro-batch weighs. Default: that of the module or of the
+            Trainer's callback; without one, the plain mean of micro-batches, as
+            Lightning accumulates.
+        micro_batches: a `MicroBatching`, if windows are split; default as for strategy.
+        trainer: the Trainer that is to train, for its hooks, precision and device.
+        rows: how many rows to use at most.
+    """
+    return checked(module, data, strategy, micro_batches, trainer, rows, "python")
+
+
+def checked(
+    module: Any,
+    data: Any,
+    strategy: Any,
+    micro_batches: Any,
+    trainer: Any,
+    rows: int,
+    door: Door,
+) -> Report:
+    """Check, with remedies in the words of a door."""
+    check_whole_number("check rows", rows)
+    with without_advice():
+        trainer = trainer or _trainer()
+        of = module, trainer
+        strategy = _option(strategy, "accumulation", "strategy", *of)
+        options = _option(micro_batches, "micro_batching", "micro_batching", *of)
+        measure = _Check(trainer, strategy, options, rows, door)
+        fit_aside(
+            trainer,
+            _copied(module),
+            _as_loader(data),
+            measure,
+            # A module that optimizes by itself is refused otherwise.
+            prepare=lambda: setattr(trainer, "accumulate_grad_batches", 1),
+        )
+    if measure.report is None:
+        raise TrainkitError(
+            "check: the Trainer ran no batch. Look for limit_train_batches=0 or an "
+            "empty loader."
+        )
+    return measure.report
+
+
+def _trainer() -> Trainer:
+    return Trainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=1,
+    )
+
+
+def _copied(module: Any) -> Any:
+    """A copy that `fit` may set up: the module itself never runs."""
+    own = vars(module).get("_trainer")
+    try:
+        return copy.deepcopy(module, {id(own): None})
+    except Exception as error:
+        raise TrainkitError(
+            f"check: it works on a copy of {type(module).__name__}, which cannot be "
+            f"copied: {in_one_line(error)}."
+        ) from error
+
+
+def _option(
+    given: Any, of_module: str, of_callback: str, module: Any, trainer: Any
+) -> Any:
+    """An option as it is given, or as the module or the Trainer's callback has it."""
+    if given is not None:
+        return given
+    # In a module without the mixin, nothing reads such an attribute.
+    has_mixin = isinstance(module, AccumulationMixin)
+    found = getattr(module, of_module, None) if has_mixin else None
+    if found is not None:
+        return found
+    for callback in trainer.callbacks:
+        if isinstance(callback, AccumulationCallback):
+            if of_callback == "strategy":
+                return callback.strategies if callback.has_strategy else None
+            return callback.micro_batching
+    return None
+
+
+def _as_loader(data: Any) -> Any:
+    """What `fit` takes: a batch becomes a loader that yields it."""
+    has_many = hasattr(data, "__iter__") and hasattr(data, "__len__")
+    several = data.values() if isinstance(data, Mapping) else data
+    is_several = isinstance(data, Mapping | list | tuple) and any(map(_loads, several))
+    if not has_many or _loads(data) or is_several:
+        return data
+    return DataLoader([data], batch_size=None)  # type: ignore[arg-type]
+
+
+def _loads(data: Any) -> bool:
+    """Whether it is a data module, a loader, or Lightning's loader of several."""
+    kinds = ("train_dataloader", "dataset", "loaders", "flattened")
+    return isinstance(data, DataLoader) or any(hasattr(data, kind) for kind in kinds)
+
+
+class _Check(Callback):
+    """Measures before the first step, as the Trainer's only callback, and ends `fit`.
+
+    Args:
+        trainer: the Trainer, with its own callbacks still.
+        strategy: what a micro-batch weighs.
+        options: how loader batches are cut.
+        most: the most rows.
+        door: in whose words remedies are.
+    """
+
+    def __init__(
+        self, trainer: Any, strategy: Any, options: Any, most: int, door: Door
+    ) -> None:
+        self._callbacks = list(trainer.callbacks)
+        self._accumulates = trainer.accumulate_grad_batches > 1
+        self._strategies = {} if strategy is None else dict(named_strategies(strategy))
+        refuse_said_terms(self._strategies)
+        self._options, self._most, self._door = options, most, door
+        self._stack = ExitStack()
+        self.report: Report | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def first(batch: Any) -> Any:
+            self._stack.close()
+            measure = lambda: self._measured(trainer, pl_module, batch)  # noqa: E731
+            self.report = _of_all_ranks(trainer, measure)
+            raise leaves_fit(trainer)
+
+        own = replaced(trainer.precision_plugin, convert_input=first)
+        self._stack.enter_context(own)
+
+    def on_exception(
+        self, trainer: Any, pl_module: Any, exception: BaseException
+    ) -> None:
+        self._stack.close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._stack.close()
+
+    # ---- what is measured ------------------------------------------------------------
+
+    def _measured(self, trainer: Any, module: Any, batch: Any) -> Report:
+        try:
+            refuse_backend(trainer)
+            subject = self._subject(trainer, module, batch)
+            return _report(subject, self._door)
+        except NotMeasured as error:
+            raise TrainkitError(f"check: not measured: {error}.") from error
+
+    def _subject(self, trainer: Any, module: Any, batch: Any) -> Subject:
+        options, loader = self._options, trainer.train_dataloader
+        is_inside = options is not None and options.inside is not None
+        is_split = options is not None and not is_inside
+        strategy = next(iter(self._strategies.values()), None)
+        rows = FewRows(
+            batch,
+            options if is_split else None,
+            strategy,
+            samples=samples_of(loader, self._most),
+            collate=getattr(loader, "collate_fn", None),
+        )
+        number = min(rows.num_rows, self._most)
+        if number < 2:
+            raise TrainkitError(
+                f"check: needs at least 2 rows to cut, and found {number}. Give a "
+                f"loader or a batch with more rows, and leave rows= at its default."
+            )
+        of = list(range(number))
+        known = candidates(rows.make(of), {})
+        counts = rows.counts(of, [each.weigh for each in known])
+        is_equal = has_equal_batches(loader) and not is_split
+        driver = AccumulationCallback(Uniform())
+        if isinstance(module, AccumulationMixin):
+            driver = object.__new__(MixinCallback)
+        return Subject(
+            trainer,
+            module,
+            self._strategies,
+            options,
+            Rehearsals(
+                trainer,
+                module,
+                driver,
+                dtype=torch.float64,
+                callbacks=self._callbacks,
+            ),
+            rows,
+            many_parts(counts, NUM_PARTS, is_equal=is_equal),
+            has_batches=not is_split and not (is_inside and not self._accumulates),
+        )
+
+
+def _report(subject: Subject, door: Door) -> Report:
+    subject, whole, window = _compared(subject)
+    found = [(subject, whole, window)]
+    halves = _halves(subject)
+    if halves is not None:
+        found.append((halves, halves.whole(), halves.window()))
+    offs = [window.off_from(whole) for _, whole, window in found]
+    worst = max(range(len(found)), key=offs.__getitem__)
+    # The first cut has more parts, and so more to tell.
+    at = 0 if offs[0] > subject.most_rounding else worst
+    of, whole, window = found[at]
+    is_exact = offs[worst] <= subject.most_rounding
+    name = _name(subject)
+    sizes = [tuple(map(len, each.parts)) for each, _, _ in found]
+    cuts = [Cut(name, *each) for each in zip(sizes, offs, strict=True)]
+    causes = [] if is_exact else Causes(of, door).look()
+    gradients = _by_parameter(whole, window)
+    if subject.strategies and subject.is_plain:
+        plain = replace(subject, strategies={}, options=None, has_batches=True)
+        off = plain.window().off_from(found[0][1])
+        cuts.append(Cut("plain accumulation", sizes[0], off))
+    left_out = [*sorted(subject.left_out)]
+    left_out += left_out_of(subject.trainer, collates=subject.rows.collates)
+    notes = [f"left out: {', '.join(left_out)}"] if left_out else []
+    notes.append("holds for these rows and this moment of the training")
+    precision = str(subject.rehearsals.dtype).removeprefix("torch.")
+    return Report(
+        exact=is_exact,
+        deviation=offs[worst],
+        rounding=subject.most_rounding,
+        num_rows=len(subject.all_rows),
+        precision=precision,
+        cuts=tuple(cuts),
+        parameters=tuple(
+            (each.name, each.off)
+            for each in gradients
+            if not is_exact and each.off > subject.most_rounding
+        ),
+        causes=tuple(causes),
+        notes=tuple(notes),
+        gradients=tuple(gradients),
+    )
+
+
+def _compared(subject: Subject) -> tuple[Subject, Taken, Taken]:
+    """The whole and the window, in float64 if the module takes it."""
+    try:
+        whole, window = subject.whole(), subject.window()
+    except Exception:  # not every operation knows float64
+        subject = subject.in_float32()
+        whole, window = subject.whole(), subject.window()
+    check_size(whole)
+    return subject, whole, window
+
+
+def _halves(subject: Subject) -> Subject | None:
+    """The same rows in two parts, if there are more."""
+    parts = subject.parts
+    if len(parts) < 4:
+        return None
+    halves = [sorted(sum(parts[n::2], [])) for n in range(2)]
+    return replace(subject, parts=halves)
+
+
+def _name(subject: Subject) -> str:
+    options = subject.options
+    if options is not None and options.inside is not None:
+        and_more = ", weighed" if subject.has_batches else ""
+        return f"inner cut{and_more}"
+    if not subject.strategies:
+        return "plain accumulation"
+    said = line_of(leading(subject.strategies))
+    if ONE not in subject.strategies:
+        said = "terms by name"
+    return f"{'split, ' * (options is not None)}weighed by {said}"
+
+
+def _by_parameter(whole: Taken, window: Taken) -> list[Gradient]:
+    """How far each parameter is off, worst first."""
+    size = whole.size
+    found = []
+    for (_, _, name), (own, off) in whole.beside(window).items():
+        found.append(Gradient(name, own / size, off / size))
+    return sorted(found, key=lambda each: -each.off)
+
+
+def _of_all_ranks(trainer: Any, measure: Callable[[], Report]) -> Report:
+    """The report of the rank that is furthest from exact, on every rank.
+
+    A rank that fails lets the others wait for nobody: they raise its message.
+    """
+    if trainer.world_size == 1:
+        return measure()
+    own: Exception | None = None
+    found: Any = None
+    try:
+        found = measure()
+    except Exception as error:
+        own, found = error, f"{type(error).__name__}: {error}"
+    each: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(each, found)
+    if own is not None:
+        raise own
+    failed = [rank for rank, its in enumerate(each) if isinstance(its, str)]
+    if failed:
+        raise TrainkitError(f"check: rank {failed[0]} failed: {each[failed[0]]}")
+    worst = max(range(len(each)), key=lambda rank: _badness(each[rank]))
+    note = (
+        f"each of {len(each)} ranks has measured its own rows; these are rank {worst}'s"
+    )
+    return replace(each[worst], notes=(*each[worst].notes, note))
+
+
+def _badness(report: Report) -> tuple[bool, int, float]:
+    return not report.exact, len(report.causes), report.deviation

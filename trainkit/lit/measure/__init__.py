@@ -1,1 +1,0 @@
-"""Gradients of a few rows, measured without a trace."""

@@ -1,0 +1,204 @@
+"""Finding the submodules that may run in chunks of rows, on rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from trainkit.core.batches import describe
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.inside.cut import Coupling
+from trainkit.core.inside.forward import ChunkedForward
+from trainkit.core.inside.hints import paths_within
+from trainkit.core.inside.keep import Keeper
+from trainkit.core.joins.inside import JoinedChunks
+from trainkit.core.joins.layers import Sharing
+from trainkit.errors import TrainkitError
+from trainkit.lit.batch_norm.guard import BatchNormGuard
+from trainkit.lit.callback.base import find_callback
+from trainkit.lit.inside.refusals import SELF, refusing_logs
+from trainkit.lit.proof.rehearse import Plan, Rehearsals
+from trainkit.lit.proof.rows import FewRows
+from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+
+ROWS = 5
+LEAST_SHARE = 0.05
+"""A module that holds less of the graph's memory is not worth a second pass."""
+
+
+@dataclass
+class _Called:
+    """The first call of a submodule, and the bytes that its graph has kept."""
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    bytes: int = 0
+
+
+def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
+    """The outermost submodules whose rows do not see each other, by their paths.
+
+    They are found on a copy.
+
+    Args:
+        trainer: in `fit`.
+        pl_module: what trains.
+        windows: the callback that divides windows.
+        batch: the first one, as the loader has yielded it.
+
+    Raises:
+        TrainkitError: there is none.
+    """
+    if not pl_module.automatic_optimization:
+        raise _unfit(
+            pl_module,
+            "it runs training_step on a few rows, which a module with "
+            "automatic_optimization=False would take a step with",
+        )
+    try:
+        rows = FewRows(batch, None, None)
+        few = list(range(min(ROWS, rows.num_rows)))
+        own = rows.make(few, alike=True)
+    except (TrainkitError, NotMeasured) as error:
+        raise _unfit(
+            pl_module,
+            f"it runs training_step on a few rows of the batch, and they cannot be "
+            f"cut from {describe(batch)}",
+        ) from error
+    guard, watch = find_callback(trainer, BatchNormGuard), _Watch()
+    rehearsals = Rehearsals(trainer, pl_module, windows)
+    try:
+        with watch:
+            rehearsals.run([own], [few], Plan(change=watch.begin))
+    except Exception as error:
+        why = "" if isinstance(error, NotMeasured) else "that failed: "
+        raise _unfit(
+            pl_module,
+            f"it runs training_step on {len(few)} rows of the batch, and "
+            f"{why}{in_one_line(error)}",
+        ) from error
+    copied = watch.module.to(pl_module.device)
+    with catch_warnings(), isolate_rng(include_cuda=True), ExitStack() as stack:
+        simplefilter("ignore")  # what others say of a few rows is not for the user
+        coupling = None
+        if guard is not None and guard.joins is not None:
+            coupling = JoinedChunks(copied, guard.joins, Sharing())
+            coupling.install()
+            stack.callback(coupling.remove)
+        chooser = _Chooser(copied, watch, coupling)
+        found = list(chooser.fitting(copied))
+    if found:
+        return found
+    reasons = list(chooser.reasons.items())[:3]
+    said = "; ".join(f"{path}: {reason}" for path, reason in reasons)
+    raise TrainkitError(
+        f'MicroBatching inside="auto": no submodule of {type(pl_module).__name__} can '
+        f"run in chunks of rows. {said or 'None was called with rows.'}. Name one with "
+        f"inside='path'."
+    )
+
+
+def _unfit(pl_module: nn.Module, text: str) -> TrainkitError:
+    found = paths_within(pl_module, SELF) or ["path"]
+    inside = repr(found[0] if len(found) == 1 else found)
+    return TrainkitError(
+        f'MicroBatching inside="auto": {text}. Name the submodules: inside={inside}.'
+    )
+
+
+class _Watch:
+    """Notes the first call of each submodule of a copy, and what its graph keeps."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.calls: dict[nn.Module, _Called] = {}
+        self._running: list[_Called] = []
+        self._total = _Called(((), {}))
+        self._handles: list[Any] = []
+        self._saved = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> _Watch:
+        self._saved.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._saved.__exit__(*_)
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, copied: nn.Module) -> None:
+        """Watch the submodules of a copy."""
+        self.module = copied
+        for module in copied.modules():
+            if module is copied and type(module).forward is nn.Module.forward:
+                continue
+            before = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+            after = module.register_forward_hook(self._end, always_call=True)
+            self._handles += [before, after]
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        called = self.calls.setdefault(module, _Called((args, kwargs)))
+        self._running.append(called)
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        size = tensor.untyped_storage().nbytes()
+        self._total.bytes += size
+        for called in self._running:
+            called.bytes += size
+        return tensor.detach()  # itself, an output would hold its own graph
+
+    @property
+    def total(self) -> int:
+        """The bytes of all that the graph has kept."""
+        return max(self._total.bytes, 1)
+
+
+@dataclass
+class _Chooser:
+    """Tries submodules on their first calls.
+
+    Attributes:
+        pl_module: what trains.
+        watch: has seen these calls.
+        coupling: lets rows see each other in BatchNorm.
+        reasons: why a submodule does not fit, by its path.
+    """
+
+    pl_module: Any
+    watch: _Watch
+    coupling: Coupling | None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def fitting(self, module: nn.Module, path: str = "") -> Iterator[str]:
+        """The paths of the outermost submodules that fit, from `module` on."""
+        called, name = self.watch.calls.pop(module, None), path or SELF
+        if called is not None:
+            if called.bytes < LEAST_SHARE * self.watch.total:
+                return
+            reason = self._reason(module, name, called)
+            if not reason:
+                yield name
+                return
+            self.reasons[name] = reason
+        for name, child in module.named_children():
+            yield from self.fitting(child, f"{path}.{name}".lstrip("."))
+
+    def _reason(self, module: nn.Module, name: str, called: _Called) -> str:
+        """Why a module is not taken: it is refused, or would be warned of."""
+        cut = ChunkedForward(module, name, Sizes(1), Keeper(0))
+        cut.around = refusing_logs(self.pl_module, module, name)
+        cut.coupling = self.coupling
+        try:
+            said = cut.probe(*called.arguments[0], **called.arguments[1])
+        except Exception as error:
+            said = [in_one_line(error).removeprefix(f"{name}: ")]
+        return said[0].split(". ")[0] if said else ""

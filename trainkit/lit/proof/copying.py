@@ -1,0 +1,256 @@
+"""A copy of a module for a rehearsal: what is thrown away needs no putting back."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+
+LARGE = 2**18
+"""Frozen parameters of more entries are shared with a copy, and must not be written."""
+
+SPREAD = 0.05
+"""How far weights are moved, as a share of their spread."""
+
+LEAST_MOVE = 0.02
+"""How far weights are moved that are all alike, as at zero or at one."""
+
+_OURS = "trainkit.lit."
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Copies:
+    """Copies a module and what belongs to it, as `copy.deepcopy` does, but for a few.
+
+    The Trainer is left out. Data sets, loaders and large frozen parameters are shared.
+    Tensors that hang on a graph are copied without it. Functions that close over
+    something, as hooks often do over their module, close over its copy.
+
+    Args:
+        trainer: to which the module is attached.
+        module: is copied.
+        shares: whether large frozen parameters are shared.
+
+    Attributes:
+        module: the copy.
+        shared: the shared parameters, by the address of their memory.
+    """
+
+    def __init__(self, trainer: Any, module: nn.Module, *, shares: bool = True) -> None:
+        _refuse(module)
+        self.shared: dict[int, str] = {}
+        self._memo: dict[int, Any] = {}
+        self._functions: dict[int, tuple[Any, Any]] = {}
+        self._leave_out(trainer, module)
+        for name, parameter in module.named_parameters():
+            if shares and not parameter.requires_grad and parameter.numel() > LARGE:
+                self._memo[id(parameter)] = parameter
+                self.shared[parameter.untyped_storage().data_ptr()] = name
+        for each in module.modules():
+            self._prepare(vars(each), set())
+        for parameter in module.parameters():
+            for hooks in _HOOKS:
+                self._prepare(getattr(parameter, hooks, None), set())
+        self.module: Any = self.of(module, type(module).__name__)
+        if self._compiled:  # by Lightning: a copy runs as it was written
+            for name in self._compiled:
+                vars(self.module).pop(name, None)
+        self._copy_hooks(module)
+        _remove_our_hooks(self.module)
+
+    def of(self, value: Any, name: str) -> Any:
+        """A copy of something that may refer to the module."""
+        if not isinstance(value, nn.Module):
+            self._prepare(getattr(value, "__dict__", None), set())
+        try:
+            copied = copy.deepcopy(value, self._memo)
+            for own, cells in list(self._functions.values()):
+                self._fill(own, cells)
+        except Exception as error:
+            place, kind = _culprit(value, self._memo, name)
+            raise NotMeasured(
+                f"{place} ({kind}) cannot be copied: {in_one_line(error)}"
+            ) from error
+        return copied
+
+    def _leave_out(self, trainer: Any, module: nn.Module) -> None:
+        for each in module.modules():
+            for name in ("_trainer", "_fabric"):
+                self._memo[id(vars(each).get(name))] = None
+        compiled = vars(module).get("_compiler_ctx")
+        self._memo[id(compiled)] = None
+        self._compiled = [
+            name.removeprefix("original_") for name in compiled or () if "_" in name
+        ]
+        for name in self._compiled:
+            self._memo[id(vars(module).get(name))] = None
+        for each in (trainer, trainer.strategy, *trainer.loggers):
+            self._memo[id(each)] = None
+        self._memo[id(trainer.datamodule)] = trainer.datamodule
+
+    def _prepare(self, value: Any, seen: set[int]) -> None:
+        """Say how values within a container are copied, where deepcopy does otherwise.
+
+        Args:
+            value: a container, or what may be in one.
+            seen: the containers that were looked at.
+        """
+        if id(value) in seen or id(value) in self._memo:
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor) and not value.is_leaf:
+            kept = value.detach().clone()
+            self._memo[id(value)] = kept.requires_grad_(value.requires_grad)
+        elif isinstance(value, DataLoader | Dataset | Sampler):
+            self._memo[id(value)] = value
+        elif isinstance(value, types.FunctionType):
+            self._prepare_function(value, seen)
+        else:
+            for each in _held_by(value):
+                self._prepare(each, seen)
+
+    def _prepare_function(self, function: Any, seen: set[int]) -> None:
+        if not function.__closure__:
+            return
+        cells = tuple(types.CellType() for _ in function.__closure__)
+        again = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            cells,
+        )
+        again.__kwdefaults__ = function.__kwdefaults__
+        again.__qualname__, again.__module__ = (
+            function.__qualname__,
+            function.__module__,
+        )
+        again.__dict__.update(function.__dict__)
+        self._memo[id(function)] = again
+        self._functions[id(function)] = function, cells
+        for cell in function.__closure__:
+            self._prepare(_content(cell), seen)
+
+    def _fill(self, function: Any, cells: tuple[Any, ...]) -> None:
+        del self._functions[id(function)]
+        for own, other in zip(function.__closure__, cells, strict=True):
+            try:
+                content = own.cell_contents
+            except ValueError:  # it is empty
+                continue
+            other.cell_contents = copy.deepcopy(content, self._memo)
+
+    def _copy_hooks(self, module: nn.Module) -> None:
+        """Copy the hooks of parameters, which deepcopy drops."""
+        copies = dict(self.module.named_parameters())
+        for name, parameter in module.named_parameters():
+            if copies[name] is parameter:
+                continue
+            for hooks, register in zip(
+                _HOOKS,
+                (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+                strict=True,
+            ):
+                for hook in (getattr(parameter, hooks, None) or {}).values():
+                    if not _is_ours(hook):
+                        register(copies[name], self.of(hook, f"a hook of {name}"))
+
+
+def move_weights(module: nn.Module, shared: dict[int, str]) -> None:
+    """Move all weights a little, alike in each copy.
+
+    Then a momentum copy that still equals its source, a gate or a head that begins at
+    zero, show what they will do.
+
+    Args:
+        module: a copy.
+        shared: what it shares with the original, and what so stays as it is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(4093, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            is_shared = parameter.untyped_storage().data_ptr() in shared
+            if is_shared or not parameter.is_floating_point() or not parameter.numel():
+                continue
+            noise = base.roll(17 * number).to(parameter)
+            times = -(-parameter.numel() // len(noise))
+            flat = noise.expand(times, -1).reshape(-1)[: parameter.numel()]
+            spread = parameter.std(correction=0)
+            size = torch.where(spread > 1e-6, SPREAD * spread, LEAST_MOVE)
+            parameter.add_(flat.view(parameter.shape) * size)
+
+
+def _refuse(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise NotMeasured(f"{name} gets its shape in the first pass")
+        if isinstance(parameter, DTensor):
+            raise NotMeasured(f"{name} is spread over several ranks")
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What is in a container or an object; modules are looked at one by one."""
+    if isinstance(value, type | nn.Module | types.ModuleType | Tensor):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    module = getattr(getattr(hook, "__func__", hook), "__module__", None)
+    return (module or "").startswith(_OURS)
+
+
+def _remove_our_hooks(module: nn.Module) -> None:
+    """Remove hooks by which trainkit itself counts what layers see."""
+    for each in module.modules():
+        for name, hooks in vars(each).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                    del hooks[key]
+
+
+def _culprit(value: Any, memo: dict[int, Any], path: str) -> tuple[str, str]:
+    """The path and the type of what cannot be copied within a value."""
+    for name, inner in _inside(value):
+        try:
+            copy.deepcopy(inner, dict(memo))
+        except Exception:
+            is_module = isinstance(value, nn.Module) and name in (
+                "_modules",
+                "_parameters",
+                "_buffers",
+            )
+            return _culprit(inner, memo, path if is_module else f"{path}.{name}")
+    return path, type(value).__name__
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((str(key), each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(index), each) for index, each in enumerate(value))
+    else:
+        yield from getattr(value, "__dict__", {}).items()

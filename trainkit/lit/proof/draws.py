@@ -1,0 +1,240 @@
+"""Random numbers in a rehearsal: dropout is off, and noise is drawn by row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from trainkit.core._compat import backward_in_modes
+from trainkit.lit.proof.verdict import NotMeasured
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout,
+    F.feature_alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout,
+    torch.feature_dropout, torch.feature_alpha_dropout,
+}  # fmt: skip
+
+_MAKE = {
+    torch.rand, torch.randn, torch.randint, torch.normal, torch.rand_like,
+    torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson,
+}  # fmt: skip
+
+_FILL = {
+    Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_, Tensor.exponential_,
+    Tensor.random_, Tensor.bernoulli, Tensor.log_normal_, Tensor.cauchy_,
+    Tensor.geometric_,
+}  # fmt: skip
+
+_OTHERS = {torch.randperm, torch.multinomial, Tensor.multinomial, F.gumbel_softmax}
+
+_WIDENED = {
+    Tensor.float: torch.float64,
+    Tensor.half: torch.float64,
+    Tensor.bfloat16: torch.float64,
+}
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+_NOT_THEIRS = ("torch", "trainkit", "lightning", "pytorch_lightning")
+
+SEED = 748_151_933
+"""A seed that no training has."""
+
+
+class Draws(TorchFunctionMode):
+    """What a rehearsal makes of dropout, of random numbers and of narrow types.
+
+    A tensor of random numbers whose first dimension is that of the rows is drawn for
+    all rows, and a micro-batch gets those of its rows. What else is drawn differs
+    between passes, as in training, and is noted with its file and line.
+
+    Args:
+        rows_now: gives the rows of the micro-batch under way.
+        dtype: in float64, narrower types that the module asks for become float64.
+        shared: parameters that must not be written, by the address of their memory.
+        fixes: whether what is not by row is drawn alike in all passes.
+
+    Attributes:
+        has_dropout: whether some dropout was turned off.
+        unlike: the places of draws that are not by row.
+    """
+
+    def __init__(
+        self,
+        rows_now: Callable[[], tuple[int, Sequence[int]] | None],
+        dtype: torch.dtype,
+        shared: dict[int, str],
+        *,
+        fixes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.has_dropout = False
+        self.unlike: set[str] = set()
+        self._rows_now = rows_now
+        self._widens, self._shared = dtype is torch.float64, shared
+        self._micro_batch, self._num_calls, self._fixes = -1, 0, fixes
+        self._chunk, self._begun = slice(None), dict[Any, int]()
+
+    def turn_off(self, module: nn.Module) -> None:
+        """Turn off the dropout of layers, whose calls no mode can see."""
+        for each in module.modules():
+            if isinstance(each, _DropoutNd):
+                self.has_dropout |= each.p > 0
+                each.p = 0.0
+            elif isinstance(each, nn.MultiheadAttention | nn.RNNBase):
+                self.has_dropout |= each.dropout > 0
+                each.dropout = 0.0
+
+    @contextmanager
+    def of_chunk(self, call: Any, chunk: Any) -> Iterator[None]:
+        """Within it, the rows of a chunk are drawn for, as when their call began.
+
+        Args:
+            call: of a submodule that runs in chunks.
+            chunk: the places of its rows; None where the call is only looked at.
+        """
+        before, chunk_before = self._num_calls, self._chunk
+        self._num_calls = self._begun.setdefault(call, before)
+        self._chunk = slice(chunk.start, chunk.stop) if chunk else slice(0, 0)
+        try:
+            yield
+        finally:
+            self._num_calls = max(before, self._num_calls) if chunk else before
+            self._chunk = chunk_before
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:  # in which forward passes may run again
+            with self:
+                return backward_in_modes(*args, **kwargs)
+        if func in _DROPOUTS:
+            return self._undropped(func, args, kwargs)
+        if "dropout_p" in kwargs and kwargs["dropout_p"]:
+            self.has_dropout, kwargs = True, {**kwargs, "dropout_p": 0.0}
+        if self._shared:
+            self._refuse_writing(func, args)
+        if self._widens:
+            func, args, kwargs = _widened(func, args, kwargs)
+        if func in _MAKE or func in _FILL:
+            return self._drawn(func, args, kwargs)
+        if func in _OTHERS:
+            return self._of_all(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _of_all(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A draw that rows share."""
+        if self._rows_now() is not None:
+            self.unlike.add(f"{func.__name__} at {_place()}")
+        if not self._fixes:
+            return func(*args, **kwargs)
+        if func is torch.randperm:
+            return torch.arange(*args[:1])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED + self._num_calls)
+            return func(*args, **kwargs)
+
+    def _undropped(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        names = "input", "p", "training" if func.__module__ != "torch" else "train"
+        given = dict(zip(names, args, strict=False)) | kwargs
+        drops = given.get("training", given.get("train", True))
+        self.has_dropout |= bool(drops) and given.get("p", 0.5) > 0
+        return given["input"]
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found, now = func(*args, **kwargs), self._rows_now()
+        if now is None or not isinstance(found, Tensor):
+            return found
+        number, rows = now
+        if number != self._micro_batch:
+            self._micro_batch, self._num_calls = number, 0
+        rows = rows[self._chunk]
+        self._num_calls += 1
+        if not rows:
+            return found
+        if not found.ndim or found.shape[0] != len(rows):
+            return self._of_all(func, args, kwargs)
+        kwargs = {name: each for name, each in kwargs.items() if name != "generator"}
+        with torch.no_grad(), torch.random.fork_rng(devices=_devices(found)):
+            values = []
+            for place, row in enumerate(rows):  # whoever asks for it
+                torch.manual_seed(SEED + 8191 * self._num_calls + row)
+                own = _of_row(func, args, kwargs, place, len(rows))
+                values.append(_drawn_once(func, *own).clone())
+            return found.copy_(torch.cat(values))
+
+    def _refuse_writing(self, func: Any, args: Any) -> None:
+        name = getattr(func, "__name__", "")
+        if not name.endswith("_") or name.endswith("__") or not args:
+            return
+        for each in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+            if isinstance(each, Tensor) and each.layout is torch.strided:
+                place = self._shared.get(each.untyped_storage().data_ptr())
+                if place is not None and name != "requires_grad_":
+                    raise WritesShared(place)
+
+
+class WritesShared(NotMeasured):
+    """A step writes a frozen parameter, which its copy must not share."""
+
+
+def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    if func in _WIDENED:
+        return Tensor.double, args[:1], {}
+    if kwargs.get("dtype") in _NARROW:
+        kwargs = {**kwargs, "dtype": torch.float64}
+    if func in (Tensor.to, Tensor.type) and any(each in _NARROW for each in args[1:]):
+        wide = (torch.float64 if each in _NARROW else each for each in args[1:])
+        args = (args[0], *wide)
+    return func, args, kwargs
+
+
+def _drawn_once(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A draw, of which fewer columns would begin with the same numbers."""
+    if func not in (torch.randn, torch.randn_like):
+        return func(*args, **kwargs)
+    even = torch.rand if func is torch.randn else torch.rand_like
+    drawn = even(*args, **kwargs).clamp(1e-6, 1 - 1e-6)
+    return torch.erfinv(2 * drawn - 1) * 2**0.5
+
+
+def _of_row(
+    func: Any, args: Any, kwargs: Any, place: int, number: int
+) -> tuple[Any, Any]:
+    """The arguments of a draw for one of several rows."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            has_rows = value.ndim and len(value) == number
+            return value[place : place + 1].clone() if has_rows else value
+        if isinstance(value, tuple | list) and value and value[0] == number:
+            return (1, *value[1:])
+        return value
+
+    args = tuple(map(one, args))
+    if func in (torch.rand, torch.randn) and args and args[0] == number:
+        args = (1, *args[1:])
+    return args, {name: one(value) for name, value in kwargs.items()}
+
+
+def _devices(tensor: Tensor) -> list[torch.device]:
+    return [tensor.device] if tensor.is_cuda else []
+
+
+def _place() -> str:
+    """The file and line of the user's that is under way."""
+    for frame in inspect.stack(context=0)[2:]:
+        package = (frame.frame.f_globals.get("__name__") or "").partition(".")[0]
+        if package not in _NOT_THEIRS:
+            path = Path(frame.filename)
+            return f"{path.parent.name}/{path.name}:{frame.lineno}"
+    return "an unknown line"

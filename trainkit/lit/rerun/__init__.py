@@ -1,1 +1,0 @@
-"""Run a training step again: put everything back, and run without a trace."""
