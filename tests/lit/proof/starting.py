@@ -6,49 +6,66 @@ import re
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from tests.helpers import trainer
 from tests.lit.proof import zoo
 from trainkit import (
     AccumulationCallback,
+    AccumulationMixin,
     MicroBatching,
     PerClassWeight,
 )
 
 SPLIT = MicroBatching(size=6)
-UNTRIMMED = MicroBatching(size=6, trim=False)
 CLASSES = PerClassWeight(weight=[float(n) for n in range(1, zoo.VOCABULARY + 1)])
 ALARM = "not the big batch"
 
 
-def tokens(size: int = 16) -> DataLoader[Any]:
-    rows = zoo.sequences()
-    return DataLoader(rows, batch_size=size, collate_fn=zoo.padded)  # type: ignore[arg-type]
+def tokens(size: int = 16, collate: Any = zoo.padded, rows: Any = None) -> Any:
+    return DataLoader(rows or zoo.sequences(), batch_size=size, collate_fn=collate)
 
 
-def images(size: int = 16) -> DataLoader[Any]:
+def images(size: int = 16) -> Any:
     return DataLoader(zoo.image_loader().dataset, batch_size=size)
+
+
+def images_by_class() -> Any:
+    rows = sorted(zoo.image_loader().dataset, key=lambda row: int(row[1]))  # type: ignore[call-overload]
+    return DataLoader(rows, batch_size=10)  # type: ignore[arg-type]
+
+
+def padded_to_14(rows: list[Any]) -> Any:
+    """To one width, on the left."""
+    batch = zoo.padded(rows, left=True)
+    more = 14 - batch["ids"].shape[1]
+    return {
+        name: F.pad(value, (more, 0), value=-100 if name == "labels" else 0)
+        for name, value in batch.items()
+    }
 
 
 def fit(
     module: Any,
     data: Any,
-    accumulation: Any,
-    split: MicroBatching | None = None,
+    accumulation: Any = None,
+    cut: MicroBatching | None = None,
     *,
-    accumulate: int | None = None,
+    accumulate: int = 2,
     callbacks: tuple[Any, ...] = (),
     proof: Any = "warn",
     **options: Any,
 ) -> Any:
     """Train one epoch, and return the callback."""
-    callback = AccumulationCallback(accumulation, micro_batching=split, proof=proof)
-    every = accumulate or (4 if split is None else 1)
+    own: Any = []
+    if not isinstance(module, AccumulationMixin):
+        own = [AccumulationCallback(accumulation, micro_batching=cut, proof=proof)]
     options = {"max_epochs": 1, "limit_train_batches": 4} | options
-    pl = trainer(every, callbacks=[callback, *callbacks], **options)
+    accumulate = accumulate if cut is None else 1
+    pl = trainer(accumulate, callbacks=[*own, *callbacks], **options)
     pl.fit(module, data)
-    return callback
+    return own[0] if own else None
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,18 +9,12 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from tests.lit.proof import zoo
 from tests.lit.proof.test_check import check_quickly as check
 from tests.lit.proof.trainers import plain_trainer
 from tests.lit.proof.zoo import NormalisedTokens, Tokens, token_loader
-from trainkit import PerSample, PerToken, Report
+from trainkit import PerSample, PerToken
 
 PRECISIONS = ["bf16-mixed", "bf16-true", "16-true"]
-
-
-def row(report: Report, name: str) -> Any:
-    (found,) = [cut for cut in report.cuts if cut.name == f"in {name}"]
-    return found
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -29,18 +23,7 @@ def test_rounding_alone_is_not_called_inexact(precision: str) -> None:
     report = check(Tokens(), token_loader(), strategy=PerToken(), trainer=trainer)
     report.assert_exact()
     assert report.deviation < 1e-12
-    assert 1e-4 < row(report, precision).deviation < 2e-2
-    assert "one batch by itself is off by" in row(report, precision).note
-    has_advice = any("wide_gradients" in note for note in report.notes)
-    assert has_advice == precision.endswith("true")
-
-
-def test_half_precision_of_16_mixed_on_a_cpu_is_bfloat16() -> None:
-    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
-        trainer = plain_trainer(precision="16-mixed")
-    report = check(Tokens(), token_loader(), strategy=PerToken(), trainer=trainer)
-    assert report.exact
-    assert row(report, "bf16-mixed").deviation > 1e-4
+    assert f"left out: precision {precision}" in report.notes
 
 
 def test_a_gradient_scaler_is_as_before() -> None:
@@ -50,7 +33,6 @@ def test_a_gradient_scaler_is_as_before() -> None:
     trainer = plain_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     report = check(Tokens(), token_loader(), strategy=PerToken(), trainer=trainer)
     assert report.exact
-    assert 1e-6 < row(report, "16-mixed").deviation < 1e-2
     assert scaler.state_dict() == before
 
 
@@ -87,14 +69,9 @@ def test_what_runs_in_half_precision_only_is_never_called_exact() -> None:
     module = OnlyIn(torch.bfloat16)
     report = check(module, token_loader(), strategy=PerToken(), trainer=trainer)
     assert not report.exact
-    assert 1e-4 < report.deviation < report.rounding == 5e-2
     (cause,) = report.causes
     assert cause.kind == "precision"
     assert "cannot say on 10 rows" in str(report)
-    trainer = plain_trainer(precision="bf16-true")
-    module = OnlyIn(torch.bfloat16, zoo.token_sum)
-    report = check(module, token_loader(), strategy=PerToken(), trainer=trainer)
-    assert 'loss_reduction="total"' in str(report)
 
 
 def test_what_knows_no_float64_is_measured_in_float32() -> None:
@@ -104,6 +81,5 @@ def test_what_knows_no_float64_is_measured_in_float32() -> None:
     assert report.exact
     assert report.precision == "float32"
     assert 1e-9 < report.deviation < 1e-5
-    assert any("since float64 failed" in note for note in report.notes)
     module = OnlyIn(torch.float32)
     assert not check(module, token_loader(), strategy=PerSample()).exact

@@ -79,9 +79,8 @@ def test_what_was_said_is_exact(module: Any, strategy: Any) -> None:
         report = trainkit.check(module, token_loader(), strategy=strategy)
     assert report.exact, str(report)
     assert report.deviation < 1e-12
-    (plain,) = (cut for cut in report.cuts if cut.name == "plain accumulation")
-    assert plain.deviation is not None
-    assert plain.deviation > 1e-2  # the control
+    offs = [cut.deviation for cut in report.cuts if cut.name == "plain accumulation"]
+    assert all(off > 1e-2 for off in offs)  # the control
 
 
 @pytest.mark.parametrize(
@@ -94,11 +93,9 @@ def test_another_count_is_not_and_the_remedy_is_named(
         report = trainkit.check(module, token_loader(), strategy=strategy)
     assert not report.exact
     (cause,) = report.causes
-    assert "which no field of the batch counts" in cause.text
-    assert "not by " + ("PerToken()" if strategy else "what self.weigh") in cause.text
-    assert cause.remedy[0] == "accumulation = Weighed()"
-    assert cause.remedy[1].startswith("self.weigh(divisor)")
-    assert "Weighed(by=...)" in cause.remedy[2]
+    assert "with weights that nothing in the batch counts" in cause.text
+    assert cause.remedy[0].startswith("accumulation = Weighed(), and in training_step")
+    assert "Weighed(by=...)" in cause.remedy[1]
 
 
 def test_a_plain_module_needs_a_function() -> None:

@@ -124,6 +124,7 @@ class WindowOwner(OrderedCallback):
             window is one loader batch of each rank, and these count alike.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
+        is_measured: whether a proof has found how far windows are off.
         sharing: which ranks share BatchNorm's statistics, if micro-batches do, so that
             none has a gradient of its own.
     """
@@ -143,6 +144,7 @@ class WindowOwner(OrderedCallback):
     micro_batching: Any = None
     proof: Any = "warn"
     wide_gradients: bool = False
+    is_measured: bool = False
 
     @property
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,13 +23,16 @@ from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.front.mixin_callback import MixinCallback
 from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.causes import Causes
+from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.rehearse import Rehearsals, Taken
-from trainkit.lit.proof.remedies import Door
+from trainkit.lit.proof.remedies import Door, Remedies
 from trainkit.lit.proof.report import Cut, Gradient, Report
 from trainkit.lit.proof.rows import FewRows, has_equal_batches, many_parts, samples_of
 from trainkit.lit.proof.subject import (
+    FULL_PRECISIONS,
     Subject,
+    as_given,
     check_size,
     left_out_of,
     refuse_backend,
@@ -92,7 +94,7 @@ def checked(
         measure = _Check(trainer, strategy, options, rows, door)
         fit_aside(
             trainer,
-            _copied(module),
+            _copied(module, trainer),
             _as_loader(data),
             measure,
             # A module that optimizes by itself is refused otherwise.
@@ -116,16 +118,12 @@ def _trainer() -> Trainer:
     )
 
 
-def _copied(module: Any) -> Any:
+def _copied(module: Any, trainer: Any) -> Any:
     """A copy that `fit` may set up: the module itself never runs."""
-    own = vars(module).get("_trainer")
     try:
-        return copy.deepcopy(module, {id(own): None})
-    except Exception as error:
-        raise TrainkitError(
-            f"check: it works on a copy of {type(module).__name__}, which cannot be "
-            f"copied: {in_one_line(error)}."
-        ) from error
+        return Copies(trainer, module, shares=False).module
+    except NotMeasured as error:
+        raise TrainkitError(f"check: not measured: {error}.") from error
 
 
 def _option(
@@ -142,7 +140,7 @@ def _option(
     for callback in trainer.callbacks:
         if isinstance(callback, AccumulationCallback):
             if of_callback == "strategy":
-                return callback.strategies if callback.has_strategy else None
+                return as_given(callback.strategies) if callback.has_strategy else None
             return callback.micro_batching
     return None
 
@@ -234,7 +232,8 @@ class _Check(Callback):
         of = list(range(number))
         known = candidates(rows.make(of), {})
         counts = rows.counts(of, [each.weigh for each in known])
-        is_equal = has_equal_batches(loader) and not is_split
+        is_equal = bool(self._strategies) and has_equal_batches(loader)
+        is_equal = is_equal and not is_split
         driver = AccumulationCallback(Uniform())
         if isinstance(module, AccumulationMixin):
             driver = object.__new__(MixinCallback)
@@ -257,7 +256,12 @@ class _Check(Callback):
 
 
 def _report(subject: Subject, door: Door) -> Report:
-    subject, whole, window = _compared(subject)
+    try:
+        subject, whole, window = _compared(subject)
+    except (NotMeasured, TrainkitError):
+        raise
+    except Exception as error:
+        return _undecided(subject, error, door)
     found = [(subject, whole, window)]
     halves = _halves(subject)
     if halves is not None:
@@ -311,8 +315,26 @@ def _compared(subject: Subject) -> tuple[Subject, Taken, Taken]:
     return subject, whole, window
 
 
+def _undecided(subject: Subject, error: Exception, door: Door) -> Report:
+    """The report of a step that runs in the half precision of its Trainer alone."""
+    precision = str(subject.trainer.precision)
+    if precision in FULL_PRECISIONS:
+        raise error
+    cause = Remedies(door).of_precision(precision, in_one_line(error))
+    sizes, off = tuple(map(len, subject.parts)), float("nan")
+    return Report(
+        exact=False,
+        deviation=off,
+        rounding=5e-2,
+        num_rows=len(subject.all_rows),
+        precision=precision,
+        cuts=(Cut(_name(subject), sizes, None, "it could not run"),),
+        causes=(cause,),
+    )
+
+
 def _halves(subject: Subject) -> Subject | None:
-    """The same rows in two parts, if there are more."""
+    """A subject with its rows in two parts, if there are more."""
     parts = subject.parts
     if len(parts) < 4:
         return None

@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
-from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.batch_norm.layers import BatchNorm, every_layer
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import has_own
 from trainkit.lit.inside.cuts import paths_of
+from trainkit.lit.proof.copying import has_hooks
 from trainkit.lit.proof.denominators import (
     SUM,
     UNIFORM,
@@ -30,6 +31,7 @@ from trainkit.lit.proof.denominators import (
 )
 from trainkit.lit.proof.places import (
     Event,
+    Located,
     first_that_sees_padding,
     locate,
     moved,
@@ -65,12 +67,16 @@ class Causes:
         self._subject, self._say = subject, Remedies(door)
         self._most = subject.most_rounding
         self._sampled: dict[Any, Tensor] = {}
+        self._is_split = False
         self.found: list[Cause] = []
 
     def look(self) -> list[Cause]:
         """The causes, in the order in which they were found."""
         if self._draws_unseen() or self._is_inner_cut():
             return self.found
+        self._is_split = self._subject.is_split
+        if self._is_split:  # its parts follow each other as loader batches do
+            self._subject = replace(self._subject, options=None, has_batches=True)
         if self._is_sequence_known() and self._gap() > self._most:
             self._explain_gap()
         self._explain_parts()
@@ -86,8 +92,7 @@ class Causes:
         if unlike:
             self._subject = self._with(fixes_draws=True)
             is_all = self._window_off() <= self._most
-            places = [self._say.of_draws(each, hides=is_all) for each in unlike]
-            self.found += places
+            self.found += map(self._say.of_draws, unlike)
             return is_all
         if subject.whole(seed=1).off_from(whole) > self._most:
             self.found.append(self._say.of_unseen_draws())
@@ -130,33 +135,34 @@ class Causes:
             self.found.append(self._say.of_numbers())
             return
         self._subject = before
-        for hook in self._hooks(HOOKS):
+        for hook, place in self._hooks(HOOKS):
             self._subject = self._with(without=frozenset({hook}), as_whole=True)
             if self._gap() <= self._most:
-                self.found.append(self._say.of_hook(hook))
+                self.found.append(self._say.of_hook(place))
                 return
             self._subject = before
         names = self._moved()
-        has_state = self._say.of_state(names) if names else self._say.of_own_backward()
-        self.found.append(has_state)
+        by_hand = not before.module.automatic_optimization
+        found = self._say.of_own_backward(by_hand=by_hand)
+        self.found.append(self._say.of_state(names) if names else found)
 
-    def _hooks(self, names: Sequence[str]) -> Iterator[str]:
-        """Hooks that somebody has overridden, and callbacks with hooks of a step."""
+    def _hooks(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Hooks that somebody has overridden, callbacks with hooks of a step, and the
+        hooks of parameters: what takes them away, and where they are."""
         module, trainer = self._subject.module, self._subject.trainer
-        for name in names:
-            if hasattr(LightningModule, name) and has_own(module, name):
-                yield name
-            data = trainer.datamodule
-            if data is not None and hasattr(LightningDataModule, name):
-                if has_own(data, name):
-                    yield name
-        if names is HOOKS:
-            for callback in self._subject.rehearsals.callbacks:
-                if may_change_steps(callback):
-                    yield type(callback).__name__
-            if any(p._backward_hooks or p._post_accumulate_grad_hooks
-                   for p in module.parameters()):  # fmt: skip
-                yield PARAMETER_HOOKS
+        bases = (module, LightningModule), (trainer.datamodule, LightningDataModule)
+        for owner, base in bases:
+            for name in names if owner is not None else ():
+                if hasattr(base, name) and has_own(owner, name):
+                    yield name, f"{name} of {type(owner).__name__}"
+        for callback in self._subject.rehearsals.callbacks:
+            for name in names:
+                if may_change_steps(callback) and _overrides(callback, name):
+                    kind = type(callback).__name__
+                    yield kind, f"{name} of {kind}"
+        hooked = [n for n, p in module.named_parameters() if has_hooks(p)]
+        if hooked and names is HOOKS:
+            yield PARAMETER_HOOKS, f"the hook of {hooked[0]}"
 
     def _moved(self) -> list[str]:
         """What a micro-batch moves in the module, by value."""
@@ -184,11 +190,15 @@ class Causes:
 
     def _is_padding(self) -> bool:
         subject = self._subject
-        if subject.are_alike or not subject.rows.pads_each:
+        rows = subject.rows
+        if subject.are_alike or not (rows.pads_each and rows.can_cut):
             return False
-        alike = replace(subject, are_alike=True)
-        self._subject = alike
-        if self._least_off() > self._most:
+        alike = self._subject = replace(subject, are_alike=True)
+        try:
+            is_seen = self._least_off() <= self._most
+        except Exception:  # it takes no rows that are padded more than need be
+            is_seen = False
+        if not is_seen:
             self._subject = subject
             return False
         part = min(
@@ -196,32 +206,32 @@ class Causes:
         )
         own, wide = (self._events(each, part) for each in (subject, alike))
         place = first_that_sees_padding(wide, own, range(len(part)), len(part))
-        split = subject.options is not None and not subject.has_batches
-        self.found.append(self._say.of_padding(place, is_split=split))
+        self.found.append(self._say.of_padding(place, is_split=self._is_split))
         return True
 
     def _is_transfer(self) -> bool:
         before = self._subject
-        for hook in self._hooks(TRANSFERS):
+        for hook, place in self._hooks(TRANSFERS):
             self._subject = self._with(without=before.base.without | {hook})
             if self._least_off() <= self._most:
-                self.found.append(self._say.of_hook(hook))
+                self.found.append(self._say.of_hook(place))
                 return True
             self._subject = before
         return False
 
     def _is_layer(self) -> bool:
-        """Find the first module whose rows differ; go on if it is BatchNorm."""
+        """Find the first module whose rows differ; returns whether it is BatchNorm."""
         subject = self._subject
-        alike = replace(subject, are_alike=subject.rows.pads_each)
-        of, part = subject.all_rows, max(subject.parts, key=len)
-        located = locate(
-            self._events(alike, of),
-            self._events(alike, part),
-            [of.index(row) for row in part],
-            len(of),
-        )
-        norms = [m for m in subject.module.modules() if isinstance(m, BatchNorm)]
+        norms = every_layer(subject.module)
+        located = self._located()
+        if norms and not isinstance(_at(subject.module, located.path), BatchNorm):
+            self._subject = self._with(change=_in_eval)
+            if self._least_off() <= self._most:  # rows of its input stand in no order
+                first = Located(next(iter(norms)), False, "", "")
+                layer = norms[first.path]
+                self.found.append(self._say.of_rows(first, layer, len(norms)))
+                return True
+            self._subject = subject
         if not located.path:
             if not (self._is_function() or self._has_two_denominators()):
                 self.found.append(self._say.of_loss(located))
@@ -232,6 +242,18 @@ class Causes:
             return False
         self._subject = self._with(change=_in_eval)
         return True
+
+    def _located(self) -> Located:
+        """Where rows see each other, at the width of the whole if that can be had."""
+        subject, rows = self._subject, self._subject.rows
+        alike = replace(subject, are_alike=rows.pads_each and rows.can_cut)
+        of, part = subject.all_rows, max(subject.parts, key=len)
+        places = [of.index(row) for row in part]
+        try:
+            events = self._events(alike, of), self._events(alike, part)
+        except Exception:
+            events = self._events(subject, of), self._events(subject, part)
+        return locate(*events, places, len(of))
 
     def _events(self, subject: Subject, rows: Sequence[int]) -> list[Event]:
         def change(module: nn.Module) -> Any:
@@ -249,12 +271,12 @@ class Causes:
         subject, whole, parts = self._subject, self._whole(), self._alone()
         if off_by(whole, parts, self._own_weights()) <= self._most:
             numbers = subject.rows.whole_numbers(within=True)
-            if not self.found and numbers and not subject.has_batches:
+            if not self.found and numbers and self._is_split:
                 self.found.append(self._say.of_host(numbers[0]))
             return
         fits = self._fitting(whole, parts)
         numbers = subject.rows.whole_numbers(within=True)
-        if fits and fits[0] is SUM and numbers and not subject.has_batches:
+        if fits and fits[0] is SUM and numbers and self._is_split:
             self.found.append(self._say.of_host(numbers[0]))
         elif fits and fits[0] is SUM:
             own = leading(subject.strategies) if subject.strategies else None
@@ -435,6 +457,10 @@ class Causes:
         return replace(cause, remedy=(*cause.remedy, *([more] if more else [])))
 
 
+def _overrides(callback: Any, name: str) -> bool:
+    return hasattr(callback, name) and has_own(callback, name)
+
+
 def first_cause(subject: Subject) -> str:
     """Why a window is not the big batch, in one sentence."""
     try:
@@ -454,6 +480,10 @@ def first_cause(subject: Subject) -> str:
 
 def _numbers(weigh: Callable[[Any], Any], batches: Sequence[Any]) -> Tensor:
     return torch.tensor([float(weigh(each)) for each in batches], dtype=torch.float64)
+
+
+def _at(module: nn.Module, path: str) -> nn.Module | None:
+    return module.get_submodule(path) if path else None
 
 
 def _in_eval(module: nn.Module) -> None:

@@ -71,12 +71,13 @@ class Copies:
         """A copy of something that may refer to the module."""
         if not isinstance(value, nn.Module):
             self._prepare(getattr(value, "__dict__", None), set())
+        before = dict(self._memo)
         try:
             copied = copy.deepcopy(value, self._memo)
             for own, cells in list(self._functions.values()):
                 self._fill(own, cells)
         except Exception as error:
-            place, kind = _culprit(value, self._memo, name)
+            place, kind = _culprit(value, before, name)
             raise NotMeasured(
                 f"{place} ({kind}) cannot be copied: {in_one_line(error)}"
             ) from error
@@ -163,6 +164,11 @@ class Copies:
                 for hook in (getattr(parameter, hooks, None) or {}).values():
                     if not _is_ours(hook):
                         register(copies[name], self.of(hook, f"a hook of {name}"))
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody has given a parameter hooks."""
+    return any(getattr(parameter, name, None) for name in _HOOKS)
 
 
 def move_weights(module: nn.Module, shared: dict[int, str]) -> None:

@@ -166,7 +166,7 @@ class Draws(TorchFunctionMode):
         kwargs = {name: each for name, each in kwargs.items() if name != "generator"}
         with torch.no_grad(), torch.random.fork_rng(devices=_devices(found)):
             values = []
-            for place, row in enumerate(rows):  # whoever asks for it
+            for place, row in enumerate(rows):
                 torch.manual_seed(SEED + 8191 * self._num_calls + row)
                 own = _of_row(func, args, kwargs, place, len(rows))
                 values.append(_drawn_once(func, *own).clone())

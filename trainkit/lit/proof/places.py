@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
+from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.core.batches import leaves, tensors
+from trainkit.lit.aside import FRAMEWORK
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -210,9 +212,10 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     """Copies of what a module keeps, by path; of normalisation and metrics nothing."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules():
-        if isinstance(each, _NormBase | Metric):
+        if isinstance(each, _NormBase | Metric) and not isinstance(each, BatchRenorm):
             continue
-        held = {**each._parameters, **each._buffers, **vars(each)}
+        own = {n: v for n, v in vars(each).items() if n not in FRAMEWORK}
+        held = {**each._parameters, **each._buffers, **own}
         for name, value in held.items():
             for number, leaf in enumerate(leaves(value) if _is_value(value) else ()):
                 key = f"{path}.{name}".lstrip("."), number

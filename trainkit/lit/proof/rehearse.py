@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 
 from trainkit.core.generators import read_states, write_states
+from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies
 from trainkit.lit._compat import (
@@ -179,7 +180,7 @@ class Rehearsals:
         self._shares = True
 
     def in_dtype(self, dtype: torch.dtype) -> Rehearsals:
-        """The same in another arithmetic."""
+        """Rehearsals of the same module in another arithmetic."""
         number = sum(each.numel() for each in self._module.parameters())
         if dtype is torch.float64 and number > MOST_WIDE:
             raise NotMeasured("too many parameters to copy in float64")
@@ -232,7 +233,7 @@ class Rehearsals:
         stand_where(trainer, self._trainer)
         if plan.change is not None:
             taken.result = plan.change(module)
-        own = [_own_batch(each) for each in batches]
+        own = [_own_batch(each, self.dtype) for each in batches]
         loader = _Batches(own, rows, now, self._trainer.train_dataloader)
         data = self._data(loader, plan)
         with _quiet(), _random_kept(self._trainer), _full_precision(self.dtype), draws:
@@ -308,7 +309,9 @@ def may_change_steps(callback: Any) -> bool:
 
 def _matters(callback: Any, plan: Plan) -> bool:
     if isinstance(callback, BatchNormGuard):
-        return plan.has_driver or callback.joins is None
+        if callback.policy == "exact":
+            return plan.has_driver
+        return callback.policy in ("freeze", "renorm", "group_norm")
     return may_change_steps(callback)
 
 
@@ -400,8 +403,15 @@ class _Taker(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx + 1 == self._num_batches:
-            raise Ended
+        if batch_idx + 1 < self._num_batches:
+            return
+        if not self._taken.num_calls:  # by hand, and nobody has stepped yet
+            windows = windows_of(trainer)
+            for number, optimizer in enumerate(map(unwrapped, trainer.optimizers)):
+                if windows is not None and windows.accumulators[number].is_open:
+                    windows.close(trainer, number)
+                self._take(number, optimizer, False)
+        raise Ended
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         raise Ended
@@ -442,12 +452,13 @@ class _Alone(nn.SyncBatchNorm):
     forward = nn.modules.batchnorm._BatchNorm.forward
 
 
-def _own_batch(batch: Any) -> Any:
-    """A batch that a step may write into."""
-    try:
-        return copy.deepcopy(batch)
-    except Exception:  # it holds what cannot be copied
+def _own_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """A batch that a step may write into, in float64 if that is rehearsed."""
+    with contextlib.suppress(Exception):  # it may hold what cannot be copied
+        batch = copy.deepcopy(batch)
+    if dtype is not torch.float64:
         return batch
+    return with_tensors(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -287,14 +287,13 @@ class Remedies:
             (line, "or mask padding in this module"),
         )
 
-    def of_draws(self, place: str, *, hides: bool) -> Cause:
+    def of_draws(self, place: str) -> Cause:
         return Cause(
             "randomness",
             place,
             "it draws what rows of a batch share, so two windows of the same rows "
             "differ, and so does the big batch",
             ("draw in the data set, or for each row by itself",),
-            hides=hides,
         )
 
     def of_unseen_draws(self) -> Cause:
@@ -307,7 +306,20 @@ class Remedies:
             hides=True,
         )
 
-    def of_own_backward(self) -> Cause:
+    def of_precision(self, precision: str, why: str) -> Cause:
+        return Cause(
+            "precision",
+            STEP,
+            f"it runs in {precision} only, where rounding hides deviations below 5e-2, "
+            f"so nobody can say that it is exact. In float32: {why}",
+            ("let training_step run in float32 for the check",),
+            hides=True,
+        )
+
+    def of_own_backward(self, *, by_hand: bool) -> Cause:
+        if by_hand:
+            text = "self.manual_backward weighs no micro-batch, and divides no window"
+            return _denominator(text, (BY_HAND,))
         return Cause(
             "order",
             STEP,

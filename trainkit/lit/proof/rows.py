@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ class FewRows:
     Attributes:
         num_rows: how many there are.
         collates: whether batches are made anew by the collate function.
+        can_cut: whether rows can be cut from a batch, so that they keep its width.
         has_classes: whether rows have one label each, some of which were exchanged.
     """
 
@@ -65,13 +68,19 @@ class FewRows:
         )  # fmt: skip
         own = options if options is not None and options.collate is None else None
         self._cutter = Cutter(own or MicroBatching(size=1), self._strategy)
+        self.num_rows, self._groups = len(self._samples), ()
         try:
-            measured = self._cutter.measure(self._batch)
+            with _unheard():
+                measured = self._cutter.measure(self._batch)
+            self.num_rows, self._groups = measured.num_rows, measured.groups
+            self.can_cut = self.num_rows == len(self._samples) or not self.collates
         except Exception as error:
-            raise NotMeasured(
-                f"the rows of the batch cannot be told apart: {in_one_line(error)}"
-            ) from error
-        self.num_rows, self._groups = measured.num_rows, measured.groups
+            self.can_cut = False
+            if not self.collates:
+                text = "the rows of the batch cannot be told apart"
+                raise NotMeasured(f"{text}: {in_one_line(error)}") from error
+        if not self.can_cut:
+            self.num_rows, self._groups = len(self._samples), ()
         self._is_split = options is not None
         self._width = None if self.collates else Width.of(self._batch, self._strategy)
         # Where no row fills the width, the run pads all rows to one.
@@ -107,7 +116,8 @@ class FewRows:
         """
         if self.collates and not alike:
             return self._collated(rows)
-        trimmed, wide = self._cutter.pair(self._batch, list(rows))
+        with _unheard():
+            trimmed, wide = self._cutter.pair(self._batch, list(rows))
         if alike or not self.pads_each:
             return wide
         return trimmed if self._is_split else self._width.narrowed(wide, rows)
@@ -154,7 +164,7 @@ class FewRows:
     # ---- what all count alike --------------------------------------------------------
 
     def with_fewer_labels(self, rows: Sequence[int]) -> FewRows | None:
-        """The same where some rows count less than others; None if the batch has
+        """Rows of which some count less than others; None if the batch has
         nothing that can count less.
 
         Half of their labels are ignored, and their masks end there. Where a row has one
@@ -243,7 +253,9 @@ class Width:
 
         def cut(value: Tensor) -> Tensor:
             is_wide = value.ndim > 1 and value.shape[1] == self._num_columns
-            return value[:, start : max(stop, start + 1)] if is_wide else value
+            if not is_wide:
+                return value
+            return value[:, start : max(stop, start + 1)].contiguous()
 
         return with_tensors(batch, cut)
 
@@ -302,7 +314,7 @@ def unlike_parts(
         counts: one row for each row, one column for each denominator.
         sizes: how many rows each part gets.
         lengths: of the rows, if parts should have unlike ones.
-        own: a column, if that one is to be told from others. Rows that count nothing by
+        own: a column, if that one must differ from others. Rows that count nothing by
             it are left out where others suffice.
     """
     draw, pool = random.Random(0), list(range(len(counts)))
@@ -391,6 +403,14 @@ def has_equal_batches(loader: Any) -> bool:
     if not isinstance(size, int) or not hasattr(data, "__len__"):
         return False
     return bool(getattr(loader, "drop_last", False)) or len(data) % size == 0  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """The cutter warns when the run cuts the batch, not here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _on_host(batch: Any) -> Any:

@@ -226,6 +226,7 @@ class ProofAtStart:
             TrainkitError: the run requires it to be exact, and it is not.
         """
         trainer = self._trainer
+        self._windows.is_measured = verdict.off is not None
         badness = 2 * verdict.is_off or int(not verdict.is_measured)
         worst = largest(trainer, float(badness))
         off = largest(trainer, -1.0 if verdict.off is None else verdict.off)

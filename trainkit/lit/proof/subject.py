@@ -17,6 +17,8 @@ from trainkit.lit.proof.rehearse import PLAIN, Plan, Rehearsals, Taken, combined
 from trainkit.lit.proof.rows import FewRows, Parts, collates_by_itself
 from trainkit.lit.proof.verdict import MOST_ROUNDING, NotMeasured
 
+FULL_PRECISIONS = ("32-true", "64-true", "32", "64")
+
 
 @dataclass
 class Subject:
@@ -58,12 +60,17 @@ class Subject:
         return MOST_ROUNDING[self.rehearsals.dtype]
 
     def in_float64(self) -> Subject:
-        """The same in float64."""
+        """A subject whose rehearsals are in float64."""
         return replace(self, rehearsals=self.rehearsals.in_dtype(torch.float64))
 
     def in_float32(self) -> Subject:
-        """The same in float32."""
+        """A subject whose rehearsals are in float32."""
         return replace(self, rehearsals=self.rehearsals.in_dtype(torch.float32))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether loader batches are cut on the host."""
+        return self.options is not None and self.options.inside is None
 
     @property
     def is_plain(self) -> bool:
@@ -81,8 +88,7 @@ class Subject:
 
     def batch(self, rows: Sequence[int]) -> Any:
         """Some rows as one batch, as wide as the run's loader would make it."""
-        is_cut = self.options is not None and self.options.inside is None
-        alike = self.are_alike or is_cut and not self.rows.collates
+        alike = self.are_alike or self.is_split and not self.rows.collates
         return self.rows.make(rows, alike=alike)
 
     def whole(self, rows: Sequence[int] | None = None, **options: Any) -> Taken:
@@ -104,8 +110,7 @@ class Subject:
             batches = [self.batch(part) for part in self.parts]
             return self.rehearsals.run(batches, self.parts, plan)
         order = self.all_rows
-        is_split = self.options is not None and self.options.inside is None
-        batch = self.rows.loader_batch(order) if is_split else self.batch(order)
+        batch = (self.rows.loader_batch if self.is_split else self.batch)(order)
         return self.rehearsals.run([batch], [order], plan)
 
     def _by_hand(self) -> Taken:
@@ -124,7 +129,9 @@ class Subject:
             return self.base
         if self.is_plain and "sum" not in reductions:
             return self.base
-        uncut = None if ONE in self.strategies else MicroBatching(size=2**30, trim=False)
+        uncut = (
+            None if ONE in self.strategies else MicroBatching(size=2**30, trim=False)
+        )
         return replace(self.base, strategies=as_given(self.strategies), options=uncut)
 
     def _small(self, options: MicroBatching | None) -> MicroBatching | None:
@@ -192,7 +199,7 @@ def left_out_of(trainer: Any, *, collates: bool = False) -> list[str]:
     """What a rehearsal has not done as the run does it, in words."""
     found = []
     precision = str(trainer.precision)
-    if precision not in ("32-true", "64-true", "32", "64"):
+    if precision not in FULL_PRECISIONS:
         found.append(f"precision {precision}")
     if trainer.gradient_clip_val and trainer.lightning_module.automatic_optimization:
         found.append("clipping")

@@ -102,6 +102,7 @@ class Passes:
             self._begin(current, micro_batch, on_device)
             is_first = micro_batch is current.micro_batches[0]
             is_looked_at = is_first and (several or size > 1)
+            is_looked_at = is_looked_at and not self._windows.is_measured
             is_filler = micro_batch.is_filler
             undone = kept(self._module, generators=False) if is_filler else NOTHING
             said = self._windows.said.open()

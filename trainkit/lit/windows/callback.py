@@ -88,6 +88,7 @@ class WindowCallback(WindowOwner):
         self.longest_window = 0
         self._warned_short_epoch = False
         self._skipped_before = 0
+        self.is_measured = False
 
     def __getstate__(self) -> dict[str, Any]:
         return copied_without_fit(self)

@@ -59,7 +59,7 @@ class _Steps:
 
     def _watched(self) -> AbstractContextManager[Any]:
         """A context that detects state moved by the first of several micro-batches."""
-        if self._trainer.accumulate_grad_batches == 1:
+        if self._trainer.accumulate_grad_batches == 1 or self._windows.is_measured:
             return nullcontext()
         for accumulator in self._windows.accumulators.values():
             if accumulator.is_open:

@@ -1,0 +1,129 @@
+"""A copy of a module shares nothing that training writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.lit.proof import zoo
+from tests.lit.proof.starting import fit, said, tokens
+from tests.lit.proof.trainers import plain_trainer
+from tests.lit.proof.zoo import Tokens
+from trainkit import PerToken
+from trainkit.lit.proof import copying
+from trainkit.lit.proof.copying import Copies, move_weights
+
+
+class Rich(Tokens):
+    """Holds of everything a little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = DataLoader(zoo.sequences(4), batch_size=2)  # type: ignore[arg-type]
+        self.graph = self.head.weight * 2
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.tied = self.head.weight
+        self.calls: list[int] = []
+        self.generator = torch.Generator().manual_seed(3)
+        self.head.register_forward_hook(lambda *_: self.calls.append(1))
+        self.head.weight.register_hook(lambda g: g * len(self.calls))
+
+
+def copied(module: Any, **options: Any) -> Copies:
+    return Copies(plain_trainer(), module, **options)
+
+
+def test_a_copy_is_its_own() -> None:
+    module = Rich()
+    copy = copied(module).module
+    assert copy.data is module.data
+    assert torch.equal(copy.graph, module.graph)
+    assert copy.graph.is_leaf
+    assert copy.tied is copy.head.weight is not module.head.weight
+    batch = zoo.padded(zoo.sequences(3))
+    copy.training_step(batch, 0).backward()
+    assert module.calls == []
+    assert copy.calls == [1]
+    assert module.head.weight.grad is None
+
+
+def test_hooks_close_over_the_copy() -> None:
+    """The control: as they are, they would work with the module itself."""
+    module = Rich()
+    copy = copied(module).module
+    copy.calls.extend([1, 1])
+    (copy.head.weight.sum() * 1.0).backward()
+    assert torch.equal(copy.head.weight.grad, torch.full_like(copy.head.weight, 2.0))
+
+
+def test_large_frozen_parameters_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "LARGE", 10)
+    module = Rich()
+    copies = copied(module)
+    assert copies.module.frozen.weight is module.frozen.weight
+    assert copies.module.frozen.bias is not module.frozen.bias
+    assert copied(module, shares=False).module.frozen.weight is not module.frozen.weight
+    before = module.frozen.weight.clone()
+    move_weights(copies.module, copies.shared)
+    assert torch.equal(module.frozen.weight, before)
+    assert not torch.equal(copies.module.head.weight, module.head.weight)
+
+
+class Following(Tokens):
+    """Moves a frozen copy in each step."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.target = nn.Linear(16, 16).requires_grad_(False)
+        self.write = write
+
+    def features(self, batch: Any) -> Tensor:
+        hidden = super().features(batch)
+        with torch.no_grad():
+            self.write(self.target.weight)
+        return hidden
+
+
+@pytest.mark.filterwarnings("ignore:training_step has changed target.weight")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(0.5),
+        lambda weight: weight.data.add_(1),
+        lambda weight: weight.copy_(torch.zeros(16, 16)),
+        lambda weight: torch._foreach_mul_([weight], 2.0),
+    ],
+)
+def test_a_shared_parameter_is_never_written(
+    write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(copying, "LARGE", 10)
+    trained = []
+    for proof in ("require", "off"):
+        torch.manual_seed(1)
+        module = Following(write)
+        fit(module, tokens(), PerToken(), proof=proof, limit_train_batches=2)
+        trained.append(module.target.weight.clone())
+    assert torch.equal(*trained)
+    assert said(capsys).startswith("exact on")
+
+
+def test_moved_weights_are_alike_in_each_copy() -> None:
+    module = Rich()
+    nn.init.zeros_(module.head.bias)
+    ones, others = (copied(module) for _ in range(2))
+    for each in (ones, others):
+        move_weights(each.module, each.shared)
+    for one, other in zip(
+        ones.module.parameters(), others.module.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+    moved = ones.module.head.bias
+    assert 0.005 < float(moved.detach().std()) < 0.1
+    own = module.head.weight.detach()
+    off = ones.module.head.weight.detach() - own
+    assert 0.01 < float(off.std() / own.std()) < 0.2

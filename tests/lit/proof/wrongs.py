@@ -1,0 +1,243 @@
+"""Modules whose step depends on more than the rows that it is given, and like ones that
+do not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.lit.proof import zoo
+from tests.lit.proof.zoo import Images, Tokens, classified
+from trainkit import AccumulationMixin, PerSample, Uniform, Weighed
+
+
+class OwnDivision(Tokens):
+    """As tutorials on accumulation show it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss / self.trainer.accumulate_grad_batches
+
+
+class OverBatches(Tokens):
+    """A penalty that is shared out over the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalty = self.head.weight.square().sum() / self.trainer.num_training_batches
+        return super().training_step(batch, batch_idx) + penalty
+
+
+class ByIndex(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + batch_idx)
+
+
+class SecondPass(Tokens):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        (0.2 * self.head.weight.square().sum()).backward()
+
+
+class BackwardInStep(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx).backward()
+        return super().training_step(batch, batch_idx)
+
+
+class ClipsEarly(Tokens):
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class DividesInStep(Tokens):
+    """Divides gradients in its own `optimizer_step`."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        optimizer, closure = args[2], args[3]
+
+        def divided() -> Any:
+            loss = closure()
+            for each in self.parameters():
+                each.grad /= self.trainer.accumulate_grad_batches
+            return loss
+
+        optimizer.step(closure=divided)
+
+
+class Clamps(Tokens):
+    """Hooks of parameters that are not linear, and close over the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = torch.tensor(0.01)
+        for each in self.parameters():
+            each.register_hook(lambda g: g.clamp(-self.most, self.most))
+
+
+class Scales(Tokens):
+    """The control: linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.tensor(0.5)
+        self.head.weight.register_hook(lambda g: g * self.factor)
+
+
+class SetsBefore(Tokens):
+    """A hook sets what the step reads."""
+
+    scale = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = 1.0 + float((batch["labels"] != -100).sum()) / 10
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+class Centring(Images):
+    """A transfer hook looks across rows."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] - batch[0].mean(0), *batch[1:]]
+
+
+class CentringHook(Tokens):
+    """A forward hook does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.register_forward_hook(lambda m, x, out: out - 0.3 * out.mean(0))
+
+
+class Bidirectional(Tokens):
+    """Reads padding from the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 8, bidirectional=True, batch_first=True)
+
+    def features(self, batch: Any) -> Tensor:
+        return self.lstm(super().features(batch))[0]
+
+
+class Bootstrap(Images):
+    """BYOL, whose target still equals its net, and moves with each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one = F.normalize(self.net(batch[0]).mean((2, 3)), dim=1)
+        other = F.normalize(self.target(batch[0].flip(3)).mean((2, 3)), dim=1)
+        return (one - other).square().sum(1).mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pairs = zip(self.target.parameters(), self.net.parameters(), strict=True)
+        for target, own in pairs:
+            target.data.mul_(0.9).add_(own.data, alpha=0.1)
+
+
+class OverLoaderSize(Images):
+    """A sum over the batch size that the loader says."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.net(batch[0]).mean((2, 3)))
+        size = self.trainer.train_dataloader.batch_size
+        return F.cross_entropy(logits, batch[1], reduction="sum") / size
+
+
+class ClassWeighted(Images):
+    """Class weights that are an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(classified)
+        self.rates = torch.arange(1.0, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.net(batch[0]).mean((2, 3)))
+        return F.cross_entropy(logits, batch[1], weight=self.rates)
+
+
+class Scaling(Images):
+    """Scales images at random: all alike, or each by itself."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__(classified)
+        self.by_row = by_row
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        shape = (len(batch[0]), 1, 1, 1) if self.by_row else (1, 1)
+        return super().training_step([batch[0] * torch.rand(shape), *batch[1:]], 0)
+
+
+class ByHand(AccumulationMixin, Images):
+    accumulation = PerSample()
+
+    def __init__(self, loss: Any = classified) -> None:
+        super().__init__(loss)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.accumulate(self.loss(self, self.net(batch[0]), batch), batch)
+        if self.window_ends(batch_idx):
+            self.finish_window()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class ByHandUniform(ByHand):
+    accumulation = Uniform()
+
+
+class Saying(AccumulationMixin, Tokens):
+    accumulation = Weighed()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.weigh((batch["labels"] != -100).sum())
+        return super().training_step(batch, batch_idx)
+
+
+class SayingRows(AccumulationMixin, Tokens):
+    accumulation = Weighed()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.weigh(len(batch["ids"]))
+        return super().training_step(batch, batch_idx)
+
+
+class ClipsInCallback(pl.Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        nn.utils.clip_grad_value_(pl_module.parameters(), 0.01)
+
+
+class Held(Tokens):
+    """Holds what cannot be copied."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.kept = {"held": held}
+
+
+def one_length(rows: list[Any]) -> list[Any]:
+    return sorted(rows, key=lambda row: len(row["ids"]))
+
+
+def all_labels(number: int = 64) -> list[dict[str, Tensor]]:
+    """Rows in which each label counts, the shortest first."""
+    return one_length(
+        [{"ids": row["ids"], "labels": row["ids"]} for row in zoo.sequences(number)]
+    )

@@ -1,0 +1,145 @@
+"""What a step that does not count has changed is put back."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from trainkit.lit.aside import Kept, kept, muted
+
+CPU = torch.device("cpu")
+
+
+class Meter:
+    """As people write their own."""
+
+    def __init__(self) -> None:
+        self.total, self.values = 0.0, [1.0]
+
+
+class Rich(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.metric, self.meter = MeanMetric(), Meter()
+        self.number, self.text = 1, "a"
+        self.held = {"list": [1, 2], "set": {3}, "deque": deque([4])}
+        self.ordered = OrderedDict(a=1)
+        self.array, self.tensor = np.zeros(2), torch.zeros(2)
+        self.own, self.numpys = random.Random(0), np.random.default_rng(0)
+        self.torchs = torch.Generator().manual_seed(0)
+
+    def change(self) -> None:
+        self.mean += 1
+        self.mean = 2 * self.mean
+        self.metric.update(3.0)
+        self.meter.total += 1
+        self.meter.values.append(2.0)
+        self.number, self.text, self.later = 2, "b", 5
+        self.held["list"].append(9)
+        self.held["set"].clear()
+        self.held["deque"].popleft()
+        self.ordered["b"] = 2
+        self.array += 1
+        self.tensor += 1
+        self.draw()
+
+    def draw(self) -> list[float]:
+        return [
+            self.own.random(), float(self.numpys.random()), random.random(),
+            float(torch.rand(1, generator=self.torchs)), float(torch.rand(1)),
+            float(np.random.rand()),
+        ]  # fmt: skip
+
+    def state(self) -> Any:
+        held = self.held
+        return (
+            self.mean.tolist(), float(self.metric.mean_value), self.metric.update_count,
+            self.meter.total, list(self.meter.values), self.number, self.text,
+            hasattr(self, "later"), list(held["list"]), set(held["set"]),
+            list(held["deque"]), dict(self.ordered), self.array.tolist(),
+            self.tensor.tolist(),
+        )  # fmt: skip
+
+
+def test_all_that_a_module_holds_is_put_back() -> None:
+    module = Rich()
+    before, lists = module.state(), module.held["list"]
+    mean = module.mean
+    snapshot = Kept(module, device=CPU)
+    for _ in range(2):  # it can be put back again
+        module.change()
+        assert module.state() != before
+        snapshot.restore()
+        assert module.state() == before
+    assert module.held["list"] is lists
+    assert module.mean is mean
+    drawn = module.draw()
+    snapshot.restore()
+    assert module.draw() == drawn
+
+
+def test_steps_are_put_back_with_their_gradients() -> None:
+    module = Rich()
+    module.layer.weight.grad = torch.ones(2, 2)
+    before = module.layer.weight.detach().clone()
+    with kept(module, steps=True):
+        module.layer.weight.data.add_(1)
+        module.layer.weight.grad = None
+        module.made = nn.Linear(1, 1)
+    assert torch.equal(module.layer.weight, before)
+    assert torch.equal(module.layer.weight.grad, torch.ones(2, 2))  # type: ignore[arg-type]
+    assert not hasattr(module, "made")
+    with kept(module):  # the control
+        module.layer.weight.data.add_(1)
+    assert torch.equal(module.layer.weight, before + 1)
+
+
+@pytest.mark.parametrize("how", [{"only_buffers": True}, {"generators": False}])
+def test_less_can_be_kept(how: dict[str, bool]) -> None:
+    module = Rich()
+    first = module.draw()[0]
+    module.own.seed(0)
+    with kept(module, **how):
+        module.change()
+    assert module.mean.tolist() == [0, 0]
+    assert module.draw()[0] != first
+    assert (module.number == 2) == ("only_buffers" in how)
+
+
+def test_layers_can_be_left_out() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    with kept(net, leave_out=[net[0]]):
+        net(torch.randn(4, 2))
+    assert net[0].num_batches_tracked == 1
+    assert net[1].num_batches_tracked == 0
+
+
+def test_an_object_that_something_else_works_on_is_left_alone() -> None:
+    module = Rich()
+    module.worker = Meter()
+    module.worker.kind = Meter  # type: ignore[attr-defined]
+    with kept(module):
+        module.worker.total = 7.0
+    assert module.worker.total == 7.0
+
+
+def test_nothing_is_logged_or_counted_while_muted() -> None:
+    module = Rich()
+    module.log = own = lambda *_, **__: 1 / 0  # type: ignore[method-assign,assignment]
+    metric = module.metric
+    with muted(module):
+        module.log("a", 1.0)
+        module.metric(2.0)
+    assert module.metric is metric
+    assert metric.update_count == 0
+    assert module.log is own
