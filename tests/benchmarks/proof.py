@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from trainkit.lit.measure.at_start import ProofAtStart
 
 import trainkit
 from tests.helpers import quiet_lightning, trainer
 from trainkit import AccumulationCallback, PerSample
+from trainkit.lit.proof.start import ProofAtStart
 
 ACCUMULATE = 4
 

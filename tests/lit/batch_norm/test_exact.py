@@ -229,10 +229,14 @@ def test_state_dict_has_the_same_names() -> None:
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_precision_of_half(memory: str) -> None:
-    """In bfloat16 the window is no further from float64 than the whole batch is."""
+    """In bfloat16 the window is as far from float64 as the whole batch is, over several
+    nets: how one of them is rounded is decided by the processor."""
 
-    def run(precision: Any, *callbacks: pl.Callback) -> Images:
+    def run(seed: int, precision: Any, *callbacks: pl.Callback) -> Images:
         module = Images()
+        torch.manual_seed(seed)
+        for parameter in module.parameters():
+            parameter.data.add_(0.05 * torch.randn_like(parameter))
         if precision == "64-true":
             fit(module, epochs=1, precision=precision)
             return module
@@ -241,9 +245,14 @@ def test_precision_of_half(memory: str) -> None:
         fit(module.float(), *callbacks, batches=data, epochs=1, precision=precision)
         return module
 
-    true = run("64-true")
-    whole = run("bf16-mixed")
-    module = run("bf16-mixed", *exact(CUTS["split"], memory))
-    naive = AccumulationCallback(PerSample(), micro_batching=CUTS["split"])
-    assert apart(module, true) <= 2 * apart(whole, true)
-    assert apart(run("bf16-mixed", naive), true) > 3 * apart(module, true)
+    whole, exactly, naive = 0.0, 0.0, 0.0
+    for seed in range(5):
+        true = run(seed, "64-true")
+        whole += apart(run(seed, "bf16-mixed"), true) ** 2
+        exactly += (
+            apart(run(seed, "bf16-mixed", *exact(CUTS["split"], memory)), true) ** 2
+        )
+        parts = AccumulationCallback(PerSample(), micro_batching=CUTS["split"])
+        naive += apart(run(seed, "bf16-mixed", parts), true) ** 2
+    assert exactly <= 2**2 * whole
+    assert naive > 3**2 * exactly

@@ -72,7 +72,8 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
             f"cut from {describe(batch)}",
         ) from error
     guard, watch = find_callback(trainer, BatchNormGuard), _Watch()
-    rehearsals = Rehearsals(trainer, pl_module, windows)
+    guards = [] if guard is None else [guard]
+    rehearsals = Rehearsals(trainer, pl_module, windows, callbacks=guards)
     try:
         with watch:
             rehearsals.run([own], [few], Plan(change=watch.begin))

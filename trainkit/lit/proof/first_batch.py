@@ -10,9 +10,10 @@ from typing import Any
 
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.terms import leading
-from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
+from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import fetches_batches, is_rehearsal, is_taken_out
+from trainkit.lit.callback.table import say
 from trainkit.lit.proof.choose import choose
 from trainkit.lit.proof.rehearse import Plan, Rehearsals
 from trainkit.lit.proof.rows import FewRows
@@ -84,6 +85,12 @@ class FirstBatches:
             self.proof.run(batch)
         return not is_open
 
+    @property
+    def _guards(self) -> list[Any]:
+        """The callbacks that change layers, and so padding's part."""
+        own = self._trainer.callbacks
+        return [each for each in own if isinstance(each, BatchNormGuard)]
+
     # ---- trimming --------------------------------------------------------------------
 
     def _rows(self, batch: Any) -> FewRows:
@@ -109,14 +116,14 @@ class FirstBatches:
                 f"off by {off:.2g} of its size. Micro-batches keep the loader batch's "
                 f"width; to compute less, mask padding in the model"
             )
-        except TrainkitError:
-            raise
+            warnings.warn(f"MicroBatching: {text}.", stacklevel=2)
         except Exception as error:
             text = (
                 f"micro-batches keep the loader batch's width, since it could not be "
-                f"measured whether the model sees its padding ({in_one_line(error)})"
+                f"measured whether the model sees its padding: {in_one_line(error)}"
             )
-        warnings.warn(f"MicroBatching: {text}.", stacklevel=2)
+            if self._trainer.is_global_zero:
+                say(self._trainer, ("trimming", text))
         return False
 
     def _off_without_padding(self, rows: FewRows) -> float | None:
@@ -129,7 +136,9 @@ class FirstBatches:
                 self._module,
                 self._windows.strategies,
                 None,
-                Rehearsals(self._trainer, self._module, self._windows),
+                Rehearsals(
+                    self._trainer, self._module, self._windows, callbacks=self._guards
+                ),
                 rows,
                 [few],
                 has_batches=True,

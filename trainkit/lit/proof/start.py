@@ -233,8 +233,8 @@ class ProofAtStart:
         if badness < worst:
             verdict = replace(verdict, off=None, cause="another rank cannot measure")
             if worst == 2:
-                cause = "It was found on another rank."
-                verdict = replace(verdict, off=off, cause=cause)
+                cause, wide = "It was found on another rank.", torch.float64
+                verdict = replace(verdict, off=off, dtype=wide, cause=cause)
         if worst and self._windows.proof == "require":
             raise TrainkitError(
                 f'proof="require": {verdict.text.rstrip(".")}. trainkit.check(module, '
