@@ -29,6 +29,7 @@ class Rich(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(2))
         self.metric, self.meter = MeanMetric(), Meter()
         self.number, self.text = 1, "a"
@@ -126,11 +127,12 @@ def test_layers_can_be_left_out() -> None:
 
 def test_an_object_that_something_else_works_on_is_left_alone() -> None:
     module = Rich()
-    module.worker = Meter()
-    module.worker.kind = Meter  # type: ignore[attr-defined]
+    worker: Any = Meter()
+    worker.kind = Meter
+    module.worker = worker
     with kept(module):
-        module.worker.total = 7.0
-    assert module.worker.total == 7.0
+        worker.total = 7.0
+    assert worker.total == 7.0
 
 
 def test_nothing_is_logged_or_counted_while_muted() -> None:

@@ -118,11 +118,16 @@ class Kept:
     def _keep_entries(
         self, held: Any, depth: int, *, without: frozenset[str] = frozenset()
     ) -> None:
-        kind = next(kind for kind in CONTAINERS if isinstance(held, kind))
+        kind = _kind_of(held)
         if not issubclass(kind, dict):
             entries = list(held)
             put = kind.extend if issubclass(kind, list | deque) else kind.update
-            self._put_back.append(lambda: (kind.clear(held), put(held, entries)))
+
+            def put_entries_back() -> None:
+                kind.clear(held)
+                put(held, entries)
+
+            self._put_back.append(put_entries_back)
             for each in entries if depth and len(entries) < 1000 else ():
                 # A list of tensors grows with each batch; they do not change.
                 if self._steps or not isinstance(each, Tensor):
@@ -187,6 +192,11 @@ class Kept:
                 self._keep_attributes(value)
             else:
                 self._keep_generator(value)
+
+
+def _kind_of(container: object) -> Any:
+    """Python's own type of a container: a subclass may refuse, or take others."""
+    return next(kind for kind in CONTAINERS if isinstance(container, kind))
 
 
 def _is_plain(value: Any) -> bool:

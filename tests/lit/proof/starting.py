@@ -24,7 +24,8 @@ ALARM = "not the big batch"
 
 
 def tokens(size: int = 16, collate: Any = zoo.padded, rows: Any = None) -> Any:
-    return DataLoader(rows or zoo.sequences(), batch_size=size, collate_fn=collate)
+    data: Any = rows or zoo.sequences()
+    return DataLoader(data, batch_size=size, collate_fn=collate)
 
 
 def images(size: int = 16) -> Any:

@@ -95,7 +95,7 @@ class Following(Tokens):
         lambda weight: weight.mul_(0.5),
         lambda weight: weight.data.add_(1),
         lambda weight: weight.copy_(torch.zeros(16, 16)),
-        lambda weight: torch._foreach_mul_([weight], 2.0),
+        lambda weight: weight.data.mul_(2.0),
     ],
 )
 def test_a_shared_parameter_is_never_written(

@@ -63,7 +63,8 @@ class DividesInStep(Tokens):
         def divided() -> Any:
             loss = closure()
             for each in self.parameters():
-                each.grad /= self.trainer.accumulate_grad_batches
+                assert each.grad is not None
+                each.grad.div_(self.trainer.accumulate_grad_batches)
             return loss
 
         optimizer.step(closure=divided)
@@ -141,7 +142,7 @@ class Bootstrap(Images):
         other = F.normalize(self.target(batch[0].flip(3)).mean((2, 3)), dim=1)
         return (one - other).square().sum(1).mean()
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         pairs = zip(self.target.parameters(), self.net.parameters(), strict=True)
         for target, own in pairs:
             target.data.mul_(0.9).add_(own.data, alpha=0.1)
@@ -155,8 +156,8 @@ class OverLoaderSize(Images):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.head(self.net(batch[0]).mean((2, 3)))
-        size = self.trainer.train_dataloader.batch_size
-        return F.cross_entropy(logits, batch[1], reduction="sum") / size
+        loader: Any = self.trainer.train_dataloader
+        return F.cross_entropy(logits, batch[1], reduction="sum") / loader.batch_size
 
 
 class ClassWeighted(Images):

@@ -142,6 +142,7 @@ class WindowOwner(OrderedCallback):
     has_strategy: bool = True
     sharing: Sharing | None = None
     micro_batching: Any = None
+    split: Any = None
     proof: Any = "warn"
     wide_gradients: bool = False
     is_measured: bool = False
@@ -180,6 +181,10 @@ class WindowOwner(OrderedCallback):
             pl_module: what trains.
             memory: as `exact_batch_norm` takes it.
         """
+
+    @abstractmethod
+    def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
+        """Divide the window of an optimizer, and of others that share its loss."""
 
     @abstractmethod
     def bare(self) -> AbstractContextManager[None]:

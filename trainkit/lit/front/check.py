@@ -179,7 +179,8 @@ class _Check(Callback):
         self._accumulates = trainer.accumulate_grad_batches > 1
         self._strategies = {} if strategy is None else dict(named_strategies(strategy))
         refuse_said_terms(self._strategies)
-        self._options, self._most, self._door = options, most, door
+        self._options, self._most = options, most
+        self._door: Door = door
         self._stack = ExitStack()
         self.report: Report | None = None
 

@@ -66,7 +66,7 @@ class InsideCuts:
         """Cut the submodules that were found on rows of the first batch."""
         self._install(paths)
         if self._module.trainer.is_global_zero:
-            row = ("inside", f'found by inside="auto": {listed(paths)}')
+            row = ("inside", f'found by inside="auto": {listed(list(paths))}')
             say(self._module.trainer, row)
 
     def _install(self, paths: Sequence[str]) -> None:

@@ -73,12 +73,14 @@ class FirstBatches:
 
     def look(self, batch: Any) -> bool:
         """Rehearse what is to be rehearsed; returns whether nothing is left."""
-        windows, split = self._windows, getattr(self._windows, "split", None)
+        windows = self._windows
+        split: Any = windows.split
         if windows.inside is not None and not windows.inside.cuts:
             windows.inside.find(choose(self._trainer, self._module, windows, batch))
-        is_open = split is not None and split.trims is None
-        if is_open and self._has_padding(batch):
-            split.trims = self.may_trim(batch)
+        is_open = False
+        if split is not None and split.trims is None:
+            if self._has_padding(batch):
+                split.trims = self.may_trim(batch)
             is_open = split.trims is None
         if not self._is_proven:
             self._is_proven = True

@@ -261,7 +261,7 @@ class Rehearsals:
         if self.dtype is torch.float64 or is_narrow:
             module.to(self.dtype)
         for each in module.modules():
-            experts = getattr(each, "config", None)
+            experts: Any = getattr(each, "config", None)
             if hasattr(experts, "_experts_implementation"):
                 experts._experts_implementation = "eager"  # others know no float64
             for name, value in vars(each).items():

@@ -120,7 +120,9 @@ class FewRows:
             trimmed, wide = self._cutter.pair(self._batch, list(rows))
         if alike or not self.pads_each:
             return wide
-        return trimmed if self._is_split else self._width.narrowed(wide, rows)
+        if self._is_split or self._width is None:
+            return trimmed
+        return self._width.narrowed(wide, rows)
 
     def loader_batch(self, rows: Sequence[int]) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""

@@ -13,6 +13,7 @@ class Windows(Protocol):
 
     accumulators: dict[int, Accumulator]
     said: SaidWeight
+    is_measured: bool
 
     def slots(self) -> int: ...
 
