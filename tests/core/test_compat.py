@@ -121,27 +121,20 @@ def test_modes_see_what_a_backward_pass_computes_anew(reentrant: bool) -> None:
             backward(made.sum())
         return mode.times
 
-    found: list[Any] = []
-
-    def ours(loss: torch.Tensor) -> None:
-        found.extend(_compat.run_backward(loss, [weight], retain=False, alone=False))
-
-    assert seen(ours) == 2
-    assert found[0].tolist() == [1.0, 1.0]
-    assert weight.grad is None
+    assert seen(_compat.backward_in_modes) == 2
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0]
     assert seen(torch.autograd.backward) == 1  # the control
 
 
-def test_a_backward_pass_alone_runs_no_hook_of_a_leaf() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    seen: list[Any] = []
-    weight.register_post_accumulate_grad_hook(seen.append)
-    (found,) = _compat.run_backward(weight.sum(), [weight], retain=False, alone=True)
-    assert found is not None
-    assert found.tolist() == [1.0, 1.0]
-    assert not seen
-    _compat.run_backward(weight.sum(), [weight], retain=False, alone=False)
-    assert len(seen) == 1  # the control
+def test_a_backward_pass_in_modes_takes_what_backward_takes() -> None:
+    weight, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    out = 3 * weight + other
+    _compat.backward_in_modes(out, torch.ones(2), True, inputs=[weight])
+    assert other.grad is None
+    _compat.backward_in_modes(out, gradient=2 * torch.ones(2))
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [9.0, 9.0]
 
 
 def test_version_counts_writes_in_place() -> None:

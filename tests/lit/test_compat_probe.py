@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import signal
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
+from tests.helpers import trainer as made
 from tests.lit.probe.finding import Data, Net, quick, rows
 from trainkit.lit._compat import (
     leaves_fit,
     parts_of,
+    quiet_trainer,
+    stand_where,
     starts_processes_for_fit,
     step_arguments,
     write_batch_size,
@@ -120,3 +125,40 @@ def test_arguments_of_a_step_are_those_that_lightning_gives(
     quick(max_steps=1).fit(module, Data())
     assert received == [1 + takes_index]
     assert step_arguments(module, "batch", 3) == ("batch", 3)[: received[0]]
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_a_quiet_trainer_stands_where_another_is_and_leaves_signals_alone() -> None:
+    class Small(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.seen: list[tuple[int, int, int]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            at = self.trainer.current_epoch, self.trainer.global_step
+            self.seen.append((*at, self.trainer.global_rank))
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 20
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    handlers: list[Any] = []
+
+    class Beside(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 2 and not handlers:
+                handlers.append(signal.getsignal(signal.SIGTERM))
+                quiet = quiet_trainer(trainer, callbacks=[])
+                stand_where(quiet, trainer)
+                other = Small()
+                quiet.fit(other, DataLoader(torch.ones(1, 1)))  # type: ignore[arg-type]
+                handlers.append(signal.getsignal(signal.SIGTERM))
+                assert other.seen[0] == (2, 8, 0)
+                assert pl_module.trainer is trainer
+
+    live = made(max_epochs=5, callbacks=[Beside()])
+    live.fit(Small(), DataLoader(torch.ones(4, 1)))  # type: ignore[arg-type]
+    assert handlers[0] is handlers[1]
+    assert live.global_step == 20

@@ -309,41 +309,6 @@ def backward_in_modes(
     )
 
 
-def run_backward(
-    loss: Tensor, parameters: Sequence[Tensor], *, retain: bool, alone: bool
-) -> list[Tensor | None]:
-    """The gradients of a loss, in a pass that function modes see.
-
-    `torch.autograd.backward` and `grad` switch function modes off, also for what
-    checkpointing computes anew.
-
-    Args:
-        loss: a scalar.
-        parameters: whose gradients are returned; none of them has a `grad` afterwards.
-        retain: whether to keep the graph.
-        alone: run nothing that waits for a leaf's gradient, such as DDP's hooks;
-            reentrant checkpointing refuses that.
-    """
-    for parameter in parameters:
-        parameter.grad = None
-    leaves = tuple(parameters) if alone else ()
-    found = torch.autograd.Variable._execution_engine.run_backward(
-        (loss,),
-        (torch.ones_like(loss),),
-        retain,
-        False,
-        leaves,
-        allow_unreachable=True,
-        accumulate_grad=not alone,
-    )
-    if alone:
-        return list(found)
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return gradients
-
-
 uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 """Marks a function that `torch.compile` must run as it is. The public
 `torch.compiler.disable` would load the compiler at once."""

@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
+from trainkit.core._compat import has_gradient_hook
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import has_own
 from trainkit.lit.inside.cuts import paths_of
-from trainkit.lit.proof.copying import has_hooks
 from trainkit.lit.proof.denominators import (
     SUM,
     UNIFORM,
@@ -160,7 +160,7 @@ class Causes:
                 if may_change_steps(callback) and _overrides(callback, name):
                     kind = type(callback).__name__
                     yield kind, f"{name} of {kind}"
-        hooked = [n for n, p in module.named_parameters() if has_hooks(p)]
+        hooked = [n for n, p in module.named_parameters() if has_gradient_hook(p)]
         if hooked and names is HOOKS:
             yield PARAMETER_HOOKS, f"the hook of {hooked[0]}"
 

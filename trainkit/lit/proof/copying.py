@@ -166,11 +166,6 @@ class Copies:
                         register(copies[name], self.of(hook, f"a hook of {name}"))
 
 
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether somebody has given a parameter hooks."""
-    return any(getattr(parameter, name, None) for name in _HOOKS)
-
-
 def move_weights(module: nn.Module, shared: dict[int, str]) -> None:
     """Move all weights a little, alike in each copy.
 

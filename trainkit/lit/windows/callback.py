@@ -31,7 +31,6 @@ from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, resume
 from trainkit.lit.windows import refusals
-from trainkit.lit.windows.gradient_hooks import early_hooks
 from trainkit.lit.windows.step_watch import StepWatch
 from trainkit.lit.windows.streamed import streamed_steps
 
@@ -187,7 +186,7 @@ class WindowCallback(WindowOwner):
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
         rows += unguarded(trainer, pl_module, self)
-        return rows + early_hooks(trainer, pl_module, self)
+        return rows
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.accumulators:
