@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainkit.cli.loading import is_first_rank
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.screen_text import ScreenText
 
@@ -131,14 +132,19 @@ def screen_log() -> Iterator[ScreenLog]:
 
 
 def _without_file() -> None:
-    """Close the file to which Hydra logs: what is logged stands on the screen too."""
+    """Close the file to which Hydra logs: what is logged stands on the screen too.
+
+    Only the first rank removes it. A later one could remove the file that the first
+    has opened meanwhile, and in which nothing stands yet.
+    """
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.FileHandler):
             path = Path(handler.baseFilename)
             if path.name == RunFolder.LOG:
                 logging.root.removeHandler(handler)
                 handler.close()
-                if path.exists() and not path.stat().st_size:
+                is_empty = path.exists() and not path.stat().st_size
+                if is_empty and is_first_rank():
                     path.unlink()
 
 
