@@ -17,13 +17,3 @@ theme.addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 theme.hidden = false;
 repaint();
-
-for (const button of document.querySelectorAll("button.copy")) {
-  if (!navigator.clipboard) break;  // a click on the line selects it whole
-  button.hidden = false;
-  button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(button.previousElementSibling.textContent);
-    button.textContent = "Copied";
-    setTimeout(() => { button.textContent = "Copy"; }, 1500);
-  });
-}

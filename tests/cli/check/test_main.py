@@ -58,8 +58,8 @@ def test_a_page_is_written_beside_what_is_printed(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["check.html", "proof"]
     page = (tmp_path / "proof" / "a.html").read_text(encoding="utf-8")
     assert "trainkit check --rows=12 --json --html=proof/a.html train" in page
-    assert '<code class="line">accumulation=per_token</code>' in page
-    offs = [each["off"] for each in report["gradients"]]
+    assert "<td>accumulation=per_token</td>" in page
+    offs = [off for _, off in report["parameters"]]
     assert offs == sorted(offs, reverse=True)
     assert math.hypot(*offs) == pytest.approx(report["deviation"])
 

@@ -27,7 +27,7 @@ from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.rehearse import Rehearsals, Taken
 from trainkit.lit.proof.remedies import Door, Remedies
-from trainkit.lit.proof.report import Cut, Gradient, Report
+from trainkit.lit.proof.report import Cut, Report
 from trainkit.lit.proof.rows import FewRows, has_equal_batches, many_parts, samples_of
 from trainkit.lit.proof.subject import (
     FULL_PRECISIONS,
@@ -277,7 +277,6 @@ def _report(subject: Subject, door: Door) -> Report:
     sizes = [tuple(map(len, each.parts)) for each, _, _ in found]
     cuts = [Cut(name, *each) for each in zip(sizes, offs, strict=True)]
     causes = [] if is_exact else Causes(of, door).look()
-    gradients = _by_parameter(whole, window)
     if subject.strategies and subject.is_plain:
         plain = replace(subject, strategies={}, options=None, has_batches=True)
         off = plain.window().off_from(found[0][1])
@@ -294,14 +293,9 @@ def _report(subject: Subject, door: Door) -> Report:
         num_rows=len(subject.all_rows),
         precision=precision,
         cuts=tuple(cuts),
-        parameters=tuple(
-            (each.name, each.off)
-            for each in gradients
-            if not is_exact and each.off > subject.most_rounding
-        ),
+        parameters=() if is_exact else _off(whole, window, subject.most_rounding),
         causes=tuple(causes),
         notes=tuple(notes),
-        gradients=tuple(gradients),
     )
 
 
@@ -356,13 +350,11 @@ def _name(subject: Subject) -> str:
     return f"{'split, ' * (options is not None)}weighed by {said}"
 
 
-def _by_parameter(whole: Taken, window: Taken) -> list[Gradient]:
-    """How far each parameter is off, worst first."""
-    size = whole.size
-    found = []
-    for (_, _, name), (own, off) in whole.beside(window).items():
-        found.append(Gradient(name, own / size, off / size))
-    return sorted(found, key=lambda each: -each.off)
+def _off(whole: Taken, window: Taken, most: float) -> tuple[tuple[str, float], ...]:
+    """The parameters that are off by more than rounding, worst first."""
+    both = whole.beside(window).items()
+    shares = [(name, off / whole.size) for (_, _, name), (_, off) in both]
+    return tuple(sorted((s for s in shares if s[1] > most), key=lambda each: -each[1]))
 
 
 def _of_all_ranks(trainer: Any, measure: Callable[[], Report]) -> Report:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainkit import __version__
 from trainkit.lit.callback.table import Row
 from trainkit.pages.atomic_file import write_atomically
-from trainkit.pages.bars import Bar, Scale, bars
 from trainkit.pages.frame import framed, summary_table
 
 LABELS = {
@@ -82,24 +76,6 @@ class Cut:
         return " + ".join(map(str, sizes[:MOST_SIZES])) + more
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of one parameter: its size, and how far a window is from it.
-
-    Both are shares of the size of the whole gradient, so that parameters can be
-    compared with each other and with what counts as rounding.
-
-    Attributes:
-        name: of the parameter.
-        size: of its gradient for all rows as one batch.
-        off: how far the gradient of the window is from it.
-    """
-
-    name: str
-    size: float
-    off: float
-
-
 @dataclass(frozen=True, repr=False)
 class Report:
     """How far the gradient of a window is from that of one batch, and why.
@@ -117,7 +93,6 @@ class Report:
         parameters: the parameters that are off, worst first, each with its deviation.
         causes: why, where it is not exact; and what holds in expectation only.
         notes: what the check has left out, or could not see.
-        gradients: all parameters that train, worst first.
     """
 
     exact: bool
@@ -129,7 +104,6 @@ class Report:
     parameters: tuple[tuple[str, float], ...] = ()
     causes: tuple[Cause, ...] = ()
     notes: tuple[str, ...] = ()
-    gradients: tuple[Gradient, ...] = ()
 
     def rows(self) -> list[Row]:
         """The report as rows of a table."""
@@ -175,135 +149,23 @@ class Report:
         return json.loads(json.dumps(asdict(self)))
 
     def to_html(self, path: str | Path, *, command: str = "") -> None:
-        """Write the report as a page that needs no other file and no network.
+        """Write the table as a page that needs no other file and no network.
 
         Args:
             path: the file; its folder must exist.
             command: what was run, if it was a command.
         """
+        text = framed(
+            summary_table(self.rows()),
+            title="trainkit check",
+            where=command or "trainkit.check(module, data)",
+        )
         # A command may have bytes that are no text.
-        text = page(self, command=command).encode("utf-8", "backslashreplace")
-        write_atomically(Path(path), text.decode("utf-8"))
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+        write_atomically(Path(path), text)
 
 
 def _off(deviation: float) -> str:
     if math.isinf(deviation):
         return "the gradient of a part is not finite"
     return f"off by {deviation:.1e}"
-
-
-# ---- the page ------------------------------------------------------------------------
-
-MOST_LAYERS = 40
-"""The most layers that a page shows."""
-
-
-def page(report: Report, *, command: str = "") -> str:
-    """The text of `check.html`.
-
-    Args:
-        report: of `trainkit.check`.
-        command: what was run, if it was a command.
-    """
-    style = "other1" if report.exact else "validation"
-    (_, verdict), *_ = report.rows()
-    others = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning"))
-    checked = [
-        ("rows", f"{report.num_rows} of the training data"),
-        ("arithmetic", report.precision),
-        ("versions", f"trainkit {__version__}, {others}"),
-    ]
-    parts = [
-        f'<p class="verdict {style}">{escape(verdict[0].upper() + verdict[1:])}.</p>',
-        _section("Why", "", "".join(map(_cause, report.causes))),
-        _section(
-            "Cuts",
-            "How far each cut is from the gradient of all rows as one batch.",
-            _cuts(report),
-        ),
-        _section(
-            "Deviation by layer",
-            "How far each layer is off, as a share of the size of the whole gradient.",
-            _layers(report),
-        ),
-        _section("Notes", "", "".join(f"<p>{escape(n)}</p>" for n in report.notes)),
-        _section("What was checked", "", summary_table(checked)),
-    ]
-    return framed(
-        f'<main class="check">{"".join(parts)}</main>',
-        title="trainkit check",
-        where=command or "trainkit.check(module, data)",
-    )
-
-
-def _section(title: str, says: str, body: str) -> str:
-    if not body:
-        return ""
-    caption = f'<p class="says">{escape(says)}</p>' if says else ""
-    return f"<section><h2>{escape(title)}</h2>{caption}{body}</section>"
-
-
-def _cause(cause: Cause) -> str:
-    place = f" at <code>{_name(cause.place)}</code>" if cause.place else ""
-    kind = escape(LABELS.get(cause.kind, cause.kind))
-    text = cause.text[:1].upper() + cause.text[1:].rstrip(".")
-    lines = "".join(
-        f'<li><code class="line">{escape(line)}</code></li>' for line in cause.remedy
-    )
-    return (
-        f'<article class="validation"><h3>{kind}{place}</h3><p>{escape(text)}.</p>'
-        f"<p>What to do:</p><ul>{lines}</ul></article>"
-    )
-
-
-def _cuts(report: Report) -> str:
-    rows = [
-        Bar(
-            escape(c.name),
-            c.deviation,
-            (_number(c.deviation), c.sizes_text),
-            note=c.note,
-        )
-        for c in report.cuts
-    ]
-    scale = Scale([c.deviation for c in report.cuts if c.deviation], report.rounding)
-    heads = ("cut", "off by", "rows of each part")
-    return bars(rows, scale, heads, threshold=_rounding(report), style="cuts")
-
-
-def _layers(report: Report) -> str:
-    layers = [each for each in _by_layer(report.gradients) if each.size or each.off]
-    if not layers:
-        return ""
-    rows = [Bar(_name(x.name), x.off, (_number(x.off),)) for x in layers[:MOST_LAYERS]]
-    scale = Scale([each.off for each in layers], report.rounding)
-    body = bars(rows, scale, ("layer", "off by"), threshold=_rounding(report))
-    rest = len(layers) - len(rows)
-    return body + (f'<p class="note">{rest} more layers.</p>' if rest else "")
-
-
-def _by_layer(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """The gradients of the parameters of each module together, worst first."""
-    found: dict[str, list[Gradient]] = defaultdict(list)
-    for each in gradients:
-        found[each.name.rpartition(".")[0] or each.name].append(each)
-    layers = [
-        Gradient(
-            name, math.hypot(*(p.size for p in of)), math.hypot(*(p.off for p in of))
-        )
-        for name, of in found.items()
-    ]
-    return sorted(layers, key=lambda each: -each.off)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
-
-
-def _rounding(report: Report) -> str:
-    return f"rounding: up to {report.rounding:.0e}"
-
-
-def _name(name: str) -> str:
-    """A name as HTML that is broken behind its dots."""
-    return escape(name).replace(".", ".<wbr>")
