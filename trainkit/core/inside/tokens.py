@@ -134,10 +134,6 @@ class ByTokens:
         self._lengths = lengths or LENGTHS
         self._plans: dict[Hashable, tuple[Plan, int]] = {}
 
-    def finest(self) -> ByTokens:
-        """A copy that cuts each row alone."""
-        return ByTokens(1, self._lengths, None)
-
     def sort(self, call: Arguments, name: str) -> Sorted:
         """Read the lengths, which waits for the device once, and cut the rows."""
         values, paths, rows = call.values, call.paths, call.rows

@@ -16,11 +16,10 @@ from trainkit.core.inside.cut import Cut
 from trainkit.core.inside.joined import Joined
 from trainkit.core.inside.rows import Plan
 from trainkit.core.joins.engine import Engine, Memory, check_memory
-from trainkit.core.joins.intercepted import Interceptions, installed
+from trainkit.core.joins.intercepted import Interceptions
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.net import Pass
 from trainkit.core.joins.statistics import Normal, Statistics
-from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
@@ -57,17 +56,6 @@ class JoinedChunks:
     def remove(self) -> None:
         """Give the layers their own forward back."""
         self._intercepted.remove()
-
-    @contextmanager
-    def as_steps(self) -> Iterator[JoinedSteps]:
-        """Within it, steps wait for each other, and not the chunks of one; no ranks
-        share statistics."""
-        self.remove()
-        try:
-            with installed(JoinedSteps(self._module, "device", Sharing())) as steps:
-                yield steps
-        finally:
-            self.install()
 
     @property
     def engines(self) -> list[Engine]:

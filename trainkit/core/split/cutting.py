@@ -157,10 +157,6 @@ class Cutter:
         layout = self._reader.read(batch)
         return [_built(each, [rows])[0] for each in (layout, layout.untrimmed())]
 
-    def stop_trimming(self) -> None:
-        """Give every later micro-batch all columns."""
-        self._reader.trims = False
-
     def _read(self, batch: Any) -> Layout:
         measured, self._measured = self._measured, None
         if measured is not None and measured[0] is batch:
