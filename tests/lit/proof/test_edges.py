@@ -31,6 +31,7 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
+from trainkit.lit.proof.rows import Width
 
 
 def unrepeatable(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -188,3 +189,22 @@ def test_what_cannot_be_checked_is_refused(
 ) -> None:
     with pytest.raises(TrainkitError, match=text):
         check(module(), token_loader(), strategy=PerToken(), **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths"),
+    [
+        ([[5, 6, 7], [8, 9, 7], [1, 2, 3]], None),  # two end alike by chance
+        ([[5, 6, 7], [8, 0, 0], [1, 2, 0]], [3, 1, 2]),
+        ([[5, 6, 0], [8, 0, 0], [1, 2, 0]], None),  # all end so: nothing tells
+    ],
+)
+def test_numbers_alone_tell_padding_only_where_a_row_repeats_it(
+    rows: list[list[int]], lengths: list[int] | None
+) -> None:
+    width = Width.of({"ids": torch.tensor(rows)}, PerSample())
+    if lengths is None:
+        assert width is None
+    else:
+        assert width is not None
+        assert [stop - start for start, stop in width.spans] == lengths
