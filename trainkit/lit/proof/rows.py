@@ -223,8 +223,8 @@ class Width:
     """Which columns of each row are no padding, in a batch that is padded.
 
     A mask tells it, or labels that do not count where all other whole numbers of a row
-    are one number. Where neither is there, and some rows end in one number, one of them
-    twice, while others do not, that number is guessed to be padding.
+    are one number. Where neither is there, rows that end in one number while others do
+    not are guessed to be padded.
 
     Args:
         real: for each row and column, whether it is no padding.
@@ -280,10 +280,9 @@ class Width:
             if not real.all() and all(_is_constant(each[~real]) for each in others):
                 return cls(real)
         for each in fields.values():
-            padding = each[:, -1].mode().values
-            ends = each[:, -2:] == padding
-            # Two alike: chance makes the last numbers of two rows one number.
-            if ends.all(1).any() and not ends[:, -1].all():
+            last = each[:, -1]
+            padding = last.mode().values
+            if 0 < int((last == padding).sum()) < len(last):
                 return cls(each != padding, is_guess=True)
         return None
 
@@ -398,6 +397,11 @@ def collates_by_itself(loader: Any) -> bool:
     """Whether a loader has a collate function of its own."""
     own = getattr(loader, "collate_fn", default_collate)
     return getattr(own, "__module__", "").partition(".")[0] != "torch"
+
+
+def may_pad(loader: Any) -> bool:
+    """Whether a loader may pad rows: torch's own collate function stacks them."""
+    return collates_by_itself(loader) or getattr(loader, "batch_sampler", None) is None
 
 
 def has_equal_batches(loader: Any) -> bool:

@@ -22,6 +22,7 @@ from trainkit.lit.proof.rows import (
     Parts,
     collates_by_itself,
     has_equal_batches,
+    may_pad,
     shares_of,
     unlike_parts,
 )
@@ -138,8 +139,8 @@ class ProofAtStart:
         """What was measured, on rows that count unlike if that can be had."""
         changed, own = None, collates_by_itself(self._trainer.train_dataloader)
         # Rows of another batch may be padded, if this loader pads any.
-        may_pad = own and subject.has_batches and subject.rows.have_one_length
-        if subject.strategies and (may_pad or self._count_alike(subject)):
+        pads = own and subject.has_batches and subject.rows.have_one_length
+        if subject.strategies and (pads or self._count_alike(subject)):
             changed = subject.rows.with_fewer_labels(subject.parts[0])
         if changed is None:
             return self._off(subject)
@@ -147,7 +148,7 @@ class ProofAtStart:
         off = self._off_or_none(replace(unlike, are_alike=True))
         if off is not None and not off.is_off:
             padded = off
-            if may_pad and not changed.has_classes:
+            if pads and not changed.has_classes:
                 padded = self._off_or_none(unlike)
             if padded is not None and not padded.is_off:
                 return padded
@@ -187,6 +188,8 @@ class ProofAtStart:
         """
         if subject.rows.is_guess and not subject.are_alike:
             found = self._off(replace(subject, are_alike=True))
+            if not (subject.is_split or may_pad(self._trainer.train_dataloader)):
+                return found
             with contextlib.suppress(Exception):
                 if not found.is_off and self._off_by(subject).is_off:
                     return replace(found, doubt=GUESS)
