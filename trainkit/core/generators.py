@@ -76,6 +76,15 @@ def write_states(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
 
 
+def seed_all(number: int) -> None:
+    """Set what augmentation and dropout draw from."""
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(number % 2**32)
+
+
 def same_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether nothing was drawn between two `read_states`."""
     return all(

@@ -11,10 +11,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.batch_norm.recalibration import recalibrate
+from trainkit.core.generators import seed_all
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_by_time, step_arguments
-from trainkit.lit.aside import kept, muted, seed
+from trainkit.lit.aside import muted
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.samples import (
     loader_of_samples,
@@ -92,19 +93,19 @@ class Recalibrate(Policy):
         loader = loader_of_samples(trainer, self._num_batches, seed=SEED)
 
         def batches() -> Iterator[Any]:
-            seed(SEED)
+            seed_all(SEED)
             for index, batch in enumerate(loader()):
                 yield on_device(trainer, module, batch), index
                 if index + 1 == self._num_batches:
                     return
                 # A pass ends at a layer, so it may draw fewer numbers than another.
-                seed(SEED + index + 1)
+                seed_all(SEED + index + 1)
 
         with (
             isolate_rng(),
             muted(module),
             _unheard(trainer),
-            kept(module, leave_out=self._layers.values(), only_buffers=True),
+            self._buffers_kept(module),
             self._as_in_training(trainer, module),
         ):
             with trainer.strategy.precision_plugin.train_step_context():
@@ -140,6 +141,19 @@ class Recalibrate(Policy):
         if self._forward is not None:
             return self._forward(module, batch)
         return module.training_step(*step_arguments(module, batch, batch_idx))
+
+    @contextlib.contextmanager
+    def _buffers_kept(self, module: Any) -> Iterator[None]:
+        """Put back all buffers but those that are computed anew."""
+        layers = set(self._layers.values())
+        others = [m for m in module.modules() if m not in layers]
+        kept = [(m, n, b, b.clone()) for m in others for n, b in m._buffers.items()
+                if b is not None]  # fmt: skip
+        try:
+            yield
+        finally:
+            for owner, name, buffer, value in kept:
+                owner._buffers[name] = buffer.copy_(value)
 
     @contextlib.contextmanager
     def _as_in_training(self, trainer: Any, module: Any) -> Iterator[None]:

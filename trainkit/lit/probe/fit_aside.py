@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainkit.core.generators import generator_keeper
 from trainkit.lit._compat import parts_of
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import no_callbacks
+
+ITERATOR = "_iterator"
 
 
 def fit_aside(
@@ -61,14 +66,44 @@ def _put_back(
     loaders = [each for each in tree_leaves(data) if hasattr(each, "__dict__")]
     others = [*parts_of(trainer), *loaders]
     callbacks = [each for each in trainer.callbacks if hasattr(each, "__dict__")]
-    snapshot = Kept(module, others=[*others, *callbacks], steps=True, device=device)
+    snapshot = Kept(module, steps=True, device=device)
+    attributes = _attributes_of([*others, *callbacks])
     optimizers = list(strategy.optimizers), list(strategy.lr_scheduler_configs)
     scaling = copy.deepcopy(trainer.precision_plugin.state_dict())
     try:
         yield
     finally:
         snapshot.restore()
+        for put_back in attributes:
+            put_back()
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers
         if scaling:
             trainer.precision_plugin.load_state_dict(scaling)
         last()
+
+
+def _attributes_of(things: list[Any]) -> list[Callable[[], None]]:
+    """What puts the attributes of a Trainer's parts, callbacks and loaders back, and
+    the generators of loaders, of their samplers and of their data sets."""
+    found: dict[int, Any] = {}
+    put_back: list[Callable[[], None]] = []
+    while things:
+        thing = things.pop()
+        if id(thing) in found:
+            continue
+        found[id(thing)] = thing
+        # A loader's persistent iterator may have been shut down meanwhile.
+        kept = {name: value for name, value in vars(thing).items() if name != ITERATOR}
+        put_back.append(partial(_put_attributes, thing, kept))
+        for value in kept.values():
+            if isinstance(value, DataLoader | Sampler | Dataset):
+                things.append(value)
+            elif generator := generator_keeper(value):
+                put_back.append(generator)
+    return put_back
+
+
+def _put_attributes(thing: Any, kept: dict[str, Any]) -> None:
+    for name in vars(thing).keys() - kept.keys() - {ITERATOR}:
+        delattr(thing, name)
+    vars(thing).update(kept)

@@ -8,7 +8,6 @@ import functools
 import io
 import logging
 import math
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,11 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 
-from trainkit.core.generators import read_states, write_states
+from trainkit.core.generators import read_states, seed_all, write_states
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies
@@ -237,7 +235,7 @@ class Rehearsals:
         loader = _Batches(own, rows, now, self._trainer.train_dataloader)
         data = self._data(loader, plan)
         with _quiet(), _random_kept(self._trainer), _full_precision(self.dtype), draws:
-            _seed(seed)
+            seed_all(seed)
             with contextlib.suppress(Ended):
                 trainer.fit(module, **data)
         if not taken.num_calls:
@@ -468,12 +466,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _no_callbacks() -> list[Any]:
     """A `configure_callbacks` to which a mixin adds its own."""
     return []
-
-
-def _seed(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % 2**32)
 
 
 @contextlib.contextmanager

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
+from trainkit.core.generators import is_generator
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.data.filler import Filler
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import combined_loader, leaves_places_empty
-from trainkit.lit.aside import Kept
-from trainkit.lit.batch_norm.samples import on_device
+from trainkit.lit._compat import combined_loader, has_own, leaves_places_empty
+from trainkit.lit.proof.copying import Copies
 
 
 def refuse_fillers_that_count(
@@ -31,7 +31,7 @@ def refuse_fillers_that_count(
     """Weigh one filler of each training loader that will give some.
 
     It is read as in training, worker and hooks included, and weighed as `training_step`
-    gets it; random generators and the data set's attributes stay as they are.
+    gets it, by copies of the data set and of the module.
 
     Raises:
         TrainkitError: it has a weight. In manual optimization, where the module may
@@ -45,17 +45,16 @@ def refuse_fillers_that_count(
         if not isinstance(each, Uniform) and each.loss_reduction != "total"
     ]
     combined = combined_loader(trainer)
-    for loader in combined.flattened if weighing else ():
-        if not isinstance(loader, ResumableLoader) or not loader.gives_fillers:
-            continue
-        if trainer.num_training_batches < len(loader):
-            continue  # the epoch ends before it
+    loaders = combined.flattened if weighing else ()
+    fills = [each for each in loaders if _will_fill(trainer, each)]
+    copied = Copies(trainer, pl_module).module if fills else None
+    for loader in fills:
         for strategy in weighing:
             weight: float | None = None
             try:
-                with isolate_rng(), _unmoved(loader.dataset):
+                with isolate_rng():
                     batch = _read(loader, micro_batching)
-                    weigh = partial(_weigh, trainer, pl_module, strategy)
+                    weigh = partial(_weigh, trainer, copied, strategy)
                     weight = _weight_among(combined, loader, batch, weigh)
                 found = f"it weighs {weight:g}"
             except Exception as error:
@@ -69,8 +68,24 @@ def refuse_fillers_that_count(
                 warnings.warn(text, stacklevel=2)
 
 
-def _weigh(trainer: Any, pl_module: Any, strategy: Any, batch: Any) -> float:
-    return float(strategy.weight(on_device(trainer, pl_module, batch)))
+def _will_fill(trainer: Any, loader: Any) -> bool:
+    """Whether a loader will give fillers before the epoch ends."""
+    is_ours = isinstance(loader, ResumableLoader) and loader.gives_fillers
+    return is_ours and trainer.num_training_batches >= len(loader)
+
+
+def _weigh(trainer: Any, copied: Any, strategy: Any, batch: Any) -> float:
+    """The weight of a batch after the hooks of a transfer, as copies have them."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    data, device = copy.copy(trainer.datamodule), trainer.strategy.root_device
+    for hook, *more in (
+        ("on_before_batch_transfer", 0),
+        ("transfer_batch_to_device", device, 0),
+        ("on_after_batch_transfer", 0),
+    ):
+        owner = data if data is not None and has_own(data, hook) else copied
+        batch = getattr(owner, hook)(batch, *more)
+    return float(strategy.weight(batch))
 
 
 def _weight_among(
@@ -97,23 +112,23 @@ def _among(combined: Any, loader: ResumableLoader, batch: Any, other: Any) -> An
     return again.iterables
 
 
-@contextmanager
-def _unmoved(dataset: Any) -> Iterator[None]:
-    """Put back a data set's attributes and generators at the end. Without workers, it
-    would draw random numbers, and count, once more than in training."""
-    held = (dataset, getattr(dataset, "dataset", None))
-    before = Kept(others=[each for each in held if hasattr(each, "__dict__")])
-    try:
-        yield
-    finally:
-        before.restore()
+def _apart(dataset: Any) -> Any:
+    """A copy of a data set: without workers, it would count, and draw random numbers,
+    once more than in training. What it holds is shared, but for generators."""
+    again = copy.copy(dataset)
+    for name, value in vars(again).items() if hasattr(again, "__dict__") else ():
+        if name == "dataset":
+            vars(again)[name] = _apart(value)
+        elif is_generator(value):
+            vars(again)[name] = copy.deepcopy(value)
+    return again
 
 
 def _read(loader: ResumableLoader, micro_batching: MicroBatching | None) -> Any:
     batches: Any = [[Filler(0)]]
     # By a loader: the data set may open files that must not be open before workers.
     again = DataLoader(
-        loader.dataset,
+        _apart(loader.dataset),
         batch_sampler=batches,
         collate_fn=loader.collate_fn,
         num_workers=min(loader.num_workers, 1),

@@ -15,7 +15,7 @@ from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import replaced, transfers_plainly
-from trainkit.lit.aside import kept
+from trainkit.lit.aside import Kept
 from trainkit.lit.callback.said_weight import LeftInTurns, left_for_counting
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
@@ -104,7 +104,7 @@ class Passes:
             is_looked_at = is_first and (several or size > 1)
             is_looked_at = is_looked_at and not self._windows.is_measured
             is_filler = micro_batch.is_filler
-            undone = kept(self._module, generators=False) if is_filler else NOTHING
+            undone = Kept(self._module, generators=False) if is_filler else NOTHING
             said = self._windows.said.open()
             with undone, self._apart_unless_last(current), said:
                 with self._moved_state.watch() if is_looked_at else NOTHING:
