@@ -136,7 +136,7 @@ class Several(Data):
         (Data(0), {}, "must be a whole number from 1 to .*, received 0"),
         (Data(True), {}, "must be a whole number from 1 to .*, received True"),
         (Fixed(), {"attribute": "rows_each"}, "Fixed.rows_each cannot be set"),
-        (Several(), {}, "must be one DataLoader, received list"),
+        (Several(), {}, "needs a LightningDataModule or one DataLoader, received list"),
         ([1, 2], {}, "a LightningDataModule or one DataLoader, received list"),
         (cut_by_buckets(), {}, "cut by Buckets"),
         (DataLoader(rows(), batch_size=None), {}, "cut by batch_size=None"),  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.lit.probe.finding import (
     run_out,
 )
 from trainkit.errors import TrainkitError
-from trainkit.lit.probe.attempt import ROUNDS, Attempts
+from trainkit.lit.probe.attempt import ROUNDS
 
 
 @pytest.fixture(autouse=True)
@@ -158,20 +157,6 @@ def test_an_error_of_another_kind_goes_on() -> None:
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch"):
         found(Mistaken(), Data())
-
-
-def test_a_smaller_size_that_cannot_be_trained_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where all sizes are as fast, smaller ones are tried, and BatchNorm refuses one
-    row."""
-    attempts = functools.partial(Attempts, clock=lambda: 0.0)
-    monkeypatch.setattr("trainkit.lit.probe.find.Attempts", attempts)
-    result = found(Net(), Data(4))
-    assert result.plan.micro_batch == 2
-    assert "cannot be trained: ValueError: Expected more than 1" in str(
-        result.trials[0]
-    )
 
 
 def test_the_longest_rows_come_first() -> None:

@@ -125,9 +125,9 @@ def static(rank: int, world: int) -> Any:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (static, "DDP with static_graph=True runs no window"),
+        (static, "on 2 ranks DDP with static_graph=True communicates"),
         (synchronised, "SyncBatchNorm communicates within a pass"),
-        (sharded, "ModelParallelStrategy may communicate within a pass"),
+        (sharded, "on 2 ranks ModelParallelStrategy communicates"),
     ],
 )
 def test_a_pass_that_communicates_is_refused(

@@ -54,7 +54,7 @@ class Terms(Net):
         (Splitting, "Splitting.micro_batching cuts loader batches by itself"),
         (Fetching, r"Fetching.training_step\(dataloader_iter\) fetches its batches"),
         (Lazy, "head.weight gets its shape in the first forward pass"),
-        (Terms, r"received the terms \['ce', 'kl'\]"),
+        (Terms, r"returned the terms \['ce', 'kl'\]"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter.*")

@@ -55,7 +55,7 @@ keys of --json, none of which is ever missing:
                 if nothing is lost between them; gain, lr_sgd and lr_adam: rates x
                 gain and x its root, null without --lr; null without --noise-scale
   overrides     train (Hydra) and fit (Lightning CLI), lists of arguments
-  trials        a list of size fits samples_per_second peak_bytes problem, of one rank;
+  trials        a list of size fits samples_per_second peak_bytes, of one rank;
                 null without --probe
 """
 

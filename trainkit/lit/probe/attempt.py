@@ -18,7 +18,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, step_arguments
 from trainkit.lit.aside import Kept, muted
 from trainkit.lit.batch_norm.samples import on_device
-from trainkit.lit.probe.refusals import refuse_loss
+from trainkit.lit.probe.refusals import BY_HAND
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import Trial
 
@@ -70,11 +70,9 @@ class Attempts:
             torch.cuda.reset_peak_memory_stats(device)
         try:
             with muted(self._module):
-                fits, seconds, peak = self._on_every_rank(lambda: self._prove(size))
+                fits, seconds, peak = self._on_every_rank(self._prove, size)
                 if fits:
-                    fits, seconds, peak = self._on_every_rank(
-                        lambda: self._measure(size)
-                    )
+                    fits, seconds, peak = self._on_every_rank(self._measure, size)
         finally:
             self._snapshot.restore()
         if not fits:
@@ -97,12 +95,19 @@ class Attempts:
     # ---- the two halves of an attempt ------------------------------------------------
 
     def _prove(self, size: int) -> float:
-        self._forward_backward(self._longest(size))
+        extra = math.ceil(size * self.margin) if size > 1 else 0
+        self._forward_backward(self.rows.longest(size + extra))
         return 0.0
 
     def _measure(self, size: int) -> float:
-        self._step_until_taken(size)
-        self._forward_backward(self._longest(size))
+        self._step()
+        for _ in range(0 if scaler_of(self.trainer) is None else MOST_SKIPPED):
+            if all(optimizer.state for optimizer in self.trainer.optimizers):
+                break  # the scaler has not skipped the step
+            self._module.zero_grad()
+            self._prove(size)
+            self._step()
+        self._prove(size)
         batches = [self.rows.in_order(size, i) for i in range(self.num_batches)]
         return sum(min(self._seconds_for(b) for _ in range(ROUNDS)) for b in batches)
 
@@ -110,22 +115,6 @@ class Attempts:
         started = self._now()
         self._forward_backward(batch)
         return self._now() - started
-
-    def _longest(self, size: int) -> Any:
-        extra = math.ceil(size * self.margin) if size > 1 else 0
-        return self.rows.longest(size + extra)
-
-    def _step_until_taken(self, size: int) -> None:
-        """Step until the optimizer has its state: a gradient scaler may skip steps."""
-        self._step()
-        if scaler_of(self.trainer) is None:
-            return
-        for _ in range(MOST_SKIPPED):
-            if all(optimizer.state for optimizer in self.trainer.optimizers):
-                return
-            self._module.zero_grad()
-            self._forward_backward(self._longest(size))
-            self._step()
 
     # ---- the work of the training loop -----------------------------------------------
 
@@ -137,7 +126,12 @@ class Attempts:
         with without_sync():
             output = strategy.training_step(*step_arguments(self._module, batch, 0))
             loss = output.get("loss") if isinstance(output, Mapping) else output
-            refuse_loss(loss)
+            if isinstance(loss, Mapping):
+                raise TrainkitError(
+                    f"find_micro_batch: training_step returned the terms "
+                    f"{sorted(map(str, loss))}, which need split windows; "
+                    f"MicroBatching('auto') finds their size. {BY_HAND}"
+                )
             if isinstance(loss, Tensor):
                 optimizers = self.trainer.optimizers
                 strategy.backward(loss, optimizers[0] if optimizers else None)
@@ -154,7 +148,9 @@ class Attempts:
 
     # ---- agreement -------------------------------------------------------------------
 
-    def _on_every_rank(self, half: Callable[[], float]) -> tuple[bool, float, float]:
+    def _on_every_rank(
+        self, half: Callable[[int], float], size: int
+    ) -> tuple[bool, float, float]:
         """Run a half on every rank.
 
         Returns:
@@ -163,7 +159,7 @@ class Attempts:
         error: Exception | None = None
         outcome, seconds = FITS, 0.0
         try:
-            seconds = half()
+            seconds = half(size)
         except Exception as raised:
             error = raised
             outcome = OUT_OF_MEMORY if is_out_of_memory(raised) else FAILED
@@ -171,7 +167,13 @@ class Attempts:
             self._module.zero_grad(set_to_none=True)
             self._failure = error
             release(error)
-        worst, seconds, peak = self._greatest(outcome, seconds)
+        device, peak = self.trainer.strategy.root_device, 0.0
+        if device.type == "cuda":
+            peak = float(torch.cuda.max_memory_allocated(device))
+        row = torch.tensor([outcome, seconds, peak], device=device)
+        worst, seconds, peak = self.trainer.strategy.reduce(
+            row, reduce_op="max"
+        ).tolist()
         if outcome == FAILED:
             assert error is not None
             raise error
@@ -181,13 +183,3 @@ class Attempts:
                 "was full. Look at the error that it printed."
             )
         return worst == FITS, seconds, peak
-
-    def _greatest(self, outcome: float, seconds: float) -> tuple[float, float, float]:
-        device = self.trainer.strategy.root_device
-        peak = 0.0
-        if device.type == "cuda":
-            peak = float(torch.cuda.max_memory_allocated(device))
-        row = torch.tensor([outcome, seconds, peak], device=device)
-        shared = self.trainer.strategy.reduce(row, reduce_op="max")
-        outcome, seconds, peak = shared.tolist()
-        return outcome, seconds, peak

@@ -12,6 +12,7 @@ from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import write_batch_size
 from trainkit.lit.batch_size.effective import loader_batch_size
+from trainkit.lit.probe.refusals import BY_HAND
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Setting:
 
     Attributes:
         owner: the object that holds it.
-        name: its attribute, or None if the owner is a DataLoader.
+        name: its attribute, or key in `hparams`; None if the owner is a DataLoader.
     """
 
     owner: Any
@@ -28,16 +29,14 @@ class Setting:
 
     @property
     def text(self) -> str:
-        if self.name is None:
-            return type(self.owner).__name__
-        return f"{type(self.owner).__name__}.{self.name}"
+        kind = type(self.owner).__name__
+        return kind if self.name is None else f"{kind}.{self.name}"
 
     def read(self) -> Any:
-        if self.name is None:
-            size = loader_batch_size(self.owner)
-        elif hasattr(self.owner, self.name):
-            size = getattr(self.owner, self.name)
-        else:
+        size = loader_batch_size(self.owner) if self.name is None else (
+            getattr(self.owner, self.name, None)
+        )  # fmt: skip
+        if size is None:
             size = self.owner.hparams[self.name]
         name = f"find_micro_batch {self.text}"
         check_whole_number(name, size, hint="It is where the search begins.")
@@ -45,7 +44,9 @@ class Setting:
 
     def write(self, size: int) -> None:
         if self.name is None:
-            write_loader(self.owner, size)
+            write_batch_size(self.owner, size)
+            if isinstance(self.owner.sampler, RowSampler):
+                self.owner.sampler.batch_size = size  # it deals out rows in batches
             return
         if self.name in getattr(self.owner, "hparams", {}):
             self.owner.hparams[self.name] = size
@@ -71,16 +72,10 @@ def find_setting(module: Any, data: Any, name: str) -> Setting:
     Raises:
         TrainkitError: there is no such place.
     """
-    if isinstance(data, DataLoader):
-        refuse_own_batches(data)
-        return Setting(data, None)
     owner = module if data is None else data
     if not hasattr(owner, "train_dataloader"):
-        raise TrainkitError(
-            f"find_micro_batch: needs a LightningDataModule or one DataLoader, "
-            f"received {type(data).__name__}. Choose the sizes of several loaders "
-            f"by hand: trainkit plan --target ... --max-micro-batch ..."
-        )
+        refuse_own_batches(data)
+        return Setting(data, None)
     if hasattr(owner, name) or name in getattr(owner, "hparams", {}):
         return Setting(owner, name)
     raise TrainkitError(
@@ -91,26 +86,17 @@ def find_setting(module: Any, data: Any, name: str) -> Setting:
     )
 
 
-def write_loader(loader: Any, size: int) -> None:
-    """Let a DataLoader cut batches of another size from now on."""
-    write_batch_size(loader, size)
-    if isinstance(loader.sampler, RowSampler):
-        loader.sampler.batch_size = size  # it deals out rows in batches
-
-
 def refuse_own_batches(loader: Any) -> None:
     """Refuse a loader that has no batch size."""
     if not isinstance(loader, DataLoader):
         raise TrainkitError(
-            f"find_micro_batch: the training loader must be one DataLoader, received "
-            f"{type(loader).__name__}. Choose the size of others by hand: trainkit "
-            f"plan --target ... --max-micro-batch ..."
+            f"find_micro_batch: needs a LightningDataModule or one DataLoader, "
+            f"received {type(loader).__name__}. {BY_HAND}"
         )
     if loader_batch_size(loader) is None:
         cut_by = type(loader.batch_sampler).__name__
         how = "batch_size=None" if loader.batch_sampler is None else cut_by
         raise TrainkitError(
             f"find_micro_batch: the batches of {type(loader).__name__} are cut by "
-            f"{how}, so it has no batch size to find. Give it batch_size=, or choose "
-            f"its batches by hand: trainkit plan --target ... --max-micro-batch ..."
+            f"{how}, so it has no batch size to find. Give it batch_size=. {BY_HAND}"
         )

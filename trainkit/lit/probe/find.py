@@ -21,7 +21,7 @@ from trainkit.lit.probe.batch_size_setting import (
     refuse_own_batches,
 )
 from trainkit.lit.probe.fit_aside import fit_aside
-from trainkit.lit.probe.refusals import refuse_before_fit, refuse_in_fit
+from trainkit.lit.probe.refusals import refuse
 from trainkit.lit.probe.rows import Rows
 from trainkit.lit.probe.search import DoesNotFit, Trial, choose, search, sizes_for
 
@@ -84,18 +84,16 @@ def find_micro_batch(
     state. The longest of the rows come first, and a tenth more of them than the size
     needs. (Twice as many rows are read, and at least 64. How long a row is, is counted
     before padding.) Then batches in the loader's order are timed, without loading. The
-    fastest size that fits is chosen, and a larger one only if it is faster by 5 %.
+    fastest size that fits is chosen, and a larger one only if it is faster by 5 %. The
+    search begins at the present size; a smaller one is tried only if that does not fit.
 
     Then the loader's batch size and `trainer.accumulate_grad_batches` are set, and all
     else is put back: weights, buffers, the module's attributes, metrics, random states,
     progress. `fit` then trains as if you had written these two by hand. Loggers and
-    callbacks see nothing. The module's and the data module's own hooks up to the first
-    batch do run, and so does `configure_optimizers`; what they change outside of the
-    module stays changed. Options of the Trainer that count loader batches
-    (`limit_train_batches=100`, `val_check_interval=100`) are not changed.
-
-    What a callback holds on the device, such as an average of the weights, is not
-    there when sizes are tried. A greater `margin` leaves room for it.
+    callbacks see nothing. The hooks of the module and the data module up to the first
+    batch do run, and so does `configure_optimizers`. Options of the Trainer that count
+    loader batches are not changed, and what a callback holds on the device, such as an
+    average of the weights, is not there: a greater `margin` leaves room for it.
 
     Args:
         trainer: as it will train.
@@ -124,7 +122,7 @@ def find_micro_batch(
             f"find_micro_batch margin: must be a share from 0 to below 1, received "
             f"{margin!r}. 0.1 tries a size with a tenth more rows."
         )
-    refuse_before_fit(trainer, module)
+    refuse(trainer, module)
     setting = find_setting(module, datamodule, attribute)
     start = setting.read()
     probe = _Probe(
@@ -181,7 +179,7 @@ class _Probe(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        refuse_in_fit(trainer, pl_module)
+        refuse(trainer, pl_module)
         loader = trainer.train_dataloader
         refuse_own_batches(loader)
         self._refuse_unused_setting(loader)

@@ -25,22 +25,18 @@ class Trial:
         samples_per_second: the samples of one rank, at the pace of the slowest rank;
             None if the size does not fit.
         peak_bytes: the most memory that a rank's device had allocated, if known.
-        problem: why it cannot be used, if memory is not the reason.
     """
 
     size: int
     fits: bool
     samples_per_second: float | None = None
     peak_bytes: int | None = None
-    problem: str | None = None
 
     def __str__(self) -> str:
         """
         >>> str(Trial(size=8, fits=True, samples_per_second=1234.5, peak_bytes=2**30))
         'fits, 1,234 samples/s on each rank, 1.0 GiB at most'
         """
-        if self.problem is not None:
-            return f"cannot be trained: {self.problem}"
         if not self.fits:
             return "does not fit"
         text = f"fits, {self.samples_per_second:,.0f} samples/s on each rank"
@@ -79,7 +75,7 @@ def search(
 
     The search begins near `start` and halves the size until one fits. Then it doubles
     the size, and bisects between a size that fits and one that does not, as long as
-    larger sizes are faster. Then it tries smaller sizes as long as they are as fast.
+    larger sizes are faster.
 
     Args:
         sizes: the sizes that may be chosen, smallest first.
@@ -92,25 +88,25 @@ def search(
     Raises:
         DoesNotFit: the smallest size does not fit.
     """
-    known: list[Trial] = []
-    low = _at_most(sizes, start)
-    high = len(sizes)
-    while not _try(sizes[low], attempt, known).fits:
+    low, high = _at_most(sizes, start), len(sizes)
+    known = [attempt(sizes[low])]
+    while not known[-1].fits:
         if low == 0:
             raise DoesNotFit
         high, low = low, _at_most(sizes, sizes[low] // 2)
+        known.append(attempt(sizes[low]))
     not_faster = 0
     while low + 1 < high and not_faster < PATIENCE:
         best = max(trial.samples_per_second or 0 for trial in known)
-        middle = _next_up(sizes, low, high)
-        trial = _try(sizes[middle], attempt, known)
-        if not trial.fits:
+        twice = max(_at_most(sizes, 2 * sizes[low]), low + 1)
+        middle = (low + high) // 2 if high < len(sizes) else twice
+        known.append(attempt(sizes[middle]))
+        if not known[-1].fits:
             high = middle
             continue
         low = middle
-        is_faster = (trial.samples_per_second or 0) > best * (1 + NOISE)
+        is_faster = (known[-1].samples_per_second or 0) > best * (1 + NOISE)
         not_faster = 0 if is_faster else not_faster + 1
-    _try_smaller(sizes, attempt, known)
     return sorted(known, key=lambda trial: trial.size)
 
 
@@ -128,35 +124,6 @@ def choose(trials: Sequence[Trial]) -> Trial:
     return min(fast, key=lambda trial: trial.size)
 
 
-def _try_smaller(
-    sizes: Sequence[int], attempt: Callable[[int], Trial], known: list[Trial]
-) -> None:
-    """Try smaller sizes while the smallest one tried is the best choice."""
-    while (smallest := choose(known).size) == min(trial.size for trial in known):
-        if smallest == sizes[0]:
-            return
-        size = sizes[_at_most(sizes, max(smallest // 2, sizes[0]))]
-        try:
-            _try(size, attempt, known)
-        except Exception as error:  # BatchNorm does not train with one row, say
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            known.append(Trial(size=size, fits=False, problem=problem))
-            return
-
-
-def _try(size: int, attempt: Callable[[int], Trial], known: list[Trial]) -> Trial:
-    known.append(attempt(size))
-    return known[-1]
-
-
 def _at_most(sizes: Sequence[int], size: int) -> int:
     """The index of the largest size that is not above another."""
     return max((i for i, each in enumerate(sizes) if each <= size), default=0)
-
-
-def _next_up(sizes: Sequence[int], low: int, high: int) -> int:
-    """The next index to try: twice the size, or the middle once a size has failed."""
-    if high < len(sizes):
-        return (low + high) // 2
-    twice = (i for i, size in enumerate(sizes) if size >= 2 * sizes[low])
-    return next(twice, high - 1)
