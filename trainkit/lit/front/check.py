@@ -26,7 +26,7 @@ from trainkit.lit.proof.causes import Causes
 from trainkit.lit.proof.copying import Copies
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.rehearse import Rehearsals, Taken
-from trainkit.lit.proof.remedies import Door, Remedies
+from trainkit.lit.proof.remedies import Door, of_precision
 from trainkit.lit.proof.report import Cut, Report
 from trainkit.lit.proof.rows import FewRows, has_equal_batches, many_parts, samples_of
 from trainkit.lit.proof.subject import (
@@ -262,25 +262,15 @@ def _report(subject: Subject, door: Door) -> Report:
     except (NotMeasured, TrainkitError):
         raise
     except Exception as error:
-        return _undecided(subject, error, door)
-    found = [(subject, whole, window)]
-    halves = _halves(subject)
-    if halves is not None:
-        found.append((halves, halves.whole(), halves.window()))
-    offs = [window.off_from(whole) for _, whole, window in found]
-    worst = max(range(len(found)), key=offs.__getitem__)
-    # The first cut has more parts, and so more to tell.
-    at = 0 if offs[0] > subject.most_rounding else worst
-    of, whole, window = found[at]
-    is_exact = offs[worst] <= subject.most_rounding
-    name = _name(subject)
-    sizes = [tuple(map(len, each.parts)) for each, _, _ in found]
-    cuts = [Cut(name, *each) for each in zip(sizes, offs, strict=True)]
-    causes = [] if is_exact else Causes(of, door).look()
+        return _undecided(subject, error)
+    off, sizes = window.off_from(whole), tuple(map(len, subject.parts))
+    is_exact = off <= subject.most_rounding
+    cuts = [Cut(_name(subject), sizes, off)]
+    causes = [] if is_exact else Causes(subject, door).look()
     if subject.strategies and subject.is_plain:
         plain = replace(subject, strategies={}, options=None, has_batches=True)
-        off = plain.window().off_from(found[0][1])
-        cuts.append(Cut("plain accumulation", sizes[0], off))
+        by_lightning = plain.window().off_from(whole)
+        cuts.append(Cut("plain accumulation", sizes, by_lightning))
     left_out = [*sorted(subject.left_out)]
     left_out += left_out_of(subject.trainer, collates=subject.rows.collates)
     notes = [f"left out: {', '.join(left_out)}"] if left_out else []
@@ -288,7 +278,7 @@ def _report(subject: Subject, door: Door) -> Report:
     precision = str(subject.rehearsals.dtype).removeprefix("torch.")
     return Report(
         exact=is_exact,
-        deviation=offs[worst],
+        deviation=off,
         rounding=subject.most_rounding,
         num_rows=len(subject.all_rows),
         precision=precision,
@@ -310,12 +300,12 @@ def _compared(subject: Subject) -> tuple[Subject, Taken, Taken]:
     return subject, whole, window
 
 
-def _undecided(subject: Subject, error: Exception, door: Door) -> Report:
+def _undecided(subject: Subject, error: Exception) -> Report:
     """The report of a step that runs in the half precision of its Trainer alone."""
     precision = str(subject.trainer.precision)
     if precision in FULL_PRECISIONS:
         raise error
-    cause = Remedies(door).of_precision(precision, in_one_line(error))
+    cause = of_precision(precision, in_one_line(error))
     sizes, off = tuple(map(len, subject.parts)), float("nan")
     return Report(
         exact=False,
@@ -326,15 +316,6 @@ def _undecided(subject: Subject, error: Exception, door: Door) -> Report:
         cuts=(Cut(_name(subject), sizes, None, "it could not run"),),
         causes=(cause,),
     )
-
-
-def _halves(subject: Subject) -> Subject | None:
-    """A subject with its rows in two parts, if there are more."""
-    parts = subject.parts
-    if len(parts) < 4:
-        return None
-    halves = [sorted(sum(parts[n::2], [])) for n in range(2)]
-    return replace(subject, parts=halves)
 
 
 def _name(subject: Subject) -> str:

@@ -88,10 +88,11 @@ def _rows_of(loader: Any) -> Iterator[Any]:
     if isinstance(loader.dataset, IterableDataset):
         yield from loader.dataset
     else:
-        yield from _by_index(loader.dataset, _sampler(loader))
+        yield from rows_at(loader.dataset, _sampler(loader))
 
 
-def _by_index(dataset: Any, indices: Iterable[Any]) -> Iterator[Any]:
+def rows_at(dataset: Any, indices: Iterable[Any]) -> Iterator[Any]:
+    """Rows of a data set, read one by one."""
     fetch = getattr(dataset, "__getitems__", None)
     for index in indices:
         yield dataset[index] if fetch is None else fetch([index])[0]

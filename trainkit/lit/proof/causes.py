@@ -18,6 +18,7 @@ from trainkit.core.terms import ONE, leading
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import has_own
 from trainkit.lit.inside.cuts import paths_of
+from trainkit.lit.proof import remedies
 from trainkit.lit.proof.denominators import (
     SUM,
     UNIFORM,
@@ -92,10 +93,10 @@ class Causes:
         if unlike:
             self._subject = self._with(fixes_draws=True)
             is_all = self._window_off() <= self._most
-            self.found += map(self._say.of_draws, unlike)
+            self.found += map(remedies.of_draws, unlike)
             return is_all
         if subject.whole(seed=1).off_from(whole) > self._most:
-            self.found.append(self._say.of_unseen_draws())
+            self.found.append(remedies.UNSEEN_DRAWS)
             return True
         return False
 
@@ -107,7 +108,7 @@ class Causes:
             return False
         alone = replace(subject, has_batches=False)
         if alone.window().off_from(alone.whole()) > self._most:
-            self.found.append(self._say.of_chunks(", ".join(paths_of(options))))
+            self.found.append(remedies.of_chunks(", ".join(paths_of(options))))
             return True
         self._subject = replace(subject, options=None)
         return not subject.has_batches
@@ -132,7 +133,7 @@ class Causes:
         before = self._subject
         self._subject = self._with(as_whole=True)
         if self._gap() <= self._most:
-            self.found.append(self._say.of_numbers())
+            self.found.append(remedies.NUMBERS)
             return
         self._subject = before
         for hook, place in self._hooks(HOOKS):
@@ -142,9 +143,9 @@ class Causes:
                 return
             self._subject = before
         names = self._moved()
-        by_hand = not before.module.automatic_optimization
-        found = self._say.of_own_backward(by_hand=by_hand)
-        self.found.append(self._say.of_state(names) if names else found)
+        is_automatic = before.module.automatic_optimization
+        found = remedies.OWN_BACKWARD if is_automatic else remedies.MANUAL_BACKWARD
+        self.found.append(remedies.of_state(names) if names else found)
 
     def _hooks(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Hooks that somebody has overridden, callbacks with hooks of a step, and the
@@ -272,12 +273,12 @@ class Causes:
         if off_by(whole, parts, self._own_weights()) <= self._most:
             numbers = subject.rows.whole_numbers(within=True)
             if not self.found and numbers and self._is_split:
-                self.found.append(self._say.of_host(numbers[0]))
+                self.found.append(remedies.of_host(numbers[0]))
             return
         fits = self._fitting(whole, parts)
         numbers = subject.rows.whole_numbers(within=True)
         if fits and fits[0] is SUM and numbers and self._is_split:
-            self.found.append(self._say.of_host(numbers[0]))
+            self.found.append(remedies.of_host(numbers[0]))
         elif fits and fits[0] is SUM:
             own = leading(subject.strategies) if subject.strategies else None
             self.found.append(self._say.of_sum(self._said(), own))
@@ -341,7 +342,7 @@ class Causes:
                 return
         least = min((abs(float(w)) for w in weights if w), default=1.0)
         shares = ", ".join(f"{float(w) / least:.4g}" for w in weights)
-        cause = self._say.of_unknown_weights(f"; they are as {shares}")
+        cause = self._say.of_unknown_weights(shares)
         self.found.append(self._ways_in(cause))
 
     def _is_function(self) -> bool:
@@ -383,7 +384,7 @@ class Causes:
         self._subject = own
         pair = two_denominators(gradients, counts, self._most)
         if pair is not None:
-            self.found.append(self._say.of_two(*pair))
+            self.found.append(remedies.of_two(*pair))
         return pair is not None
 
     # ---- help ------------------------------------------------------------------------

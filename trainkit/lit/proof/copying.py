@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainkit.core.generators import is_generator
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
 LARGE = 2**18
@@ -164,6 +165,20 @@ class Copies:
                 for hook in (getattr(parameter, hooks, None) or {}).values():
                     if not _is_ours(hook):
                         register(copies[name], self.of(hook, f"a hook of {name}"))
+
+
+def read_apart(dataset: Any) -> Any:
+    """A copy of a data set, to read rows from: the data set itself would count, and
+    draw random numbers, once more than in training. It shares all but generators."""
+    if not hasattr(dataset, "__dict__"):
+        return dataset
+    again = copy.copy(dataset)
+    for name, value in vars(again).items():
+        if name == "dataset":
+            vars(again)[name] = read_apart(value)
+        elif is_generator(value):
+            vars(again)[name] = copy.deepcopy(value)
+    return again
 
 
 def move_weights(module: nn.Module, shared: dict[int, str]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.terms import leading
 from trainkit.lit._compat import replaced
 from trainkit.lit.batch_norm.guard import BatchNormGuard
@@ -21,8 +20,8 @@ from trainkit.lit.proof.start import ProofAtStart
 from trainkit.lit.proof.subject import Subject, refuse_backend, refuse_draws
 from trainkit.lit.proof.verdict import NotMeasured, Verdict, in_one_line
 
-ROWS = (4, 2, 1)
-"""How many rows are run with their padding and without it: fewer if memory runs out."""
+ROWS = 4
+"""How many rows are run with their padding and without it."""
 
 
 @contextlib.contextmanager
@@ -77,15 +76,12 @@ class FirstBatches:
         split: Any = windows.split
         if windows.inside is not None and not windows.inside.cuts:
             windows.inside.find(choose(self._trainer, self._module, windows, batch))
-        is_open = False
-        if split is not None and split.trims is None:
-            if self._has_padding(batch):
-                split.trims = self.may_trim(batch)
-            is_open = split.trims is None
+        if split is not None and split.trims is None and self._has_padding(batch):
+            split.trims = self.may_trim(batch)
         if not self._is_proven:
             self._is_proven = True
             self.proof.run(batch)
-        return not is_open
+        return split is None or split.trims is not None
 
     @property
     def _guards(self) -> list[Any]:
@@ -105,14 +101,13 @@ class FirstBatches:
         except NotMeasured:
             return False
 
-    def may_trim(self, batch: Any) -> bool | None:
-        """Whether rows compute the same without columns that are only padding; None if
-        memory ran out meanwhile."""
+    def may_trim(self, batch: Any) -> bool:
+        """Whether rows compute the same without columns that are only padding."""
         try:
             refuse_backend(self._trainer)
             off = self._off_without_padding(self._rows(batch))
             if not off:
-                return None if off is None else True
+                return True
             text = (
                 f"the model sees its padding: without it, the gradient of some rows is "
                 f"off by {off:.2g} of its size. Micro-batches keep the loader batch's "
@@ -128,33 +123,24 @@ class FirstBatches:
                 say(self._trainer, ("trimming", text))
         return False
 
-    def _off_without_padding(self, rows: FewRows) -> float | None:
-        """How far gradients are off without padding; 0 if not at all, None if memory
-        runs out with a single row."""
-        for number in ROWS:
-            few = rows.shortest(number)
-            subject = Subject(
-                self._trainer,
-                self._module,
-                self._windows.strategies,
-                None,
-                Rehearsals(
-                    self._trainer, self._module, self._windows, callbacks=self._guards
-                ),
-                rows,
-                [few],
-                has_batches=True,
-                base=Plan(fixes_draws=True),
-            )
-            wide = replace(subject, are_alike=True)
-            try:
-                trimmed, whole = subject.whole(few), wide.whole(few)
-                off = trimmed.off_from(whole)
-                if off <= subject.most_rounding:
-                    return 0.0
-                refuse_draws(wide, whole, trimmed)
-                return off
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-        return None
+    def _off_without_padding(self, rows: FewRows) -> float:
+        """How far gradients are off without padding; 0 if not at all."""
+        few, of = rows.shortest(ROWS), (self._trainer, self._module, self._windows)
+        wide = Subject(
+            self._trainer,
+            self._module,
+            self._windows.strategies,
+            None,
+            Rehearsals(*of, callbacks=self._guards),
+            rows,
+            [few],
+            has_batches=True,
+            base=Plan(fixes_draws=True),
+            are_alike=True,
+        )
+        trimmed, whole = replace(wide, are_alike=False).whole(few), wide.whole(few)
+        off = trimmed.off_from(whole)
+        if off <= wide.most_rounding:
+            return 0.0
+        refuse_draws(wide, whole, trimmed)
+        return off

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from trainkit.core.generators import read_states, seed_all, write_states
+from trainkit.core.generators import seed_all
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies
@@ -55,6 +56,10 @@ OF_A_STEP = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad",
     "on_before_backward", "on_after_backward", "on_before_optimizer_step",
 )  # fmt: skip
+
+NO_WEIGHT = 0.25
+"""What the losses of a rehearsed window are divided by first: no rows weigh so much, so
+that a hook which looks at a gradient before the window is complete shows."""
 
 PARAMETER_HOOKS = "hooks of parameters"
 """The name by which `Plan.without` takes all of these away."""
@@ -234,7 +239,7 @@ class Rehearsals:
         own = [_own_batch(each, self.dtype) for each in batches]
         loader = _Batches(own, rows, now, self._trainer.train_dataloader)
         data = self._data(loader, plan)
-        with _quiet(), _random_kept(self._trainer), _full_precision(self.dtype), draws:
+        with _quiet(), isolate_rng(), _full_precision(self.dtype), draws:
             seed_all(seed)
             with contextlib.suppress(Ended):
                 trainer.fit(module, **data)
@@ -366,6 +371,8 @@ class _Taker(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._now.trainer = trainer
         windows = windows_of(trainer)
+        for each in windows.accumulators.values() if windows is not None else ():
+            each.streamed.restore(torch.tensor(NO_WEIGHT), None)
         if windows is not None and windows.inside is not None:
             windows.inside.around_chunks(self._taken.draws.of_chunk)
         self._names = {id(p): name for name, p in pl_module.named_parameters()}
@@ -482,17 +489,6 @@ def _quiet() -> Iterator[None]:
         finally:
             for each, level in zip(loggers, levels, strict=True):
                 each.setLevel(level)
-
-
-@contextlib.contextmanager
-def _random_kept(trainer: Any) -> Iterator[None]:
-    """What is drawn within is not drawn from the run's generators."""
-    device = trainer.strategy.root_device
-    states = read_states(device)
-    try:
-        yield
-    finally:
-        write_states(states, device)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,22 @@ from trainkit.lit.proof.report import Cause
 Door = Literal["python", "train", "fit"]
 """Where a training was asked for: a script, `trainkit train` or `trainkit fit`."""
 
+INSIDE = {
+    "python": 'micro_batching = MicroBatching(size=8, inside="auto")',
+    "train": "micro_batching=inside micro_batching.size=8",
+    "fit": "--micro_batching.size=8 --micro_batching.inside=auto",
+}
+UNTRIMMED = {
+    "python": "MicroBatching(..., trim=False)",
+    "train": "micro_batching.trim=false",
+    "fit": "--micro_batching.trim=false",
+}
+GUARD = {
+    "python": 'BatchNormGuard("{}")',
+    "train": "batchnorm={}",
+    "fit": "--batchnorm.policy={}",
+}
+
 STEP = "training_step"
 OFTEN_MEANT = 4  # a candidate's simplicity
 NO_STRATEGY = "no strategy can make it exact; the inner cut can"
@@ -36,8 +52,122 @@ BY_HAND = (
 )
 
 
+def _denominator(text: str, *remedy: str) -> Cause:
+    return Cause("denominator", STEP, text, remedy)
+
+
+NUMBERS = _denominator(
+    "the loss depends on the Trainer's accumulate_grad_batches or "
+    "num_training_batches, or on batch_idx, which the big batch has otherwise",
+    "return the mean loss itself: trainkit divides the window once",
+)
+MANUAL_BACKWARD = _denominator(
+    "self.manual_backward weighs no micro-batch, and divides no window", BY_HAND
+)
+OWN_BACKWARD = Cause(
+    "order",
+    STEP,
+    "gradients arrive beside the window's backward pass, as by a .backward() within "
+    "training_step",
+    ("return the sum of all losses from training_step",),
+)
+UNSEEN_DRAWS = Cause(
+    "randomness",
+    STEP,
+    "two steps over the same rows differ: it draws from Python's or NumPy's generator, "
+    "or from one of its own",
+    ("draw with torch, one number for each row",),
+    hides=True,
+)
+
+
+def of_draws(place: str) -> Cause:
+    return Cause(
+        "randomness",
+        place,
+        "it draws what rows of a batch share, so two windows of the same rows differ, "
+        "and so does the big batch",
+        ("draw in the data set, or for each row by itself",),
+    )
+
+
+def of_chunks(place: str) -> Cause:
+    """Chunks of a submodule's rows are not all its rows."""
+    return Cause(
+        "rows",
+        place,
+        "chunks of rows do not give what all rows give: a row's output depends on "
+        "other rows, or on how many there are",
+        ("name a module within it that treats rows apart, in inside=",),
+    )
+
+
+def of_host(place: str) -> Cause:
+    """The loss divides by a number of the batch that is not cut."""
+    return Cause(
+        "host",
+        place,
+        f"the loss adds up as a sum, or it divides by the number at {place!r}, which "
+        f"counts the whole batch and is not cut",
+        (
+            f"divide by the part's own count in place of {place!r}",
+            'or, if it is meant as a sum: loss_reduction="total"',
+        ),
+    )
+
+
+def of_state(names: Sequence[str]) -> Cause:
+    """What a micro-batch leaves behind changes the next one's gradient."""
+    first, *others = names
+    also = f", and so {listed(others, at_most=3)}" if others else ""
+    move = "move the update to on_before_optimizer_step"
+    if ".parametrizations." in first:
+        move = (
+            "this parametrization, such as spectral norm, moves in each forward pass: "
+            "no strategy can make it exact, and its estimate is what differs"
+        )
+    text = f"each micro-batch moves it, not each step{also}"
+    return Cause("state", first, text, (move,))
+
+
+def of_precision(precision: str, why: str) -> Cause:
+    return Cause(
+        "precision",
+        STEP,
+        f"it runs in {precision} only, where rounding hides deviations below 5e-2, so "
+        f"nobody can say that it is exact. In float32: {why}",
+        ("let training_step run in float32 for the check",),
+        hides=True,
+    )
+
+
+def of_two(one: Candidate, other: Candidate) -> Cause:
+    """The loss has two terms, and no strategy divides by both denominators."""
+    terms = " and of ".join(map(_term, (one, other)))
+    if CONSTANT in (one, other):
+        return _denominator(
+            f"the loss is made of {terms}; each micro-batch adds the latter anew",
+            "return the mean over rows from training_step, to which a constant may be "
+            "added, or give the decay to the optimizer (weight_decay=...)",
+        )
+    total = 'PerSample(loss_reduction="total")'
+    lines = [total if each is SUM else each.line for each in (one, other)]
+    return _denominator(
+        f"the loss is made of {terms}",
+        'return {"loss": {"one": first, "other": second}} from training_step',
+        f'accumulation = {{"one": {lines[0]}, "other": {lines[1]}}}',
+        'micro_batching = MicroBatching("auto")',
+    )
+
+
+def _term(candidate: Candidate) -> str:
+    if candidate is SUM:
+        return "a sum over rows"
+    return candidate.line if candidate is CONSTANT else f"a mean over {candidate.line}"
+
+
 class Remedies:
-    """Writes what to do.
+    """Writes what to do where that depends on the door.
 
     Args:
         door: in whose words.
@@ -46,52 +176,19 @@ class Remedies:
     def __init__(self, door: Door) -> None:
         self._door = door
 
-    # ---- lines -----------------------------------------------------------------------
-
-    def strategy(self, strategy: AccumulationStrategy, line: str = "") -> str:
+    def strategy(self, strategy: Any, line: str = "") -> str:
         """The words that choose a strategy."""
-        line = line or line_of(strategy)
+        line, name = line or line_of(strategy), type(strategy).__name__
         if self._door == "python":
             if "self." in line:  # it names the module, and stands in a method
                 return f"self.accumulation = {line}  # in __init__, at its end"
             return f"accumulation = {line}"
-        options = _options(strategy)
-        if self._door == "train":
-            name = _snake(type(strategy).__name__)
-            words = [f"accumulation={name}"]
-            words += [f"accumulation.{key}={value}" for key, value in options.items()]
-        else:
-            words = [f"--accumulation={type(strategy).__name__}"]
-            words += [f"--accumulation.{key}={value}" for key, value in options.items()]
+        begin = "--" if self._door == "fit" else ""
+        name = name if begin else _snake(name)
+        words = [f"{begin}accumulation={name}"]
+        for key, value in _options(strategy).items():
+            words.append(f"{begin}accumulation.{key}={value}")
         return " ".join(words)
-
-    @property
-    def inside(self) -> str:
-        """The words that choose the inner cut."""
-        return {
-            "python": 'micro_batching = MicroBatching(size=8, inside="auto")',
-            "train": "micro_batching=inside micro_batching.size=8",
-            "fit": "--micro_batching.size=8 --micro_batching.inside=auto",
-        }[self._door]
-
-    @property
-    def untrimmed(self) -> str:
-        """The words that keep padding in split windows."""
-        return {
-            "python": "MicroBatching(..., trim=False)",
-            "train": "micro_batching.trim=false",
-            "fit": "--micro_batching.trim=false",
-        }[self._door]
-
-    def guard(self, policy: str) -> str:
-        """The words that choose what happens to BatchNorm."""
-        return {
-            "python": f'BatchNormGuard("{policy}")',
-            "train": f"batchnorm={policy}",
-            "fit": f"--batchnorm.policy={policy}",
-        }[self._door]
-
-    # ---- causes ----------------------------------------------------------------------
 
     def of_weights(self, fits: Sequence[Candidate], said: str) -> Cause:
         """The loss divides by something else than the strategy counts."""
@@ -104,8 +201,7 @@ class Remedies:
             also = f" (on these rows {' and '.join(lines)} count as much)" * bool(lines)
             text = f"the loss divides by what {first.line} counts, and not by {said}"
             text += also
-        assert first.strategy is not None
-        return _denominator(text, (self.strategy(first.strategy, first.line),))
+        return _denominator(text, self.strategy(first.strategy, first.line))
 
     def of_sum(self, said: str, own: Any) -> Cause:
         """The loss is a sum."""
@@ -113,34 +209,15 @@ class Remedies:
         total = dataclasses.replace(kept, loss_reduction="total")
         line = line_of(total).replace("'total'", '"total"')
         text = f"the loss is a sum over rows, and {said} takes it for a mean"
-        return _denominator(text, (self.strategy(total, line),))
-
-    def of_host(self, place: str) -> Cause:
-        """The loss divides by a number of the batch that is not cut."""
-        return Cause(
-            "host",
-            place,
-            f"the loss adds up as a sum, or it divides by the number at {place!r}, "
-            f"which counts the whole batch and is not cut",
-            (
-                f"divide by the part's own count in place of {place!r}",
-                'or, if it is meant as a sum: loss_reduction="total"',
-            ),
-        )
+        return _denominator(text, self.strategy(total, line))
 
     def of_unknown_weights(self, shares: str) -> Cause:
-        text = (
-            f"the parts of the loss add up to the whole, but with weights that nothing "
-            f"in the batch counts{shares}"
-        )
-        said = self.strategy(Weighed())
         return _denominator(
-            text,
-            (
-                f"{said}, and in training_step self.weigh(n) with the number that the "
-                f"loss divides by",
-                "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
-            ),
+            f"the parts of the loss add up to the whole, but with weights that nothing "
+            f"in the batch counts; they are as {shares}",
+            f"{self.strategy(Weighed())}, and in training_step self.weigh(n) with the "
+            f"number that the loss divides by",
+            "for a module that is not yours: AccumulationCallback(Weighed(by=...))",
         )
 
     def of_classes(self, weights: Sequence[float], at: Any) -> Cause:
@@ -150,69 +227,36 @@ class Remedies:
         strategy = PerClassWeight(weight=numbers, labels=at)
         line = f"PerClassWeight(weight={numbers}, labels={at!r})"
         text = f"the loss divides by the sum of class weights, which are as {numbers}"
-        return _denominator(text, (self.strategy(strategy, line),))
+        return _denominator(text, self.strategy(strategy, line))
 
     def of_function(self, function: str, fit: Candidate) -> Cause:
-        assert fit.strategy is not None
+        said = self.strategy(fit.strategy, fit.line)
         return Cause(
             "loss",
             STEP,
             f"the loss is the {function} of a mean over {fit.line}; no weights of "
             f"micro-batches make that exact",
-            (
-                f"return the mean itself from training_step, with "
-                f"{self.strategy(fit.strategy, fit.line)}",
-            ),
-        )
-
-    def of_two(self, one: Candidate, other: Candidate) -> Cause:
-        """The loss has two terms, and no strategy divides by both denominators."""
-        terms = " and of ".join(map(_term, (one, other)))
-        if CONSTANT in (one, other):
-            return _denominator(
-                f"the loss is made of {terms}; each micro-batch adds the latter anew",
-                (
-                    "return the mean over rows from training_step, to which a constant "
-                    "may be added, or give the decay to the optimizer "
-                    "(weight_decay=...)",
-                ),
-            )
-        lines = [
-            'PerSample(loss_reduction="total")' if each is SUM else each.line
-            for each in (one, other)
-        ]
-        return _denominator(
-            f"the loss is made of {terms}",
-            (
-                'return {"loss": {"one": first, "other": second}} from training_step',
-                f'accumulation = {{"one": {lines[0]}, "other": {lines[1]}}}',
-                'micro_batching = MicroBatching("auto")',
-            ),
-        )
-
-    def of_numbers(self) -> Cause:
-        """The step computes with the Trainer's numbers."""
-        return _denominator(
-            "the loss depends on the Trainer's accumulate_grad_batches or "
-            "num_training_batches, or on batch_idx, which the big batch has otherwise",
-            ("return the mean loss itself: trainkit divides the window once",),
+            (f"return the mean itself from training_step, with {said}",),
         )
 
     def of_rows(self, located: Located, layer: nn.Module, num_norms: int) -> Cause:
         """A module's output for a row changes with the other rows."""
-        name = type(layer).__name__
+        name, inside = type(layer).__name__, INSIDE[self._door]
         if isinstance(layer, BatchNorm):
             more = f" (the first of {num_norms} such layers)" if num_norms > 1 else ""
-            others = " or ".join(map(self.guard, ("group_norm", "freeze")))
+            exact, *others = (
+                GUARD[self._door].format(policy)
+                for policy in ("exact", "group_norm", "freeze")
+            )
             return Cause(
                 "rows",
                 located.path,
                 f"{name} normalises each micro-batch by itself{more}",
                 (
-                    f"{self.guard('exact')}, and the loader yields whole windows, "
-                    f"which are cut: {self.inside}",
-                    f"or {others}, for a net that is trained already; these change the "
-                    f"model",
+                    f"{exact}, and the loader yields whole windows, which are cut: "
+                    f"{inside}",
+                    f"or {' or '.join(others)}, for a net that is trained already; "
+                    f"these change the model",
                 ),
             )
         where = "before" if located.is_before else "in"
@@ -221,17 +265,7 @@ class Remedies:
             located.path,
             f"{where} {name}, a row gets another value when other rows are beside it; "
             f"{NO_STRATEGY}",
-            (self.inside, "or let no operation mix rows"),
-        )
-
-    def of_chunks(self, place: str) -> Cause:
-        """Chunks of a submodule's rows are not all its rows."""
-        return Cause(
-            "rows",
-            place,
-            "chunks of rows do not give what all rows give: a row's output depends on "
-            "other rows, or on how many there are",
-            ("name a module within it that treats rows apart, in inside=",),
+            (inside, "or let no operation mix rows"),
         )
 
     def of_loss(self, located: Located) -> Cause:
@@ -242,16 +276,19 @@ class Remedies:
             located.of_loss or STEP,
             f"all modules treat rows apart, and the loss{after} looks across them, as "
             f"contrastive, Dice or batch-normalised losses do; {NO_STRATEGY}",
-            (self.inside, "with accumulate_grad_batches=1 and larger loader batches"),
+            (
+                INSIDE[self._door],
+                "with accumulate_grad_batches=1 and larger loader batches",
+            ),
         )
 
     def of_hook(self, place: str) -> Cause:
         """A hook does to each micro-batch what is meant for a step."""
         if "batch_transfer" in place or "transfer_batch" in place:
-            text = "this hook looks across the rows of a loader batch"
-            return Cause("rows", place, f"{text}; {NO_STRATEGY}", (self.inside,))
+            text = f"this hook looks across the rows of a loader batch; {NO_STRATEGY}"
+            return Cause("rows", place, text, (INSIDE[self._door],))
         if "on_train_batch" in place or "zero_grad" in place:
-            return self.of_state([place])
+            return of_state([place])
         return Cause(
             "order",
             place,
@@ -263,80 +300,17 @@ class Remedies:
             ),
         )
 
-    def of_state(self, names: Sequence[str]) -> Cause:
-        """What a micro-batch leaves behind changes the next one's gradient."""
-        first, *others = names
-        also = f", and so {listed(others, at_most=3)}" if others else ""
-        move = "move the update to on_before_optimizer_step"
-        if ".parametrizations." in first:
-            move = (
-                "this parametrization, such as spectral norm, moves in each forward "
-                "pass: no strategy can make it exact, and its estimate is what differs"
-            )
-        text = f"each micro-batch moves it, not each step{also}"
-        return Cause("state", first, text, (move,))
-
     def of_padding(self, place: str, *, is_split: bool) -> Cause:
-        line = self.untrimmed if is_split else (
-            "pad all rows to one length in the collate function"
-        )  # fmt: skip
+        line = "pad all rows to one length in the collate function"
         return Cause(
             "padding",
             place,
             "outputs of a row change with the length that it is padded to",
-            (line, "or mask padding in this module"),
+            (
+                UNTRIMMED[self._door] if is_split else line,
+                "or mask padding in this module",
+            ),
         )
-
-    def of_draws(self, place: str) -> Cause:
-        return Cause(
-            "randomness",
-            place,
-            "it draws what rows of a batch share, so two windows of the same rows "
-            "differ, and so does the big batch",
-            ("draw in the data set, or for each row by itself",),
-        )
-
-    def of_unseen_draws(self) -> Cause:
-        return Cause(
-            "randomness",
-            STEP,
-            "two steps over the same rows differ: it draws from Python's or NumPy's "
-            "generator, or from one of its own",
-            ("draw with torch, one number for each row",),
-            hides=True,
-        )
-
-    def of_precision(self, precision: str, why: str) -> Cause:
-        return Cause(
-            "precision",
-            STEP,
-            f"it runs in {precision} only, where rounding hides deviations below 5e-2, "
-            f"so nobody can say that it is exact. In float32: {why}",
-            ("let training_step run in float32 for the check",),
-            hides=True,
-        )
-
-    def of_own_backward(self, *, by_hand: bool) -> Cause:
-        if by_hand:
-            text = "self.manual_backward weighs no micro-batch, and divides no window"
-            return _denominator(text, (BY_HAND,))
-        return Cause(
-            "order",
-            STEP,
-            "gradients arrive beside the window's backward pass, as by a .backward() "
-            "within training_step",
-            ("return the sum of all losses from training_step",),
-        )
-
-
-def _denominator(text: str, remedy: tuple[str, ...]) -> Cause:
-    return Cause("denominator", STEP, text, remedy)
-
-
-def _term(candidate: Candidate) -> str:
-    if candidate is SUM:
-        return "a sum over rows"
-    return candidate.line if candidate is CONSTANT else f"a mean over {candidate.line}"
 
 
 def _options(strategy: AccumulationStrategy) -> dict[str, Any]:
@@ -346,14 +320,14 @@ def _options(strategy: AccumulationStrategy) -> dict[str, Any]:
         found = {"weight": f"[{numbers}]", "labels": strategy.labels}
         ignored = strategy.ignore_index
         return found | ({"ignore_index": ignored} if ignored != -100 else {})
-    if not dataclasses.is_dataclass(strategy):
-        return {}
-    held = {f.name: (getattr(strategy, f.name), f.default)
-            for f in dataclasses.fields(strategy)}  # fmt: skip
-    changed = {name: value for name, (value, usual) in held.items() if value != usual}
+    fields = dataclasses.fields(strategy) if dataclasses.is_dataclass(strategy) else ()
+    held = {field.name: getattr(strategy, field.name) for field in fields}
     return {
-        name: str(value).lower() if isinstance(value, bool) else value
-        for name, value in changed.items()
+        field.name: str(held[field.name]).lower()
+        if isinstance(held[field.name], bool)
+        else held[field.name]
+        for field in fields
+        if held[field.name] != field.default
     }
 
 

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainkit.core.split.cutting import Cutter
 from trainkit.core.split.fields import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerSample
+from trainkit.lit.probe.rows import Rows, num_elements, rows_at
+from trainkit.lit.proof.copying import read_apart
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
 Parts = list[list[int]]
@@ -96,8 +99,9 @@ class FewRows:
 
     @property
     def have_one_length(self) -> bool:
-        """Whether no row of the batch is padded."""
-        return not self.collates and len(set(self.lengths())) == 1
+        """Whether rows are sequences of numbers, and no row of the batch is padded."""
+        is_one = not self.collates and len(set(self.lengths())) == 1
+        return is_one and bool(_sequences(self._batch))
 
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""
@@ -264,12 +268,7 @@ class Width:
     @classmethod
     def of(cls, batch: Any, strategy: AccumulationStrategy) -> Width | None:
         """The width of a batch; None if nothing tells it."""
-        fields = {
-            path.rpartition(".")[2]: value
-            for path, value in take_apart(batch)[0]
-            if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1
-            if not (value.is_floating_point() or value.is_complex())
-        }
+        fields = _sequences(batch)
         for name, mask in fields.items():
             if "mask" in name and _is_mask(mask):
                 return cls(mask != 0)
@@ -285,6 +284,16 @@ class Width:
             if 0 < int((last == padding).sum()) < len(last):
                 return cls(each != padding, is_guess=True)
         return None
+
+
+def _sequences(batch: Any) -> dict[str, Tensor]:
+    """The fields in which each row is several whole numbers."""
+    return {
+        path.rpartition(".")[2]: value
+        for path, value in take_apart(batch)[0]
+        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1
+        if not (value.is_floating_point() or value.is_complex())
+    }
 
 
 def _half(counts: Tensor) -> int:
@@ -381,8 +390,6 @@ def number_of(weigh: Callable[[Any], Any], batch: Any) -> float:
 
 def samples_of(loader: Any, most: int) -> list[Any]:
     """Rows that a loader would read first, of unlike lengths; none of a stream."""
-    from trainkit.lit.probe.rows import Rows, num_elements
-
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return []
     rows = Rows(loader).first(max(most, 48))
@@ -391,6 +398,18 @@ def samples_of(loader: Any, most: int) -> list[Any]:
     ordered = sorted(range(len(rows)), key=lambda i: num_elements(rows[i]))
     step = (len(ordered) - 1) / max(most - 1, 1)
     return [rows[i] for i in sorted({ordered[round(n * step)] for n in range(most)})]
+
+
+def samples_across(loader: Any, number: int = 12) -> list[Any]:
+    """Rows from all over a data set; none where it cannot be read like that."""
+    data = getattr(loader, "dataset", None)
+    if isinstance(data, IterableDataset) or not isinstance(loader, DataLoader):
+        return []
+    with contextlib.suppress(Exception), isolate_rng():
+        last: int = len(data) - 1  # type: ignore[arg-type]
+        indices = {round(n * last / number) for n in range(number + 1)}
+        return list(rows_at(read_apart(data), sorted(indices)))
+    return []
 
 
 def collates_by_itself(loader: Any) -> bool:

@@ -14,6 +14,7 @@ from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.table import say
+from trainkit.lit.probe.rows import num_elements
 from trainkit.lit.proof.causes import first_cause
 from trainkit.lit.proof.denominators import candidates
 from trainkit.lit.proof.rehearse import Rehearsals
@@ -23,6 +24,7 @@ from trainkit.lit.proof.rows import (
     collates_by_itself,
     has_equal_batches,
     may_pad,
+    samples_across,
     shares_of,
     unlike_parts,
 )
@@ -79,6 +81,7 @@ class ProofAtStart:
 
     def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._trainer, self._module, self._windows = trainer, module, windows
+        self._pads = False  # whether other batches may be padded, and this one is not
 
     def run(self, batch: Any) -> None:
         """Measure on rows of the first batch, as the loader has yielded it."""
@@ -102,7 +105,11 @@ class ProofAtStart:
             options = replace(options, inside=tuple(windows.inside.paths))
         elif is_split and not windows.split.trims:
             options = replace(options, trim=False)
-        rows = FewRows(batch, options if is_split else None, leading(strategies))
+        has_batches = not is_split and has_parts(trainer, module, windows)
+        own = leading(strategies)
+        rows = FewRows(batch, options if is_split else None, own)
+        if has_batches and rows.have_one_length:
+            rows = self._of_unlike_lengths(rows, own)
         subject = Subject(
             trainer,
             module,
@@ -111,11 +118,24 @@ class ProofAtStart:
             Rehearsals(trainer, module, windows),
             rows,
             self._parts(rows),
-            has_batches=not is_split and has_parts(trainer, module, windows),
+            has_batches=has_batches,
         )
         verdict = self._verdict(subject)
-        left_out = [*sorted(subject.left_out), *left_out_of(trainer)]
+        left_out = [*sorted(subject.left_out)]
+        left_out += left_out_of(trainer, collates=rows.collates)
         return replace(verdict, left_out=tuple(left_out))
+
+    def _of_unlike_lengths(self, rows: FewRows, strategy: Any) -> FewRows:
+        """Rows of other lengths, if the run's loader pads some of its batches."""
+        loader = self._trainer.train_dataloader
+        if not collates_by_itself(loader):
+            return rows
+        samples = samples_across(loader)
+        self._pads = not samples  # nobody knows
+        if len(set(map(num_elements, samples))) <= 1:
+            return rows
+        collate = loader.collate_fn
+        return FewRows(None, None, strategy, samples=samples, collate=collate)
 
     def _parts(self, rows: FewRows) -> Parts:
         """Some rows in two parts, so that what may be counted differs between them."""
@@ -137,9 +157,7 @@ class ProofAtStart:
 
     def _verdict(self, subject: Subject) -> Verdict:
         """What was measured, on rows that count unlike if that can be had."""
-        changed, own = None, collates_by_itself(self._trainer.train_dataloader)
-        # Rows of another batch may be padded, if this loader pads any.
-        pads = own and subject.has_batches and subject.rows.have_one_length
+        changed, pads = None, self._pads
         if subject.strategies and (pads or self._count_alike(subject)):
             changed = subject.rows.with_fewer_labels(subject.parts[0])
         if changed is None:

@@ -12,14 +12,13 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from trainkit.core.generators import is_generator
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.data.filler import Filler
 from trainkit.data.resumable import ResumableLoader
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import combined_loader, has_own, leaves_places_empty
-from trainkit.lit.proof.copying import Copies
+from trainkit.lit.proof.copying import Copies, read_apart
 
 
 def refuse_fillers_that_count(
@@ -112,23 +111,11 @@ def _among(combined: Any, loader: ResumableLoader, batch: Any, other: Any) -> An
     return again.iterables
 
 
-def _apart(dataset: Any) -> Any:
-    """A copy of a data set: without workers, it would count, and draw random numbers,
-    once more than in training. What it holds is shared, but for generators."""
-    again = copy.copy(dataset)
-    for name, value in vars(again).items() if hasattr(again, "__dict__") else ():
-        if name == "dataset":
-            vars(again)[name] = _apart(value)
-        elif is_generator(value):
-            vars(again)[name] = copy.deepcopy(value)
-    return again
-
-
 def _read(loader: ResumableLoader, micro_batching: MicroBatching | None) -> Any:
     batches: Any = [[Filler(0)]]
     # By a loader: the data set may open files that must not be open before workers.
     again = DataLoader(
-        _apart(loader.dataset),
+        read_apart(loader.dataset),
         batch_sampler=batches,
         collate_fn=loader.collate_fn,
         num_workers=min(loader.num_workers, 1),
