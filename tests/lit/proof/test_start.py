@@ -8,7 +8,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,6 +42,8 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
+from trainkit.lit.callback.base import is_rehearsal
+from trainkit.lit.proof.start import ProofAtStart
 
 IMAGES, BATCH_NORM = (lambda: Images(zoo.classified), lambda: Images(
     zoo.classified, nn.BatchNorm2d
@@ -228,6 +230,44 @@ def test_what_is_not_exact_is_said_warned_of_and_refused(
 def test_what_a_callback_does_to_gradients_is_measured() -> None:
     with pytest.warns(UserWarning, match="on_after_backward of ClipsInCallback"):
         fit(Tokens(), tokens(), PerToken(), callbacks=(wrongs.ClipsInCallback(),))
+
+
+def test_a_hook_is_seen_that_looks_before_the_window_is_divided() -> None:
+    """Windows of four rows need no division, and hide it; the last one is of three."""
+    data = DataLoader(list(zoo.image_loader().dataset)[:7], batch_size=4)  # type: ignore[arg-type]
+    cut, clips = MicroBatching(inside="net", size=2), wrongs.ClipsInCallback()
+    with pytest.warns(UserWarning, match=ALARM):
+        fit(IMAGES(), data, PerSample(), cut, callbacks=(clips,))
+
+
+def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other parts of the same rows may count alike, where these do not."""
+    ids, choose, parts = torch.arange(1, 7), ProofAtStart._parts, []
+    counts = [(3, 3), (4, 2), (4, 3), (4, 3), (5, 4), (5, 4), (5, 4), (6, 6)]
+    rows = [
+        {"ids": ids[:n], "labels": torch.where(ids <= count, ids, -100)[:n]}
+        for n, count in counts
+    ]
+
+    def noted(self: Any, rows: Any) -> Any:
+        found = choose(self, rows)
+        parts.extend(sorted(counts[row][1] for row in part) for part in found)
+        return found
+
+    class Noting(Tokens):
+        seen: ClassVar[list[list[int]]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if is_rehearsal(self.trainer):
+                self.seen.append(sorted((batch["labels"] != -100).sum(1).tolist()))
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(ProofAtStart, "_parts", noted)
+    fit(Noting(), tokens(8, rows=rows), PerToken(), MicroBatching(size=1))
+    assert sorted(map(len, parts)) == [2, 3]
+    assert sorted(Noting.seen[-2:]) == sorted(parts)
 
 
 def test_accumulation_around_an_inner_cut_is_measured_too() -> None:

@@ -106,6 +106,13 @@ def test_model_that_sees_its_padding_is_not_trimmed(
         assert off(kind, cut) < 1e-12
 
 
+def test_rows_that_fill_the_width_tell_nothing_of_padding() -> None:
+    """The shortest four of four rows have all columns of the batch."""
+    few = [batch_of([3, 14, 14, 3], seed) for seed in range(2)]
+    with pytest.warns(UserWarning, match=SEES):
+        assert off(MeanOfAll, MicroBatching(size=2), few) < 1e-12
+
+
 @pytest.mark.parametrize("kind", [Convolving, MeanOfAll])
 def test_trimming_without_measuring_gives_other_weights(
     kind: type[Pooled], monkeypatch: pytest.MonkeyPatch

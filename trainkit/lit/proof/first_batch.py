@@ -125,7 +125,8 @@ class FirstBatches:
 
     def _off_without_padding(self, rows: FewRows) -> float:
         """How far gradients are off without padding; 0 if not at all."""
-        few, of = rows.shortest(ROWS), (self._trainer, self._module, self._windows)
+        lengths, of = rows.lengths(), (self._trainer, self._module, self._windows)
+        few = [row for row in rows.shortest(ROWS) if lengths[row] < max(lengths)]
         wide = Subject(
             self._trainer,
             self._module,

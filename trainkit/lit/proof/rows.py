@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from trainkit.core.split.cutting import Cutter
+from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.fields import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, PerSample
@@ -133,6 +134,12 @@ class FewRows:
         if self._options is not None and self._options.collate is not None:
             return [self._samples[row] for row in rows]
         return self.make(rows, alike=not self.collates)
+
+    def cut(self, rows: Sequence[int], size: int) -> Parts:
+        """The parts in which the run cuts these rows, if only a few fit in one."""
+        with _unheard():
+            found = self._cutter.cut(self.loader_batch(rows), Limit(size, None))
+        return [sorted(rows[place] for place in each.rows) for each in found]
 
     def _collated(self, rows: Sequence[int]) -> Any:
         assert self._collate is not None
@@ -312,6 +319,7 @@ def unlike_parts(
     sizes: Sequence[int],
     lengths: Sequence[int] | None = None,
     own: int | None = None,
+    cut: Callable[[list[int]], Parts] | None = None,
 ) -> Parts:
     """Rows in parts that tell denominators apart, and widths.
 
@@ -327,17 +335,18 @@ def unlike_parts(
         lengths: of the rows, if parts should have unlike ones.
         own: a column, if that one must differ from others. Rows that count nothing by
             it are left out where others suffice.
+        cut: cuts chosen rows as the run would; default: by sizes alone.
     """
     draw, pool = random.Random(0), list(range(len(counts)))
     if own is not None:
         counting = [row for row in pool if float(counts[row, own]) > 0]
         pool = counting if len(counting) >= sum(sizes) else pool
     best: tuple[Any, Parts] = (), []
-    for _ in range(TRIES):
-        order, parts = draw.sample(pool, sum(sizes)), []
-        for size in sizes:
-            parts.append(sorted(order[:size]))
-            order = order[size:]
+    bounds = [0, *itertools.accumulate(sizes)]
+    for _ in range(TRIES if cut is None else TRIES // 8):
+        order = draw.sample(pool, sum(sizes))
+        parts = [sorted(order[a:b]) for a, b in itertools.pairwise(bounds)]
+        parts = parts if cut is None else cut(sorted(order))
         shares = shares_of(counts, parts)
         if own is None:
             apart = torch.pdist(shares.T)

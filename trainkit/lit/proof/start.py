@@ -149,8 +149,19 @@ class ProofAtStart:
         pool, own = rows.shortest(), leading(self._windows.strategies)
         known = candidates(rows.make(pool), {})
         counts = rows.counts(pool, [own.weight, *(each.weigh for each in known)])
-        lengths = rows.lengths()
-        found = unlike_parts(counts, sizes[0], [lengths[row] for row in pool], own=0)
+        lengths, most = rows.lengths(), max(sizes[0])
+
+        def cut(places: list[int]) -> Parts:
+            parts = rows.cut([pool[place] for place in places], most)
+            return [[pool.index(row) for row in part] for part in parts]
+
+        found = unlike_parts(
+            counts,
+            sizes[0],
+            [lengths[row] for row in pool],
+            own=0,
+            cut=cut if self._windows.is_split else None,
+        )
         return [[pool[place] for place in part] for part in found]
 
     # ---- the verdict -----------------------------------------------------------------
