@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trainkit.core.generators import seed_all
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import AccumulationStrategy, Strategies
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.lit._compat import (
     has_own,
     quiet_trainer,
@@ -372,7 +372,8 @@ class _Taker(Callback):
         self._now.trainer = trainer
         windows = windows_of(trainer)
         for each in windows.accumulators.values() if windows is not None else ():
-            each.streamed.restore(torch.tensor(NO_WEIGHT), None)
+            if not all(isinstance(s, Uniform) for s in each.strategies.values()):
+                each.streamed.restore(torch.tensor(NO_WEIGHT), None)
         if windows is not None and windows.inside is not None:
             windows.inside.around_chunks(self._taken.draws.of_chunk)
         self._names = {id(p): name for name, p in pl_module.named_parameters()}
