@@ -75,6 +75,8 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "one length in all": (wrongs.Bidirectional, lambda: tokens(4,
      rows=wrongs.all_labels()[:6] * 4), PerToken()),
     "one row": (Tokens, lambda: tokens(1), PerToken()),
+    "random collate": (Tokens, lambda: tokens(collate=wrongs.masked_at_random),
+     PerToken()),
     "terms": (TwoTerms, tokens, TERMS, SPLIT),
     "linear hooks": (wrongs.Scales, tokens, PerToken()),
     "the loader's size": (wrongs.OverLoaderSize, lambda: images(15), PerSample()),
@@ -136,6 +138,8 @@ OFF: dict[str, tuple[Any, ...]] = {
      "on_after_batch_transfer"),
     "forward hook": (wrongs.CentringHook, tokens, PerToken(), None, "body"),
     "padding": (wrongs.Bidirectional, tokens, PerToken(), None, "(lstm)"),
+    "padding of floats": (wrongs.Speech, lambda: tokens(collate=wrongs.spoken),
+     PerSample(), None, "padded to"),
     "left padding": (Positioned, lambda: tokens(collate=zoo.padded_left), PerToken(),
      None, "padded to"),
     "one length, another count": (Tokens, lambda: tokens(4, rows=wrongs.all_labels()),
@@ -277,8 +281,10 @@ def test_what_cannot_be_told_is_not_called_exact(
 
 def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     fit(Noisy(), tokens(), PerToken(), precision="bf16-mixed", gradient_clip_val=1.0)
-    left_out = "left out: dropout, precision bf16-mixed, clipping, the collate function"
+    left_out = "left out: dropout, precision bf16-mixed, clipping"
     assert said(capsys).endswith(left_out)
+    fit(Tokens(), stream(zoo.sequences()), PerToken())
+    assert said(capsys).endswith("left out: the collate function")
 
 
 @pytest.mark.parametrize(

@@ -242,3 +242,30 @@ def all_labels(number: int = 64) -> list[dict[str, Tensor]]:
     return one_length(
         [{"ids": row["ids"], "labels": row["ids"]} for row in zoo.sequences(number)]
     )
+
+
+def spoken(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Numbers of each frame, padded by zeros, and no mask."""
+    frames = [row["ids"].float()[:, None].expand(-1, 4) / 9 for row in rows]
+    padded = nn.utils.rnn.pad_sequence(frames, batch_first=True)
+    return {"frames": padded, "y": torch.stack([row["ids"][0] for row in rows])}
+
+
+class Speech(zoo.Base):
+    """Its mean is over padding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.head = nn.Linear(8, zoo.VOCABULARY)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.net(batch["frames"]).mean(1)), batch["y"])
+
+
+def masked_at_random(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As the collators of masked language models do."""
+    batch = zoo.padded(rows)
+    is_left = torch.rand(batch["labels"].shape) < 0.3
+    is_left[:, 0] = False
+    return {**batch, "labels": batch["labels"].masked_fill(is_left, -100)}

@@ -402,6 +402,8 @@ def samples_of(loader: Any, most: int) -> list[Any]:
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return []
     rows = Rows(loader).first(max(most, 48))
+    if not _repeats(loader.collate_fn, rows[:most]):
+        return []
     if len(rows) <= most:
         return rows
     ordered = sorted(range(len(rows)), key=lambda i: num_elements(rows[i]))
@@ -410,26 +412,33 @@ def samples_of(loader: Any, most: int) -> list[Any]:
 
 
 def samples_across(loader: Any, number: int = 12) -> list[Any]:
-    """Rows from all over a data set; none where it cannot be read like that."""
+    """Rows from all over a data set; none where it cannot be read like that, or where
+    the collate function draws at random, so that no two batches of them are alike."""
     data = getattr(loader, "dataset", None)
     if isinstance(data, IterableDataset) or not isinstance(loader, DataLoader):
         return []
     with contextlib.suppress(Exception), isolate_rng():
         last: int = len(data) - 1  # type: ignore[arg-type]
         indices = {round(n * last / number) for n in range(number + 1)}
-        return list(rows_at(read_apart(data), sorted(indices)))
+        rows = list(rows_at(read_apart(data), sorted(indices)))
+        return rows if _repeats(loader.collate_fn, rows) else []
     return []
+
+
+def _repeats(collate: Callable[[list[Any]], Any], rows: list[Any]) -> bool:
+    """Whether a collate function makes the same batch of the same rows again."""
+    pairs = zip(*(take_apart(collate(list(rows)))[0] for _ in range(2)), strict=True)
+    return all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for (_, one), (_, other) in pairs
+        if isinstance(one, Tensor)
+    )
 
 
 def collates_by_itself(loader: Any) -> bool:
     """Whether a loader has a collate function of its own."""
     own = getattr(loader, "collate_fn", default_collate)
     return getattr(own, "__module__", "").partition(".")[0] != "torch"
-
-
-def may_pad(loader: Any) -> bool:
-    """Whether a loader may pad rows: torch's own collate function stacks them."""
-    return collates_by_itself(loader) or getattr(loader, "batch_sampler", None) is None
 
 
 def has_equal_batches(loader: Any) -> bool:

@@ -23,7 +23,6 @@ from trainkit.lit.proof.rows import (
     Parts,
     collates_by_itself,
     has_equal_batches,
-    may_pad,
     samples_across,
     shares_of,
     unlike_parts,
@@ -82,6 +81,7 @@ class ProofAtStart:
     def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._trainer, self._module, self._windows = trainer, module, windows
         self._pads = False  # whether other batches may be padded, and this one is not
+        self._guesses = True  # whether padding is guessed where nothing tells it
 
     def run(self, batch: Any) -> None:
         """Measure on rows of the first batch, as the loader has yielded it."""
@@ -108,8 +108,8 @@ class ProofAtStart:
         has_batches = not is_split and has_parts(trainer, module, windows)
         own = leading(strategies)
         rows = FewRows(batch, options if is_split else None, own)
-        if has_batches and rows.have_one_length:
-            rows = self._of_unlike_lengths(rows, own)
+        if has_batches:
+            rows = self._made_anew(rows, own)
         subject = Subject(
             trainer,
             module,
@@ -125,13 +125,16 @@ class ProofAtStart:
         left_out += left_out_of(trainer, collates=rows.collates)
         return replace(verdict, left_out=tuple(left_out))
 
-    def _of_unlike_lengths(self, rows: FewRows, strategy: Any) -> FewRows:
-        """Rows of other lengths, if the run's loader pads some of its batches."""
+    def _made_anew(self, rows: FewRows, strategy: Any) -> FewRows:
+        """Rows of unlike lengths, as the run's loader puts them together, if it has a
+        collate function of its own; else those of the batch."""
         loader = self._trainer.train_dataloader
-        if not collates_by_itself(loader):
+        if not collates_by_itself(loader):  # torch's own stacks rows, and pads none
+            self._guesses = getattr(loader, "batch_sampler", None) is None
             return rows
         samples = samples_across(loader)
-        self._pads = not samples  # nobody knows
+        self._guesses = not samples
+        self._pads = not samples and rows.have_one_length
         if len(set(map(num_elements, samples))) <= 1:
             return rows
         collate = loader.collate_fn
@@ -217,7 +220,7 @@ class ProofAtStart:
         """
         if subject.rows.is_guess and not subject.are_alike:
             found = self._off(replace(subject, are_alike=True))
-            if not (subject.is_split or may_pad(self._trainer.train_dataloader)):
+            if not self._guesses:
                 return found
             with contextlib.suppress(Exception):
                 if not found.is_off and self._off_by(subject).is_off:
