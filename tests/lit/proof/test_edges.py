@@ -229,7 +229,7 @@ def test_padding_is_guessed_only_where_a_loader_may_pad(
     rows = torch.tensor([[5, 6, 7], [8, 9, 7], [1, 2, 3], [4, 5, 6]] * 2)
     fitting = {"collate_fn": lambda rows: torch.stack(rows)} if pads else {}
     data: Any = Rows(rows) if pads else rows  # of a stream, no other rows are read
-    loader = DataLoader(data, batch_size=4, **fitting)
+    loader = DataLoader(data, batch_size=4, **fitting)  # type: ignore[arg-type]
     with quiet_lightning():
         trainer(2, max_epochs=1, callbacks=[AccumulationCallback(PerSample())]).fit(
             Numbers(), loader

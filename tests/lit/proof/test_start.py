@@ -184,6 +184,41 @@ def test_what_a_callback_does_to_gradients_is_measured() -> None:
         fit(Tokens(), tokens(), PerToken(), callbacks=(wrongs.ClipsInCallback(),))
 
 
+class Drawing:
+    """A data set and a collate function that count, and have a generator."""
+
+    def __init__(self) -> None:
+        self.rows, self.reads = zoo.sequences(32), 0
+        self.own = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.rows[index]
+
+    def __call__(self, rows: list[Any]) -> Any:
+        self.reads += 1
+        batch, left = zoo.padded(rows), torch.rand(1, generator=self.own) < 0.5
+        return {**batch, "labels": torch.where(left, batch["ids"], batch["labels"])}
+
+
+def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> None:
+    trained, reads = [], []
+    for proof in ("warn", "off"):
+        torch.manual_seed(0)
+        data, collate, module = Drawing(), Drawing(), Tokens()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a verdict on such batches is by chance
+            loader: Any = DataLoader(data, 8, collate_fn=collate)  # type: ignore[arg-type]
+            fit(module, loader, PerToken(), proof=proof)
+        trained.append(module.head.weight.detach())
+        reads.append((data.reads, collate.reads))
+    assert torch.equal(*trained)
+    assert reads[0] == reads[1]
+
+
 def test_a_hook_is_seen_that_looks_before_the_window_is_divided() -> None:
     """Windows of four rows need no division, and hide it; the last one is of three."""
     data = DataLoader(list(zoo.image_loader().dataset)[:7], batch_size=4)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.front.mixin_callback import MixinCallback
 from trainkit.lit.probe.fit_aside import fit_aside
 from trainkit.lit.proof.causes import Causes
-from trainkit.lit.proof.copying import Copies
+from trainkit.lit.proof.copying import Copies, read_apart
 from trainkit.lit.proof.denominators import candidates, line_of
 from trainkit.lit.proof.rehearse import Rehearsals, Taken
 from trainkit.lit.proof.remedies import Door, of_precision
@@ -41,6 +41,7 @@ from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 from trainkit.lit.quiet import without_advice
 
 NUM_PARTS = 6
+WIDE = "the model sees its padding, so micro-batches keep the loader batch's width"
 
 
 def check(
@@ -222,7 +223,7 @@ class _Check(Callback):
             options if is_split else None,
             strategy,
             samples=samples_of(loader, self._most),
-            collate=getattr(loader, "collate_fn", None),
+            collate=read_apart(getattr(loader, "collate_fn", None)),
         )
         number = min(rows.num_rows, self._most)
         if number < 2:
@@ -264,6 +265,15 @@ def _report(subject: Subject, door: Door) -> Report:
     except Exception as error:
         return _undecided(subject, error)
     off, sizes = window.off_from(whole), tuple(map(len, subject.parts))
+    options, notes = subject.options, list[str]()
+    trims = options is not None and subject.is_split and options.trim
+    if options is not None and trims and off > subject.most_rounding:
+        if subject.off_without_padding():  # then the run trims nothing
+            options = replace(options, trim=False)
+            subject = replace(subject, options=options, are_alike=True)
+            subject, whole, window = _compared(subject)
+            off = window.off_from(whole)
+            notes.append(WIDE)
     is_exact = off <= subject.most_rounding
     cuts = [Cut(_name(subject), sizes, off)]
     causes = [] if is_exact else Causes(subject, door).look()
@@ -273,7 +283,7 @@ def _report(subject: Subject, door: Door) -> Report:
         cuts.append(Cut("plain accumulation", sizes, by_lightning))
     left_out = [*sorted(subject.left_out)]
     left_out += left_out_of(subject.trainer, collates=subject.rows.collates)
-    notes = [f"left out: {', '.join(left_out)}"] if left_out else []
+    notes += [f"left out: {', '.join(left_out)}"] if left_out else []
     notes.append("holds for these rows and this moment of the training")
     precision = str(subject.rehearsals.dtype).removeprefix("torch.")
     return Report(

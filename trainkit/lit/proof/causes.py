@@ -207,7 +207,7 @@ class Causes:
         )
         own, wide = (self._events(each, part) for each in (subject, alike))
         place = first_that_sees_padding(wide, own, range(len(part)), len(part))
-        self.found.append(self._say.of_padding(place, is_split=self._is_split))
+        self.found.append(remedies.of_padding(place))
         return True
 
     def _is_transfer(self) -> bool:

@@ -168,8 +168,9 @@ class Copies:
 
 
 def read_apart(dataset: Any) -> Any:
-    """A copy of a data set, to read rows from: the data set itself would count, and
-    draw random numbers, once more than in training. It shares all but generators."""
+    """A copy of a data set or of a collate function, to read rows with: the original
+    would count, and draw random numbers, once more than in training. It shares all but
+    generators."""
     if not hasattr(dataset, "__dict__"):
         return dataset
     again = copy.copy(dataset)

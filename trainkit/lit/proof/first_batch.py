@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from trainkit.core.terms import leading
@@ -14,14 +13,11 @@ from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import fetches_batches, is_rehearsal, is_taken_out
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.choose import choose
-from trainkit.lit.proof.rehearse import Plan, Rehearsals
+from trainkit.lit.proof.rehearse import Rehearsals
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.start import ProofAtStart
-from trainkit.lit.proof.subject import Subject, refuse_backend, refuse_draws
+from trainkit.lit.proof.subject import Subject, refuse_backend
 from trainkit.lit.proof.verdict import NotMeasured, Verdict, in_one_line
-
-ROWS = 4
-"""How many rows are run with their padding and without it."""
 
 
 @contextlib.contextmanager
@@ -83,17 +79,21 @@ class FirstBatches:
             self.proof.run(batch)
         return split is None or split.trims is not None
 
-    @property
-    def _guards(self) -> list[Any]:
-        """The callbacks that change layers, and so padding's part."""
-        own = self._trainer.callbacks
-        return [each for each in own if isinstance(each, BatchNormGuard)]
-
     # ---- trimming --------------------------------------------------------------------
 
     def _rows(self, batch: Any) -> FewRows:
         windows = self._windows
         return FewRows(batch, windows.micro_batching, leading(windows.strategies))
+
+    def _subject(self, rows: FewRows) -> Subject:
+        windows = self._windows
+        own = [
+            each for each in self._trainer.callbacks if isinstance(each, BatchNormGuard)
+        ]
+        of = self._trainer, self._module, windows
+        rehearsals = Rehearsals(*of, callbacks=own)  # guards change padding's part
+        how = windows.strategies, windows.micro_batching, rehearsals, rows
+        return Subject(*of[:2], *how, [], has_batches=False)
 
     def _has_padding(self, batch: Any) -> bool:
         try:
@@ -105,7 +105,7 @@ class FirstBatches:
         """Whether rows compute the same without columns that are only padding."""
         try:
             refuse_backend(self._trainer)
-            off = self._off_without_padding(self._rows(batch))
+            off = self._subject(self._rows(batch)).off_without_padding()
             if not off:
                 return True
             text = (
@@ -122,26 +122,3 @@ class FirstBatches:
             if self._trainer.is_global_zero:
                 say(self._trainer, ("trimming", text))
         return False
-
-    def _off_without_padding(self, rows: FewRows) -> float:
-        """How far gradients are off without padding; 0 if not at all."""
-        lengths, of = rows.lengths(), (self._trainer, self._module, self._windows)
-        few = [row for row in rows.shortest(ROWS) if lengths[row] < max(lengths)]
-        wide = Subject(
-            self._trainer,
-            self._module,
-            self._windows.strategies,
-            None,
-            Rehearsals(*of, callbacks=self._guards),
-            rows,
-            [few],
-            has_batches=True,
-            base=Plan(fixes_draws=True),
-            are_alike=True,
-        )
-        trimmed, whole = replace(wide, are_alike=False).whole(few), wide.whole(few)
-        off = trimmed.off_from(whole)
-        if off <= wide.most_rounding:
-            return 0.0
-        refuse_draws(wide, whole, trimmed)
-        return off

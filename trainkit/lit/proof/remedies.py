@@ -28,11 +28,6 @@ INSIDE = {
     "train": "micro_batching=inside micro_batching.size=8",
     "fit": "--micro_batching.size=8 --micro_batching.inside=auto",
 }
-UNTRIMMED = {
-    "python": "MicroBatching(..., trim=False)",
-    "train": "micro_batching.trim=false",
-    "fit": "--micro_batching.trim=false",
-}
 GUARD = {
     "python": 'BatchNormGuard("{}")',
     "train": "batchnorm={}",
@@ -128,6 +123,18 @@ def of_state(names: Sequence[str]) -> Cause:
         )
     text = f"each micro-batch moves it, not each step{also}"
     return Cause("state", first, text, (move,))
+
+
+def of_padding(place: str) -> Cause:
+    return Cause(
+        "padding",
+        place,
+        "outputs of a row change with the length that it is padded to",
+        (
+            "pad all rows to one length in the collate function",
+            "or mask padding in this module",
+        ),
+    )
 
 
 def of_precision(precision: str, why: str) -> Cause:
@@ -297,18 +304,6 @@ class Remedies:
             (
                 "move it to on_before_optimizer_step",
                 "or, if it clips: Trainer(gradient_clip_val=...)",
-            ),
-        )
-
-    def of_padding(self, place: str, *, is_split: bool) -> Cause:
-        line = "pad all rows to one length in the collate function"
-        return Cause(
-            "padding",
-            place,
-            "outputs of a row change with the length that it is padded to",
-            (
-                UNTRIMMED[self._door] if is_split else line,
-                "or mask padding in this module",
             ),
         )
 

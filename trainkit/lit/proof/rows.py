@@ -402,7 +402,7 @@ def samples_of(loader: Any, most: int) -> list[Any]:
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return []
     rows = Rows(loader).first(max(most, 48))
-    if not _repeats(loader.collate_fn, rows[:most]):
+    if not _repeats(read_apart(loader.collate_fn), rows[:most]):
         return []
     if len(rows) <= most:
         return rows
@@ -421,7 +421,7 @@ def samples_across(loader: Any, number: int = 12) -> list[Any]:
         last: int = len(data) - 1  # type: ignore[arg-type]
         indices = {round(n * last / number) for n in range(number + 1)}
         rows = list(rows_at(read_apart(data), sorted(indices)))
-        return rows if _repeats(loader.collate_fn, rows) else []
+        return rows if _repeats(read_apart(loader.collate_fn), rows) else []
     return []
 
 

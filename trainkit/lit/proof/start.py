@@ -16,6 +16,7 @@ from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.table import say
 from trainkit.lit.probe.rows import num_elements
 from trainkit.lit.proof.causes import first_cause
+from trainkit.lit.proof.copying import read_apart
 from trainkit.lit.proof.denominators import candidates
 from trainkit.lit.proof.rehearse import Rehearsals
 from trainkit.lit.proof.rows import (
@@ -137,7 +138,7 @@ class ProofAtStart:
         self._pads = not samples and rows.have_one_length
         if len(set(map(num_elements, samples))) <= 1:
             return rows
-        collate = loader.collate_fn
+        collate = read_apart(loader.collate_fn)
         return FewRows(None, None, strategy, samples=samples, collate=collate)
 
     def _parts(self, rows: FewRows) -> Parts:

@@ -113,6 +113,21 @@ class Subject:
         batch = (self.rows.loader_batch if self.is_split else self.batch)(order)
         return self.rehearsals.run([batch], [order], plan)
 
+    def off_without_padding(self) -> float:
+        """How far gradients are off without padding; 0 if not at all."""
+        lengths = self.rows.lengths()
+        few = [row for row in self.rows.shortest(4) if lengths[row] < max(lengths)]
+        if not few:
+            return 0.0
+        base = replace(self.base, fixes_draws=True)
+        wide = replace(self, options=None, parts=[few], base=base, are_alike=True)
+        trimmed, whole = replace(wide, are_alike=False).whole(few), wide.whole(few)
+        off = trimmed.off_from(whole)
+        if off <= self.most_rounding:
+            return 0.0
+        refuse_draws(wide, whole, trimmed)
+        return off
+
     def _by_hand(self) -> Taken:
         """The steps that a module takes with each part, weighed and added up."""
         weighs = [each.weight for each in self.strategies.values()][:1]
