@@ -156,13 +156,12 @@ def test_a_count_of_the_whole_batch_is_named() -> None:
 
 def test_padding_that_is_seen_is_not_trimmed_in_split_windows() -> None:
     """The control: loader batches of their own widths, above."""
-    how = {"strategy": PerToken(), "micro_batches": SPLIT}
+    how: dict[str, Any] = {"strategy": PerToken(), "micro_batches": SPLIT}
     report = check(Attending(has_mask=False), token_loader(), **how)
     assert report.exact
     assert "micro-batches keep the loader batch's width" in report.notes[0]
-    report = check(
-        Attending(has_mask=False), token_loader(), **how | {"strategy": None}
-    )
+    how["strategy"] = PerSample()
+    report = check(Attending(has_mask=False), token_loader(), **how)
     assert [cause.kind for cause in report.causes] == ["denominator"]
 
 
