@@ -53,7 +53,7 @@ def test_a_fit_says_exact_where_it_was_measured(
     net: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(with_net(net, calls=2), OPTIONS)
-    assert "proof: exact on 4 of your rows" in capsys.readouterr().out
+    assert "proof: exact on 6 of your rows" in capsys.readouterr().out
 
 
 def test_require_refuses_a_net_that_depends_on_the_number_of_rows() -> None:

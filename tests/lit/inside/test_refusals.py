@@ -78,7 +78,7 @@ def test_why_the_proof_is_not_measured_is_a_sentence(
         """Refuses few rows, at length."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(batch[0]) < 5:
+            if len(batch[0]) < 8:
                 raise ValueError(f"{'few rows ' * 40}. And more.")
             return super().training_step(batch, batch_idx)
 

@@ -148,7 +148,7 @@ def test_language_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert report.exact == (kind is None)
         if kind is None:
             fit(Model(make()), loader(), strategy, proof="require")
-            assert said(capsys).startswith("exact on 4 of your rows")
+            assert said(capsys).startswith("exact on 6 of your rows")
         else:
             with pytest.warns(UserWarning, match="not the big batch"):
                 fit(Model(make()), loader(), strategy)

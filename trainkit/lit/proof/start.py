@@ -44,10 +44,10 @@ from trainkit.lit.proof.verdict import (
     in_one_line,
 )
 
-SIZES = ((3, 2), (2, 2), (2, 1), (1, 1))
-"""Rows in the two parts, where batches of the run may be unlike."""
+SIZES = ((3, 2, 2), (3, 2), (2, 2), (2, 1), (1, 1))
+"""Rows in the parts, where batches of the run may be unlike."""
 
-EQUAL_SIZES = ((2, 2), (1, 1))
+EQUAL_SIZES = ((2, 2, 2), (2, 2), (1, 1, 1), (1, 1))
 
 CANNOT_TELL = (
     "these rows all count alike, so PerSample and PerToken look the same on them "
@@ -142,7 +142,7 @@ class ProofAtStart:
         return FewRows(None, None, strategy, samples=samples, collate=collate)
 
     def _parts(self, rows: FewRows) -> Parts:
-        """Some rows in two parts, so that what may be counted differs between them."""
+        """Some rows in a few parts, so that what may be counted differs between them."""
         is_equal = has_equal_batches(self._trainer.train_dataloader)
         usual = EQUAL_SIZES if is_equal and not self._windows.is_split else SIZES
         sizes = [each for each in usual if sum(each) <= rows.num_rows]
