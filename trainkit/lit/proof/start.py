@@ -142,7 +142,7 @@ class ProofAtStart:
         return FewRows(None, None, strategy, samples=samples, collate=collate)
 
     def _parts(self, rows: FewRows) -> Parts:
-        """Some rows in a few parts, so that what may be counted differs between them."""
+        """Some rows in parts, so that what may be counted differs between them."""
         is_equal = has_equal_batches(self._trainer.train_dataloader)
         usual = EQUAL_SIZES if is_equal and not self._windows.is_split else SIZES
         sizes = [each for each in usual if sum(each) <= rows.num_rows]
