@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.core.terms import ONE
@@ -114,9 +115,18 @@ class Subject:
         return self.rehearsals.run([batch], [order], plan)
 
     def off_without_padding(self) -> float:
-        """How far gradients are off without padding; 0 if not at all."""
+        """How far gradients of four rows, or of one if memory runs out, are off without
+        padding; 0 if not at all."""
+        try:
+            return self._off_without_padding(4)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return self._off_without_padding(1)
+
+    def _off_without_padding(self, number: int) -> float:
         lengths = self.rows.lengths()
-        few = [row for row in self.rows.shortest(4) if lengths[row] < max(lengths)]
+        few = [row for row in self.rows.shortest(number) if lengths[row] < max(lengths)]
         if not few:
             return 0.0
         base = replace(self.base, fixes_draws=True)
