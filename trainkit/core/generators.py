@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,6 +75,17 @@ def write_states(states: dict[str, Any], device: torch.device) -> None:
         numpy.set_state(states["numpy"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+
+
+@contextlib.contextmanager
+def random_kept(device: torch.device | None = None) -> Iterator[None]:
+    """What is drawn within is drawn from no generator of the run, also if it fails."""
+    device = device or torch.device("cpu")
+    states = read_states(device)
+    try:
+        yield
+    finally:
+        write_states(states, device)
 
 
 def seed_all(number: int) -> None:

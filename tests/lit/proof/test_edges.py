@@ -235,3 +235,38 @@ def test_padding_is_guessed_only_where_a_loader_may_pad(
             Numbers(), loader
         )
     assert asked == ([True, False] if pads else [True])
+
+
+class FailsOnFewRows(Tokens):
+    def features(self, batch: Any) -> Any:
+        assert len(batch["ids"]) == 16
+        return torch.nn.functional.dropout(super().features(batch))
+
+
+def test_a_rehearsal_that_fails_leaves_the_random_states_of_the_run() -> None:
+    trained = []
+    for proof in ("warn", "off"):
+        torch.manual_seed(3)
+        callback, module = (
+            AccumulationCallback(PerToken(), proof=proof),
+            FailsOnFewRows(),
+        )  # type: ignore[arg-type]
+        data = DataLoader(zoo.sequences(64), batch_size=16, collate_fn=zoo.padded)  # type: ignore[arg-type]
+        with quiet_lightning():
+            trainer(2, max_epochs=1, callbacks=[callback]).fit(module, data)
+        trained.append(module.head.weight.detach())
+    assert torch.equal(*trained)
+
+
+class ReadsWhatAHookSets(Tokens):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.factor = 1.0 + len(batch["ids"]) % 3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+def test_a_variation_that_does_not_run_is_no_cause() -> None:
+    report = check(ReadsWhatAHookSets(), token_loader(), strategy=PerSample())
+    assert not report.exact
+    assert report.causes

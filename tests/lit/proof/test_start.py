@@ -184,12 +184,21 @@ def test_what_a_callback_does_to_gradients_is_measured() -> None:
         fit(Tokens(), tokens(), PerToken(), callbacks=(wrongs.ClipsInCallback(),))
 
 
-class Drawing:
-    """A data set and a collate function that count, and have a generator."""
+class Coin:
+    """A transform with a generator of its own."""
 
     def __init__(self) -> None:
-        self.rows, self.reads = zoo.sequences(32), 0
         self.own = torch.Generator().manual_seed(0)
+
+    def __call__(self) -> torch.Tensor:
+        return torch.rand(1, generator=self.own) < 0.5
+
+
+class Drawing:
+    """A data set and a collate function that count, and have a transform."""
+
+    def __init__(self) -> None:
+        self.rows, self.reads, self.coins = zoo.sequences(32), 0, [Coin()]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -200,8 +209,8 @@ class Drawing:
 
     def __call__(self, rows: list[Any]) -> Any:
         self.reads += 1
-        batch, left = zoo.padded(rows), torch.rand(1, generator=self.own) < 0.5
-        return {**batch, "labels": torch.where(left, batch["ids"], batch["labels"])}
+        batch, is_left = zoo.padded(rows), self.coins[0]()
+        return {**batch, "labels": torch.where(is_left, batch["ids"], batch["labels"])}
 
 
 def test_rows_are_read_by_copies_of_the_data_set_and_the_collate_function() -> None:

@@ -7,11 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning.pytorch.utilities.seed import isolate_rng
-
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.batch_norm.recalibration import recalibrate
-from trainkit.core.generators import seed_all
+from trainkit.core.generators import random_kept, seed_all
 from trainkit.core.ranks import find_ranks
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_by_time, step_arguments
@@ -102,7 +100,7 @@ class Recalibrate(Policy):
                 seed_all(SEED + index + 1)
 
         with (
-            isolate_rng(),
+            random_kept(module.device),
             muted(module),
             _unheard(trainer),
             self._buffers_kept(module),

@@ -123,10 +123,14 @@ class Causes:
         return has_one and not says and self._subject.has_batches
 
     def _gap(self) -> float:
-        """How far the window is from its parts, each run by itself and weighed."""
+        """How far the window is from its parts, each run by itself and weighed;
+        infinitely far if it does not run."""
         subject = self._subject
-        parts = self._alone()
-        window = self._vector(subject.window())
+        try:
+            parts = self._alone()
+            window = self._vector(subject.window())
+        except Exception:  # a hook is missing that the step needs
+            return float("inf")
         return off_by(window, parts, self._own_weights())
 
     def _explain_gap(self) -> None:
@@ -189,17 +193,20 @@ class Causes:
         ones = torch.ones(len(parts), dtype=torch.float64)
         return min(best_fit(whole, parts).off, off_by(whole, parts, ones))
 
+    def _adds_up(self) -> bool:
+        """Whether a variation runs, and its parts add up to the whole."""
+        try:
+            return self._least_off() <= self._most
+        except Exception:
+            return False
+
     def _is_padding(self) -> bool:
         subject = self._subject
         rows = subject.rows
         if subject.are_alike or not (rows.pads_each and rows.can_cut):
             return False
         alike = self._subject = replace(subject, are_alike=True)
-        try:
-            is_seen = self._least_off() <= self._most
-        except Exception:  # it takes no rows that are padded more than need be
-            is_seen = False
-        if not is_seen:
+        if not self._adds_up():
             self._subject = subject
             return False
         part = min(
@@ -214,7 +221,7 @@ class Causes:
         before = self._subject
         for hook, place in self._hooks(TRANSFERS):
             self._subject = self._with(without=before.base.without | {hook})
-            if self._least_off() <= self._most:
+            if self._adds_up():
                 self.found.append(self._say.of_hook(place))
                 return True
             self._subject = before
@@ -227,7 +234,7 @@ class Causes:
         located = self._located()
         if norms and not isinstance(_at(subject.module, located.path), BatchNorm):
             self._subject = self._with(change=_in_eval)
-            if self._least_off() <= self._most:  # rows of its input stand in no order
+            if self._adds_up():  # rows of its input stand in no order
                 first = Located(next(iter(norms)), False, "", "")
                 layer = norms[first.path]
                 self.found.append(self._say.of_rows(first, layer, len(norms)))

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainkit.core.batches import describe
+from trainkit.core.generators import random_kept
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Coupling
 from trainkit.core.inside.forward import ChunkedForward
@@ -85,7 +85,7 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
             f"{why}{in_one_line(error)}",
         ) from error
     copied = watch.module.to(pl_module.device)
-    with catch_warnings(), isolate_rng(include_cuda=True), ExitStack() as stack:
+    with catch_warnings(), random_kept(pl_module.device), ExitStack() as stack:
         simplefilter("ignore")  # what others say of a few rows is not for the user
         coupling = None
         if guard is not None and guard.joins is not None:

@@ -25,6 +25,9 @@ SPREAD = 0.05
 LEAST_MOVE = 0.02
 """How far weights are moved that are all alike, as at zero or at one."""
 
+MOST_PARTS = 20
+"""Longer lists hold data, which is shared."""
+
 _OURS = "trainkit.lit."
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -167,18 +170,24 @@ class Copies:
                         register(copies[name], self.of(hook, f"a hook of {name}"))
 
 
-def read_apart(dataset: Any) -> Any:
+def read_apart(dataset: Any, depth: int = 4) -> Any:
     """A copy of a data set or of a collate function, to read rows with: the original
-    would count, and draw random numbers, once more than in training. It shares all but
-    generators."""
-    if not hasattr(dataset, "__dict__"):
+    would count, and draw random numbers, once more than in training. It shares tensors,
+    long lists, and what lies deeper than four objects."""
+    if is_generator(dataset):
+        return copy.deepcopy(dataset)
+    if not depth:
+        return dataset
+    if type(dataset) in (list, tuple) and len(dataset) <= MOST_PARTS:
+        # Such as transforms.
+        return type(dataset)(read_apart(each, depth - 1) for each in dataset)
+    shares = isinstance(dataset, type | nn.Module | Tensor | types.FunctionType)
+    if shares or not hasattr(dataset, "__dict__"):
         return dataset
     again = copy.copy(dataset)
-    for name, value in vars(again).items():
-        if name == "dataset":
-            vars(again)[name] = read_apart(value)
-        elif is_generator(value):
-            vars(again)[name] = copy.deepcopy(value)
+    if again is not dataset:
+        for name, value in vars(again).items():
+            vars(again)[name] = read_apart(value, depth - 1)
     return again
 
 

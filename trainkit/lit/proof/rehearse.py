@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from trainkit.core.generators import seed_all
+from trainkit.core.generators import random_kept, seed_all
 from trainkit.core.split.fields import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
@@ -239,7 +238,8 @@ class Rehearsals:
         own = [_own_batch(each, self.dtype) for each in batches]
         loader = _Batches(own, rows, now, self._trainer.train_dataloader)
         data = self._data(loader, plan)
-        with _quiet(), isolate_rng(), _full_precision(self.dtype), draws:
+        kept = random_kept(self._trainer.strategy.root_device)
+        with _quiet(), kept, _full_precision(self.dtype), draws:
             seed_all(seed)
             with contextlib.suppress(Ended):
                 trainer.fit(module, **data)

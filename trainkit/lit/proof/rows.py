@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from trainkit.core.generators import random_kept
 from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.fields import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
@@ -417,7 +417,7 @@ def samples_across(loader: Any, number: int = 12) -> list[Any]:
     data = getattr(loader, "dataset", None)
     if isinstance(data, IterableDataset) or not isinstance(loader, DataLoader):
         return []
-    with contextlib.suppress(Exception), isolate_rng():
+    with contextlib.suppress(Exception), random_kept():
         last: int = len(data) - 1  # type: ignore[arg-type]
         indices = {round(n * last / number) for n in range(number + 1)}
         rows = list(rows_at(read_apart(data), sorted(indices)))

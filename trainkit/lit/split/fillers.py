@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
+from trainkit.core.generators import random_kept
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.data.filler import Filler
@@ -51,7 +51,7 @@ def refuse_fillers_that_count(
         for strategy in weighing:
             weight: float | None = None
             try:
-                with isolate_rng():
+                with random_kept(trainer.strategy.root_device):
                     batch = _read(loader, micro_batching)
                     weigh = partial(_weigh, trainer, copied, strategy)
                     weight = _weight_among(combined, loader, batch, weigh)
