@@ -31,6 +31,7 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
+from trainkit.lit.proof.rows import unlike_parts
 from trainkit.lit.proof.start import ProofAtStart
 
 
@@ -270,3 +271,14 @@ def test_a_variation_that_does_not_run_is_no_cause() -> None:
     report = check(ReadsWhatAHookSets(), token_loader(), strategy=PerSample())
     assert not report.exact
     assert report.causes
+
+
+def test_parts_hold_unlike_numbers_of_classes() -> None:
+    """The control: without them, each part has one class, and all look alike to a loss
+    that divides by the number of classes."""
+    classes = torch.eye(3, dtype=torch.float64).repeat_interleave(2, 0)
+    counts = torch.cat([torch.ones(6, 1), classes], 1)
+    for given, is_alike in ((classes, False), (None, True)):
+        parts = unlike_parts(counts, (2, 2, 2), own=0, classes=given)
+        numbers = {int((classes[part].sum(0) > 0).sum()) for part in parts}
+        assert (len(numbers) == 1) == is_alike

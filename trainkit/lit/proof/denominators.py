@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,6 +143,18 @@ def class_counts(batch: Any, num_classes: int = 64) -> Iterator[tuple[Path, Tens
             if labels.numel() and int(labels.max()) < num_classes:
                 at = int(path) if path.isdigit() else path
                 yield at, torch.bincount(labels, minlength=num_classes).double()
+
+
+def classes(batch: Any, num_rows: int) -> Iterator[Callable[[Any], float]]:
+    """What counts the rows of each class, for fields with one label a row."""
+    for at, counts in class_counts(batch):
+        seen = counts.nonzero().flatten().tolist() if counts.sum() <= num_rows else []
+        for each in seen:
+            yield partial(_of_class, at, each)
+
+
+def _of_class(at: Path, number: int, batch: Any) -> float:
+    return float(dict(class_counts(batch))[at][number])
 
 
 def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:

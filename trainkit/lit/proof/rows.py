@@ -319,6 +319,7 @@ def unlike_parts(
     sizes: Sequence[int],
     lengths: Sequence[int] | None = None,
     own: int | None = None,
+    classes: Tensor | None = None,
     cut: Callable[[list[int]], Parts] | None = None,
 ) -> Parts:
     """Rows in parts that tell denominators apart, and widths.
@@ -335,9 +336,11 @@ def unlike_parts(
         lengths: of the rows, if parts should have unlike ones.
         own: a column, if that one must differ from others. Rows that count nothing by
             it are left out where others suffice.
+        classes: one row for each row, one column for each class that rows may have.
         cut: cuts chosen rows as the run would; default: by sizes alone.
     """
     draw, pool = random.Random(0), list(range(len(counts)))
+    classes = counts[:, :0] if classes is None else classes
     if own is not None:
         counting = [row for row in pool if float(counts[row, own]) > 0]
         pool = counting if len(counting) >= sum(sizes) else pool
@@ -352,9 +355,13 @@ def unlike_parts(
             apart = torch.pdist(shares.T)
         else:
             apart = (shares - shares[:, [own]]).norm(dim=0)
+            apart[:-1] *= counts[sum(parts, [])].sum(0) != 0  # else it says nothing
         clear = apart[apart > CLEAR]
         widths = {max(lengths[row] for row in part) for part in parts if lengths}
-        score = (len(widths), len(clear), float(clear.min()) if len(clear) else 0.0)
+        # Parts of one class each would look alike to what counts classes.
+        kinds = {tuple(sorted(classes[part].sum(0).tolist())) for part in parts}
+        least = float(clear.min()) if len(clear) else 0.0
+        score = (len(widths), len(kinds), len(clear), least)
         best = max(best, (score, parts), key=lambda each: each[0])
     return best[1]
 

@@ -17,7 +17,7 @@ from trainkit.lit.callback.table import say
 from trainkit.lit.probe.rows import num_elements
 from trainkit.lit.proof.causes import first_cause
 from trainkit.lit.proof.copying import read_apart
-from trainkit.lit.proof.denominators import candidates
+from trainkit.lit.proof.denominators import candidates, classes
 from trainkit.lit.proof.rehearse import Rehearsals
 from trainkit.lit.proof.rows import (
     FewRows,
@@ -153,6 +153,7 @@ class ProofAtStart:
         pool, own = rows.shortest(), leading(self._windows.strategies)
         known = candidates(rows.make(pool), {})
         counts = rows.counts(pool, [own.weight, *(each.weigh for each in known)])
+        named = [*classes(rows.make(pool), len(pool))]
         lengths, most = rows.lengths(), max(sizes[0])
 
         def cut(places: list[int]) -> Parts:
@@ -164,6 +165,7 @@ class ProofAtStart:
             sizes[0],
             [lengths[row] for row in pool],
             own=0,
+            classes=rows.counts(pool, named) if named else None,
             cut=cut if self._windows.is_split else None,
         )
         return [[pool[place] for place in part] for part in found]
@@ -209,6 +211,7 @@ class ProofAtStart:
         named = [c for c in candidates(rows.make(of), {}) if c.simplicity <= 2]
         own = leading(subject.strategies)
         counts = rows.counts(of, [own.weight, *(each.weigh for each in named)])
+        counts = counts[:, counts.sum(0) != 0]
         places = [[of.index(row) for row in part] for part in subject.parts]
         shares = shares_of(counts, places)
         shares = shares if isinstance(own, Uniform) else shares[:, :-1]
