@@ -139,7 +139,8 @@ def test_what_is_not_exact_is_explained(
     if kind != "state":
         assert report.deviation > 1e-3
         assert report.parameters[0][1] > 1e-3
-    with pytest.raises(AssertionError, match="not the big batch"):
+    verdict = "cannot say" if kind == "randomness" else "not the big batch"
+    with pytest.raises(AssertionError, match=verdict):
         report.assert_exact()
 
 
@@ -180,4 +181,4 @@ def test_dropout_and_noise_are_told_apart_from_causes() -> None:
     report = check(Noisy(), token_loader(), strategy=PerSample())
     (cause,) = report.causes
     assert cause.remedy == ("accumulation = PerToken()",)
-    assert any("left out: dropout" in note for note in report.notes)
+    assert "left out: dropout" in str(report)

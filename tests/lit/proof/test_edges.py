@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import trainkit
 from tests.helpers import quiet_lightning, trainer
@@ -31,30 +31,7 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
-from trainkit.lit.proof.rows import unlike_parts
-from trainkit.lit.proof.start import ProofAtStart
-
-
-class Numbers(LightningModule):
-    """Trains on rows of whole numbers alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(10, 2)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.embed(batch).sum(1).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Rows(IterableDataset[Any]):
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
+from trainkit.lit.proof.parts import unlike_parts
 
 
 def unrepeatable(module: Any, logits: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -212,30 +189,6 @@ def test_what_cannot_be_checked_is_refused(
 ) -> None:
     with pytest.raises(TrainkitError, match=text):
         check(module(), token_loader(), strategy=PerToken(), **options)
-
-
-@pytest.mark.parametrize("pads", [False, True])
-def test_padding_is_guessed_only_where_a_loader_may_pad(
-    pads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that end alike by chance cost no more rehearsals otherwise."""
-    asked: list[bool] = []
-    plain = ProofAtStart._off_by
-
-    def counted(proof: ProofAtStart, subject: Any) -> Any:
-        asked.append(subject.are_alike)
-        return plain(proof, subject)
-
-    monkeypatch.setattr(ProofAtStart, "_off_by", counted)
-    rows = torch.tensor([[5, 6, 7], [8, 9, 7], [1, 2, 3], [4, 5, 6]] * 2)
-    fitting = {"collate_fn": lambda rows: torch.stack(rows)} if pads else {}
-    data: Any = Rows(rows) if pads else rows  # of a stream, no other rows are read
-    loader = DataLoader(data, batch_size=4, **fitting)  # type: ignore[arg-type]
-    with quiet_lightning():
-        trainer(2, max_epochs=1, callbacks=[AccumulationCallback(PerSample())]).fit(
-            Numbers(), loader
-        )
-    assert asked == ([True, False] if pads else [True])
 
 
 class FailsOnFewRows(Tokens):

@@ -43,7 +43,7 @@ from trainkit import (
     Uniform,
 )
 from trainkit.lit.callback.base import is_rehearsal
-from trainkit.lit.proof.start import ProofAtStart
+from trainkit.lit.proof import start
 
 IMAGES, BATCH_NORM = (lambda: Images(zoo.classified), lambda: Images(
     zoo.classified, nn.BatchNorm2d
@@ -75,6 +75,7 @@ EXACT: dict[str, tuple[Any, ...]] = {
     "one length in all": (wrongs.Bidirectional, lambda: tokens(4,
      rows=wrongs.all_labels()[:6] * 4), PerToken()),
     "one row": (Tokens, lambda: tokens(1), PerToken()),
+    "one image": (IMAGES, lambda: images(1), PerSample()),
     "random collate": (Tokens, lambda: tokens(collate=wrongs.masked_at_random),
      PerToken()),
     "terms": (TwoTerms, tokens, TERMS, SPLIT),
@@ -240,15 +241,15 @@ def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other parts of the same rows may count alike, where these do not."""
-    ids, choose, parts = torch.arange(1, 7), ProofAtStart._parts, []
+    ids, choose, parts = torch.arange(1, 7), start.chosen_parts, []
     counts = [(3, 3), (4, 2), (4, 3), (4, 3), (5, 4), (5, 4), (5, 4), (6, 6)]
     rows = [
         {"ids": ids[:n], "labels": torch.where(ids <= count, ids, -100)[:n]}
         for n, count in counts
     ]
 
-    def noted(self: Any, rows: Any) -> Any:
-        found = choose(self, rows)
+    def noted(rows: Any, *how: Any, **options: Any) -> Any:
+        found = choose(rows, *how, **options)
         parts.extend(sorted(counts[row][1] for row in part) for part in found)
         return found
 
@@ -260,7 +261,7 @@ def test_rows_are_chosen_by_what_the_cutter_makes_of_them(
                 self.seen.append(sorted((batch["labels"] != -100).sum(1).tolist()))
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(ProofAtStart, "_parts", noted)
+    monkeypatch.setattr(start, "chosen_parts", noted)
     fit(Noting(), tokens(8, rows=rows), PerToken(), MicroBatching(size=1))
     assert sorted(map(len, parts)) == [1, 3, 3]
     assert sorted(Noting.seen[-3:]) == sorted(parts)
@@ -289,20 +290,19 @@ class Stream(IterableDataset[Any]):
         return iter(self.rows)
 
 
-def stream(rows: Iterable[Any]) -> Any:
-    return DataLoader(Stream(rows), batch_size=4, collate_fn=zoo.padded)
+def stream(rows: Iterable[Any], size: int = 4) -> Any:
+    return DataLoader(Stream(rows), batch_size=size, collate_fn=zoo.padded)
 
 
 DOUBTFUL: dict[str, tuple[Any, ...]] = {
     "one length, another count": (Tokens, lambda: stream(wrongs.all_labels()),
      PerSample(), "PerSample and PerToken look the same"),
-    "one length, padding seen": (wrongs.Bidirectional, lambda:
-     stream(wrongs.one_length(zoo.sequences())), PerToken(), "would see padding"),
     "one draw for all": (lambda: wrongs.Scaling(by_row=False), images, PerSample(),
-     "training_step draws by rand at proof/wrongs.py:"),
+     "(rand at proof/wrongs.py:"),
     "mixup": (lambda: Images(zoo.mixup), images, PerSample(),
      "randperm at proof/zoo"),
-    "one row": (IMAGES, lambda: images(1), PerSample(), "a loader batch has 1 row"),
+    "one row": (Tokens, lambda: stream(zoo.sequences(), 1), PerToken(),
+     "there is 1 row"),
     "a lock": (lambda: wrongs.Held(threading.Lock()), tokens, PerToken(),
      "Held.kept.held (lock) cannot be copied"),
     "a generator": (lambda: wrongs.Held(n for n in range(3)), tokens, PerToken(),

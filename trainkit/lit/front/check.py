@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from trainkit.core.strategies import Uniform
-from trainkit.core.terms import ONE, leading, named_strategies
+from trainkit.core.terms import named_strategies
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, replaced
@@ -22,25 +22,24 @@ from trainkit.lit.front.accumulation_callback import AccumulationCallback
 from trainkit.lit.front.mixin import AccumulationMixin
 from trainkit.lit.front.mixin_callback import MixinCallback
 from trainkit.lit.probe.fit_aside import fit_aside
-from trainkit.lit.proof.causes import Causes
-from trainkit.lit.proof.copying import Copies, read_apart
-from trainkit.lit.proof.denominators import candidates, line_of
-from trainkit.lit.proof.rehearse import Rehearsals, Taken
+from trainkit.lit.proof.copying import Copies
+from trainkit.lit.proof.measure import measured, name_of
+from trainkit.lit.proof.parts import chosen_parts, unlike_sizes
+from trainkit.lit.proof.rehearse import Rehearsals
 from trainkit.lit.proof.remedies import Door, of_precision
 from trainkit.lit.proof.report import Cut, Report
-from trainkit.lit.proof.rows import FewRows, has_equal_batches, many_parts, samples_of
+from trainkit.lit.proof.rows import few_rows, has_equal_batches
 from trainkit.lit.proof.subject import (
     FULL_PRECISIONS,
     Subject,
     as_given,
-    check_size,
-    left_out_of,
     refuse_backend,
 )
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 from trainkit.lit.quiet import without_advice
 
 NUM_PARTS = 6
+PRECISIONS = torch.float64, torch.float32
 WIDE = "the model sees its padding, so micro-batches keep the loader batch's width"
 
 
@@ -209,33 +208,42 @@ class _Check(Callback):
         try:
             refuse_backend(trainer)
             subject = self._subject(trainer, module, batch)
-            return _report(subject, self._door)
+            try:
+                return self._report(subject)
+            except (NotMeasured, TrainkitError):
+                raise
+            except Exception as error:
+                if str(trainer.precision) in FULL_PRECISIONS:
+                    raise
+                return _undecided(subject, error)
         except NotMeasured as error:
             raise TrainkitError(f"check: not measured: {error}.") from error
+
+    def _report(self, subject: Subject) -> Report:
+        report, options = measured(subject, PRECISIONS, self._door), subject.options
+        trims = options is not None and options.inside is None and options.trim
+        if options is not None and trims and not report.exact:
+            if subject.off_without_padding():  # then the run trims nothing
+                options = replace(options, trim=False)
+                subject = replace(subject, options=options, are_alike=True)
+                report = measured(subject, PRECISIONS, self._door)
+                report = replace(report, notes=(WIDE,))
+        return _beside_plain(report, subject)
 
     def _subject(self, trainer: Any, module: Any, batch: Any) -> Subject:
         options, loader = self._options, trainer.train_dataloader
         is_inside = options is not None and options.inside is not None
         is_split = options is not None and not is_inside
-        strategy = next(iter(self._strategies.values()), None)
-        rows = FewRows(
-            batch,
-            options if is_split else None,
-            strategy,
-            samples=samples_of(loader, self._most),
-            collate=read_apart(getattr(loader, "collate_fn", None)),
-        )
-        number = min(rows.num_rows, self._most)
+        own, most = next(iter(self._strategies.values()), None), self._most
+        rows = few_rows(loader, batch, options if is_split else None, own, most)
+        number = min(rows.num_rows, most)
         if number < 2:
             raise TrainkitError(
                 f"check: needs at least 2 rows to cut, and found {number}. Give a "
                 f"loader or a batch with more rows, and leave rows= at its default."
             )
-        of = list(range(number))
-        known = candidates(rows.make(of), {})
-        counts = rows.counts(of, [each.weigh for each in known])
-        is_equal = bool(self._strategies) and has_equal_batches(loader)
-        is_equal = is_equal and not is_split
+        is_equal = own is not None and not is_split and has_equal_batches(loader)
+        sizes = unlike_sizes(number, NUM_PARTS, is_equal=is_equal)
         driver = AccumulationCallback(Uniform())
         if isinstance(module, AccumulationMixin):
             driver = object.__new__(MixinCallback)
@@ -244,108 +252,35 @@ class _Check(Callback):
             module,
             self._strategies,
             options,
-            Rehearsals(
-                trainer,
-                module,
-                driver,
-                dtype=torch.float64,
-                callbacks=self._callbacks,
-            ),
+            Rehearsals(trainer, module, driver, callbacks=self._callbacks),
             rows,
-            many_parts(counts, NUM_PARTS, is_equal=is_equal),
+            chosen_parts(rows, sizes, own),
             has_batches=not is_split and not (is_inside and not self._accumulates),
         )
 
 
-def _report(subject: Subject, door: Door) -> Report:
-    try:
-        subject, whole, window = _compared(subject)
-    except (NotMeasured, TrainkitError):
-        raise
-    except Exception as error:
-        return _undecided(subject, error)
-    off, sizes = window.off_from(whole), tuple(map(len, subject.parts))
-    options, notes = subject.options, list[str]()
-    trims = options is not None and subject.is_split and options.trim
-    if options is not None and trims and off > subject.most_rounding:
-        if subject.off_without_padding():  # then the run trims nothing
-            options = replace(options, trim=False)
-            subject = replace(subject, options=options, are_alike=True)
-            subject, whole, window = _compared(subject)
-            off = window.off_from(whole)
-            notes.append(WIDE)
-    is_exact = off <= subject.most_rounding
-    cuts = [Cut(_name(subject), sizes, off)]
-    causes = [] if is_exact else Causes(subject, door).look()
-    if subject.strategies and subject.is_plain:
-        plain = replace(subject, strategies={}, options=None, has_batches=True)
-        by_lightning = plain.window().off_from(whole)
-        cuts.append(Cut("plain accumulation", sizes, by_lightning))
-    left_out = [*sorted(subject.left_out)]
-    left_out += left_out_of(subject.trainer, collates=subject.rows.collates)
-    notes += [f"left out: {', '.join(left_out)}"] if left_out else []
-    notes.append("holds for these rows and this moment of the training")
-    precision = str(subject.rehearsals.dtype).removeprefix("torch.")
-    return Report(
-        exact=is_exact,
-        deviation=off,
-        rounding=subject.most_rounding,
-        num_rows=len(subject.all_rows),
-        precision=precision,
-        cuts=tuple(cuts),
-        parameters=() if is_exact else _off(whole, window, subject.most_rounding),
-        causes=tuple(causes),
-        notes=tuple(notes),
-    )
-
-
-def _compared(subject: Subject) -> tuple[Subject, Taken, Taken]:
-    """The whole and the window, in float64 if the module takes it."""
-    try:
-        whole, window = subject.whole(), subject.window()
-    except Exception:  # not every operation knows float64
-        subject = subject.in_float32()
-        whole, window = subject.whole(), subject.window()
-    check_size(whole)
-    return subject, whole, window
+def _beside_plain(report: Report, subject: Subject) -> Report:
+    """A report that also says how far plain Lightning would be off."""
+    if not (subject.strategies and subject.is_plain):
+        return report
+    subject = subject.in_dtype(getattr(torch, report.precision))
+    plain = replace(subject, strategies={}, options=None, has_batches=True)
+    off = plain.window().off_from(subject.whole())
+    cut = replace(report.cuts[0], name="plain accumulation", deviation=off)
+    return replace(report, cuts=(*report.cuts, cut))
 
 
 def _undecided(subject: Subject, error: Exception) -> Report:
     """The report of a step that runs in the half precision of its Trainer alone."""
     precision = str(subject.trainer.precision)
-    if precision in FULL_PRECISIONS:
-        raise error
-    cause = of_precision(precision, in_one_line(error))
-    sizes, off = tuple(map(len, subject.parts)), float("nan")
-    return Report(
-        exact=False,
-        deviation=off,
-        rounding=5e-2,
+    sizes = tuple(map(len, subject.parts))
+    return replace(
+        Report.of_nothing(""),
         num_rows=len(subject.all_rows),
         precision=precision,
-        cuts=(Cut(_name(subject), sizes, None, "it could not run"),),
-        causes=(cause,),
+        cuts=(Cut(name_of(subject), sizes, None, "it could not run"),),
+        causes=(of_precision(precision, in_one_line(error)),),
     )
-
-
-def _name(subject: Subject) -> str:
-    options = subject.options
-    if options is not None and options.inside is not None:
-        and_more = ", weighed" if subject.has_batches else ""
-        return f"inner cut{and_more}"
-    if not subject.strategies:
-        return "plain accumulation"
-    said = line_of(leading(subject.strategies))
-    if ONE not in subject.strategies:
-        said = "terms by name"
-    return f"{'split, ' * (options is not None)}weighed by {said}"
-
-
-def _off(whole: Taken, window: Taken, most: float) -> tuple[tuple[str, float], ...]:
-    """The parameters that are off by more than rounding, worst first."""
-    both = whole.beside(window).items()
-    shares = [(name, off / whole.size) for (_, _, name), (_, off) in both]
-    return tuple(sorted((s for s in shares if s[1] > most), key=lambda each: -each[1]))
 
 
 def _of_all_ranks(trainer: Any, measure: Callable[[], Report]) -> Report:

@@ -203,7 +203,7 @@ class Causes:
     def _is_padding(self) -> bool:
         subject = self._subject
         rows = subject.rows
-        if subject.are_alike or not (rows.pads_each and rows.can_cut):
+        if subject.are_alike or not rows.can_widen:
             return False
         alike = self._subject = replace(subject, are_alike=True)
         if not self._adds_up():
@@ -254,7 +254,7 @@ class Causes:
     def _located(self) -> Located:
         """Where rows see each other, at the width of the whole if that can be had."""
         subject, rows = self._subject, self._subject.rows
-        alike = replace(subject, are_alike=rows.pads_each and rows.can_cut)
+        alike = replace(subject, are_alike=rows.can_widen)
         of, part = subject.all_rows, max(subject.parts, key=len)
         places = [of.index(row) for row in part]
         try:
@@ -278,12 +278,12 @@ class Causes:
         """Name the weights with which the parts are the whole."""
         subject, whole, parts = self._subject, self._whole(), self._alone()
         if off_by(whole, parts, self._own_weights()) <= self._most:
-            numbers = subject.rows.whole_numbers(within=True)
+            numbers = subject.rows.whole_numbers()
             if not self.found and numbers and self._is_split:
                 self.found.append(remedies.of_host(numbers[0]))
             return
         fits = self._fitting(whole, parts)
-        numbers = subject.rows.whole_numbers(within=True)
+        numbers = subject.rows.whole_numbers()
         if fits and fits[0] is SUM and numbers and self._is_split:
             self.found.append(remedies.of_host(numbers[0]))
         elif fits and fits[0] is SUM:
@@ -467,23 +467,6 @@ class Causes:
 
 def _overrides(callback: Any, name: str) -> bool:
     return hasattr(callback, name) and has_own(callback, name)
-
-
-def first_cause(subject: Subject) -> str:
-    """Why a window is not the big batch, in one sentence."""
-    try:
-        found = Causes(subject).look()
-    except Exception:
-        found = []
-    if not found:
-        return "trainkit.check(module, data) looks for the cause."
-    cause = found[0]
-    place = f" ({cause.place})" if cause.place else ""
-    return (
-        f"{cause.text[:1].upper()}{cause.text[1:]}{place}. trainkit.check(module, "
-        f"data) names the remedy, and so does `trainkit check`, before the words of "
-        f"your command."
-    )
 
 
 def _numbers(weigh: Callable[[Any], Any], batches: Sequence[Any]) -> Tensor:

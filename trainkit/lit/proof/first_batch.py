@@ -14,10 +14,11 @@ from trainkit.lit.callback.base import fetches_batches, is_rehearsal, is_taken_o
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.choose import choose
 from trainkit.lit.proof.rehearse import Rehearsals
+from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.start import ProofAtStart
 from trainkit.lit.proof.subject import Subject, refuse_backend
-from trainkit.lit.proof.verdict import NotMeasured, Verdict, in_one_line
+from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
 
 @contextlib.contextmanager
@@ -46,7 +47,7 @@ def first_batches(trainer: Any, pl_module: Any, windows: Any) -> Iterator[None]:
     with tap:
         if fetches_batches(pl_module):
             text = "training_step takes its batches from dataloader_iter itself"
-            first.proof.tell(Verdict(None, cause=text))
+            first.proof.tell(Report.of_nothing(text))
         else:
             tap.enter_context(replaced(plugin, convert_input=look))
         yield

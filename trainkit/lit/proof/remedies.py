@@ -72,7 +72,6 @@ UNSEEN_DRAWS = Cause(
     "two steps over the same rows differ: it draws from Python's or NumPy's generator, "
     "or from one of its own",
     ("draw with torch, one number for each row",),
-    hides=True,
 )
 
 
@@ -144,7 +143,6 @@ def of_precision(precision: str, why: str) -> Cause:
         f"it runs in {precision} only, where rounding hides deviations below 5e-2, so "
         f"nobody can say that it is exact. In float32: {why}",
         ("let training_step run in float32 for the check",),
-        hides=True,
     )
 
 

@@ -27,6 +27,11 @@ LABELS = {
 
 MOST_SIZES = 12
 
+MORE = (
+    "trainkit.check(module, data) names the remedy, and so does `trainkit check`, "
+    "before the words of your command."
+)
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -40,14 +45,22 @@ class Cause:
             for the loss; "" where there is none.
         text: what was found.
         remedy: what to do, as lines that can be pasted where there are such.
-        hides: whether nobody can say what else differs before it is gone.
     """
 
     kind: str
     place: str
     text: str
     remedy: tuple[str, ...] = ()
-    hides: bool = False
+
+    @property
+    def hides(self) -> bool:
+        """Whether nobody can say what else differs before it is gone."""
+        return self.kind in ("randomness", "precision")
+
+    @property
+    def with_place(self) -> str:
+        """The text, and where."""
+        return f"{self.text} ({self.place})" if self.place else self.text
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,9 @@ class Report:
         cuts: all cuts that were measured.
         parameters: the parameters that are off, worst first, each with its deviation.
         causes: why, where it is not exact; and what holds in expectation only.
-        notes: what the check has left out, or could not see.
+        notes: what else is to be known.
+        left_out: what the rehearsal has not done as the run does it.
+        doubt: why nobody can say whether it is exact; "" otherwise.
     """
 
     exact: bool
@@ -104,6 +119,43 @@ class Report:
     parameters: tuple[tuple[str, float], ...] = ()
     causes: tuple[Cause, ...] = ()
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    doubt: str = ""
+
+    @classmethod
+    def of_nothing(cls, doubt: str) -> Report:
+        """The report where nothing could be measured."""
+        return cls(False, math.nan, 0.0, 0, "float32", (), doubt=doubt)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the window is not the big batch, and that is certain."""
+        return not self.exact and not self._doubt
+
+    @property
+    def _doubt(self) -> str:
+        if self.doubt or self.exact or not self.causes:
+            return self.doubt
+        hides = all(cause.hides for cause in self.causes)
+        return self.causes[0].with_place if hides else ""
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line, as a run says it when it begins."""
+        rows = f"on {self.num_rows} of your rows"
+        if self.exact:
+            left_out = ", ".join(self.left_out)
+            more = f"; left out: {left_out}" if left_out else ""
+            off = f"off by {self.deviation:.0e} in {self.precision}"
+            return f"exact {rows}: {off}{more}"
+        if not self.is_off:
+            return f"not measured: {self._doubt}"
+        cause = next((c.with_place for c in self.causes if not c.hides), "")
+        cause = f"{cause[:1].upper()}{cause[1:]}. " if cause else ""
+        return (
+            f"a window of this training is not the big batch: {rows}, its gradient is "
+            f"off by {self.deviation:.2g} of its size. {cause}{MORE}"
+        )
 
     def rows(self) -> list[Row]:
         """The report as rows of a table."""
@@ -115,11 +167,13 @@ class Report:
         for name, off in self.parameters[:5]:
             rows.append(("off", f"{name}: {off:.1e}"))
         for cause in self.causes:
-            place = f" ({cause.place})" if cause.place else ""
-            rows.append((LABELS.get(cause.kind, cause.kind), cause.text + place))
+            rows.append((LABELS.get(cause.kind, cause.kind), cause.with_place))
             rows += [("do", line) for line in cause.remedy]
-        rows += [("note", note) for note in self.notes]
-        return rows
+        notes = [*filter(None, [self.doubt]), *self.notes]
+        if self.left_out:
+            notes.append(f"left out: {', '.join(self.left_out)}")
+        notes.append("holds for these rows and this moment of the training")
+        return rows + [("note", note) for note in notes]
 
     def _verdict(self) -> str:
         measured = (
@@ -128,7 +182,7 @@ class Report:
         )
         if self.exact:
             return f"exact on {self.num_rows} rows: {measured}"
-        if self.causes and all(cause.hides for cause in self.causes):
+        if not self.is_off:
             return f"cannot say on {self.num_rows} rows: {measured}"
         return f"not the big batch on {self.num_rows} rows: {measured}"
 

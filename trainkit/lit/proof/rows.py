@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,8 +16,9 @@ from trainkit.core.generators import random_kept
 from trainkit.core.split.cutting import Cutter, Limit
 from trainkit.core.split.fields import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.rows import Rows
 from trainkit.core.strategies import AccumulationStrategy, PerSample
-from trainkit.lit.probe.rows import Rows, num_elements, rows_at
+from trainkit.lit.probe.rows import num_elements, rows_at
 from trainkit.lit.proof.copying import read_apart
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line
 
@@ -27,29 +27,29 @@ Parts = list[list[int]]
 POOL = 15
 """Rows are chosen among so many of the shortest."""
 
-TRIES = 200
-
-CLEAR = 0.02
-"""Shares that differ by less are hardly told apart."""
-
-LABELS = ("label", "target", "tgt", "y")
-"""Within the name of a field that holds labels, or its whole name."""
+LABELS = ("label", "target", "tgt")
+"""Within the name of a field that holds labels."""
 
 
 class FewRows:
     """Makes batches of any of a few rows.
 
+    They are put together anew of samples of the data set, as the loader would do it.
+    Where there are no samples, rows are cut from a loader batch.
+
     Args:
         batch: a loader batch, on the host.
         options: how split windows cut; None for others.
         strategy: tells rows' lengths, and its labels.
-        samples: rows as the data set has them, if batches are to be made anew of them.
-        collate: makes a batch of samples.
+        samples: rows as the data set has them.
+        collate: makes a batch of samples; needed if there are some.
+        pads: whether loader batches are each padded to a width of their own.
 
     Attributes:
         num_rows: how many there are.
-        collates: whether batches are made anew by the collate function.
-        can_cut: whether rows can be cut from a batch, so that they keep its width.
+        collates: whether batches are put together anew.
+        can_widen: whether rows can also be had as wide as all rows are together, where
+            they would be narrower alone.
         has_classes: whether rows have one label each, some of which were exchanged.
     """
 
@@ -61,55 +61,42 @@ class FewRows:
         *,
         samples: Sequence[Any] = (),
         collate: Callable[[list[Any]], Any] | None = None,
+        pads: bool = False,
     ) -> None:
         self._options, self._samples, self._collate = options, samples, collate
         self._strategy = strategy or PerSample()
-        if options is not None and options.collate is not None:
-            self._samples, self._collate = samples or list(batch), options.collate
-        self.collates = bool(self._samples)
-        self._batch = self._collated(range(len(self._samples))) if self.collates else (
-            batch
-        )  # fmt: skip
-        own = options if options is not None and options.collate is None else None
+        self.collates, self.has_classes = collate is not None and bool(samples), False
+        self._batch = self._collated(range(len(samples))) if self.collates else batch
+        self._yields_samples = options is not None and options.collate is not None
+        own = options if not self._yields_samples else None
         self._cutter = Cutter(own or MicroBatching(size=1), self._strategy)
-        self.num_rows, self._groups = len(self._samples), ()
+        self._fewer: tuple[list[str], set[int]] = [], set()
+        rows = Rows(len(samples))
         try:
             with _unheard():
-                measured = self._cutter.measure(self._batch)
-            self.num_rows, self._groups = measured.num_rows, measured.groups
-            self.can_cut = self.num_rows == len(self._samples) or not self.collates
+                rows = self._cutter.measure(self._batch)
+            is_cut = not self.collates or rows.num_rows == len(samples)
         except Exception as error:
-            self.can_cut = False
+            is_cut = False
             if not self.collates:
                 text = "the rows of the batch cannot be told apart"
                 raise NotMeasured(f"{text}: {in_one_line(error)}") from error
-        if not self.can_cut:
-            self.num_rows, self._groups = len(self._samples), ()
-        self._is_split = options is not None
-        self._width = None if self.collates else Width.of(self._batch, self._strategy)
-        # Where no row fills the width, the run pads all rows to one.
-        is_full = self._width is not None and self._width.is_full
-        self.pads_each = self.collates or self._is_split or is_full
-        self.is_guess = self._width is not None and self._width.is_guess
-        self.has_classes = False
+        self._groups = rows.groups if is_cut else ()
+        self.num_rows = rows.num_rows if is_cut else len(samples)
+        if not self.collates:  # a batch of one fixed width has no row that fills it
+            full = [max(g.lengths, default=0) == g.padded_length for g in self._groups]
+            pads = options is not None or pads and all(full)
+        self._narrows, self.can_widen = pads, pads and is_cut
 
     @property
     def has_padding(self) -> bool:
         """Whether some rows could go without some of their columns."""
         return any(group.has_padding for group in self._groups) and not self.collates
 
-    @property
-    def have_one_length(self) -> bool:
-        """Whether rows are sequences of numbers, and no row of the batch is padded."""
-        is_one = not self.collates and len(set(self.lengths())) == 1
-        return is_one and bool(_sequences(self._batch))
-
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""
-        if self._width is not None:
-            return [stop - start for start, stop in self._width.spans]
-        if not self._groups:
-            return [0] * self.num_rows
+        if self.collates:
+            return [num_elements(sample) for sample in self._samples]
         return [sum(g.lengths[n] for g in self._groups) for n in range(self.num_rows)]
 
     def make(self, rows: Sequence[int], *, alike: bool = False) -> Any:
@@ -117,28 +104,27 @@ class FewRows:
 
         Args:
             rows: their numbers.
-            alike: keep the width of all rows, in place of what the run pads to.
+            alike: as wide as all rows together, in place of what the run pads to.
         """
-        if self.collates and not alike:
-            return self._collated(rows)
-        with _unheard():
-            trimmed, wide = self._cutter.pair(self._batch, list(rows))
-        if alike or not self.pads_each:
-            return wide
-        if self._is_split or self._width is None:
-            return trimmed
-        return self._width.narrowed(wide, rows)
+        if self.collates and not (alike and self.can_widen):
+            batch = self._collated(rows)
+        else:
+            with _unheard():
+                trimmed, wide = self._cutter.pair(self._batch, list(rows))
+            batch = trimmed if self._narrows and not alike else wide
+        return self._changed(batch, rows)
 
     def loader_batch(self, rows: Sequence[int]) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""
-        if self._options is not None and self._options.collate is not None:
+        if self._yields_samples:
             return [self._samples[row] for row in rows]
         return self.make(rows, alike=not self.collates)
 
     def cut(self, rows: Sequence[int], size: int) -> Parts:
         """The parts in which the run cuts these rows, if only a few fit in one."""
+        cutter = Cutter(self._options or MicroBatching(size=1), self._strategy)
         with _unheard():
-            found = self._cutter.cut(self.loader_batch(rows), Limit(size, None))
+            found = cutter.cut(self.loader_batch(rows), Limit(size, None))
         return [sorted(rows[place] for place in each.rows) for each in found]
 
     def _collated(self, rows: Sequence[int]) -> Any:
@@ -157,17 +143,13 @@ class FewRows:
     ) -> Tensor:
         """What each row counts by each of several denominators."""
         singles = [_on_host(self.make([row])) for row in rows]
-        columns = [[number_of(weigh, each) for each in singles] for weigh in weighs]
+        columns = [[_number(weigh, each) for each in singles] for weigh in weighs]
         return torch.tensor(columns, dtype=torch.float64).T
 
-    def whole_numbers(self, *, within: bool = False) -> list[str]:
-        """The paths of single numbers, which may count the loader batch.
-
-        Args:
-            within: also where batches are made anew, for those that are cut then.
-        """
-        found, is_new = [], self.collates and not within
-        for path, value in () if is_new else take_apart(self._batch)[0]:
+    def whole_numbers(self) -> list[str]:
+        """The paths of single numbers, which may count the loader batch."""
+        found = []
+        for path, value in take_apart(self._batch)[0]:
             is_single = isinstance(value, Tensor) and value.ndim == 0
             number: Any = value.item() if is_single else value
             if type(number) in (int, float) and path and number > 1:
@@ -183,252 +165,99 @@ class FewRows:
         Half of their labels are ignored, and their masks end there. Where a row has one
         label, which is alike in all rows, they get another one.
         """
+        found = copy.copy(self)
         fields = self._countable()
-        if not fields or self.collates:
-            return None
+        found._fewer = list(fields), set(rows)
+        found.has_classes = all(value.ndim == 1 for value in fields.values())
+        return found if fields else None
+
+    def _changed(self, batch: Any, rows: Sequence[int]) -> Any:
+        """A batch of some rows, of which some count less."""
+        names, fewer = self._fewer
+        at = [place for place, row in enumerate(rows) if row in fewer]
+        if not at or not names:
+            return batch
         ignored = getattr(self._strategy, "ignore_index", -100)
-        ids, at = {id(value) for _, value in fields}, list(rows)
-        behind = [_half(v[at] != ignored) for _, v in fields if v.ndim > 1]
-        stop = max(behind, default=0)
+        fields = {p: v for p, v in take_apart(batch)[0] if p in names}
+        own = [v for v in fields.values() if v.ndim > 1]
+        stop = max((_half(v[at] != ignored) for v in own), default=0)
+        ids = {id(value) for value in fields.values()}
 
         def changed(value: Tensor) -> Tensor:
             if id(value) not in ids:
                 return value
             value = value.clone()
             if value.ndim == 1:
-                value[at] += 1 if value[0] == 0 else -1
+                value[at] += 1 if value.min() == 0 else -1
             else:
                 value[at, stop:] = 0 if _is_mask(value) else ignored
             return value
 
-        batch = with_tensors(self._batch, changed)
-        found = FewRows(batch, self._options, self._strategy)
-        found.has_classes = all(value.ndim == 1 for _, value in fields)
-        return found
+        return with_tensors(batch, changed)
 
-    def _countable(self) -> list[tuple[str, Tensor]]:
+    def _countable(self) -> dict[str, Tensor]:
         """Masks and labels, of which all rows have equally many."""
         fields = [
             (path, value)
             for path, value in take_apart(self._batch)[0]
             if isinstance(value, Tensor) and value.ndim and len(value) == self.num_rows
+            if not (value.is_floating_point() or value.is_complex())
         ]
         named = str(getattr(self._strategy, "labels", None))
-        last = fields[-1][0] if len(fields) > 1 else None
-        found = []
+        last = fields[-1][0] if len(fields) > 1 or "1" in dict(fields) else None
+        found = {}
         for path, value in fields:
             name = path.rpartition(".")[2].lower()
-            is_named = path == named or path == last and path.isdigit()
-            is_label = is_named or any(n in name for n in LABELS[:3]) or name == "y"
-            whole = not (value.is_floating_point() or value.is_complex())
-            if value.ndim > 1 and value.shape[1] > 1 and whole:
+            is_label = name == "y" or any(each in name for each in LABELS)
+            is_label |= path == named or path == last and path.isdigit()
+            if value.ndim > 1 and value.shape[1] > 1:
                 if is_label or "mask" in name and _is_mask(value):
-                    found.append((path, value))
-            elif value.ndim == 1 and whole and is_label and value.dtype != torch.bool:
+                    found[path] = value
+            elif value.ndim == 1 and is_label and value.dtype != torch.bool:
                 if bool((value == value[0]).all()):
-                    found.append((path, value))
+                    found[path] = value
         return found
 
 
-class Width:
-    """Which columns of each row are no padding, in a batch that is padded.
-
-    A mask tells it, or labels that do not count where all other whole numbers of a row
-    are one number. Where neither is there, rows that end in one number while others do
-    not are guessed to be padded.
-
-    Args:
-        real: for each row and column, whether it is no padding.
-        is_guess: whether nothing but the numbers themselves tells it.
-
-    Attributes:
-        spans: for each row its first column, and the column behind its last one.
-    """
-
-    def __init__(self, real: Tensor, *, is_guess: bool = False) -> None:
-        self.is_guess, self._num_columns = is_guess, real.shape[1]
-        self.spans: list[tuple[int, int]] = []
-        for row in real:
-            at = row.nonzero()
-            is_empty = not len(at)
-            self.spans.append((0, 0) if is_empty else (int(at[0]), int(at[-1]) + 1))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether some row has no padding, and another one has."""
-        full = [span == (0, self._num_columns) for span in self.spans]
-        return any(full) and not all(full)
-
-    def narrowed(self, batch: Any, rows: Sequence[int]) -> Any:
-        """A batch of some rows without the columns that are padding in all of them."""
-        spans = [self.spans[row] for row in rows]
-        start, stop = min(s for s, _ in spans), max(s for _, s in spans)
-
-        def cut(value: Tensor) -> Tensor:
-            is_wide = value.ndim > 1 and value.shape[1] == self._num_columns
-            if not is_wide:
-                return value
-            return value[:, start : max(stop, start + 1)].contiguous()
-
-        return with_tensors(batch, cut)
-
-    @classmethod
-    def of(cls, batch: Any, strategy: AccumulationStrategy) -> Width | None:
-        """The width of a batch; None if nothing tells it."""
-        fields = _sequences(batch)
-        for name, mask in fields.items():
-            if "mask" in name and _is_mask(mask):
-                return cls(mask != 0)
-        ignored = getattr(strategy, "ignore_index", -100)
-        for labels in fields.values():
-            real = labels != ignored
-            others = [each for each in fields.values() if each.shape == labels.shape]
-            if not real.all() and all(_is_constant(each[~real]) for each in others):
-                return cls(real)
-        for each in fields.values():
-            last = each[:, -1]
-            padding = last.mode().values
-            if 0 < int((last == padding).sum()) < len(last):
-                return cls(each != padding, is_guess=True)
-        return None
-
-
-def _sequences(batch: Any) -> dict[str, Tensor]:
-    """The fields in which each row is several whole numbers."""
-    return {
-        path.rpartition(".")[2]: value
-        for path, value in take_apart(batch)[0]
-        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1
-        if not (value.is_floating_point() or value.is_complex())
-    }
-
-
-def _half(counts: Tensor) -> int:
-    """The column behind half of what counts, in the row where that is last."""
-    done = counts.flatten(2).any(2) if counts.ndim > 2 else counts
-    done = done.long().cumsum(1)
-    return int((2 * done < done[:, -1:]).sum(1).max()) + 1
-
-
-def _is_constant(values: Tensor) -> bool:
-    return bool((values == values[:1]).all())
-
-
-def unlike_parts(
-    counts: Tensor,
-    sizes: Sequence[int],
-    lengths: Sequence[int] | None = None,
-    own: int | None = None,
-    classes: Tensor | None = None,
-    cut: Callable[[list[int]], Parts] | None = None,
-) -> Parts:
-    """Rows in parts that tell denominators apart, and widths.
-
-    Of random choices, the one is taken in which the shares of the parts differ most
-    often between denominators.
-
-    >>> unlike_parts(torch.tensor([[1.0, 3], [1, 3], [1, 9]]), [1, 1], own=0)
-    [[1], [2]]
+def few_rows(
+    loader: Any,
+    batch: Any,
+    options: MicroBatching | None,
+    strategy: AccumulationStrategy | None,
+    number: int = 13,
+) -> FewRows:
+    """Rows from all over a loader's data set; where that cannot be, those of a batch.
 
     Args:
-        counts: one row for each row, one column for each denominator.
-        sizes: how many rows each part gets.
-        lengths: of the rows, if parts should have unlike ones.
-        own: a column, if that one must differ from others. Rows that count nothing by
-            it are left out where others suffice.
-        classes: one row for each row, one column for each class that rows may have.
-        cut: cuts chosen rows as the run would; default: by sizes alone.
+        loader: that of the run.
+        batch: its first one.
+        options: how split windows cut; None for others.
+        strategy: what a micro-batch weighs.
+        number: how many rows to read.
     """
-    draw, pool = random.Random(0), list(range(len(counts)))
-    classes = counts[:, :0] if classes is None else classes
+    own = None if options is None else options.collate
+    collate = own or read_apart(getattr(loader, "collate_fn", None))
+    samples = _samples_across(loader, number, collate)
     if own is not None:
-        counting = [row for row in pool if float(counts[row, own]) > 0]
-        pool = counting if len(counting) >= sum(sizes) else pool
-    best: tuple[Any, Parts] = (), []
-    bounds = [0, *itertools.accumulate(sizes)]
-    for _ in range(TRIES if cut is None else TRIES // 8):
-        order = draw.sample(pool, sum(sizes))
-        parts = [sorted(order[a:b]) for a, b in itertools.pairwise(bounds)]
-        parts = parts if cut is None else cut(sorted(order))
-        shares = shares_of(counts, parts)
-        if own is None:
-            apart = torch.pdist(shares.T)
-        else:
-            apart = (shares - shares[:, [own]]).norm(dim=0)
-            apart[:-1] *= counts[sum(parts, [])].sum(0) != 0  # else it says nothing
-        clear = apart[apart > CLEAR]
-        widths = {max(lengths[row] for row in part) for part in parts if lengths}
-        # Parts of one class each would look alike to what counts classes.
-        kinds = {tuple(sorted(classes[part].sum(0).tolist())) for part in parts}
-        least = float(clear.min()) if len(clear) else 0.0
-        score = (len(widths), len(kinds), len(clear), least)
-        best = max(best, (score, parts), key=lambda each: each[0])
-    return best[1]
+        samples = samples or list(batch)
+    stacks = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+    pads = collates_by_itself(loader) or not stacks
+    how: dict[str, Any] = {"collate": collate if samples else None, "pads": pads}
+    return FewRows(batch, options, strategy, samples=samples, **how)
 
 
-def many_parts(counts: Tensor, number: int, *, is_equal: bool) -> Parts:
-    """All rows in several parts, which tell as many denominators apart as can be.
-
-    Args:
-        counts: one row for each row, one column for each denominator.
-        number: how many parts, if there are two rows for each.
-        is_equal: whether all parts have as many rows.
-    """
-    rows = len(counts)
-    number = max(2, min(number, rows // 2))
-    sizes = [rows // number] * number
-    if is_equal:
-        return unlike_parts(counts, sizes)
-    for place in range(rows % number):
-        sizes[-1 - place] += 1
-    for place in range(number // 2):  # the first are shorter, the last longer
-        moves = min(sizes[place] - (1 if rows < 4 else 2), number // 2 - place)
-        sizes[place] -= max(moves, 0)
-        sizes[-1 - place] += max(moves, 0)
-    return unlike_parts(counts, sizes)
-
-
-def shares_of(counts: Tensor, parts: Parts) -> Tensor:
-    """What each part weighs of all, by each denominator, and if all weigh alike."""
-    in_parts = torch.stack([counts[part].sum(0) for part in parts])
-    shares = in_parts / in_parts.sum(0).clamp_min(1e-9)
-    return torch.cat([shares, torch.full((len(parts), 1), 1 / len(parts))], 1)
-
-
-def number_of(weigh: Callable[[Any], Any], batch: Any) -> float:
-    """What a batch weighs; 0 if that cannot be said."""
-    try:
-        found = float(weigh(batch))
-    except Exception:
-        return 0.0
-    return found if abs(found) < float("inf") else 0.0
-
-
-def samples_of(loader: Any, most: int) -> list[Any]:
-    """Rows that a loader would read first, of unlike lengths; none of a stream."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None:
-        return []
-    rows = Rows(loader).first(max(most, 48))
-    if not _repeats(read_apart(loader.collate_fn), rows[:most]):
-        return []
-    if len(rows) <= most:
-        return rows
-    ordered = sorted(range(len(rows)), key=lambda i: num_elements(rows[i]))
-    step = (len(ordered) - 1) / max(most - 1, 1)
-    return [rows[i] for i in sorted({ordered[round(n * step)] for n in range(most)})]
-
-
-def samples_across(loader: Any, number: int = 12) -> list[Any]:
+def _samples_across(loader: Any, number: int, collate: Any) -> list[Any]:
     """Rows from all over a data set; none where it cannot be read like that, or where
     the collate function draws at random, so that no two batches of them are alike."""
-    data = getattr(loader, "dataset", None)
-    if isinstance(data, IterableDataset) or not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return []
+    if isinstance(loader.dataset, IterableDataset):
         return []
     with contextlib.suppress(Exception), random_kept():
-        last: int = len(data) - 1  # type: ignore[arg-type]
-        indices = {round(n * last / number) for n in range(number + 1)}
-        rows = list(rows_at(read_apart(data), sorted(indices)))
-        return rows if _repeats(read_apart(loader.collate_fn), rows) else []
+        last: int = len(loader.dataset) - 1  # type: ignore[arg-type]
+        indices = {round(n * last / (number - 1)) for n in range(number)}
+        rows = list(rows_at(read_apart(loader.dataset), sorted(indices)))
+        return rows if _repeats(collate, rows) else []
     return []
 
 
@@ -454,6 +283,22 @@ def has_equal_batches(loader: Any) -> bool:
     if not isinstance(size, int) or not hasattr(data, "__len__"):
         return False
     return bool(getattr(loader, "drop_last", False)) or len(data) % size == 0  # type: ignore[arg-type]
+
+
+def _half(counts: Tensor) -> int:
+    """The column behind half of what counts, in the row where that is last."""
+    done = counts.flatten(2).any(2) if counts.ndim > 2 else counts
+    done = done.long().cumsum(1)
+    return int((2 * done < done[:, -1:]).sum(1).max()) + 1
+
+
+def _number(weigh: Callable[[Any], Any], batch: Any) -> float:
+    """What a batch weighs; 0 if that cannot be said."""
+    try:
+        found = float(weigh(batch))
+    except Exception:
+        return 0.0
+    return found if abs(found) < float("inf") else 0.0
 
 
 @contextlib.contextmanager

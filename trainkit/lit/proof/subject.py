@@ -60,13 +60,9 @@ class Subject:
         """The largest deviation that is rounding."""
         return MOST_ROUNDING[self.rehearsals.dtype]
 
-    def in_float64(self) -> Subject:
-        """A subject whose rehearsals are in float64."""
-        return replace(self, rehearsals=self.rehearsals.in_dtype(torch.float64))
-
-    def in_float32(self) -> Subject:
-        """A subject whose rehearsals are in float32."""
-        return replace(self, rehearsals=self.rehearsals.in_dtype(torch.float32))
+    def in_dtype(self, dtype: torch.dtype) -> Subject:
+        """A subject whose rehearsals are in another arithmetic."""
+        return replace(self, rehearsals=self.rehearsals.in_dtype(dtype))
 
     @property
     def is_split(self) -> bool:
@@ -135,7 +131,8 @@ class Subject:
         off = trimmed.off_from(whole)
         if off <= self.most_rounding:
             return 0.0
-        refuse_draws(wide, whole, trimmed)
+        if wide.whole(few, seed=1).off_from(whole) > self.most_rounding:
+            raise NotMeasured("two steps over the same rows differ")
         return off
 
     def _by_hand(self) -> Taken:
@@ -203,20 +200,6 @@ def refuse_backend(trainer: Any) -> None:
         raise NotMeasured(
             f"{type(trainer.strategy).__name__} spreads the module over ranks; check "
             f"with one device: Trainer(devices=1, strategy='auto')"
-        )
-
-
-def refuse_draws(subject: Subject, whole: Taken, window: Taken) -> None:
-    """Refuse to call a step wrong that draws what rows of a batch cannot share."""
-    unlike = sorted(whole.draws.unlike | window.draws.unlike)
-    if unlike and not subject.base.fixes_draws:
-        text = f"training_step draws by {', '.join(unlike)}, which is not by row"
-        raise NotMeasured(text)
-    again = subject.whole(seed=1)
-    if again.off_from(whole) > subject.most_rounding:
-        raise NotMeasured(
-            "two rehearsals of the same rows differ: the step draws from Python's or "
-            "NumPy's generator, or from one of its own"
         )
 
 

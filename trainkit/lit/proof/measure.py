@@ -1,0 +1,159 @@
+"""One measurement, for the proof at the start of a run and for `check`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from trainkit.core.strategies import Uniform
+from trainkit.core.terms import ONE, leading
+from trainkit.lit.proof.causes import Causes
+from trainkit.lit.proof.denominators import candidates, line_of
+from trainkit.lit.proof.parts import shares_of
+from trainkit.lit.proof.rehearse import Taken
+from trainkit.lit.proof.remedies import Door
+from trainkit.lit.proof.report import Cause, Cut, Report
+from trainkit.lit.proof.subject import Subject, check_size, left_out_of
+from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured
+
+CANNOT_TELL = (
+    "these rows all count alike, so PerSample and PerToken look the same on them "
+    "(trainkit.check measures more rows)"
+)
+ALIKE = "with some labels of one row ignored, the gradient is off by {:.2g} of its size"
+ONE_CLASS = "all rows of this batch have one class; it is seen with another in one row"
+MAYBE_ROUNDING = (
+    "off by {:.0e} in float32, which may be more than rounding, and the step does not "
+    "run in float64"
+)
+
+
+def measured(
+    subject: Subject, precisions: Sequence[torch.dtype], door: Door = "python"
+) -> Report:
+    """How far the run's window is from the big batch, and why.
+
+    Rows that all count alike are made to differ, if that can be had.
+
+    Args:
+        subject: the rows, and how they are run.
+        precisions: of the arithmetic, that first which is tried first.
+        door: in whose words remedies are.
+    """
+    changed = None
+    if subject.strategies and _count_alike(subject):
+        changed = subject.rows.with_fewer_labels(subject.parts[0])
+    if changed is None:
+        return _compared(subject, precisions, door)
+    try:
+        unlike = _compared(replace(subject, rows=changed), precisions, door)
+    except Exception:
+        unlike = None
+    if unlike is not None and not unlike.is_off:
+        return unlike
+    found = _compared(subject, precisions, door)
+    if found.is_off:
+        return found
+    if unlike is None:
+        return replace(found, exact=False, doubt=CANNOT_TELL)
+    if changed.has_classes:
+        return replace(unlike, notes=(ONE_CLASS, *unlike.notes))
+    doubt = f"{CANNOT_TELL}; {ALIKE.format(unlike.deviation)}"
+    return replace(found, exact=False, doubt=doubt)
+
+
+def _count_alike(subject: Subject) -> bool:
+    """Whether these rows count alike by all that labels and masks may count."""
+    rows, of = subject.rows, subject.all_rows
+    named = [c for c in candidates(rows.make(of), {}) if c.simplicity <= 2]
+    own = leading(subject.strategies)
+    counts = rows.counts(of, [own.weight, *(each.weigh for each in named)])
+    counts = counts[:, counts.sum(0) != 0]
+    places = [[of.index(row) for row in part] for part in subject.parts]
+    shares = shares_of(counts, places)
+    shares = shares if isinstance(own, Uniform) else shares[:, :-1]
+    return bool((shares - shares[:, :1]).abs().max() < 1e-6)
+
+
+def _compared(
+    subject: Subject, precisions: Sequence[torch.dtype], door: Door
+) -> Report:
+    subject, whole, window = _rehearsed(subject, precisions)
+    off, dtype = window.off_from(whole), subject.rehearsals.dtype
+    report = Report(
+        exact=off <= subject.most_rounding,
+        deviation=off,
+        rounding=subject.most_rounding,
+        num_rows=len(subject.all_rows),
+        precision=str(dtype).removeprefix("torch."),
+        cuts=(Cut(name_of(subject), tuple(map(len, subject.parts)), off),),
+    )
+    if off > ALARM[dtype]:
+        rows = subject.rows
+        numbers = [] if rows.collates or subject.is_split else rows.whole_numbers()
+        if numbers:
+            raise NotMeasured(
+                f"field {numbers[0]!r} is a number of the whole loader batch, which "
+                f"rows that are cut from it keep; trainkit.check makes batches anew"
+            )
+        off_by_name = _off(whole, window, subject.most_rounding)
+        report = replace(report, parameters=off_by_name, causes=_causes(subject, door))
+    elif not report.exact:
+        report = replace(report, doubt=MAYBE_ROUNDING.format(off))
+    left_out = [*sorted(subject.left_out)]
+    left_out += left_out_of(subject.trainer, collates=subject.rows.collates)
+    return replace(report, left_out=tuple(left_out))
+
+
+def _rehearsed(
+    subject: Subject, precisions: Sequence[torch.dtype]
+) -> tuple[Subject, Taken, Taken]:
+    """The whole and the window, in the first arithmetic in which they run; where what
+    differs in float32 may be more than rounding, in the next."""
+    found, failed = None, list[Exception]()
+    for dtype in precisions:
+        try:
+            used = subject.in_dtype(dtype)
+            whole = used.whole()
+            check_size(whole)
+            window = used.window()
+        except Exception as error:  # not every operation knows float64
+            failed.append(error)
+            continue
+        found = used, whole, window
+        if dtype is torch.float64 or window.off_from(whole) <= SURELY_ROUNDING:
+            break
+    if found is None:
+        raise failed[0]
+    return found
+
+
+def _causes(subject: Subject, door: Door) -> tuple[Cause, ...]:
+    causes = Causes(subject, door)
+    with contextlib.suppress(Exception):  # what is found so far is said
+        causes.look()
+    return tuple(causes.found)
+
+
+def name_of(subject: Subject) -> str:
+    """What was cut, and how it was weighed."""
+    options = subject.options
+    if options is not None and options.inside is not None:
+        and_more = ", weighed" if subject.has_batches else ""
+        return f"inner cut{and_more}"
+    if not subject.strategies:
+        return "plain accumulation"
+    said = line_of(leading(subject.strategies))
+    if ONE not in subject.strategies:
+        said = "terms by name"
+    return f"{'split, ' * (options is not None)}weighed by {said}"
+
+
+def _off(whole: Taken, window: Taken, most: float) -> tuple[tuple[str, float], ...]:
+    """The parameters that are off by more than rounding, worst first."""
+    both = whole.beside(window).items()
+    shares = [(name, off / whole.size) for (_, _, name), (_, off) in both]
+    return tuple(sorted((s for s in shares if s[1] > most), key=lambda each: -each[1]))
