@@ -11,7 +11,8 @@ import torch
 from transformers import BatchEncoding
 
 from trainkit import PerSample, PerToken, TrainkitError
-from trainkit.core.batches import describe, leading_dimension, lookup, tensors
+from trainkit.core.batches import leading_dimension
+from trainkit.core.nested import describe, lookup, tensors
 
 IDS = torch.arange(12).view(3, 4)
 LABELS = torch.tensor([[1, 2, -100, -100], [3, -100, -100, -100], [4, 5, 6, 7]])

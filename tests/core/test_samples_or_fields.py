@@ -10,7 +10,6 @@ import torch
 from trainkit import (
     PerSample,
 )
-from trainkit.core.batches import describe, tensors
 from trainkit.errors import TrainkitError
 
 LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
@@ -22,7 +21,7 @@ LABELS = torch.tensor([[5, 7, -100], [5, -100, -100]])
         [torch.zeros(3, 8, 8)] * 7,
         [(torch.zeros(3, 8, 8), 1)] * 2,
         [{"image": torch.zeros(3, 8, 8)}],
-        ([torch.zeros(3, 8, 8)] * 2, [{"boxes": torch.zeros(3, 4)}] * 2),
+        ([torch.zeros(3, 8, 8)] * 2, [{"boxes": torch.zeros(2, 4)}] * 2),
     ],
 )
 def test_list_of_samples_is_refused_until_named(samples: Any) -> None:
@@ -52,48 +51,11 @@ def test_list_of_fields_is_no_list_of_samples(fields: Any) -> None:
     assert PerSample().weight(fields) == 5
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        [Y, Y],
-        [Y, Y, Y, Y],
-        [X, X, X],
-        [torch.zeros(3, 8, 8)] * 2,
-        [torch.zeros(1, 28, 28, dtype=torch.uint8)] * 2,
-        {"rows": [Y, Y]},
-    ],
-    ids=describe,
-)
-def test_list_of_tensors_that_are_alike_is_refused_until_named(batch: Any) -> None:
-    """As `collate_fn=list` makes it of samples, and `default_collate` of fields."""
-    with pytest.raises(TrainkitError, match=r"this is one, or may be.*size=0.*size=''"):
-        PerSample().weight(batch)
-    if isinstance(batch, list):
-        assert PerSample(size="").weight(batch) == len(batch)
-        assert PerSample(size=0).weight(batch) == batch[0].shape[0]
-    # Tensors outside say it, and a tuple is none of samples.
-    rows = {next(tensors(batch)).shape[0]: torch.zeros(next(tensors(batch)).shape[0])}
-    for number, outside in rows.items():
-        assert PerSample().weight([outside, {"in": batch}]) == number
-        if isinstance(batch, list):
-            assert PerSample().weight(tuple(batch)) == number
-
-
-def test_pair_of_matrices_is_one_of_fields() -> None:
-    pair = [torch.zeros(8, 1), torch.zeros(8, 1)]
-    assert PerSample().weight(pair) == 8
-    assert PerSample().weight([torch.zeros(5, 3), torch.zeros(5, 3)]) == 5
-
-
-def test_fields_that_look_like_two_images_in_a_short_batch_are_known() -> None:
-    strategy = PerSample()
-    assert strategy.weight([torch.zeros(32, 16, 16)] * 2) == 32
-    assert strategy.weight([torch.zeros(3, 16, 16)] * 2) == 3
-    assert strategy == PerSample()
-    assert hash(strategy) == hash(PerSample())
-    # Negative control: nothing else has been seen.
-    with pytest.raises(TrainkitError, match="list of samples"):
-        PerSample().weight([torch.zeros(3, 16, 16)] * 2)
+def test_tensors_in_a_list_are_fields() -> None:
+    """As `default_collate` makes them, also where they are all alike."""
+    for batch in ([Y, Y], [X, X, X], [torch.zeros(5, 8, 8)] * 2, {"rows": [Y, Y]}):
+        assert PerSample().weight(batch) == 5
+    assert PerSample(size="").weight([Y, Y]) == 2  # where they are samples
 
 
 def test_list_of_records_with_the_rows_of_a_tensor_outside_is_one_of_fields() -> None:

@@ -47,22 +47,6 @@ def test_the_hook_is_put_back_after_an_error() -> None:
     assert _compat.current_hook(module) == ""
 
 
-def test_a_metric_shows_another_value_for_the_step() -> None:
-    class Measured(Split):
-        def __init__(self) -> None:
-            super().__init__(cut=None)
-            self.mean = MeanMetric()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.mean(torch.tensor(1.0))
-            _compat.set_batch_value(self.mean, torch.tensor(5.0))
-            self.log("mean", self.mean, on_step=True, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    metrics = fit(Measured()).callback_metrics
-    assert (metrics["mean_step"], metrics["mean_epoch"]) == (5.0, 1.0)
-
-
 def test_only_the_epoch_for_batch_norm_skips_backward() -> None:
     skipped: dict[int, bool] = {}
 
@@ -208,3 +192,12 @@ def test_which_batches_reach_the_device_without_a_hook() -> None:
     trainer().fit(Asking(cut=None), Data())
     trainer().fit(Asking(cut=None), loader_batches())
     assert seen == [False, True]
+
+
+def test_metric_computes_anew_when_it_has_forgotten() -> None:
+    metric = MeanMetric()
+    metric.update(torch.tensor(1.0))
+    before = metric.compute()
+    assert metric.compute() is before
+    _compat.forget_computed(metric)
+    assert metric.compute() is not before

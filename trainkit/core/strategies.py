@@ -16,14 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import (
-    KnownPairs,
-    Path,
-    describe,
-    leading_dimension,
-    lookup,
-    lookup_tensor,
-)
+from trainkit.core.batches import leading_dimension
+from trainkit.core.nested import Path, describe, lookup, lookup_tensor
 from trainkit.errors import TrainkitError
 
 LossReduction = Literal["mean", "sum", "total"]
@@ -71,9 +65,7 @@ class PerSample(AccumulationStrategy):
     Args:
         size: path of the tensor (or list) whose length counts; `""` is the batch
             itself, if that is a list of samples. Default: the leading dimension that
-            all tensors of the batch share, or the number in a graph library's batch. A
-            list of tensors of one shape may be samples or fields, and is refused
-            without `size`.
+            all tensors of the batch share, or the number in a graph library's batch.
         mask: path of a tensor of 0/1 or real-valued sample weights, whose sum is the
             weight.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
@@ -100,9 +92,7 @@ class PerSample(AccumulationStrategy):
         if self.mask is not None:
             return _total(lookup_tensor(batch, self.mask, role="PerSample mask"))
         if self.size is None:
-            # Not a dataclass field: strategies are equal whatever batches they saw.
-            known: KnownPairs = vars(self).setdefault("_known", set())
-            return leading_dimension(batch, known)
+            return leading_dimension(batch)
         found = batch if self.size == "" else lookup(batch, self.size)
         if isinstance(found, list | tuple):
             return len(found)

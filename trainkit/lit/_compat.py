@@ -385,12 +385,6 @@ def as_hook(pl_module: Any, hook: str) -> Iterator[None]:
         pl_module._current_fx_name = before
 
 
-def set_batch_value(metric: Any, value: Any) -> None:
-    """Set the value that a metric object shows for the step, if it shows one."""
-    if metric._forward_cache is not None:
-        metric._forward_cache = value
-
-
 def forget_computed(metric: Any) -> None:
     """Let a metric object compute its value again from its state."""
     metric._computed = None

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
-from trainkit.core.batches import tensors
 from trainkit.core.generators import generator_keeper, read_states, write_states
+from trainkit.core.nested import tensors
 
 FRAMEWORK = frozenset(vars(LightningModule())) | {"_defaults"}
 """What torch, Lightning and torchmetrics keep in a module."""

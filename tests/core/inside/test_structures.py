@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.core.inside.common import EXACT, off_by
 from trainkit import Chunked
-from trainkit.core.split.fields import take_apart
+from trainkit.core.nested import take_apart
 
 LEAVES = st.sampled_from(
     ["rows", "row", "two each", "rows of integers", "one", "table", None, 3, 0.5, "x"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit import PerSample, TrainkitError, Uniform
-from trainkit.core.batches import describe, tensors
+from trainkit.core.nested import describe, tensors
 from trainkit.core.split.cutting import Cutter
 from trainkit.core.split.micro_batching import MicroBatching
 
@@ -186,11 +186,6 @@ class Opaque:
         ([{"ids": [1, 2]}, {"ids": [3]}], r"list of samples.*collate="),
         ([torch.zeros(3), torch.zeros(5)], r"cannot tell the rows.*\[3, 5\].*collate="),
         (
-            [X[0], X[1]],
-            r"may be:.*PerSample\(size=''\).*PerSample\(size=0",
-        ),
-        ([torch.zeros(3, 8, 8)] * 2, r"list of samples.*collate="),
-        (
             Graphs(9, 4),
             r"the batch is a Graphs, which holds tensors.*x: float32",
         ),
@@ -261,7 +256,9 @@ def test_pair_of_matrices_is_cut_also_where_a_short_batch_looks_like_images() ->
         assert sum(len(micro.batch[0]) for micro in micros) == rows
 
 
-def test_tensor_of_other_rows_is_refused_by_name() -> None:
+def test_a_tensor_of_another_length_is_shared() -> None:
     batch = {"x": X, "table": torch.zeros(9, 3)}
-    with pytest.raises(TrainkitError, match=r"field 'table' has 9 rows.*has 6: dict"):
-        Cutter(MicroBatching(size=4), PerSample(size="x")).cut(batch)
+    cutter = Cutter(MicroBatching(size=4), PerSample(size="x"))
+    for micro in cutter.cut(batch):
+        assert micro.batch["table"] is batch["table"]
+    assert [path for path, _ in cutter.shared] == ["table"]

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import deviation, trainer
-from trainkit import AccumulationMixin, PerSample, TrainkitError
+from trainkit import AccumulationMixin, PerSample
 from trainkit.core.split.micro_batching import MicroBatching
 
 
-def test_lists_of_vectors_are_refused_in_any_window() -> None:
+def test_lists_of_vectors_are_counted_where_they_are_named() -> None:
     rows = [torch.arange(5.0) + i for i in range(7)]
 
     class Listed(AccumulationMixin, pl.LightningModule):
@@ -38,9 +37,6 @@ def test_lists_of_vectors_are_refused_in_any_window() -> None:
         trainer(window, max_epochs=1).fit(module, loader)
         return module
 
-    for cut in (None, MicroBatching(size=2)):
-        with pytest.raises(TrainkitError, match=r"list of samples.*size=''"):
-            trained(PerSample(), cut, 4, 2)
     whole = trained(PerSample(size=""), None, 7, 1)
     start = Listed(PerSample(size=""), None)
     for cut, size, window in (
@@ -50,3 +46,5 @@ def test_lists_of_vectors_are_refused_in_any_window() -> None:
     ):
         other = trained(PerSample(size=""), cut, size, window)
         assert deviation(other, whole, start) < 1e-12
+    # Negative control: by default, a list of tensors is one of fields.
+    assert deviation(trained(PerSample(), None, 3, 3), whole, start) > 1e-2

@@ -1,41 +1,58 @@
-"""Metric objects in `training_step` show the same with the cut and without it."""
+"""Metric objects in `training_step` of split windows."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
-from torchmetrics.aggregation import RunningMean
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
     MulticlassF1Score,
     MulticlassPrecision,
 )
-from torchmetrics.wrappers import BinaryTargetTransformer, MinMaxMetric
+from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 
-from tests.helpers import VOCABULARY
+from tests.helpers import (
+    VOCABULARY,
+    pad,
+    ragged_sequences,
+    raise_rank_errors,
+    run_ranks,
+    trainer,
+)
+from tests.lit.fronts import cut as parted
 from tests.lit.split.common import CUTS, Split, assert_same_logs, logged
-from trainkit import PerSample
+from tests.lit.split.short_of_memory import out_of_memory
+from trainkit import PerSample, TrainkitError
+from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.lit.split.window_metrics import WindowMetrics
 
-Metrics = dict[str, torchmetrics.Metric | MetricCollection]
+SAID = "ignore:self.log.*the value of a metric object:UserWarning"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:No (positive|negative) samples:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Metric `\\w+` will save all:UserWarning"),
+    pytest.mark.filterwarnings(SAID),
+]
 
 
-def accuracy(**how: Any) -> MulticlassAccuracy:
-    return MulticlassAccuracy(VOCABULARY, ignore_index=-100, average="micro", **how)
+def accuracy() -> MulticlassAccuracy:
+    return MulticlassAccuracy(VOCABULARY, ignore_index=-100, average="micro")
 
 
 class FullState(torchmetrics.Metric):
-    """Each update needs to see the state: a running maximum and how often it rose."""
+    """Each update needs to see the state: a running maximum, and a sum."""
 
     full_state_update = True
-    higher_is_better = None
-    is_differentiable = False
     best: Tensor
     sums: Tensor
 
@@ -52,211 +69,144 @@ class FullState(torchmetrics.Metric):
         return self.best + self.sums
 
 
-class Measured(Split):
-    """Has a metric for each of these ways, and uses it so."""
-
-    def __init__(self, make: Any, *ways: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.metric = nn.ModuleDict({"in_" + way: make() for way in ways})
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        logits = self.net(batch["ids"]).detach().flatten(0, 1)
-        labels = batch["labels"].flatten()
-        keep = labels != -100
-        for way, metric in self.metric.items():
-            use = getattr(self, "use_" + way.removeprefix("in_"))
-            use(metric, way, logits[keep], labels[keep])
-        return loss
-
-    def use_called(self, metric: Any, name: str, *data: Tensor) -> None:
-        metric(*data)
-        self.log(name, metric, on_step=True, on_epoch=True)
-
-    def use_updated(self, metric: Any, name: str, *data: Tensor) -> None:
-        metric.update(*data)
-        self.log(name, metric, on_step=False, on_epoch=True)
-
-    def use_returned(self, metric: Any, name: str, *data: Tensor) -> None:
-        self.log(name, metric(*data), on_step=True, on_epoch=False)
-
-    def use_twice(self, metric: Any, name: str, *data: Tensor) -> None:
-        is_even = data[1] % 2 == 0
-        metric(*(each[is_even] for each in data))
-        metric(*(each[~is_even] for each in data))
-        self.log(name, metric, on_step=True, on_epoch=True)
-
-    def use_collection(self, metric: Any, name: str, *data: Tensor) -> None:
-        metric(*data)
-        self.log_dict(metric, on_step=True, on_epoch=True)
-
-    def use_first(self, metric: Any, name: str, logits: Tensor, labels: Tensor) -> None:
-        self.log("value", metric(logits[:, 0], labels), on_epoch=False)
-        self.log(name, metric, on_step=True, on_epoch=True)
-
-    def use_first_alone(
-        self, metric: Any, name: str, logits: Tensor, labels: Tensor
-    ) -> None:
-        metric.update(logits[:, 0])
-
-    def use_returned_dict(self, metric: Any, name: str, *data: Tensor) -> None:
-        self.log_dict(metric(*data), on_step=True, on_epoch=False)
+def collection(**how: Any) -> MetricCollection:
+    """Accuracy and precision share a compute group."""
+    made = {"a": accuracy(), "p": MulticlassPrecision(VOCABULARY, average="macro")}
+    return MetricCollection(made, prefix="train/", **how)
 
 
-MAKERS: dict[str, Any] = {
+MAKERS: dict[str, Callable[[], Any]] = {
     "accuracy": accuracy,
     "macro": lambda: MulticlassAccuracy(VOCABULARY, average="macro"),
     "f1": lambda: MulticlassF1Score(VOCABULARY, average="macro"),
     "list states": lambda: MulticlassAUROC(VOCABULARY, average="macro"),
     "full state": FullState,
+    "collection": collection,
+    "collection without groups": lambda: collection(compute_groups=False),
+    "wrapper": lambda: ClasswiseWrapper(MulticlassAccuracy(VOCABULARY, average="none")),
 }
-QUIET = [
-    pytest.mark.filterwarnings("ignore:No (positive|negative) samples:UserWarning"),
-    pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Metric `\\w+` will save all:UserWarning"),
-]
-pytestmark = QUIET
 
 
-def assert_alike(make: Any, how: str, cut: str = "size", **options: Any) -> Any:
-    ours = logged(Measured(make, how, cut=CUTS[cut]), **options)
-    whole = logged(Measured(make, how, cut=None), **options)
-    assert_same_logs(ours, whole)
-    return whole
+class Measured(Split):
+    """Calls one metric object of a kind, and updates another."""
 
-
-WAYS = ("called", "updated", "returned")
-
-
-@cache
-def logged_in_every_way(kind: str, cut: str | None) -> Any:
-    """One training of three metrics of a kind, each used in one of the ways."""
-    return logged(Measured(MAKERS[kind], *WAYS, cut=CUTS[cut] if cut else None))
-
-
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_metric_equals_that_of_the_whole_batch(kind: str, how: str) -> None:
-    """Every step's value, every epoch's, and that they begin anew in each epoch."""
-    ours, whole = (logged_in_every_way(kind, cut) for cut in ("size", None))
-    assert_same_logs(ours, whole)
-    rows, metrics = whole
-    values = {v for row in rows for k, v in row.items() if k.startswith("in_" + how)}
-    assert len(values) > (1 if how == "updated" else 3)
-    assert any(key.startswith("in_" + how) for key in metrics)
-
-
-def test_wrapped_metric_equals_that_of_the_whole_batch() -> None:
-    """A wrapper holds another metric object, and returns a dict."""
-
-    def make() -> Any:
-        inner = MulticlassAccuracy(VOCABULARY, average="none")
-        return torchmetrics.MetricCollection(
-            {"classes": torchmetrics.ClasswiseWrapper(inner)}
-        )
-
-    assert_alike(make, "returned_dict")
-
-
-def shifted() -> BinaryTargetTransformer:
-    return BinaryTargetTransformer(MeanSquaredError(), threshold=2)
-
-
-@pytest.mark.parametrize(
-    ("make", "how"),
-    [
-        (lambda: MinMaxMetric(accuracy()), "returned_dict"),
-        (shifted, "first"),
-    ],
-)
-def test_wrapper_that_counts_no_updates_of_its_own(make: Any, how: str) -> None:
-    """What it is given is an update of the metric that it wraps, not of the wrapper."""
-    assert_alike(make, how)
-
-
-def collection(**how: Any) -> MetricCollection:
-    """Accuracy and precision share a compute group."""
-    made = {"a": accuracy(), "p": MulticlassPrecision(VOCABULARY, average="macro")}
-    made["r"] = torchmetrics.Recall("multiclass", num_classes=VOCABULARY)
-    return MetricCollection(made, prefix="train/", **how)
-
-
-@pytest.mark.parametrize("groups", [True, False])
-@pytest.mark.parametrize("how", ["collection", "returned_dict"])
-def test_metric_collection_equals_that_of_the_whole_batch(
-    how: str, groups: bool
-) -> None:
-    _, metrics = assert_alike(lambda: collection(compute_groups=groups), how)
-    assert len(metrics) >= 3
-
-
-def test_metric_that_is_called_twice_shows_its_last_call() -> None:
-    assert_alike(lambda: accuracy(), "twice")
-
-
-def test_value_of_the_last_micro_batch_differs() -> None:
-    """Negative control: what the metric object itself keeps for the step."""
-    module = Measured(accuracy, "called")
-    seen: list[float] = []
-    module.metric["in_called"].register_forward_hook(
-        lambda m, args, out: seen.append(float(out))
-    )
-    rows, _ = logged(module)
-    steps = [row["in_called_step"] for row in rows if "in_called_step" in row]
-    assert len(seen) > len(steps)
-    assert all(min(abs(s - v) for v in seen) > 1e-9 for s in steps[:1])
-
-
-class Averaged(Split):
-    """Feeds the loss to a `MeanMetric`, as the Lightning-Hydra template does, in each
-    of some ways."""
-
-    def __init__(self, *ways: str, **options: Any) -> None:
+    def __init__(self, make: Any, **options: Any) -> None:
         super().__init__(**options)
-        self.means = nn.ModuleDict({"mean_" + way: MeanMetric() for way in ways})
-        self.rows = SumMetric()
+        self.called, self.updated = make(), make()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.rows(len(batch["ids"]))
-        self.log("rows", self.rows, on_step=True, on_epoch=True)
-        counts = (batch["labels"] != -100).sum(1)
-        for name, mean in self.means.items():
-            self.feed(mean, name.removeprefix("mean_"), loss, counts)
-            on_step = name != "mean_updated"
-            self.log(name, mean, on_step=on_step, on_epoch=True)
+        keep = batch["labels"] != -100
+        data = self.net(batch["ids"]).detach()[keep], batch["labels"][keep]
+        self.called(*data)
+        self.updated.update(*data)
         return loss
 
-    def feed(self, mean: Any, how: str, loss: Tensor, counts: Tensor) -> None:
-        if how == "called":
-            mean(loss)
-        elif how == "updated":
-            mean.update(loss)
-        elif how == "number":
-            mean(loss.item())
-        elif how == "weighted":
-            mean(loss, weight=counts.sum())
-        else:
-            mean(counts.float())
+    def on_train_epoch_end(self) -> None:
+        for name in ("called", "updated"):
+            metric = getattr(self, name)
+            value = metric.compute()
+            several = value if isinstance(value, dict) else {"": value}
+            self.log_dict({f"{name}/{key}": each for key, each in several.items()})
+            metric.reset()
 
 
-FEEDS = ("called", "updated", "number", "weighted", "rows")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_value_of_an_epoch_is_that_of_whole_batches(kind: str) -> None:
+    ours, whole = (
+        logged(Measured(MAKERS[kind], cut=cut)) for cut in (CUTS["size"], None)
+    )
+    assert_same_logs(ours, whole)
+    assert any(name.startswith("called/") for name in whole[1])
+
+
+class Logged(Split):
+    """Logs the metric object itself, as Lightning recommends."""
+
+    def __init__(self, on_step: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.metric, self.on_step, self.seen = accuracy(), on_step, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        keep = batch["labels"] != -100
+        data = self.net(batch["ids"]).detach()[keep], batch["labels"][keep]
+        self.seen.append(float(self.metric(*data)))
+        self.log("metric", self.metric, on_step=self.on_step, on_epoch=True)
+        return loss
+
+
+def test_the_value_of_a_step_is_the_last_micro_batchs_which_is_said_once() -> None:
+    module = Logged(cut=CUTS["size"])
+    with pytest.warns(UserWarning, match="the value of a metric object on a") as told:
+        rows, metrics = logged(module, max_epochs=1)
+    assert len([each for each in told if "metric object" in str(each.message)]) == 1
+    steps = [row["metric_step"] for row in rows if "metric_step" in row]
+    assert len(steps) < len(module.seen)
+    assert all(min(abs(step - v) for v in module.seen) < 1e-6 for step in steps)
+    _, whole = logged(Logged(cut=None), max_epochs=1)
+    assert metrics["metric_epoch"] == pytest.approx(whole["metric_epoch"], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("error:self.log.*the value of a metric object:UserWarning")
+def test_nothing_is_said_where_no_step_is_logged() -> None:
+    ours, whole = (
+        logged(Logged(on_step=False, cut=cut)) for cut in (CUTS["size"], None)
+    )
+    assert_same_logs(ours, whole)
+
+
+class Tracked(Measured):
+    """Has a new metric in each epoch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(MAKERS["macro"], **options)
+        self.called = MetricTracker(MAKERS["macro"]())
+
+    def on_train_epoch_start(self) -> None:
+        self.called.increment()
+
+
+def test_metrics_made_in_mid_training_are_known() -> None:
+    assert_same_logs(*(logged(Tracked(cut=cut)) for cut in (CUTS["size"], None)))
+
+
+class Averaged(Split):
+    """Feeds the loss to `MeanMetric`s, as templates do, in some ways."""
+
+    FEEDS = ("called", "updated", "number", "weighted", "rows")
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.means = nn.ModuleDict({"mean_" + way: MeanMetric() for way in self.FEEDS})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        counts = (batch["labels"] != -100).sum(1)
+        means: Any = self.means
+        means["mean_called"](loss)
+        means["mean_updated"].update(loss)
+        means["mean_number"](loss.item())
+        means["mean_weighted"](loss, weight=counts.sum())
+        means["mean_rows"](counts.float())
+        for name, mean in means.items():
+            self.log(name, mean, on_step=False, on_epoch=True)
+        return loss
 
 
 @cache
 def averaged(cut: str | None) -> Any:
-    return logged(Averaged(*FEEDS, cut=CUTS[cut] if cut else None))
+    return logged(Averaged(cut=CUTS[cut] if cut else None))
 
 
 @pytest.mark.parametrize("cut", ["size", "rows"])
-@pytest.mark.parametrize("how", FEEDS)
-def test_mean_metric_counts_a_loader_batch_once(how: str, cut: str) -> None:
-    assert any(name.startswith("mean_" + how) for name in averaged(None)[1])
+def test_mean_metric_counts_a_loader_batch_once(cut: str) -> None:
+    assert len(averaged(None)[1]) >= len(Averaged.FEEDS)
     assert_same_logs(averaged(cut), averaged(None))
 
 
 def test_mean_metric_counts_samples_under_per_sample() -> None:
-    made = [Averaged("called", cut=cut) for cut in (CUTS["size"], None)]
+    made = [Averaged(cut=cut) for cut in (CUTS["size"], None)]
     for each in made:
         each.accumulation = PerSample()
     with pytest.raises(AssertionError):  # a mean over tokens, weighed by samples
@@ -264,7 +214,7 @@ def test_mean_metric_counts_samples_under_per_sample() -> None:
 
 
 def test_metric_objects_are_left_as_they_were() -> None:
-    module = Averaged("called")
+    module = Averaged()
     mean = module.means["mean_called"]
     update = vars(mean)["update"]
     logged(module)
@@ -272,14 +222,75 @@ def test_metric_objects_are_left_as_they_were() -> None:
     assert not mean._forward_hooks
 
 
-@pytest.mark.parametrize("how", ["called", "updated"])
-def test_metric_with_several_loader_batches_in_a_window(how: str) -> None:
-    """The step value is that of the loader batch, as without the cut."""
-    assert_alike(accuracy, how, window=2, sizes=(8, 9, 7))
+class Short(Measured):
+    """Its memory runs out after its metrics were asked."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.micro_batching is not None and len(batch["ids"]) > 5:
+            raise out_of_memory()
+        return loss
 
 
-def test_metric_that_counts_its_updates_is_announced() -> None:
-    module = Measured(partial(RunningMean, window=2), "first_alone", cut=CUTS["size"])
-    text = r"metric metric.in_first_alone: RunningMean looks back.* 2 up"
-    with pytest.warns(UserWarning, match=text):
-        logged(module)
+@pytest.mark.parametrize("kind", ["macro", "list states"])
+def test_states_are_right_where_memory_runs_out(kind: str) -> None:
+    cuts = MicroBatching("auto"), None
+    assert_same_logs(*(logged(Short(MAKERS[kind], cut=cut)) for cut in cuts))
+
+
+# ---- several ranks -------------------------------------------------------------------
+
+SHARES = [(9, 3, 12, 2), (3, 10, 1, 2)]
+
+
+class Asking(Measured):
+    """Calls `compute` in its step, where ranks have different numbers of parts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.updated.compute()
+        return loss
+
+
+def data_of(rank: int) -> list[Any]:
+    sequences = iter(ragged_sequences(80))
+    return [[next(sequences) for _ in range(sum(share))] for share in SHARES][rank]
+
+
+def on_a_rank(rank: int, world: int) -> Any:
+    module, data = Asking(MAKERS["f1"], cut=CUTS["size"]), data_of(rank)
+    fitted = trainer(
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        devices=world,
+        use_distributed_sampler=False,
+        max_epochs=1,
+    )
+    batches = parted(data, SHARES[rank])
+    fitted.fit(module, DataLoader(data, batch_sampler=batches, collate_fn=pad))  # type: ignore[arg-type]
+    return float(fitted.callback_metrics["updated/"])
+
+
+def test_ranks_with_different_numbers_of_micro_batches_do_not_wait() -> None:
+    """Their epoch's value is that of all rows; the nets have trained alike."""
+    first, second = raise_rank_errors(run_ranks(on_a_rank, 2))
+    assert first == second
+    joined, sizes = [], []
+    for number in range(len(SHARES[0])):
+        for rank, share in enumerate(SHARES):
+            begin = sum(share[:number])
+            joined += data_of(rank)[begin : begin + share[number]]
+        sizes.append(sum(share[number] for share in SHARES))
+    module = Asking(MAKERS["f1"], cut=None)
+    fitted = trainer(max_epochs=1)
+    batches = parted(joined, sizes)
+    fitted.fit(module, DataLoader(joined, batch_sampler=batches, collate_fn=pad))  # type: ignore[arg-type]
+    whole = float(fitted.callback_metrics["updated/"])
+    assert first == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_metric_that_waits_for_other_ranks_is_refused_on_ranks() -> None:
+    module = nn.Module()
+    module.metric = MulticlassAccuracy(VOCABULARY, dist_sync_on_step=True)
+    WindowMetrics(module, num_ranks=1)
+    with pytest.raises(TrainkitError, match="metric metric: with dist_sync_on_step"):
+        WindowMetrics(module, num_ranks=2)

@@ -114,10 +114,22 @@ def test_weights_that_do_not_add_up_are_refused() -> None:
 
 def test_batch_that_cannot_be_cut_is_refused_with_its_structure() -> None:
     class Odd(Split):
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return {**batch, "other": torch.zeros(3)}
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            batch["other"] = torch.zeros(14).to_sparse()
 
-    refused(Odd(), r"field 'other' has 3 rows, but the batch has 14: dict\(ids: int64")
+    refused(Odd(), r"field 'other' is a torch.sparse_coo tensor, whose rows cannot be")
+
+
+def test_what_every_micro_batch_gets_whole_is_said_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Odd(Split):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            batch["other"] = torch.zeros(3)
+
+    fit(Odd())
+    said = "trainkit | split: every micro-batch gets all of 'other'"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 # ---- hooks on the way to the device --------------------------------------------------

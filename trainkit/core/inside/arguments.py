@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.split.fields import is_array, take_apart
+from trainkit.core.nested import is_array, take_apart
 from trainkit.errors import TrainkitError
 
 BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

@@ -31,8 +31,8 @@ from trainkit.core.inside.moment import Moment, version_of
 from trainkit.core.inside.rows import Plan, output_name
 from trainkit.core.inside.sharded import pulled, replaced_parameters
 from trainkit.core.inside.sums import Pieces, Sums
+from trainkit.core.nested import Build, take_apart
 from trainkit.core.out_of_memory import is_out_of_memory, release
-from trainkit.core.split.fields import Build, take_apart
 from trainkit.errors import TrainkitError
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.core.batches import Path
 from trainkit.core.in_place_of import InPlaceOf
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.tokens import ByTokens
+from trainkit.core.nested import Path
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 

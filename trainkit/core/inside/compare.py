@@ -21,8 +21,8 @@ from trainkit.core.inside.rows import (
     taken,
 )
 from trainkit.core.inside.sums import Sums
+from trainkit.core.nested import Field
 from trainkit.core.out_of_memory import is_out_of_memory
-from trainkit.core.split.fields import Field
 
 ROWS = 4
 """The most rows whose gradient is compared with that of their halves."""

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import normalising_by_batch
-from trainkit.core.batches import Path
 from trainkit.core.inside.arguments import (
     Arguments,
     Names,
@@ -40,7 +39,7 @@ from trainkit.core.inside.sharded import (
 )
 from trainkit.core.inside.sums import Shares
 from trainkit.core.inside.tokens import Blocks, ByTokens
-from trainkit.core.split.fields import take_apart
+from trainkit.core.nested import Path, take_apart
 from trainkit.errors import TrainkitError
 
 

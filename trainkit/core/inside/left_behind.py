@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainkit.core.batch_norm.layers import listed
 from trainkit.core.inside.moment import version_of
 from trainkit.core.inside.settings import KINDS, OF_TORCH
-from trainkit.core.split.fields import is_array
+from trainkit.core.nested import is_array
 
 
 def held_values(module: nn.Module) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from trainkit.core.inside.chunks import Chunk
 from trainkit.core.inside.draws import are_same, torch_states
 from trainkit.core.inside.rows import Joint, Plan, Unfit, are_close, output_name
+from trainkit.core.nested import take_apart
 from trainkit.core.out_of_memory import is_out_of_memory
-from trainkit.core.split.fields import take_apart
 from trainkit.core.split.partition import Span
 from trainkit.errors import TrainkitError
 

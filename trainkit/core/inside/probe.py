@@ -30,7 +30,7 @@ from trainkit.core.inside.rows import (
     refuse_kind,
 )
 from trainkit.core.inside.settings import Settings, changed, settings_of
-from trainkit.core.split.fields import Field, take_apart
+from trainkit.core.nested import Field, take_apart
 
 REENTRANT = "CheckpointFunctionBackward"
 

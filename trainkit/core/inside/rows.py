@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trainkit.core.gradients import HALF
+from trainkit.core.nested import Field
 from trainkit.core.out_of_memory import is_out_of_memory, release
-from trainkit.core.split.fields import Field
 from trainkit.errors import TrainkitError
 
 ROUNDING, HALF_ROUNDING = 64, 4

@@ -25,7 +25,7 @@ from trainkit.core.joins.joint_graph import Beginning, meet, normalised
 from trainkit.core.joins.layers import Moves
 from trainkit.core.joins.net import Gradients, Net
 from trainkit.core.joins.transport import Kept, OnDevice
-from trainkit.core.split.fields import Build, take_apart
+from trainkit.core.nested import Build, take_apart
 
 AHEAD = 3
 """So many saved tensors are fetched before the backward pass needs them: a

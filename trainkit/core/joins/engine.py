@@ -34,8 +34,8 @@ from trainkit.core.joins.program import Untraceable
 from trainkit.core.joins.programs import Programs
 from trainkit.core.joins.transport import Transport
 from trainkit.core.joins.watch import Watch, refuse_sharded
+from trainkit.core.nested import Build
 from trainkit.core.out_of_memory import is_out_of_memory, release
-from trainkit.core.split.fields import Build
 from trainkit.errors import TrainkitError
 
 Memory = Literal["auto", "device", "flat"]

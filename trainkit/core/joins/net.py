@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.transport import OnDevice, Transport
-from trainkit.core.split.fields import Build
+from trainkit.core.nested import Build
 
 Around = Callable[[int], AbstractContextManager[Any]]
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.joins.net import Net
 from trainkit.core.joins.sameness import WITHOUT_GRAPH
-from trainkit.core.split.fields import Build, take_apart
+from trainkit.core.nested import Build, take_apart
 
 
 @dataclass(frozen=True)

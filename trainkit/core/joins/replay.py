@@ -12,7 +12,7 @@ from trainkit.core.joins.intercepted import Intercepted
 from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Join, Untraceable
 from trainkit.core.joins.statistics import Normal
-from trainkit.core.split.fields import take_apart
+from trainkit.core.nested import take_apart
 
 
 class Replay:

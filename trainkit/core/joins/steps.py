@@ -21,7 +21,7 @@ from trainkit.core.joins.intercepted import Intercepted, Interceptions
 from trainkit.core.joins.joint_graph import Beginning
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.net import Pass
-from trainkit.core.split.fields import take_apart
+from trainkit.core.nested import take_apart
 from trainkit.errors import TrainkitError
 
 

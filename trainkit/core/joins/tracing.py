@@ -30,7 +30,7 @@ from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Entry, Program, Splitter, Untraceable
 from trainkit.core.joins.proxies import BeforeTracing
 from trainkit.core.joins.sameness import WITHOUT_GRAPH, operations
-from trainkit.core.split.fields import take_apart
+from trainkit.core.nested import take_apart
 
 
 class _Proxy(fx.Proxy):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainkit.core.joins.program import Untraceable
 from trainkit.core.joins.transport import Kept, OnDevice, Transport
-from trainkit.core.split.fields import take_apart
+from trainkit.core.nested import take_apart
 
 ON_DEVICE = OnDevice()
 

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.core.batches import describe
-from trainkit.core.split.fields import Field
+import torch
+from torch import Tensor
+
+from trainkit.core.nested import Field, describe
 from trainkit.core.split.layout import Layout, LayoutReader
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.partition import (
@@ -19,9 +21,7 @@ from trainkit.core.split.partition import (
     most_rows,
     partition,
 )
-from trainkit.core.split.rows import Rows
-from trainkit.core.split.samples import rows_of_samples
-from trainkit.core.split.slicing import slices_of
+from trainkit.core.split.rows import Rows, rows_of_samples
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.errors import TrainkitError
 
@@ -44,31 +44,21 @@ class MicroBatch:
         padded: how many tokens its forward pass computes, over all groups of ragged
             tensors; the number of its rows, if they have no lengths.
         real: how many of them are not padding.
-        whole: the loader batch's rows, if columns of it were left out.
+        columns: for each group of ragged tensors, the loader batch's padded length and
+            the columns that a trimmed tensor has left; empty where nothing is trimmed.
     """
 
     batch: Any
     rows: list[int]
     padded: int
     real: int
-    whole: Rows | None = None
-
-    @property
-    def columns(self) -> list[tuple[int, Span]]:
-        """For each group of ragged tensors, the loader batch's padded length and the
-        columns that a trimmed tensor has left."""
-        if self.whole is None or not self.whole.has_lengths:
-            return []
-        lengths = [group.padded_length for group in self.whole.groups]
-        return list(zip(lengths, columns_of(self.whole.spans, self.rows), strict=True))
+    columns: Sequence[tuple[int, Span]] = ()
 
     @property
     def trimmed(self) -> int:
         """How many more tokens it would compute if nothing were left out."""
-        if self.whole is None:
-            return 0
-        wide = sum(group.padded_length for group in self.whole.groups)
-        return wide * len(self.rows) - self.padded
+        wide = sum(length for length, _ in self.columns)
+        return wide * len(self.rows) - self.padded if self.columns else 0
 
 
 class Cutter:
@@ -88,8 +78,6 @@ class Cutter:
         longest_over_budget: the length of the longest row that exceeded the token
             budget of the last cut by itself, and so has a micro-batch of its own; None
             if every row fitted.
-        has_trimmed_left: whether columns on the left have been left out so far, so that
-            a micro-batch's columns have other numbers than in the batch.
         shared: the fields of the last batch that every micro-batch gets whole.
     """
 
@@ -97,14 +85,21 @@ class Cutter:
         self._options = options
         self._reader = LayoutReader(options, strategy)
         self.longest_over_budget: int | None = None
-        self.has_trimmed_left = False
         self.shared: list[Field] = []
         self._measured: tuple[Any, Layout] | None = None  # until it is cut
+
+    def has_padding(self, batch: Any) -> bool | None:
+        """Whether some rows of a loader batch have columns that only pad; None if
+        nothing tells their lengths."""
+        if self._options.collate is not None:
+            return None
+        groups = self._reader.read(batch).rows.groups
+        return any(group.has_padding for group in groups) if groups else None
 
     def measure(self, batch: Any) -> Rows:
         """How many rows a batch has, and how long they are."""
         if self._options.collate is not None:
-            return rows_of_samples(batch, self._options)
+            return rows_of_samples(batch, self._options.length_paths)
         self._measured = batch, self._reader.read(batch)
         return self._measured[1].rows
 
@@ -134,34 +129,27 @@ class Cutter:
             limit = Limit(self._options.size, self._options.tokens)
         collate = self._options.collate
         if collate is not None:
-            rows = rows_of_samples(batch, self._options)
+            rows = self.measure(batch)
             parts = self._parts(batch, rows, limit, at_least)
             batches = [collate([batch[row] for row in part]) for part in parts]
             return _micro_batches(batches, parts, rows)
-        layout = self._read(batch)
+        measured, self._measured = self._measured, None
+        is_read = measured is not None and measured[0] is batch
+        layout = measured[1] if measured and is_read else self._reader.read(batch)
         self.shared = [f for i, f in enumerate(layout.fields) if i not in layout.cut]
-        if not trim:
-            layout = layout.untrimmed()
+        layout = layout if trim else layout.untrimmed()
         parts = self._parts(batch, layout.rows, limit, at_least)
-        if not self.has_trimmed_left and layout.trims and layout.rows.begin_late:
-            spans = layout.rows.spans
-            firsts = (first for rows in parts for first, _ in columns_of(spans, rows))
-            self.has_trimmed_left = any(firsts)
         cut = _micro_batches(_built(layout, parts), parts, layout.rows)
-        for micro_batch in cut if layout.trims else ():
-            micro_batch.whole = layout.rows
+        lengths = [group.padded_length for group in layout.rows.groups]
+        for each in cut if layout.trims else ():
+            columns = columns_of(layout.rows.spans, each.rows)
+            each.columns = list(zip(lengths, columns, strict=True))
         return cut
 
     def pair(self, batch: Any, rows: list[int]) -> list[Any]:
         """Some rows of a loader batch as one micro-batch, trimmed and untrimmed."""
         layout = self._reader.read(batch)
         return [_built(each, [rows])[0] for each in (layout, layout.untrimmed())]
-
-    def _read(self, batch: Any) -> Layout:
-        measured, self._measured = self._measured, None
-        if measured is not None and measured[0] is batch:
-            return measured[1]
-        return self._reader.read(batch)
 
     def _parts(
         self, batch: Any, rows: Rows, limit: Limit, at_least: int
@@ -170,11 +158,16 @@ class Cutter:
         if limit.tokens is not None and rows.num_rows:
             if not rows.has_lengths:
                 raise TrainkitError(_no_lengths(batch, limit.tokens))
-            self.longest_over_budget = rows.longest_over(limit.tokens)
+            longest = max(map(sum, zip(*(g.lengths for g in rows.groups), strict=True)))
+            self.longest_over_budget = longest if longest > limit.tokens else None
         if not rows.has_lengths or rows.are_alike:
             length = rows.padded_of([0]) if rows.has_lengths else 1
             most = most_rows(length, limit.size, limit.tokens, rows.num_rows)
-            return _even_parts(rows.num_rows, most, at_least)
+            number = max(
+                1, min(rows.num_rows, max(-(-rows.num_rows // most), at_least))
+            )
+            # In the order of the rows, so that slices copy nothing.
+            return [list(range(a, b)) for a, b in even_runs(rows.num_rows, number)]
         parts = partition(
             rows.spans,
             size=limit.size,
@@ -187,57 +180,75 @@ class Cutter:
         return [sorted(part) for part in parts]
 
 
-def _built(layout: Layout, parts: Sequence[Sequence[int]]) -> list[Any]:
-    pieces = slices_of(layout, parts)
-    return [layout.build(iter(values)) for values in zip(*pieces, strict=True)]
-
-
-def _even_parts(num_rows: int, most: int, at_least: int) -> list[list[int]]:
-    """Parts that keep the order of the rows, so that slices copy nothing."""
-    num_parts = max(1, min(num_rows, max(-(-num_rows // most), at_least)))
-    return [list(range(a, b)) for a, b in even_runs(num_rows, num_parts)]
-
-
 def _halved(parts: list[list[int]], rows: Rows, at_least: int) -> list[list[int]]:
     """Halve the largest micro-batch until there are enough."""
-    missing = min(at_least, rows.num_rows) - len(parts)
-    if missing <= 0:
-        return parts
     numbers = itertools.count()  # the order of parts of one size
-    heap = [(-rows.padded_of(part), next(numbers), part) for part in parts]
-    whole = [entry for entry in heap if len(entry[2]) == 1]  # cannot be halved
-    heap = [entry for entry in heap if len(entry[2]) > 1]
-    heapq.heapify(heap)
-    for _ in range(missing):
-        _, _, part = heapq.heappop(heap)
+    heap = [(len(p) == 1, -rows.padded_of(p), next(numbers), p) for p in parts]
+    heapq.heapify(heap)  # those of a single row come last
+    while len(heap) < at_least and not heap[0][0]:
+        *_, part = heapq.heappop(heap)
         middle = (len(part) + 1) // 2
         for half in (part[:middle], part[middle:]):
-            entry = (-rows.padded_of(half), next(numbers), half)
-            if len(half) > 1:
-                heapq.heappush(heap, entry)
-            else:
-                whole.append(entry)
-    return [part for _, _, part in [*heap, *whole]]
+            key = len(half) == 1, -rows.padded_of(half), next(numbers)
+            heapq.heappush(heap, (*key, half))
+    return [part for *_, part in heap]
 
 
 def _micro_batches(
     batches: Sequence[Any], parts: Sequence[list[int]], rows: Rows
 ) -> list[MicroBatch]:
-    if rows.are_alike and rows.num_rows:
-        each = rows.padded_of([0])
-        sizes = [each * len(part) for part in parts]
-    else:
-        sizes = [rows.padded_of(part) for part in parts]
     return [
-        MicroBatch(batch, part, size, rows.real_of(part))
-        for batch, part, size in zip(batches, parts, sizes, strict=True)
+        MicroBatch(batch, part, rows.padded_of(part), rows.real_of(part))
+        for batch, part in zip(batches, parts, strict=True)
     ]
+
+
+def _built(layout: Layout, parts: Sequence[Sequence[int]]) -> list[Any]:
+    """A batch of each part's rows, without the columns that are padding in all."""
+    sizes, pieces = _sizes_in_order(parts, layout.rows.num_rows), []
+    columns = [columns_of(layout.rows.spans, p) if layout.trims else [] for p in parts]
+    for number, (_, value) in enumerate(layout.fields):
+        trims = layout.trims.get(number, ())
+        if number not in layout.cut:
+            pieces.append([value] * len(parts))
+        elif sizes is not None and not trims and isinstance(value, Tensor):
+            pieces.append(value.split(sizes))
+        else:
+            pieces.append(
+                [
+                    _piece(value, rows, [(dim, own[group]) for dim, group in trims])
+                    for rows, own in zip(parts, columns, strict=True)
+                ]
+            )
+    return [layout.build(iter(values)) for values in zip(*pieces, strict=True)]
+
+
+def _sizes_in_order(parts: Sequence[Sequence[int]], num_rows: int) -> list[int] | None:
+    """How many rows each micro-batch has, if together they are all rows in order."""
+    in_order = [row for rows in parts for row in rows] == list(range(num_rows))
+    return [len(rows) for rows in parts] if in_order else None
+
+
+def _piece(value: Any, rows: Sequence[int], trims: Sequence[tuple[int, Span]]) -> Any:
+    """A field's rows, without columns that are padding in all of them."""
+    if isinstance(value, list | tuple):
+        return type(value)([value[row] for row in rows])
+    for dim, (first, stop) in trims:
+        value = value[(slice(None),) * dim + (slice(first, stop),)]
+    if not isinstance(value, Tensor):
+        return value[list(rows)]  # an array
+    in_order = not rows or rows[-1] - rows[0] + 1 == len(rows)
+    if not in_order:
+        return value.index_select(0, torch.tensor(rows, device=value.device))
+    value = value[rows[0] : rows[-1] + 1] if rows else value[:0]
+    # Models call view(), which works on a slice of rows but not of columns.
+    return value.contiguous() if trims else value
 
 
 def _no_lengths(batch: Any, tokens: int) -> str:
     return (
         f"MicroBatching tokens={tokens}: a budget of tokens needs the rows' lengths, "
-        f"and nothing in the batch tells them: {describe(batch)}. Name a mask or "
-        f"lengths: MicroBatching(tokens={tokens}, lengths='path.to.mask'); or cut by "
-        f"rows: MicroBatching(size=...)."
+        f"and nothing in the batch tells them: {describe(batch)}. Name a mask: "
+        f"MicroBatching(tokens={tokens}, lengths='path.to.mask'); or cut by rows: "
+        f"MicroBatching(size=...)."
     )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from trainkit.core.batches import Path
 from trainkit.core.inside.keep import checked_keep
+from trainkit.core.nested import Path
 from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
@@ -39,24 +39,17 @@ class MicroBatching(_Chosen):
             allows, with the least padding that so many can have.
         tokens: the most tokens in a micro-batch, with its padding: rows times the
             longest. With `size` as well, both limits hold.
-        lengths: the path of the rows' lengths: a mask (0 is padding), integer lengths,
-            or the strategy's labels. Several paths if several groups of tensors are
-            ragged, as in an encoder with a decoder. Default: `"attention_mask"` if
-            there is one, otherwise the strategy's labels. In a list of samples, the
-            path is followed in each sample.
+        lengths: the path of a mask (0 is padding), or of the strategy's labels. Several
+            paths if several groups of tensors are ragged, as in an encoder with a
+            decoder. Default: `"attention_mask"` if there is one, otherwise the
+            strategy's labels. In a list of samples, the path of each sample's length.
         ragged: further dimensions to trim, besides dimension 1:
             `{"mask4d": (2, 3)}`. An empty tuple: nothing of this field is trimmed.
-        shared: paths of the fields that every micro-batch gets whole, however many
-            entries they have. Numbers, strings, 0-d tensors, and arrays and lists of
-            another length are always whole. A warning names a number that counts the
-            whole batch, once, unless it is listed here.
-        trim: whether columns that are padding in a whole micro-batch are left out. All
-            columns that would go must be padding in this very batch, or nothing of it
-            is trimmed. A model that sees its padding would compute something else. A
-            model that pools over all columns is noticed, and then nothing is trimmed.
-            This is measured in the first window with padding, and again 1, 2, 4, 8, ...
-            loader batches later. A model that numbers columns by itself, while rows are
-            padded on the left, needs `position_ids`, or False here.
+        shared: paths of fields as long as the batch that every micro-batch gets whole
+            all the same. What is not as long as the batch is always whole.
+        trim: whether columns that are padding in a whole micro-batch are left out.
+            Whether the model computes the same without them is measured on a copy, with
+            the first batch that has padding; if it does not, nothing is trimmed.
         collate: the function that makes a batch from a list of samples, for a loader
             that yields lists (`collate_fn=list`).
         overhead: the cost of a micro-batch by itself, in padded tokens. Default: a

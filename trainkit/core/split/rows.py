@@ -1,11 +1,16 @@
-"""Facts about a loader batch before it is cut: its rows and their lengths."""
+"""The rows of a batch, and how long they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
+from torch import Tensor
+
+from trainkit.core.nested import Path, describe, is_array, is_list, lookup, parts_of
 from trainkit.core.split.partition import Span, width
+from trainkit.errors import TrainkitError
 
 
 @dataclass(frozen=True)
@@ -16,32 +21,20 @@ class Group:
         padded_length: the number of columns in the loader batch.
         spans: for each row the first column that is not padding, and the column behind
             the last.
-        lengths: for each row, how many of its columns are not padding.
     """
 
     padded_length: int
     spans: Sequence[Span]
-    lengths: Sequence[int]
 
-    @classmethod
-    def make(cls, padded_length: int, spans: Sequence[Span]) -> Group:
-        """A group whose rows are as long as their spans."""
-        return cls(padded_length, spans, [stop - start for start, stop in spans])
+    @property
+    def lengths(self) -> list[int]:
+        """For each row, how many of its columns are not padding."""
+        return [stop - start for start, stop in self.spans]
 
     @property
     def has_padding(self) -> bool:
         full = (0, self.padded_length)
         return any(span != full for span in self.spans)
-
-    @property
-    def begins_late(self) -> bool:
-        """Whether a row has padding before its first column."""
-        return any(start for start, _ in self.spans)
-
-    def untrimmed(self) -> Group:
-        """A copy of this group that gives every micro-batch all columns."""
-        full = (0, self.padded_length)
-        return replace(self, spans=[full] * len(self.spans))
 
 
 @dataclass(frozen=True)
@@ -67,11 +60,6 @@ class Rows:
         return all(len(set(group.spans)) == 1 for group in self.groups)
 
     @property
-    def begin_late(self) -> bool:
-        """Whether a row has padding before its first column."""
-        return any(group.begins_late for group in self.groups)
-
-    @property
     def spans(self) -> list[Sequence[Span]]:
         return [group.spans for group in self.groups]
 
@@ -82,7 +70,7 @@ class Rows:
 
     def padded_of(self, rows: Sequence[int]) -> int:
         """How many tokens a micro-batch of these rows computes."""
-        if not self.has_lengths:
+        if not self.has_lengths or not rows:
             return len(rows)
         return len(rows) * width(self.spans, rows)
 
@@ -90,27 +78,69 @@ class Rows:
         """How many tokens of these rows are not padding."""
         if not self.has_lengths:
             return len(rows)
-        return sum([group.lengths[row] for group in self.groups for row in rows])
-
-    def longest_over(self, tokens: int) -> int | None:
-        """The length of the longest row that exceeds a budget by itself."""
-        rows = zip(*self.spans, strict=True)
-        longest = max(sum([stop - start for start, stop in row]) for row in rows)
-        return longest if longest > tokens else None
+        spans = [group.spans[row] for group in self.groups for row in rows]
+        return sum([stop - start for start, stop in spans])
 
 
-def merged(groups: Sequence[Group]) -> list[Group]:
-    """Groups in which those of equal padded length also have equal spans.
+def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:
+    """How many samples there are in a list, and how long each is.
 
-    A tensor's group is known by its padded length alone. If two groups have one padded
-    length, a column goes only if it is padding in both.
+    Args:
+        samples: they are cut first, and collated afterwards.
+        paths: of a sample's lengths, or of what has them. Without one, it is the
+            longest leading dimension in the sample. Samples in which nothing has a
+            length are cut by their number.
+
+    Raises:
+        TrainkitError: the batch is not a list of samples, or something has no length.
     """
-    made = []
-    for group in groups:
-        equal = [g.spans for g in groups if g.padded_length == group.padded_length]
-        spans = [
-            (min(start for start, _ in row), max(stop for _, stop in row))
-            for row in zip(*equal, strict=True)
-        ]
-        made.append(replace(group, spans=spans))
-    return made
+    if not is_list(samples):
+        raise TrainkitError(
+            f"MicroBatching collate: is for a loader that yields a list of samples, "
+            f"received {describe(samples)}. Give the loader collate_fn=list, or leave "
+            f"out collate."
+        )
+    columns = [
+        [_length_at(each, path, number) for number, each in enumerate(samples)]
+        for path in paths
+    ]
+    if not paths:
+        longest = [_longest(each) for each in samples]
+        columns = [] if None in longest else [longest]
+    groups = []
+    for column in columns:
+        spans = [(0, max(1, length or 1)) for length in column]
+        groups.append(Group(max((stop for _, stop in spans), default=1), spans))
+    return Rows(len(samples), groups)
+
+
+def _length_at(sample: Any, path: Path, place: int) -> int | None:
+    found = lookup(sample, path)
+    number: Any = found
+    if is_array(found):
+        number = found.shape[0]
+    elif isinstance(found, str | bytes | list | tuple):
+        number = len(found)
+    elif isinstance(found, Tensor) or hasattr(found, "dtype"):
+        number = found.item()
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or number != int(number) or number < 0:
+        raise TrainkitError(
+            f"MicroBatching lengths {str(path)!r}: must lead to a length of at least "
+            f"0, or to something with one, but leads to {describe(found)} in sample "
+            f"{place}, {describe(sample)}."
+        )
+    return int(number)
+
+
+def _longest(value: Any) -> int | None:
+    """The longest leading dimension of the tensors and lists of a sample."""
+    if is_array(value):
+        return value.shape[0]
+    parts = parts_of(value)
+    if parts is None:
+        return None
+    found = [_longest(part) for _, part in parts]
+    if isinstance(value, list) and all(each is None for each in found):
+        return len(value)  # token ids
+    return max((length for length in found if length is not None), default=None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainkit.core.batches import num_samples, tensors
+from trainkit.core.batches import num_samples
+from trainkit.core.nested import tensors
 from trainkit.core.strategies import Strategies, Uniform
 from trainkit.lit.callback.table import Row
 

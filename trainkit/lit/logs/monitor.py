@@ -11,10 +11,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from trainkit.core.batches import Path, lookup_tensor
 from trainkit.core.gradients import parameters_of, total_norm
 from trainkit.core.late_reading import LateReading
 from trainkit.core.ledger import Account
+from trainkit.core.nested import Path, lookup_tensor
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import PerSample, PerToken
 from trainkit.core.whole_number import check_whole_number

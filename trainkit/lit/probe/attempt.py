@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import describe
+from trainkit.core.nested import describe
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import scaler_of, step_arguments

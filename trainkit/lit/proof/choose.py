@@ -11,7 +11,6 @@ from warnings import catch_warnings, simplefilter
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainkit.core.batches import describe
 from trainkit.core.generators import random_kept
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Coupling
@@ -20,6 +19,7 @@ from trainkit.core.inside.hints import paths_within
 from trainkit.core.inside.keep import Keeper
 from trainkit.core.joins.inside import JoinedChunks
 from trainkit.core.joins.layers import Sharing
+from trainkit.core.nested import describe
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import find_callback

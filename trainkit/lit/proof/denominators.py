@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import Path
-from trainkit.core.split.fields import holds_named_tensors, take_apart
+from trainkit.core.nested import Path, holds_named_tensors, take_apart
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerClassWeight,

@@ -18,7 +18,7 @@ from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.start import ProofAtStart
 from trainkit.lit.proof.subject import Subject, refuse_backend
-from trainkit.lit.proof.verdict import NotMeasured, in_one_line
+from trainkit.lit.proof.verdict import in_one_line
 
 
 @contextlib.contextmanager
@@ -73,8 +73,10 @@ class FirstBatches:
         split: Any = windows.split
         if windows.inside is not None and not windows.inside.cuts:
             windows.inside.find(choose(self._trainer, self._module, windows, batch))
-        if split is not None and split.trims is None and self._has_padding(batch):
-            split.trims = self.may_trim(batch)
+        if split is not None and split.trims is None:
+            has_padding = split.has_padding(batch)
+            if has_padding is not False:
+                split.trims = bool(has_padding) and self.may_trim(batch)
         if not self._is_proven:
             self._is_proven = True
             self.proof.run(batch)
@@ -95,12 +97,6 @@ class FirstBatches:
         rehearsals = Rehearsals(*of, callbacks=own)  # guards change padding's part
         how = windows.strategies, windows.micro_batching, rehearsals, rows
         return Subject(*of[:2], *how, [], has_batches=False)
-
-    def _has_padding(self, batch: Any) -> bool:
-        try:
-            return self._rows(batch).has_padding
-        except NotMeasured:
-            return False
 
     def may_trim(self, batch: Any) -> bool:
         """Whether rows compute the same without columns that are only padding."""

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from trainkit.core.batch_norm.renorm import BatchRenorm
-from trainkit.core.batches import leaves, tensors
+from trainkit.core.nested import leaves, tensors
 from trainkit.lit.aside import FRAMEWORK
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 
 from trainkit.core.generators import random_kept, seed_all
-from trainkit.core.split.fields import with_tensors
+from trainkit.core.nested import with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.lit._compat import (

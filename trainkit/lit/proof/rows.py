@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainkit.core.generators import random_kept
+from trainkit.core.nested import take_apart, with_tensors
 from trainkit.core.split.cutting import Cutter, Limit
-from trainkit.core.split.fields import take_apart, with_tensors
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import Rows
 from trainkit.core.strategies import AccumulationStrategy, PerSample
@@ -87,11 +87,6 @@ class FewRows:
             full = [max(g.lengths, default=0) == g.padded_length for g in self._groups]
             pads = options is not None or pads and all(full)
         self._narrows, self.can_widen = pads, pads and is_cut
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether some rows could go without some of their columns."""
-        return any(group.has_padding for group in self._groups) and not self.collates
 
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.core.batches import describe
+from trainkit.core.nested import describe, take_apart
 from trainkit.core.out_of_memory import is_out_of_memory
-from trainkit.core.split.fields import take_apart
 from trainkit.errors import TrainkitError
 from trainkit.lit.split.current_window import CurrentWindow
 

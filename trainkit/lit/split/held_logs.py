@@ -18,7 +18,6 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.totals import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, current_hook
-from trainkit.lit.split.metric_calls import Source
 from trainkit.lit.split.window_metrics import WindowMetrics
 
 OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
@@ -32,7 +31,6 @@ class _Held:
     """The values of one name, as it was logged in the micro-batches so far.
 
     Attributes:
-        source: the call of a metric object that returned the value.
         is_sum: whether it is a loss that is a sum over rows.
     """
 
@@ -40,7 +38,6 @@ class _Held:
     weights: list[Weight] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    source: Source | None = None
     is_sum: bool = False
 
 
@@ -48,11 +45,10 @@ class HeldLogs:
     """Combines the values of a window's micro-batches into those of one batch.
 
     Means are weighed as the loss is, by the strategy, or by `weight=`. Sums are added
-    up, and of several extremes the extreme is taken. A metric object is logged once; a
-    value that one has returned for a micro-batch becomes the window's value.
+    up, and of several extremes the extreme is taken. A metric object is logged once.
 
     Args:
-        metrics: the metric objects, which the window closes before its logs.
+        metrics: says what a metric object shows.
     """
 
     of_micro_batch = (
@@ -94,11 +90,10 @@ class HeldLogs:
         called = (current_hook(pl_module), name)
         self._num_calls[called] += 1  # a name that is logged twice stays two logs
         held = self._held.setdefault((*called, self._num_calls[called]), _Held())
-        held.source, number = None, len(held.weights)
+        number = len(held.weights)
         if isinstance(value, Tensor):
             if weight is None:
                 self._recent.append((held, number, value.detach()))
-            held.source = self._metrics.source_of(value)
             value = value.detach().reshape(()).clone()  # it may be written over
         held.values.append(value)
         held.weights.append(self._weight(name, weight))
@@ -134,15 +129,17 @@ class HeldLogs:
         for (hook, name, _), held in self._held.items():
             size = sum(held.batch_sizes) if held.batch_sizes else num_rows
             with as_hook(pl_module, hook):
-                value = self._combined(held)
+                value = self._combined(name, held)
                 pl_module.log(name, value, batch_size=size, **held.options)
 
-    def _combined(self, held: _Held) -> Any:
+    def _combined(self, name: str, held: _Held) -> Any:
         values = held.values
-        if held.source is not None:
-            return held.source.value
-        if len(values) == 1 or isinstance(values[0], Metric):
+        if len(values) > 1 and isinstance(values[0], Metric):
+            if held.options.get("on_step") is not False:
+                self._metrics.say_step(name)
             return values[-1]
+        if len(values) == 1:
+            return values[0]
         device = next((v.device for v in values if isinstance(v, Tensor)), None)
         numbers = vector(values, device or torch.device("cpu"))
         total = _reduced(numbers, held)

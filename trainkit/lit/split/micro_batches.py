@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.batches import describe
 from trainkit.core.division import weights_by_term
+from trainkit.core.nested import describe, is_array
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import (
@@ -26,7 +26,6 @@ from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import says_weights
 from trainkit.lit.split import refusals
-from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 
 
@@ -71,7 +70,7 @@ class MicroBatches:
         *,
         is_joined: bool = False,
     ) -> None:
-        self._strategies = accumulator.strategies
+        self._options, self._strategies = options, accumulator.strategies
         self._accumulator = accumulator
         self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
         self._sizes = sizes
@@ -82,8 +81,12 @@ class MicroBatches:
         self._device = pl_module.device
         self._is_list = options.collate is not None
         self._is_first = True
-        self._has_shared = False
-        self._has_said_too_long = self._has_said_renumbered = False
+        self._has_said_too_long = False
+
+    def has_padding(self, batch: Any) -> bool | None:
+        """Whether some rows of a loader batch have columns that only pad; None if
+        nothing tells their lengths."""
+        return self._cutter.has_padding(batch)
 
     def of(self, batch: Any, *, trim: bool) -> list[WeighedMicroBatch]:
         """The micro-batches of a loader batch, the largest first.
@@ -104,7 +107,6 @@ class MicroBatches:
         else:
             most = len(cut)
         self._say_too_long(limit)
-        self._say_renumbered(batch)
         self._sizes.exchange(cut)
         micro_batches = self._weighed(batch, cut)
         if self._is_first:
@@ -127,9 +129,6 @@ class MicroBatches:
                 )
                 for each in cut
             ]
-        if self._is_first and not self._is_list:
-            for strategy in self._strategies.values():
-                strategy.weight(batch)  # PerSample learns what its lists hold
         batches = [micro_batch.batch for micro_batch in cut]
         weights = weights_by_term(self._strategies, batches)
         return [
@@ -137,12 +136,11 @@ class MicroBatches:
             for micro_batch, *each in zip(cut, *weights.values(), strict=True)
         ]
 
-    def shared_fields(self) -> SharedFields | None:
-        """The fields that every micro-batch gets whole, to be checked for changes."""
-        if not self._cutter.shared:
-            return None
-        is_first, self._has_shared = not self._has_shared, True
-        return SharedFields(self._cutter.shared, with_arrays=is_first)
+    def shared_fields(self) -> list[str]:
+        """The fields that every micro-batch gets whole, which nobody has named."""
+        named = set(map(str, self._options.shared))
+        shared = self._cutter.shared
+        return [path for path, value in shared if is_array(value) and path not in named]
 
     def _most(self, number: int) -> int:
         """The largest number of micro-batches on a rank; waits for all."""
@@ -155,11 +153,6 @@ class MicroBatches:
         if longest is not None and limit is None and not self._has_said_too_long:
             self._has_said_too_long = True
             refusals.announce_too_long(longest)
-
-    def _say_renumbered(self, batch: Any) -> None:
-        if self._cutter.has_trimmed_left and not self._has_said_renumbered:
-            self._has_said_renumbered = True
-            refusals.announce_renumbered(batch)
 
 
 def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:

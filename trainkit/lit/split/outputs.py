@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trainkit.core.split.fields import with_tensors
+from trainkit.core.nested import with_tensors
 from trainkit.core.split.partition import Span
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import (

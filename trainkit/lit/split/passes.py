@@ -22,7 +22,6 @@ from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
 from trainkit.lit.split.micro_batches import WeighedMicroBatch
 from trainkit.lit.split.outputs import taken_apart, terms_of
-from trainkit.lit.split.shared_fields import SharedFields
 from trainkit.lit.split.shortcuts import backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 from trainkit.lit.split.transfer import moved
@@ -76,25 +75,17 @@ class Passes:
         self._training_step = trainer.strategy.training_step
         self._backward = backward_of(trainer, pl_module, windows)
 
-    def run(
-        self,
-        current: CurrentWindow,
-        size: int,
-        shared: SharedFields | None,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
+    def run(self, current: CurrentWindow, size: int, args: Any, kwargs: Any) -> None:
         """Run all micro-batches of a loader batch.
 
         Args:
             current: the loader batch.
             size: how many loader batches make a window.
-            shared: the fields that all micro-batches get whole.
             args: further arguments of `training_step`.
             kwargs: further keyword arguments of `training_step`.
         """
         if self.joined is not None:
-            self._run_joined(self.joined, current, shared, args, kwargs)
+            self._run_joined(self.joined, current, args, kwargs)
             return
         several = len(current.micro_batches) > 1
         each_moved = zip(current.micro_batches, self._moved(current), strict=True)
@@ -110,14 +101,11 @@ class Passes:
                 with self._moved_state.watch() if is_looked_at else NOTHING:
                     output = self._training_step(on_device, *args, **kwargs)
                 self._take(current, on_device, output)
-            if shared is not None:
-                shared.refuse_changed()
 
     def _run_joined(
         self,
         joined: JoinedSteps,
         current: CurrentWindow,
-        shared: SharedFields | None,
         args: Any,
         kwargs: Any,
     ) -> None:
@@ -135,7 +123,7 @@ class Passes:
 
         steps = [partial(step, index) for index in range(len(current.micro_batches))]
         said = self._windows.said
-        turns = Turns([current, current.logs, said, *self._metrics.turning])
+        turns = Turns([current, current.logs, said, self._metrics])
         left = LeftInTurns(self._module, self._accumulator.strategies)
 
         def switched(index: int) -> None:
@@ -148,8 +136,6 @@ class Passes:
                 last = index + 1 == len(steps)
                 after = joined.backward if last else None
                 self._take(current, arrived.pop(index), output, after)
-                if shared is not None:
-                    shared.refuse_changed()
 
     def _begin(
         self, current: CurrentWindow, micro_batch: WeighedMicroBatch, on_device: Any
@@ -160,9 +146,8 @@ class Passes:
         if self.arrivals is not None and counts:
             self.arrivals.check(weights, on_device)
         current.logs.begin(on_device, weights, is_muted=not counts)
-        if self._metrics.are_any:
-            by_rows = len(current.micro_batches) > 1 and current.are_said
-            self._metrics.begin(current.share, is_muted=not counts, by_rows=by_rows)
+        by_rows = len(current.micro_batches) > 1 and current.are_said
+        self._metrics.begin(current.share, by_rows=by_rows)
 
     def _moved(self, current: CurrentWindow) -> Iterator[Any]:
         coming = iter(current.micro_batches)

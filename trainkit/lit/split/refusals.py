@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -148,17 +147,6 @@ def out_of_memory_between_ranks() -> TrainkitError:
         "communicate, so that it cannot be run again. Resume from the last checkpoint, "
         "with a smaller MicroBatching(start=...)."
     )
-
-
-def announce_renumbered(batch: Any) -> None:
-    """Inform, without a warning: most models number no columns, or get the numbers."""
-    if not (isinstance(batch, Mapping) and "position_ids" in batch):
-        rank_zero_info(
-            "MicroBatching: rows are padded on the left, and columns that only pad are "
-            "left out there, so that the columns left have other numbers. A model that "
-            "numbers them by itself (GPT-2 without position_ids) computes something "
-            "else then: give it position_ids, or say trim=False."
-        )
 
 
 def announce_too_long(longest: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from trainkit.core.split.fields import with_tensors
+from trainkit.core.nested import with_tensors
 from trainkit.lit._compat import (
     as_hook,
     has_own,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.batches import tensors
-from trainkit.core.split.fields import with_tensors
+from trainkit.core.nested import tensors, with_tensors
 
 
 def moved(

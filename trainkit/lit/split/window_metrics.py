@@ -1,131 +1,129 @@
-"""The step values of metric objects, over a whole window."""
+"""Metric objects that `training_step` updates in every micro-batch."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.wrappers import Running
+from torchmetrics import MeanMetric, Metric
 
 from trainkit.core.strategies import Weight
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.metric_calls import MetricCalls, Moment, Source, compute_all
+from trainkit.lit._compat import forget_computed, replaced, uncompiled
 
 
 class WindowMetrics:
-    """Makes the step value of each metric object that of the window.
+    """Lets metric objects see the micro-batches of a window, one after another.
 
-    A metric object that is called adds the micro-batch to its own state, and keeps the
-    micro-batch's value for the step. The window's value takes the place of the last
-    one, and of a value that was logged.
+    All of them add to one state, so the value of the epoch is right. The value that
+    Lightning logs for a step is that of the last micro-batch, which is said once. A
+    `MeanMetric` that gets one number for a micro-batch, such as a loss, counts it by
+    the micro-batch's share of the loader batch.
 
     Args:
         pl_module: the module that has the metrics, on its final device.
         num_ranks: how many ranks share a window.
     """
 
+    of_micro_batch = ("_share", "_is_by_rows")
+
     def __init__(self, pl_module: Any, num_ranks: int) -> None:
-        self._calls: list[MetricCalls] = []
+        self._module, self._has_ranks = pl_module, num_ranks > 1
+        self._metrics: dict[str, Metric] = {}
         self._patch = ExitStack()
-        self._moment = Moment()
-        self._is_fresh = True
-        self._has_ranks = num_ranks > 1
-        self._module = pl_module
+        self._share: Weight = 1
+        self._is_by_rows = False
+        self._has_said: set[str] = set()
         self.find()
 
     def find(self) -> None:
         """Look for metric objects; a `MetricTracker` makes one for each epoch."""
-        # Not a set of objects: the hash of a metric changes with its state.
-        known = {id(each.metric) for each in self._calls}
-        for name, module in self._module.named_modules():
-            if not isinstance(module, Metric) or id(module) in known:
-                continue
-            if self._has_ranks and module.dist_sync_on_step:
+        modules = self._module.named_modules()
+        self._metrics = {name: m for name, m in modules if isinstance(m, Metric)}
+        for name, metric in self._metrics.items():
+            if self._has_ranks and metric.dist_sync_on_step:
                 raise TrainkitError(
                     f"metric {name}: with dist_sync_on_step=True it waits for the "
                     f"other ranks in every micro-batch, and ranks may have different "
                     f"numbers of them. Leave it out: the epoch's value is synchronised "
                     f"all the same."
                 )
-            if isinstance(module, Running):
-                _announce_running(name, module)
-            self._calls.append(MetricCalls(self._module, name, module, self._moment))
-
-    @property
-    def are_any(self) -> bool:
-        """Whether the module has metric objects at all."""
-        return bool(self._calls)
-
-    @property
-    def turning(self) -> list[Any]:
-        """The objects that hold something of the micro-batch under way."""
-        return [self._moment, *self._calls]
 
     def open(self, num_micro_batches: int) -> None:
-        """Begin a window.
-
-        With several ranks this includes a window of one micro-batch, since all ranks
-        must compute together.
-        """
+        """Begin a loader batch."""
         if num_micro_batches == 1 and not self._has_ranks:
             return
-        self._is_fresh = True
-        for each in self._calls:
-            self._patch.enter_context(each.patched())
+        for name, metric in self._metrics.items():
+            if self._has_ranks:  # compute() must not wait for the other ranks
+                alone = replaced(metric, distributed_available_fn=_are_alone)
+                self._patch.enter_context(alone)
+                self._patch.callback(forget_computed, metric)
+            if isinstance(metric, MeanMetric):
+                update = self._weighed(name, metric.update)
+                update = uncompiled(self._module, update)
+                self._patch.enter_context(replaced(metric, update=update))
 
-    def begin(self, share: Weight, *, is_muted: bool, by_rows: bool = False) -> None:
+    def begin(self, share: Weight, *, by_rows: bool) -> None:
         """Begin a micro-batch.
 
         Args:
             share: its part of the loader batch.
-            is_muted: whether it does not count.
-            by_rows: whether the share is of the rows, and not of the weight.
+            by_rows: whether that is a part of the rows, since `training_step` has still
+                to say the weight.
         """
-        moment, moment.by_rows = self._moment, by_rows
-        moment.share, moment.is_muted, moment.returned = share, is_muted, []
-        moment.is_first, self._is_fresh = self._is_fresh, False
-        for each in self._calls:
-            each.begin()
+        self._share, self._is_by_rows = share, by_rows
 
     def close(self) -> None:
-        """Make the step values the window's, which is complete."""
+        """End the loader batch."""
         self._patch.close()
-        for each in self._calls:
-            each.close()
-        compute_all(self._calls)
-        self._clear()
 
-    def end_logs(self) -> None:
-        """Do what waits until the window's values are logged."""
-        for each in self._calls:
-            each.reset_late()
+    def say_step(self, name: str) -> None:
+        """Say once that the step's value of a logged object is the last part's."""
+        if "" not in self._has_said:
+            self._has_said.add("")
+            warnings.warn(
+                f"self.log({name!r}): the value of a metric object on a step is that "
+                f"of the last micro-batch; the epoch's is that of all rows. "
+                f"on_step=False logs the latter alone. Said once.",
+                stacklevel=2,
+            )
 
-    def forget(self) -> None:
-        """Forget the window, which begins again or has ended in an error."""
-        self._patch.close()
-        self._clear()
-        for each in self._calls:
-            each.forget()
+    def _weighed(self, name: str, update: Callable[..., Any]) -> Callable[..., Any]:
+        def weighed(value: Any, weight: Any = None) -> None:
+            share = self._share
+            if weight is not None:
+                update(value, weight)
+            elif isinstance(value, Tensor) and value.ndim:
+                update(value)  # each entry counts once
+            else:
+                if self._is_by_rows:
+                    self._say_by_rows(name)
+                update(_unless_nothing(value, share), share)
 
-    def _clear(self) -> None:
-        self._moment.returned = []
-        for each in self._calls:
-            each.clear()
+        return weighed
 
-    def source_of(self, value: Tensor) -> Source | None:
-        """The call that returned a tensor in this micro-batch, if one did."""
-        found = (source for each, source in self._moment.returned if each is value)
-        return next(found, None)
+    def _say_by_rows(self, name: str) -> None:
+        if name not in self._has_said:
+            self._has_said.add(name)
+            warnings.warn(
+                f"metric {name}: the number that it gets for a micro-batch counts by "
+                f"the micro-batch's rows, since training_step has still to say what "
+                f"the loss weighs. Give it the weight: self.{name}(value, weight=n).",
+                stacklevel=2,
+            )
 
 
-def _announce_running(name: str, metric: Running) -> None:
-    warnings.warn(
-        f"metric {name}: {type(metric).__name__} looks back over its last "
-        f"{metric.window} updates, and in training_step it is updated once for each "
-        f"micro-batch, so it looks back over less than as many loader batches. Update "
-        f"it in on_train_batch_end, which runs once a step.",
-        stacklevel=2,
-    )
+def _are_alone() -> bool:
+    return False
+
+
+def _unless_nothing(value: Any, share: Weight) -> Any:
+    """The mean of a micro-batch; 0 instead of NaN if its share is 0."""
+    if isinstance(share, Tensor):
+        number = torch.as_tensor(value, device=share.device)
+        return torch.where(share == 0, 0, number)
+    return value if share else 0.0

@@ -18,6 +18,7 @@ from trainkit.lit._compat import (
     uncompiled,
 )
 from trainkit.lit.callback.base import OrderedCallback, is_rehearsal
+from trainkit.lit.callback.table import say
 from trainkit.lit.callback.window_end import say_dropped, window_ends
 from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
@@ -96,7 +97,7 @@ class SplitWindows:
         self._batch_to_device = trainer.strategy.batch_to_device
         self._log = uncompiled(pl_module, self._hold)
         self._stash: StashedGradients | None = None
-        self._is_complete = False
+        self._is_complete = self._has_said_shared = False
         self._patch = ExitStack()
 
     def cut_anew(self) -> None:
@@ -170,6 +171,11 @@ class SplitWindows:
 
     # ---- a loader batch --------------------------------------------------------------
 
+    def has_padding(self, batch: Any) -> bool | None:
+        """Whether some rows of a loader batch have columns that only pad; None if
+        nothing tells their lengths."""
+        return self._micro_batches.has_padding(batch)
+
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
         is_forward_only = skips_backward(self._trainer)
@@ -189,7 +195,7 @@ class SplitWindows:
             return self._end()
         finally:
             self.current = None
-            self._metrics.forget()
+            self._metrics.close()
 
     def _drop_unstepped(self) -> None:
         """Drop a complete window whose step the module's `optimizer_step` has left out;
@@ -208,7 +214,6 @@ class SplitWindows:
         self._metrics.close()
         counting = [each.cut for each in current.micro_batches if not each.is_filler]
         current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
-        self._metrics.end_logs()
         if current.returned.is_nothing:
             if current.is_whole_window:  # else others of the window follow
                 self._accumulator.drop()
@@ -230,12 +235,10 @@ class SplitWindows:
             self._begin(current, size)
         if self._trainer.fit_loop.batch_idx == 0:
             self._metrics.find()
-        if self._metrics.are_any:
-            self._metrics.open(len(micro_batches))
+            self._say_shared()
+        self._metrics.open(len(micro_batches))
         try:
-            several = len(micro_batches) > 1
-            shared = self._micro_batches.shared_fields() if several else None
-            self._passes.run(current, size, shared, args, kwargs)
+            self._passes.run(current, size, args, kwargs)
             self.is_apart = self._passes.is_apart
         except StopIteration as error:
             raise refusals.stop_iteration("training_step") from error
@@ -245,6 +248,15 @@ class SplitWindows:
         current.returned.refuse_some_nothing()
         if self._passes.arrivals is not None:
             self._passes.arrivals.end()
+
+    def _say_shared(self) -> None:
+        """Say once what every micro-batch gets whole, since it is not as long as the
+        batch has rows."""
+        shared, said = self._micro_batches.shared_fields(), self._has_said_shared
+        if shared and not said and self._trainer.is_global_zero:
+            names = ", ".join(map(repr, shared))
+            say(self._trainer, ("split", f"every micro-batch gets all of {names}"))
+        self._has_said_shared = True
 
     def _hold(
         self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
@@ -297,7 +309,7 @@ class SplitWindows:
     def _forget(self) -> None:
         """Drop what was collected in a pass in which memory ran out, on some rank."""
         self.current = None
-        self._metrics.forget()
+        self._metrics.close()
         self._windows.forget_means()
 
     def _parameters(self) -> list[Tensor]:
