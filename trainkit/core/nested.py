@@ -105,6 +105,7 @@ def _walk(
 def with_tensors(batch: Any, convert: Callable[[Tensor], Any]) -> Any:
     """A batch like another, with each tensor replaced by what `convert` makes of it.
 
+    >>> import torch
     >>> with_tensors({"x": torch.zeros(2), "y": [1]}, lambda tensor: tensor.shape)
     {'x': torch.Size([2]), 'y': [1]}
     """
@@ -177,6 +178,7 @@ def _remake(value: Any, keys: Sequence[Any], parts: list[Any]) -> Any:
 def is_array(value: Any) -> bool:
     """Whether it is a tensor or an array like numpy's, with at least one dimension.
 
+    >>> import torch
     >>> is_array(torch.zeros(3)), is_array(torch.tensor(3.0)), is_array([3])
     (True, False, False)
     """
@@ -193,6 +195,7 @@ def is_list(value: Any) -> bool:
 def holds_named_tensors(value: Any) -> bool:
     """Whether an object that is no mapping has tensors by key, as graphs have them.
 
+    >>> import torch
     >>> holds_named_tensors({"x": torch.zeros(2)}), holds_named_tensors("text")
     (False, False)
     """

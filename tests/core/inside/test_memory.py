@@ -19,7 +19,6 @@ from tests.core.inside.common import (
     off_by,
 )
 from trainkit import Chunked
-from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.keep import Keeper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaves values in (sizes),")
@@ -242,19 +241,4 @@ def test_auto_keeps_less_where_memory_ends() -> None:
         assert off_by(gradient(net, step)[1], wanted) <= EXACT
     assert budget.failures
     assert budget.highest <= 22
-    cut.remove()
-
-
-def test_a_larger_size_is_tried_again() -> None:
-    net, budget = hungry()
-    _, wanted = gradient(net, step)
-    cut = Chunked(net, size=None)
-    cut._cut.sizes = Sizes(None, start=20, grow_after=2)
-    budget.most = 13
-    largest = []
-    for _ in range(7):
-        net.sizes.clear()
-        assert off_by(gradient(net, step)[1], wanted) <= EXACT
-        largest.append(cut._cut.sizes.limit)
-    assert largest == [10, 20, 10, 20, 10, 20, 10]
     cut.remove()

@@ -17,7 +17,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 
 def test_auto_means_neither_size_nor_tokens() -> None:
     assert MicroBatching().is_auto
-    assert MicroBatching("auto", start=4096, grow_after=100).is_auto
+    assert MicroBatching("auto", start=4096).is_auto
     assert not MicroBatching(size=4).is_auto
     assert not MicroBatching(tokens=4096).is_auto
 
@@ -30,7 +30,6 @@ def test_auto_means_neither_size_nor_tokens() -> None:
         ({"tokens": 2.5}, r"MicroBatching tokens: must be a whole number.*2\.5"),
         ({"start": True}, r"MicroBatching start: must be a whole number"),
         ({"size": 4, "start": 8}, r"start: is for 'auto'.*size=4"),
-        ({"tokens": 4, "grow_after": 8}, r"grow_after: is for 'auto'.*tokens=4"),
         ({"size": 4, "overhead": 8}, r"overhead: weighs padding.*overhead=8"),
         ({"tokens": 4, "overhead": 0}, r"overhead: must be a finite number above 0"),
         ({"tokens": 4, "overhead": float("inf")}, r"overhead: must be a finite"),

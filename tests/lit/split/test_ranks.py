@@ -17,7 +17,7 @@ from trainkit.core.split.micro_batching import MicroBatching
 
 EXACT = 1e-9
 TOKENS = MicroBatching(tokens=40)
-AUTO = MicroBatching("auto")
+AUTO = MicroBatching("auto", start=1000)
 SEEKS = {"find_unused_parameters": True}
 
 EQUAL = {
@@ -91,7 +91,7 @@ OTHERS = {
     "float32": Case(dtype=torch.float32, loss="terms"),
     "fp16 hook": Case(dtype=torch.float32, hook=fp16_compress_hook),
     "norm": Case(cut=AUTO, norm=True, memory=IN_FORWARD, epochs=2),
-    "norm, of that size": Case(cut=MicroBatching(start=42), norm=True, epochs=2),
+    "norm, of that size": Case(cut=MicroBatching(tokens=38), norm=True, epochs=2),
     "norm, searching": Case(cut=AUTO, norm=True, searches=True, epochs=2),
     "a sample too long": Case(cut=AUTO, memory=[Memory(), Memory(fits={1: 5})]),
     "static graph": Case(ddp={"static_graph": True}),
@@ -177,7 +177,7 @@ def test_sizes_that_are_not_proven_do_not_reduce_in_backward(
 ) -> None:
     """And those that are do."""
     for result in (rank[name] for rank in two_ranks):
-        assert 0 < result.num_reductions < result.steps
+        assert 0 < result.num_reductions < result.steps * CASES[name].window
 
 
 def test_memory_that_runs_out_before_buffers_are_sent_is_no_hang(
@@ -187,7 +187,7 @@ def test_memory_that_runs_out_before_buffers_are_sent_is_no_hang(
     mine, other = two_ranks[0]["norm"], two_ranks[1]["norm"]
     expected = two_ranks[0]["norm, of that size"]
     assert mine.num_failures > 0
-    assert mine.limit == expected.limit
+    assert mine.limit == 38
     assert torch.equal(mine.weights, expected.weights)
     for found, wanted in zip(mine.statistics, expected.statistics, strict=True):
         assert torch.equal(found, wanted)

@@ -26,7 +26,8 @@ def sizes_of(fitted: Any) -> Any:
 
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MOST", 0)
+    monkeypatch.setattr(search, "SHARE", 1)
+    monkeypatch.setattr(search, "FASTER", 1e9)
 
 
 @pytest.mark.usefixtures("short_search")

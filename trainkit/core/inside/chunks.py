@@ -65,23 +65,15 @@ class Sizes:
     Args:
         size: the most rows; None: as many as fit.
         start: the first size tried, if it is to be found; default: all rows.
-        grow_after: a size twice as large is tried again after so many calls.
 
     Attributes:
         limit: the most rows at present; None for all.
         is_auto: whether memory errors are answered by finer chunks.
     """
 
-    def __init__(
-        self,
-        size: int | None = None,
-        *,
-        start: int | None = None,
-        grow_after: int | None = None,
-    ) -> None:
+    def __init__(self, size: int | None = None, *, start: int | None = None) -> None:
         self.is_auto = size is None
         self.limit = size or start
-        self._grow_after, self._calls = grow_after, 0
 
     def cut(self, start: int, stop: int) -> list[Chunk]:
         """Rows in order, in as few chunks as the limit allows, of like size."""
@@ -91,12 +83,4 @@ class Sizes:
 
     def failed(self, rows: int) -> None:
         """Memory ran out with a chunk of so many rows."""
-        self.limit, self._calls = max(1, rows // 2), 0
-
-    def passed(self, rows: int) -> None:
-        """A call of so many rows has passed."""
-        if self.limit is None or self._grow_after is None or not self.is_auto:
-            return
-        self._calls += rows > self.limit
-        if self._calls >= self._grow_after:
-            self.limit, self._calls = 2 * self.limit, 0
+        self.limit = max(1, rows // 2)

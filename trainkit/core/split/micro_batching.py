@@ -33,8 +33,9 @@ class MicroBatching(_Chosen):
     (False, True)
 
     Args:
-        how: `"auto"`: the largest cut that fits in memory, then the fastest. `size` or
-            `tokens` set the cut instead.
+        how: `"auto"`: micro-batches double over the first windows while that is faster,
+            and are halved where memory runs out. `size` or `tokens` set the cut
+            instead.
         size: the most rows in a micro-batch. Alone: as few micro-batches as that
             allows, with the least padding that so many can have.
         tokens: the most tokens in a micro-batch, with its padding: rows times the
@@ -58,14 +59,12 @@ class MicroBatching(_Chosen):
         attention: the cost of a row beyond its length, times its length squared.
         start: `"auto"`: the first size tried, in tokens, or in rows if batches have no
             lengths.
-        grow_after: `"auto"`: a larger size is tried again after this many windows
-            without a memory error. Default: never.
         inside: the inner cut. The loader batch is not cut: `training_step` runs once on
             all of it, and the submodules at these paths run in chunks of rows, without
             a graph, and once more with one in the backward pass. The loss may then be
             anything, and needs no strategy. `"auto"` finds the submodules, `"self"` is
             the module's own `forward`. With it, `size`, `tokens`, `lengths`, `start`
-            and `grow_after` are about chunks, and `shared` names arguments.
+            are about chunks, and `shared` names arguments.
         keep: of the inner cut: how many chunks keep their graph and need no second
             pass: a number, the bytes that they may take (`"2GB"`), or `"auto"`.
     """
@@ -82,7 +81,6 @@ class MicroBatching(_Chosen):
     overhead: float | None = None
     attention: float = 0.0
     start: int | None = None
-    grow_after: int | None = None
     inside: str | Sequence[str] | None = None
     keep: int | str = "auto"
 
@@ -92,7 +90,7 @@ class MicroBatching(_Chosen):
                 f"MicroBatching how: must be 'auto', received {self.how!r}. For a cut "
                 f"of your own write MicroBatching(size=4) or (tokens=4096)."
             )
-        for name in ("size", "tokens", "start", "grow_after"):
+        for name in ("size", "tokens", "start"):
             if getattr(self, name) is not None:
                 check_whole_number(f"MicroBatching {name}", getattr(self, name))
         self._check_auto()
@@ -114,13 +112,12 @@ class MicroBatching(_Chosen):
         return (self.lengths,) if is_one else tuple(self.lengths)  # type: ignore[return-value,arg-type]
 
     def _check_auto(self) -> None:
-        for name in ("start", "grow_after"):
-            if getattr(self, name) is not None and not self.is_auto:
-                raise TrainkitError(
-                    f"MicroBatching {name}: is for 'auto', which finds the size, "
-                    f"received {name}={getattr(self, name)} with size={self.size}, "
-                    f"tokens={self.tokens}. Leave out one or the other."
-                )
+        if self.start is not None and not self.is_auto:
+            raise TrainkitError(
+                f"MicroBatching start: is for 'auto', which finds the size, received "
+                f"start={self.start} with size={self.size}, tokens={self.tokens}. "
+                f"Leave out one or the other."
+            )
         if self.overhead is not None and self.size is not None and self.tokens is None:
             raise TrainkitError(
                 f"MicroBatching overhead: weighs padding against the number of "

@@ -31,9 +31,7 @@ class InsideCuts:
 
     def __init__(self, pl_module: Any, options: MicroBatching) -> None:
         self._module, self._options = pl_module, options
-        self._sizes = Sizes(
-            options.size, start=options.start, grow_after=options.grow_after
-        )
+        self._sizes = Sizes(options.size, start=options.start)
         self._cuts: list[ChunkedForward] = []
         self._paths: list[str] = []
         self._is_checked = False

@@ -111,7 +111,7 @@ class SplitCallback(WindowCallback):
         refusals.refuse_auto_between_ranks(trainer, communicates)
         if ranks.size > 1:
             self._host_group = dist.new_group(backend="gloo")
-        search = SizeSearch(start=options.start, grow_after=options.grow_after)
+        search = SizeSearch(start=options.start)
         if self._found is not None:
             search.load_state_dict(self._found)
         return AutoSizes(search, ranks, self._host_group, pl_module.device)
@@ -279,7 +279,7 @@ weighed as the loss'
         is_step: whether one loader batch makes an optimizer step; otherwise several.
     """
     if options.is_auto:
-        how = "into micro-batches as large as fit, then as are fastest"
+        how = "into micro-batches that double while that is faster"
     else:
         limits = {"rows": options.size, "tokens": options.tokens}
         said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]

@@ -134,7 +134,6 @@ class AutoSizes:
             TrainkitError: a single sample does not fit on some rank.
         """
         if self.is_proven() and self._ranks.size > 1:
-            self.search.rest()
             return False  # it communicated, so every rank has come through it
         table = self._shared(self._numbers(failure))
         failed = table[table[:, FAILED_SIZE] > 0]
@@ -175,8 +174,8 @@ class AutoSizes:
         )
         if searched and not self.search.is_searching:
             rank_zero_info(
-                f"MicroBatching: windows run fastest in micro-batches of at most "
-                f"{self.search.limit} {self._unit}; the search has ended."
+                f"MicroBatching: windows are cut into micro-batches of at most "
+                f"{self.search.limit} {self._unit}; larger ones are no faster."
             )
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainkit.core.gradients import parameters_of
 from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     current_hook,
     replaced,
@@ -174,7 +175,10 @@ class SplitWindows:
     def has_padding(self, batch: Any) -> bool | None:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
-        return self._micro_batches.has_padding(batch)
+        try:
+            return self._micro_batches.has_padding(batch)
+        except TrainkitError:  # a hook may add what is missing before it is cut
+            return False
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
