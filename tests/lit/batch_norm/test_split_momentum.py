@@ -153,7 +153,7 @@ def test_forgetting_of_a_window_that_is_run_again(
     fails: tuple[int, ...], window: int
 ) -> None:
     module = Constant(fails)
-    fit(cut=MicroBatching("auto"), window=window, module=module)
+    fit(cut=MicroBatching("auto", start=1000), window=window, module=module)
     assert module.memory.num_failures > 0
     assert_forgets_as_the_big_batch(module, window=window)
     assert set(momenta(module).values()) == {M}

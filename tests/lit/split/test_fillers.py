@@ -119,7 +119,7 @@ class Rows(AccumulationStrategy):
 
 def test_fillers_that_count_are_off(monkeypatch: Any) -> None:
     """The negative control: without the refusal."""
-    path = "trainkit.lit.split.callback.refuse_fillers_that_count"
+    path = "trainkit.lit.windows.callback.refuse_fillers_that_count"
     monkeypatch.setattr(path, lambda *args: None)
     assert deviation(fit(), big_batch(), Weighted()) > NAIVE
 

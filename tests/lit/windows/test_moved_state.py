@@ -17,7 +17,7 @@ from tests.helpers import NAIVE, deviation, trainer, weights
 from tests.lit.fronts import EQUAL, RAGGED, WINDOW, merged, micro_batches
 from tests.lit.split.common import SEQUENCES
 from tests.lit.windows.moving import ONCE, WAYS, Moving
-from trainkit.lit.windows.moved_state import NOT_DUE, MovedState
+from trainkit.lit.callback.moved_state import NOT_DUE, MovedState
 
 
 def trained(module: Moving, sizes: Any, window: int) -> Moving:

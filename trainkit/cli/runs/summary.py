@@ -24,7 +24,7 @@ from trainkit.lit.callback.table import show as show_rows
 from trainkit.lit.logs.plain_comparison import PlainComparison
 from trainkit.lit.logs.throughput import throughput_of
 from trainkit.lit.logs.window_summary import WindowSummary, facts_of_windows
-from trainkit.lit.split.callback import SplitCallback
+from trainkit.lit.windows.callback import WindowCallback
 
 _PACKAGES = ("torch", "lightning", "hydra-core", "wandb")
 
@@ -134,7 +134,7 @@ def _ended_by(trainer: Any) -> str | None:
 def _micro_batching(trainer: Any) -> dict[str, Any] | None:
     """The limits under which loader batches were cut, or None if they were not."""
     windows = windows_of(trainer)
-    if not isinstance(windows, SplitCallback) or windows.micro_batching is None:
+    if not isinstance(windows, WindowCallback) or windows.micro_batching is None:
         return None
     options, found = windows.micro_batching, windows.micro_batch_size
     limits = {"size": options.size, "tokens": options.tokens, "found": found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.joins.layers import Sharing
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.strategies import AccumulationStrategy, Weight
+from trainkit.core.terms import leading
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unwrapped
@@ -146,11 +147,37 @@ class WindowOwner(OrderedCallback):
     proof: Any = "warn"
     wide_gradients: bool = False
     is_measured: bool = False
+    scaler: Any = None
+    driver: Any = None
+    _step_watches: list[Any]
+    _skipped_before: int = 0
+    _shown: int | None = None
+    _wants_weights: list[Callable[[int], bool]]
+    longest_window: int = 0
+
+    def keep_weights(self, wanted: Callable[[int], bool]) -> None:
+        """Keep each micro-batch's weight in the windows (by index) that are `wanted`;
+        `wanted` must answer alike on every rank."""
+        self._wants_weights.append(wanted)
+
+    def slots_of(self, number: int, accumulator: Accumulator | None = None) -> int:
+        """How many single weights of each rank a closing window has room for."""
+        accumulator = accumulator or self.accumulators[0]
+        wanted = any(wants(accumulator.num_windows) for wants in self._wants_weights)
+        return number if wanted else 0
+
+    def forget_means(self) -> None:
+        """Drop the sums of `log_exact` in the batch, which is run again."""
 
     @property
-    @abstractmethod
     def strategy(self) -> AccumulationStrategy:
-        """The strategy that weighs a micro-batch."""
+        """The rule that weighs a micro-batch; with several terms, the first term's."""
+        return leading(self.strategies)
+
+    @property
+    def last_window(self) -> WindowStats | None:
+        """The window that closed last, where there is one optimizer."""
+        return self.windows.get(0)
 
     def follow(self, pl_module: Any) -> None:
         """Take over what has been assigned to the module while `fit` runs."""
@@ -158,7 +185,39 @@ class WindowOwner(OrderedCallback):
     @property
     def is_split(self) -> bool:
         """Whether it cuts loader batches, and so looks at the micro-batches itself."""
-        return False
+        return self.micro_batching is not None and self.micro_batching.inside is None
+
+    @abstractmethod
+    def holds_schedulers(self, pl_module: Any) -> bool:
+        """Whether the schedulers hold their place after a skipped step."""
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Optimizer steps that a gradient scaler has skipped since `fit` began."""
+        skipped = sum(watch.num_skipped for watch in self._step_watches)
+        return self._skipped_before + skipped
+
+    def skipped_last_step(self, index: int = 0) -> bool:
+        """Whether the last step of an optimizer was skipped by the gradient scaler."""
+        return self._step_watches[index].skipped_last
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The size limit of a micro-batch, if training finds it itself; else None."""
+        if self.inside is not None:
+            return self.inside.size
+        return self._shown if self.driver is None else self.driver.size
+
+    @property
+    def micro_batch_now(self) -> tuple[int, Sequence[int]] | None:
+        """The number of the micro-batch under way, and its rows of the loader batch;
+        None where a loader batch is one."""
+        return None if self.driver is None else self.driver.rows_now()
+
+    @property
+    def fills_up(self) -> bool:
+        """Whether the present micro-batch only lets all ranks run equally many."""
+        return self.is_split and self.driver is not None and self.driver.fills_up
 
     def index_of(self, trainer: Any, optimizer: Any) -> int:
         """The optimizer's index among the Trainer's optimizers."""
@@ -202,12 +261,6 @@ class WindowOwner(OrderedCallback):
         Returns:
             The callback that its Trainer needs; None if the copy brings its own.
         """
-
-    @property
-    def micro_batch_now(self) -> tuple[int, Sequence[int]] | None:
-        """The number of the micro-batch under way, and its rows of the loader batch;
-        None where a loader batch is one."""
-        return None
 
     @property
     def must_count_samples(self) -> bool:

@@ -11,12 +11,12 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import refuse_unsaid_weight
-from trainkit.lit.front.held_schedulers import SchedulerHolder
 from trainkit.lit.proof.verdict import Proof
 from trainkit.lit.windows import refusals
+from trainkit.lit.windows.callback import WindowCallback
 
 
-class AccumulationCallback(SchedulerHolder):
+class AccumulationCallback(WindowCallback):
     """Exact gradient accumulation for a `LightningModule` you did not write.
 
         Trainer(accumulate_grad_batches=8, callbacks=[AccumulationCallback(PerToken())])

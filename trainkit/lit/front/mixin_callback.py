@@ -16,14 +16,14 @@ from trainkit.core.terms import named_strategies
 from trainkit.core.window_stats import WindowStats
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import OrderedCallback
-from trainkit.lit.front.held_schedulers import SchedulerHolder
 from trainkit.lit.logs.exact_log import KEY, ExactMeans, shared_out
 from trainkit.lit.resume.between_steps import ends_epoch
 from trainkit.lit.resume.rank_states import gather
 from trainkit.lit.windows import refusals
+from trainkit.lit.windows.callback import WindowCallback
 
 
-class MixinCallback(SchedulerHolder):
+class MixinCallback(WindowCallback):
     """The callback that a mixin module brings."""
 
     def __init__(self, module: Any, mixin: type) -> None:
@@ -96,8 +96,8 @@ class MixinCallback(SchedulerHolder):
             for accumulator in self.accumulators.values():
                 accumulator.weigh_by(pl_module.accumulation)
             self.strategies = chosen
-            if self.split is not None:
-                self.split.cut_anew()
+            if self.driver is not None:
+                self.driver.follow()
 
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:
         stats = super().close(trainer, index, *others)

@@ -15,6 +15,7 @@ from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ledger import state_of_sums
 from trainkit.core.state import holders
 from trainkit.lit._compat import batches_into_epoch
+from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.resume.mid_epoch import why_data_differ
 
 KEY = "trainkit"
@@ -116,9 +117,17 @@ def ledger_of(checkpoint: Mapping[str, Any]) -> Mapping[int, Any]:
 
 
 def restore(
-    state: Mapping[str, Any], accumulators: Mapping[int, Accumulator], pl_module: Any
+    state: Mapping[str, Any], windows: WindowOwner, trainer: Any, pl_module: Any
 ) -> None:
     """Restore the open window that `save` has saved."""
+    windows.first_windows.load_state_dict(state.get("measured", {}))
+    _restore(state, windows.accumulators, pl_module)
+    _announce_loader_that_starts_again(trainer, windows.accumulators)
+
+
+def _restore(
+    state: Mapping[str, Any], accumulators: Mapping[int, Accumulator], pl_module: Any
+) -> None:
     for index, num_windows in state["num_windows"].items():
         if index in accumulators:
             accumulators[index].num_windows = num_windows
@@ -147,7 +156,7 @@ def _holders(
     return named
 
 
-def announce_loader_that_starts_again(
+def _announce_loader_that_starts_again(
     trainer: Any, accumulators: Mapping[int, Accumulator]
 ) -> None:
     is_open = any(a.is_open for a in accumulators.values())

@@ -16,6 +16,8 @@ from trainkit.core.joins.turns import Turns
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import replaced, transfers_plainly
 from trainkit.lit.aside import Kept
+from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.moved_state import MovedState
 from trainkit.lit.callback.said_weight import LeftInTurns, left_for_counting
 from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
@@ -25,9 +27,7 @@ from trainkit.lit.split.outputs import taken_apart, terms_of
 from trainkit.lit.split.shortcuts import backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 from trainkit.lit.split.transfer import moved
-from trainkit.lit.split.window_callback_protocol import Windows
 from trainkit.lit.split.window_metrics import WindowMetrics
-from trainkit.lit.windows.moved_state import MovedState
 
 NOTHING = nullcontext()
 
@@ -56,7 +56,7 @@ class Passes:
         self,
         trainer: Any,
         pl_module: Any,
-        windows: Windows,
+        windows: WindowOwner,
         sizes: FixedSizes | AutoSizes,
         metrics: WindowMetrics,
     ) -> None:

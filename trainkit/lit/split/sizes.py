@@ -15,9 +15,11 @@ from torch import Tensor
 
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.cutting import Limit, MicroBatch
+from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.split.rows import Rows
 from trainkit.core.split.search import Point, SizeSearch, frontier
 from trainkit.errors import TrainkitError
+from trainkit.lit.split import refusals
 
 FAILED_SIZE, FAILED_ROWS, SECONDS, REAL, WHOLE, NUM_COLUMNS = range(6)
 """The numbers that each rank shares about a window; points of micro-batches follow."""
@@ -194,6 +196,49 @@ class AutoSizes:
         if self._device.type == "cuda" and self.search.is_searching:
             torch.cuda.synchronize(self._device)  # only while the search times
         return time.perf_counter()
+
+
+def sizes_for(
+    pl_module: Any, options: MicroBatching, ranks: Ranks, found: Any
+) -> FixedSizes | AutoSizes:
+    """The size that the options say, or what finds it.
+
+    Args:
+        pl_module: what trains.
+        options: how loader batches are cut.
+        ranks: that share a window.
+        found: what an earlier run has found, if it has.
+    """
+    if not options.is_auto:
+        return FixedSizes()
+    communicates = refusals.communicates_in_forward(pl_module, ranks)
+    refusals.refuse_auto_between_ranks(pl_module.trainer, communicates)
+    group = dist.new_group(backend="gloo") if ranks.size > 1 else None
+    search = SizeSearch(start=options.start)
+    if found is not None:
+        search.load_state_dict(found)
+    return AutoSizes(search, ranks, group, pl_module.device)
+
+
+def describe(options: MicroBatching, *, is_step: bool) -> str:
+    """How loader batches are cut, for the table before training.
+
+    >>> describe(MicroBatching(size=4), is_step=False)
+    'each loader batch is cut into micro-batches of at most 4 rows; logged means \
+weighed as the loss'
+
+    Args:
+        options: how they are cut.
+        is_step: whether one loader batch makes an optimizer step; otherwise several.
+    """
+    if options.is_auto:
+        how = "into micro-batches that double while that is faster"
+    else:
+        limits = {"rows": options.size, "tokens": options.tokens}
+        said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
+        how = f"into micro-batches of at most {' and '.join(said)}"
+    is_what = "is one step," if is_step else "is"
+    return f"each loader batch {is_what} cut {how}; logged means weighed as the loss"
 
 
 def _longest(micro_batch: MicroBatch) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import parameters_of
 from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     current_hook,
@@ -18,8 +21,9 @@ from trainkit.lit._compat import (
     skips_backward,
     uncompiled,
 )
-from trainkit.lit.callback.base import OrderedCallback, is_rehearsal
+from trainkit.lit.callback.base import OrderedCallback, WindowOwner, is_rehearsal
 from trainkit.lit.callback.table import say
+from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.callback.window_end import say_dropped, window_ends
 from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
@@ -31,16 +35,18 @@ from trainkit.lit.split.micro_batches import MicroBatches, counts_of
 from trainkit.lit.split.passes import Passes
 from trainkit.lit.split.retry import Retry
 from trainkit.lit.split.shortcuts import TRANSFER
-from trainkit.lit.split.sizes import AutoSizes, FixedSizes
-from trainkit.lit.split.window_callback_protocol import Windows
+from trainkit.lit.split.sizes import sizes_for
 from trainkit.lit.split.window_metrics import WindowMetrics
-from trainkit.lit.windows.taken_calls import taken_calls
 
 KEPT = ("is_apart", "num_loader_batches", "sizes", "trims", "_patch")
 
+KEY = "trainkit_micro_batching"
+"""The size that was found, in a checkpoint."""
 
-class SplitWindows:
-    """Cuts each loader batch of a `fit` and runs its micro-batches in one step.
+
+class Split:
+    """The driver of split windows: cuts each loader batch, and runs its micro-batches
+    in one step.
 
     Three methods of Lightning's strategy object are replaced while `fit` runs. The
     loader batch stays whole, on the host, for Lightning and all callbacks. In place of
@@ -54,9 +60,10 @@ class SplitWindows:
         pl_module: the module that trains.
         options: how to cut.
         windows: the callback that divides the windows.
-        sizes: the limit for the next window's micro-batches.
+        found: the size that an earlier run has found, as `state_dict` gives it.
 
     Attributes:
+        sizes: the limit for the next window's micro-batches.
         current: the loader batch that is being run, if one is.
         is_apart: whether the gradients of the window are still on their ranks.
         num_loader_batches: how many loader batches the open window has on this rank.
@@ -69,14 +76,14 @@ class SplitWindows:
         trainer: Any,
         pl_module: Any,
         options: MicroBatching,
-        windows: Windows,
-        sizes: FixedSizes | AutoSizes,
+        windows: WindowOwner,
+        found: Mapping[str, Any] | None = None,
     ) -> None:
         accumulator = windows.accumulators[0]
         self.current: CurrentWindow | None = None
         self.is_apart = False
         self.num_loader_batches = 0
-        self.sizes = sizes
+        sizes = self.sizes = sizes_for(pl_module, options, accumulator.ranks, found)
         may_trim = True if is_rehearsal(trainer) else None
         self.trims: bool | None = may_trim if options.trim else False
         self._windows = windows
@@ -114,6 +121,41 @@ class SplitWindows:
             is_joined=self.joined is not None,
         )
 
+    # ---- what the callback asks ------------------------------------------------------
+
+    is_split = True
+
+    @property
+    def size(self) -> int | None:
+        """The size limit of a micro-batch, if it is to be found."""
+        return self.sizes.shown
+
+    @property
+    def fills_up(self) -> bool:
+        """Whether the present micro-batch only lets all ranks run equally many."""
+        micro_batch = None if self.current is None else self.current.micro_batch
+        return micro_batch is not None and micro_batch.is_filler
+
+    def rows_now(self) -> tuple[int, Sequence[int]] | None:
+        """The number of the micro-batch under way, and its rows."""
+        current = self.current
+        if current is None or current.at is None:
+            return None
+        numbers = [n for n, m in enumerate(current.micro_batches) if m is current.at]
+        return numbers[0], current.at.cut.rows
+
+    def num_torn(self, num_closed: int) -> int:
+        """How many loader batches are in the window of the one under way."""
+        return self.num_loader_batches
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The size that was found, for a checkpoint."""
+        return self.sizes.search.state_dict() if self.sizes.catches else None  # type: ignore[union-attr]
+
+    def follow(self) -> None:
+        """Weigh by other strategies."""
+        self.cut_anew()
+
     # ---- Lightning's strategy object -------------------------------------------------
 
     def start(self) -> None:
@@ -129,9 +171,9 @@ class SplitWindows:
         first = first_batches(self._trainer, self._module, self._windows)
         self._patch.enter_context(first)
 
-    def read_late(self) -> None:
-        """Compare the weights not read yet, when an epoch or training ends."""
-        if self._passes.arrivals is not None:
+    def end_epoch(self) -> None:
+        """Compare the weights not read yet."""
+        if hasattr(self, "_passes") and self._passes.arrivals is not None:
             self._passes.arrivals.read_all()
 
     @property
@@ -142,6 +184,8 @@ class SplitWindows:
     def join(self, joined: JoinedSteps) -> None:
         """Let the steps of a window's micro-batches wait for each other at BatchNorm's
         layers, until `stop`."""
+        several = self.sizes.catches and self._accumulator.ranks.size > 1
+        refusals.refuse_auto_between_ranks(self._trainer, several)
         self._passes.joined = joined
         self.cut_anew()
         joined.install()
@@ -166,9 +210,33 @@ class SplitWindows:
             self._stash = None
         return loss
 
-    def stash_gradients(self, optimizer: Any) -> None:
-        """Put the window's gradients away, before Lightning zeroes them."""
-        self._stash = StashedGradients(parameters_of(optimizer))
+    def keeps_gradients(self, optimizer: Any) -> bool:
+        """Whether the window is open: its gradients are then put away, before Lightning
+        zeroes them."""
+        is_open = self._accumulator.is_open
+        if is_open:
+            self._stash = StashedGradients(parameters_of(optimizer))
+        return is_open
+
+    def finish(
+        self, accumulator: Accumulator, parameters: list[Tensor]
+    ) -> tuple[WindowStats, int | None]:
+        """Divide the window; returns its numbers, and how many loader batches it had on
+        all ranks."""
+        stats = accumulator.finish(
+            parameters, slots=self.slots(), is_apart=self.is_apart
+        )
+        return stats, self.num_loader_batches * accumulator.ranks.size
+
+    def slots(self) -> int:
+        """How many single weights of each rank a closing window has room for."""
+        accumulator = self._accumulator
+        told = accumulator.window.told
+        if told is not None:
+            return self._windows.slots_of(told.most_micro_batches())
+        # Ranks do not know each other's numbers, and must ask for as many.
+        is_alone = accumulator.ranks.size == 1
+        return self._windows.slots_of(accumulator.num_micro_batches) * is_alone
 
     # ---- a loader batch --------------------------------------------------------------
 
@@ -297,6 +365,10 @@ class SplitWindows:
             if isinstance(callback, OrderedCallback):
                 callback.on_cut(sum(not each.is_filler for each in cut))
 
+    def before_backward(self, loss: Tensor, batch_idx: int, *, is_fresh: bool) -> None:
+        """Weigh the pass that is about to run."""
+        self.weigh(loss)
+
     def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
         """Weigh the loss, after a gradient scaler, before its backward pass; with
         `as_seed`, returns a seed for the pass if it can replace a hook."""
@@ -307,7 +379,7 @@ class SplitWindows:
         expected = self._trainer.accumulate_grad_batches * len(current.micro_batches)
         seed = weigh(loss, current.weight, value=current.value, expected=expected)
         if current.closes and current.is_last and not self._passes.is_apart:
-            accumulator.announce(slots=self._windows.slots())
+            accumulator.announce(slots=self.slots())
         return seed if isinstance(seed, Tensor) else None
 
     def _forget(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -145,27 +144,6 @@ def refuse_wide_under_scaler(scaler: Any) -> None:
         )
 
 
-def refuse_search_inside_window(accumulators: Iterable[Accumulator]) -> None:
-    """Refuse a finder that takes the callback out while a window is open."""
-    held = sum(a.num_micro_batches for a in accumulators if a.is_open)
-    if held:
-        raise TrainkitError(
-            f"trainer.callbacks: a search (as by Lightning's finders) has taken out "
-            f"the callback that divides windows, inside a window of {held} "
-            f"micro-batches so far. The search would zero their gradients. Begin it "
-            f"between two windows, for example in on_train_epoch_start."
-        )
-
-
-def announce_taken_out(callback: Any) -> None:
-    warnings.warn(
-        f"{type(callback).__name__}: it is not among trainer.callbacks any more. Until "
-        f"it is there again, batches run uncut and undivided, with plain Lightning's "
-        f"gradients. This warning appears once.",
-        stacklevel=2,
-    )
-
-
 def refuse_no_optimizer(trainer: Any) -> None:
     groups = [group for o in trainer.optimizers for group in o.param_groups]
     if not any(group["params"] for group in groups):
@@ -174,6 +152,14 @@ def refuse_no_optimizer(trainer: Any) -> None:
             "accumulate for. Return one, or leave out AccumulationCallback or "
             "AccumulationMixin."
         )
+
+
+def not_in_fit(pl_module: Any) -> TrainkitError:
+    return TrainkitError(
+        f"{type(pl_module).__name__}: a backward pass of Lightning's began, and "
+        f"on_train_start of the callback that divides windows has not run, as where "
+        f"Lightning's loop is run outside of fit. Call trainer.fit(module, data)."
+    )
 
 
 def refuse_open_window(index: int, accumulator: Accumulator) -> None:

@@ -1,53 +1,73 @@
-"""Weigh each loader batch of a streamed window right before its `training_step`."""
+"""The driver of streamed windows: each loader batch is a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+from torch import Tensor
+
+from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import num_samples
+from trainkit.core.gradients import clear_gradients
+from trainkit.core.strategies import PerSample
 from trainkit.core.weighed import Weighed
+from trainkit.core.window_stats import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.moved_state import MovedState
 from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.table import say
+from trainkit.lit.callback.taken_calls import taken_calls
+from trainkit.lit.callback.window_end import window_ends
 from trainkit.lit.proof.first_batch import first_batches
-from trainkit.lit.windows.moved_state import MovedState
-from trainkit.lit.windows.taken_calls import taken_calls
 
 
-@contextmanager
-def streamed_steps(
-    trainer: Any, pl_module: Any, windows: WindowOwner
-) -> Iterator[None]:
-    """Weigh each batch as `training_step` gets it.
+class Streamed:
+    """Weighs each loader batch right before its `training_step`, as that gets it.
 
     Args:
         trainer: in `fit`.
-        pl_module: what trains.
+        module: what trains.
         windows: the callback that divides windows; its `weight` is set.
     """
-    steps = _Steps(trainer, pl_module, windows)
-    with (
-        taken_calls(trainer, windows, training_step=steps.run),
-        first_batches(trainer, pl_module, windows),
-    ):
-        yield
-    steps.say_unlike()
 
+    is_split, size, micro_batch_now = False, None, None
 
-class _Steps:
-    def __init__(self, trainer: Any, pl_module: Any, windows: WindowOwner) -> None:
-        self._trainer = trainer
-        self._module = pl_module
+    def __init__(self, trainer: Any, module: Any, windows: WindowOwner) -> None:
         self._windows = windows
-        self._training_step: Callable[..., Any] = trainer.strategy.training_step
+        self._trainer: Any = trainer
+        self._module: Any = module
+        self._training_step: Any = trainer.strategy.training_step
         left = left_for_counting(windows.strategies)
-        self._moved = MovedState(pl_module, left_out=left)
-        self._unlike = Unlike()
+        self._moved: Any = MovedState(module, left_out=left)
+        self._unlike, self._patch = Unlike(), ExitStack()
 
-    def run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def start(self) -> None:
+        """Take Lightning's calls, until `stop`."""
+        of = self._trainer, self._windows
+        calls = taken_calls(*of, training_step=self._run)
+        self._patch.enter_context(calls)
+        first = first_batches(self._trainer, self._module, self._windows)
+        self._patch.enter_context(first)
+        self._patch.callback(self._say_unlike)
+
+    def stop(self) -> None:
+        """Give Lightning's calls back, and hold nothing that has trained."""
+        self._patch.close()
+        self._training_step = self._moved = None
+        self._module = self._trainer = None
+
+    def end_epoch(self) -> None:
+        """Do what waits for an epoch's end: nothing."""
+
+    def follow(self) -> None:
+        """Weigh by other strategies: nothing else changes."""
+
+    # ---- a micro-batch ---------------------------------------------------------------
+
+    def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
         with self._watched(), self._windows.said.open():
             self._weigh(batch)
@@ -69,16 +89,20 @@ class _Steps:
     def _weigh(self, batch: Any) -> None:
         windows = self._windows
         windows.follow(self._module)
+        strategy = windows.strategy
         if self._module.automatic_optimization:
-            is_said = isinstance(windows.strategy, Weighed)
-            windows.weight = None if is_said else windows.strategy.weight(batch)
+            is_said = isinstance(strategy, Weighed)
+            windows.weight = None if is_said else strategy.weight(batch)
         if windows.must_count_samples:
+            counts = type(strategy) is PerSample and strategy.mask is None
+            counts = counts and self._module.automatic_optimization
+            samples = windows.weight if counts else num_samples(batch)
             for accumulator in windows.accumulators.values():
-                accumulator.window.count(samples=num_samples(batch))
+                accumulator.window.count(samples=samples or 0)
         if windows.has_strategy and counts_alike(windows.strategies):
             self._unlike.record(batch)
             if windows.first_windows.is_complete:
-                self.say_unlike()
+                self._say_unlike()
 
     def _take_said(self, batch: Any, output: Any) -> None:
         """Weigh the batch by what `training_step` has said."""
@@ -88,8 +112,52 @@ class _Steps:
         elif isinstance(strategy, Weighed) and output is not None:
             windows.weight = windows.said.take(strategy, self._module, batch)
 
-    def say_unlike(self) -> None:
+    def _say_unlike(self) -> None:
         """Show how unlike the first micro-batches were that counted alike."""
         row = self._unlike.row()
         if row is not None and self._trainer.is_global_zero:
             say(self._trainer, row)
+
+    def before_backward(self, loss: Tensor, batch_idx: int, *, is_fresh: bool) -> None:
+        """Weigh the pass that is about to run; `is_fresh`: gradients were zeroed."""
+        accumulator: Accumulator = self._windows.accumulators[0]
+        scaler, trainer = self._windows.scaler, self._trainer
+        if not accumulator.is_open and not is_fresh:
+            # Lightning zeroes gradients by the batch's index and steps by the number of
+            # batches. If accumulate_grad_batches changes, or the loader yields None,
+            # the two disagree and the old gradients are still there.
+            clear_gradients(trainer.optimizers[0])
+        num_expected = trainer.accumulate_grad_batches  # Lightning has divided by it
+        value, weight = loss.detach(), self._windows.weight
+        if scaler is not None:
+            value = value / scaler.scale(loss.new_ones(()))
+        assert weight is not None
+        accumulator.weigh(
+            loss, weight, divided_by=num_expected, value=value, expected=num_expected
+        )
+        if window_ends(trainer, batch_idx, num_expected):
+            accumulator.announce(slots=self._windows.slots_of(num_expected))
+
+    def keeps_gradients(self, optimizer: Any) -> bool:
+        """Whether gradients survive that Lightning zeroes them: they do not."""
+        return False
+
+    # ---- the end of a window ---------------------------------------------------------
+
+    def finish(
+        self, accumulator: Accumulator, parameters: list[Tensor]
+    ) -> tuple[WindowStats, int | None]:
+        """Divide a window; returns its numbers, and how many loader batches it had on
+        all ranks where these were cut."""
+        most = max(self._trainer.accumulate_grad_batches, self._windows.longest_window)
+        slots = self._windows.slots_of(most, accumulator)
+        return accumulator.finish(parameters, slots=slots), None
+
+    def num_torn(self, num_closed: int) -> int:
+        """How many micro-batches are in a window whose last one is under way."""
+        accumulators = self._windows.accumulators.values()
+        return sum(a.num_micro_batches for a in accumulators) or num_closed
+
+    def rows_now(self) -> tuple[int, Sequence[int]] | None:
+        """The micro-batch under way and its rows, where a loader batch was cut."""
+        return None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from trainkit.core.accumulator import Accumulator
+from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
 from trainkit.lit.callback.base import has_finder, is_taken_out
-from trainkit.lit.windows.refusals import (
-    announce_taken_out,
-    refuse_search_inside_window,
-)
 
 
 @contextmanager
@@ -57,8 +56,29 @@ class _Taken:
     ) -> Any:
         if not is_taken_out(self._owner, self._trainer):
             return own(*args, **kwargs)
-        refuse_search_inside_window(self._owner.accumulators.values())
+        _refuse_search_inside_window(self._owner.accumulators.values())
         if not self._has_said:
             self._has_said = True
-            announce_taken_out(self._owner)
+            _announce_taken_out(self._owner)
         return plain(*args, **kwargs)
+
+
+def _refuse_search_inside_window(accumulators: Iterable[Accumulator]) -> None:
+    """Refuse a finder that takes the callback out while a window is open."""
+    held = sum(a.num_micro_batches for a in accumulators if a.is_open)
+    if held:
+        raise TrainkitError(
+            f"trainer.callbacks: a search (as by Lightning's finders) has taken out "
+            f"the callback that divides windows, inside a window of {held} "
+            f"micro-batches so far. The search would zero their gradients. Begin it "
+            f"between two windows, for example in on_train_epoch_start."
+        )
+
+
+def _announce_taken_out(callback: Any) -> None:
+    warnings.warn(
+        f"{type(callback).__name__}: it is not among trainer.callbacks any more. Until "
+        f"it is there again, batches run uncut and undivided, with plain Lightning's "
+        f"gradients. This warning appears once.",
+        stacklevel=2,
+    )
