@@ -13,7 +13,7 @@ from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
 
 from tests.core.common import GivenWeight, fresh_net, padded, relative, run_window
 from tests.helpers import NAIVE, VOCABULARY, gradients, ragged_sequences, token_loss
-from trainkit import Accumulator, PerToken, TrainkitError
+from trainkit import Accumulator, PerSample, PerToken, TrainkitError
 
 SAMPLES = ragged_sequences(10)
 
@@ -368,3 +368,26 @@ def test_weightless_beginning_in_half_precision_equals_the_law() -> None:
         accumulator.backward(p * 3, weight)
     accumulator.finish([p])
     assert float(p.grad) == 3.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_that_are_frozen_or_unfrozen_inside_a_window_are_refused(
+    trains: bool,
+) -> None:
+    """Their gradient would be that of a part of the window."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    net[0].requires_grad_(trains)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accumulator = Accumulator(PerSample(), module=net)
+    accumulator.gradients.parameters = list(net.parameters())
+    for change in (False, True):  # between two windows, and inside of one
+        for number, x in enumerate(torch.randn(4, 2).split(2)):
+            if number and change:
+                net[0].requires_grad_(not trains)
+            accumulator.backward(net(x).square().mean(), x)
+        if change:
+            with pytest.raises(TrainkitError, match="requires_grad: it has changed"):
+                accumulator.finish(optimizer)
+        else:
+            accumulator.finish(optimizer)
+            optimizer.zero_grad()

@@ -68,12 +68,39 @@ def test_class_weights_are_what_cross_entropy_divides_by(ignore_index: int) -> N
 def test_class_weights_are_equal_if_they_weigh_alike() -> None:
     one, other = PerClassWeight(weight=[1, 2]), PerClassWeight(weight=torch.ones(2))
     one.weight({"labels": torch.tensor([1])})
-    assert weigh_alike(one, PerClassWeight(weight=torch.tensor([1.0, 2.0])))
+    assert weigh_alike(one, PerClassWeight(weight=[1.0, 2.0]))
     assert not weigh_alike(one, other)
     assert repr(one) == (
         "PerClassWeight(weight=[1.0, 2.0], labels='labels', ignore_index=-100, "
         "loss_reduction='mean')"
     )
+
+
+def test_class_weights_follow_a_tensor_that_changes_and_a_function() -> None:
+    """As deferred re-weighting does; a copy of the numbers would weigh 3."""
+    weight, batch = torch.tensor([1.0, 2.0]), {"labels": torch.tensor([0, 1])}
+    held = [weight]
+    read, asked = PerClassWeight(weight=weight), PerClassWeight(weight=lambda: held[0])
+    weight[1] = 8.0
+    assert float(read.weight(batch)) == float(asked.weight(batch)) == 9
+    held[0] = torch.tensor([5.0, 5.0])
+    assert float(read.weight(batch)) == 9
+    assert float(asked.weight(batch)) == 10
+
+
+@pytest.mark.parametrize("label", [2, -1])
+def test_a_label_without_a_weight_is_refused(label: int) -> None:
+    """Indexed from the end, -1 would have the last class's."""
+    strategy = PerClassWeight(weight=[1.0, 2.0])
+    with pytest.raises(TrainkitError, match=r"labels 'labels': must be classes from 0"):
+        strategy.weight({"labels": torch.tensor([0, label])})
+
+
+def test_labels_of_another_name_are_given_or_suggested() -> None:
+    batch = {"x": torch.zeros(2, 3), "targets": torch.zeros(2, 3, dtype=torch.long)}
+    assert PerToken("targets").weight(batch) == 6
+    with pytest.raises(TrainkitError, match=r"PerToken labels: .*would fit: 'targets'"):
+        PerToken().weight(batch)
 
 
 @pytest.mark.parametrize("weight", [[], [1.0, -1.0], [float("nan")], "heavy", None, 3])

@@ -313,6 +313,7 @@ class Accumulator:
         self.gradients.parameters = parameters_of(optimizer_or_parameters)
         if not self.streamed.has_scaler:  # which unscales them, so writes into them
             self.gradients.check(self.window.num_weighted)
+        self.gradients.refuse_frozen()
         refusals.refuse_late_start(self._num_running, num_running())
         refusals.refuse_division(
             self.window,

@@ -19,6 +19,7 @@ from trainkit.core.ranks import Ranks
 from trainkit.core.wide_gradients import WideGradients
 from trainkit.core.window import Window
 from trainkit.core.zeroed import ZeroedWatch
+from trainkit.errors import TrainkitError
 
 
 class Norms(Protocol):
@@ -58,6 +59,7 @@ class GradientSum:
         if isinstance(module, nn.Module):
             self.parameters = trained(module)
         self.wide: WideGradients | None = None
+        self._training_at_first: dict[int, bool] = {}
         self._ranks = ranks
         self.zeroed = ZeroedWatch()
         self.norms: Norms | None = None
@@ -77,12 +79,30 @@ class GradientSum:
         self.check(num_passes)
         if not self.parameters:
             self.parameters = leaves_of(loss)
+        if not num_passes:
+            self._training_at_first = {id(p): p.requires_grad for p in self.parameters}
         if self.norms is not None:
             self.norms.begin()
 
     def check(self, num_passes: int) -> None:
         """Refuse gradients that were zeroed after the last of the window's passes."""
         self.zeroed.check(num_passes)
+
+    def refuse_frozen(self) -> None:
+        """Refuse parameters that were frozen or unfrozen while the window was open."""
+        first = self._training_at_first
+        changed = [
+            p for p in self.parameters if first.get(id(p)) is not p.requires_grad
+        ]
+        changed = [p for p in changed if id(p) in first]
+        if changed:
+            shape, number = list(changed[0].shape), len(changed)
+            raise TrainkitError(
+                f"requires_grad: it has changed for {number} parameters, the first of "
+                f"shape {shape}, while a window was open, so that a part of its "
+                f"micro-batches has trained them. Freeze and unfreeze between two "
+                f"windows, for example at the start of an epoch."
+            )
 
     def rewind(self, num_passes: int) -> None:
         """Return to an earlier place in the window, whose gradients are back."""

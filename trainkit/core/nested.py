@@ -48,9 +48,28 @@ def lookup(batch: Any, path: Path) -> Any:
     return found
 
 
-def lookup_tensor(batch: Any, path: Path, *, role: str) -> Tensor:
-    """`lookup`, for a path that must lead to a tensor; `role` names it in the error."""
-    found = lookup(batch, path)
+def lookup_tensor(
+    batch: Any,
+    path: Path,
+    *,
+    role: str,
+    fits: Callable[[Tensor], bool] = lambda tensor: True,
+) -> Tensor:
+    """`lookup`, for a path that must lead to a tensor.
+
+    Args:
+        batch: any nesting.
+        path: a dotted path, or an index.
+        role: what an error calls it.
+        fits: whether a tensor could be meant, for the error.
+    """
+    try:
+        found = lookup(batch, path)
+    except TrainkitError as error:
+        tensors_of = [f for f in take_apart(batch)[0] if isinstance(f.value, Tensor)]
+        names = [p for p, value in tensors_of if p and value.ndim and fits(value)]
+        also = f" What would fit: {', '.join(map(repr, names))}." if names else ""
+        raise TrainkitError(f"{role}: {error}{also}") from None
     if not isinstance(found, Tensor):
         raise TrainkitError(
             f"{role} {path!r}: must be the path of a tensor, but leads to "

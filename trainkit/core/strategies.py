@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -110,7 +110,7 @@ class PerSample(AccumulationStrategy):
         return tensor.shape[0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PerToken(AccumulationStrategy):
     """The weight of a micro-batch is its number of labels that count.
 
@@ -130,6 +130,7 @@ class PerToken(AccumulationStrategy):
     """
 
     labels: Path = "labels"
+    _: KW_ONLY
     ignore_index: int = -100
     shift: bool = False
     mask: Path | None = None
@@ -159,7 +160,8 @@ class PerToken(AccumulationStrategy):
 
     def found(self, batch: Any) -> Tensor:
         """The labels of a batch that are targets, in int64."""
-        labels = lookup_tensor(batch, self.labels, role="PerToken labels")
+        role = "PerToken labels"
+        labels = lookup_tensor(batch, self.labels, role=role, fits=_are_labels)
         if labels.is_floating_point() or labels.is_complex():
             raise TrainkitError(
                 f"PerToken labels {self.labels!r}: must hold integers to be compared "
@@ -190,7 +192,9 @@ class PerClassWeight(AccumulationStrategy):
     tensor(7., dtype=torch.float64)
 
     Args:
-        weight: one number for each class: what the loss function gets.
+        weight: one number for each class: what the loss function gets. A tensor is read
+            with each micro-batch, so it may change in place; a function that returns
+            one, where another tensor takes its place.
         labels: dotted path or index of the labels in the batch.
         ignore_index: the label that does not count, as in `cross_entropy`.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
@@ -200,16 +204,26 @@ class PerClassWeight(AccumulationStrategy):
     def __init__(
         self,
         *,
-        weight: Sequence[float] | Tensor,
+        weight: Sequence[float] | Tensor | Callable[[], Tensor],
         labels: Path = "labels",
         ignore_index: int = -100,
         loss_reduction: LossReduction = "mean",
     ) -> None:
-        self.class_weights = _class_weights(weight)
+        self._given = weight
+        if not isinstance(weight, Tensor) and not callable(weight):
+            self._given = _checked_numbers(weight)
+        else:
+            _checked_numbers(self.class_weights)
         # It counts and checks the labels.
         self._labels = PerToken(labels=labels, ignore_index=ignore_index)
         self.loss_reduction = loss_reduction
         check_reduction(self)
+
+    @property
+    def class_weights(self) -> tuple[float, ...]:
+        """The numbers at present; waits for the device."""
+        given = self._given() if callable(self._given) else self._given
+        return tuple(given.tolist() if isinstance(given, Tensor) else given)
 
     @property
     def labels(self) -> Path:
@@ -221,9 +235,24 @@ class PerClassWeight(AccumulationStrategy):
 
     def weight(self, batch: Any) -> Weight:
         labels = self._labels.found(batch)
-        weights = _on_device(self.class_weights, labels.device)
         counts = labels != self.ignore_index
-        return (weights[torch.where(counts, labels, 0)] * counts).sum()
+        given = self._given() if callable(self._given) else self._given
+        if isinstance(given, Tensor):
+            dtype = torch.float32 if labels.is_mps else torch.float64
+            weights = given.detach().to(labels.device, dtype)
+        else:
+            weights = _on_device(given, labels.device)
+        try:
+            # index_select, by which -1 is no label.
+            found = weights.index_select(0, torch.where(counts, labels, 0).flatten())
+            return (found * counts.flatten()).sum()
+        except IndexError:
+            raise TrainkitError(
+                f"PerClassWeight labels {self.labels!r}: must be classes from 0 to "
+                f"{len(weights) - 1}, one for each weight, or {self.ignore_index}, "
+                f"received {int(labels[counts].min())} to {int(labels[counts].max())}. "
+                f"Give a weight for each class, or name what is ignored: ignore_index=."
+            ) from None
 
     def __repr__(self) -> str:
         return (
@@ -344,8 +373,7 @@ def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:
             )
 
 
-def _class_weights(weight: Any) -> tuple[float, ...]:
-    values = weight.tolist() if isinstance(weight, Tensor) else weight
+def _checked_numbers(values: Any) -> tuple[float, ...]:
     try:
         found = tuple(float(value) for value in values)
     except (TypeError, ValueError):
@@ -353,9 +381,13 @@ def _class_weights(weight: Any) -> tuple[float, ...]:
     if not found or not all(math.isfinite(each) and each >= 0 for each in found):
         raise TrainkitError(
             f"PerClassWeight weight: must be one finite number of at least 0 for each "
-            f"class, received {weight!r}. Give what cross_entropy(weight=...) gets."
+            f"class, received {values!r}. Give what cross_entropy(weight=...) gets."
         )
     return found
+
+
+def _are_labels(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 @lru_cache(maxsize=8)

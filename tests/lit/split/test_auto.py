@@ -66,7 +66,7 @@ def test_a_search_that_goes_on_and_one_that_ends_are_exact(
     module, whole = Short(cut=MicroBatching("auto")), Short(cut=None)
     fitted = fit(module, max_epochs=20)  # 60 windows
     fit(whole, max_epochs=20)
-    split = windows_of(fitted).split  # type: ignore[attr-defined]
+    split: Any = windows_of(fitted).split
     assert not split.sizes.search.is_searching
     assert deviation(module, whole, START) <= EXACT
     (line,) = said

@@ -56,7 +56,8 @@ class Sharded(Trained):
         self.counted(float(rows))
         self.log("rows", float(rows), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("counted", self.counted, on_step=False, on_epoch=True)
-        current = windows_of(self.trainer).split.current  # type: ignore[attr-defined]
+        split: Any = windows_of(self.trainer).split
+        current = split.current
         fills_up = float(current.micro_batch.is_filler)
         self.log_exact("filling", torch.tensor(fills_up), batch, weight=rows)
         self.cast(torch.ones(rows + 1, 1))

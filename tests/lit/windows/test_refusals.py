@@ -342,3 +342,9 @@ def test_none_on_one_rank_is_refused_by_lightning() -> None:
     ends = run_ranks(train_none, 2)
     assert "by returning None in distributed training is not supported" in str(ends[1])
     assert isinstance(ends[0], RankError)
+
+
+def test_a_loop_that_is_run_outside_of_fit_is_told_so() -> None:
+    module, callback = TokenModule(), AccumulationCallback(PerToken())
+    with pytest.raises(TrainkitError, match="TokenModule: .* outside of fit. Call tr"):
+        callback.on_before_backward(trainer(2), module, torch.zeros(()))
