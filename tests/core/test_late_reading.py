@@ -11,8 +11,7 @@ from torch import nn
 from tests.core.common import GivenWeight
 from trainkit import Accumulator, TrainkitError
 from trainkit.core import checks
-from trainkit.core.checks import Watch
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading, Watch
 from trainkit.core.window_stats import (
     BARE_LOSS,
     COUNT,

@@ -14,7 +14,7 @@ from torch import nn
 from tests.core.common import relative
 from tests.helpers import TOLERANCE, TokenNet, gradients, pad, ragged_sequences
 from trainkit import Accumulator, PerSample, PerToken
-from trainkit.core.zeroed import HeldGradients
+from trainkit.core.gradient_sum import HeldGradients
 from trainkit.errors import TrainkitError
 
 EXACT = TOLERANCE[torch.float64]

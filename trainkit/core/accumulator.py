@@ -30,9 +30,8 @@ from trainkit.core.strategies import (
     kind_of,
 )
 from trainkit.core.terms import leading, named_strategies
-from trainkit.core.totals import default_device
 from trainkit.core.window import Window
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window_stats import WindowStats, default_device
 
 
 class Accumulator:

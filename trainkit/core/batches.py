@@ -110,15 +110,14 @@ def are_samples(batch: Sequence[Any]) -> bool:
     Collating makes lists of fields, which are tensors or lists. Only samples come as a
     list of mappings or tuples, or as a list of images with few channels, those first.
     """
+    for each in batch:
+        if not isinstance(each, Tensor):
+            break
+        if len(batch) < 3 or each.ndim != 3 or each.shape[0] not in CHANNELS:
+            return False
+        if not each.is_floating_point():
+            return False
+    else:
+        return len(batch) > 2  # images
     nested = [each for each in batch if any(True for _ in tensors(each))]
-    are_records = bool(nested) and all(
-        not isinstance(each, Tensor | list) for each in nested
-    )
-    are_images = len(batch) > 2 and all(
-        isinstance(each, Tensor)
-        and each.is_floating_point()
-        and each.ndim == 3
-        and each.shape[0] in CHANNELS
-        for each in batch
-    )
-    return are_records or are_images
+    return bool(nested) and not any(isinstance(e, Tensor | list) for e in nested)

@@ -6,18 +6,46 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from trainkit.core.late_reading import LateReading
 from trainkit.core.strategies import AccumulationStrategy
 from trainkit.core.window_stats import BARE_LOSS, COUNT, LARGEST, LOSS, SMALLEST, WEIGHT
 from trainkit.errors import TrainkitError
 
 Checks = Literal["late", "now"]
 Nonfinite = Literal["raise", "allow", "skip"]
+
+
+class LateReading:
+    """A device tensor on its way to the host, read when it has arrived.
+
+    From a GPU the copy goes into pinned memory, after the work already queued, and
+    `arrived` never waits. A CPU tensor has arrived at once.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: Any = None
+        if tensor.is_cuda:
+            self._host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=True
+            ).copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._host = tensor
+
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def values(self) -> Any:
+        """The numbers, nested as in the tensor; waits if they have not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
 
 
 class Watch:

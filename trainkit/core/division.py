@@ -24,8 +24,7 @@ from trainkit.core.strategies import (
     Weight,
     checked_weight,
 )
-from trainkit.core.totals import scalar, vector
-from trainkit.core.window_stats import DIVISOR, WEIGHT
+from trainkit.core.window_stats import DIVISOR, WEIGHT, scalar, vector
 from trainkit.errors import TrainkitError
 
 HEADROOM = 256

@@ -38,9 +38,10 @@ def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
         )
     refuse_torn(window)
     refuse_loss(loss, window.reduction)
-    held = len(window.losses) + (window.carried is not None)
-    refuse_static_graph(ranks.ddp, held + 1)
-    refuse_join(ranks.ddp)
+    if ranks.ddp is not None:
+        held = len(window.losses) + (window.carried is not None)
+        refuse_static_graph(ranks.ddp, held + 1)
+        refuse_join(ranks.ddp)
 
 
 def refuse_division(

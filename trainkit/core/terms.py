@@ -19,7 +19,7 @@ from trainkit.core.strategies import (
     Weight,
     check_strategy,
 )
-from trainkit.core.totals import scalar
+from trainkit.core.window_stats import scalar
 from trainkit.errors import TrainkitError
 
 ONE = ""

@@ -21,8 +21,7 @@ from trainkit.core.strategies import (
     checked_weight,
 )
 from trainkit.core.terms import Joined, join, leading, missing_terms, untold_terms
-from trainkit.core.totals import vector
-from trainkit.core.window_stats import COUNT, LARGEST, NUM_COLUMNS, SMALLEST
+from trainkit.core.window_stats import COUNT, LARGEST, NUM_COLUMNS, SMALLEST, vector
 
 
 @dataclass

@@ -30,7 +30,7 @@ from tests.helpers import (
 from tests.lit.front.test_manual import ManualModule
 from tests.lit.front.test_optimizers import Gan
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs import monitor
 

@@ -22,7 +22,7 @@ from trainkit import (
     StepProgress,
     TrainkitError,
 )
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading
 from trainkit.lit.callback.base import Stopped
 from trainkit.lit.logs import step_progress
 from trainkit.lit.logs.step_bar import StepBar

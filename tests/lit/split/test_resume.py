@@ -55,15 +55,19 @@ def fit_on(module: Short, path: Path, *callbacks: Any, **options: Any) -> Any:
     return fitted
 
 
-def test_a_run_that_was_still_searching_begins_the_search_anew(tmp_path: Path) -> None:
-    path = tmp_path / "searching.ckpt"
-    first = fit(Short(Memory(fits={0: 150}), cut=AUTO), max_epochs=2)
-    assert sizes_of(first).search.is_searching
+@pytest.mark.parametrize("start", [None, 1000])
+def test_a_run_that_was_still_searching_begins_below_what_has_failed(
+    start: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "WARM", 10**6)  # however fast this machine is
+    path, cut = tmp_path / "searching.ckpt", MicroBatching("auto", start=start)
+    first = fit(Short(Memory(fits={0: 150}), cut=cut), max_epochs=2)
+    assert sizes_of(first).search.is_searching is (start is None)
     first.save_checkpoint(path)
-    module = Sized(Memory(fits={0: 150}), cut=AUTO)
+    module = Sized(Memory(fits={0: 150}), cut=cut)
     resumed = fit_on(module, path, max_epochs=3)
     assert module.memory.num_failures == 0  # what ran out is known
-    assert sizes_of(resumed).search.is_searching
+    assert sizes_of(resumed).search.is_searching is (start is None)
     assert torch.load(path, weights_only=True)["trainkit_micro_batching"]
 
 

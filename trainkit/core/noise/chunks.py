@@ -13,9 +13,8 @@ from trainkit.core.inside.cut import no_shares
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.noise.norms import norms_of, squared, squared_norm
 from trainkit.core.ranks import Ranks
-from trainkit.core.totals import vector
 from trainkit.core.window import Window
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window_stats import WindowStats, vector
 
 
 class ChunkNorms:

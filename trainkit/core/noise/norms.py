@@ -16,9 +16,8 @@ from trainkit.core.gradients import HALF, values_of
 from trainkit.core.ranks import Ranks
 from trainkit.core.state import load_weights, save_weights
 from trainkit.core.strategies import Weight
-from trainkit.core.totals import totals_dtype, vector
 from trainkit.core.window import Window
-from trainkit.core.window_stats import DIVISOR, WindowStats
+from trainkit.core.window_stats import DIVISOR, WindowStats, totals_dtype, vector
 from trainkit.errors import TrainkitError
 
 FEW = 2**14

@@ -44,21 +44,14 @@ class MicroBatch:
         padded: how many tokens its forward pass computes, over all groups of ragged
             tensors; the number of its rows, if they have no lengths.
         real: how many of them are not padding.
-        columns: for each group of ragged tensors, the loader batch's padded length and
-            the columns that a trimmed tensor has left; empty where nothing is trimmed.
+        trimmed: how many more tokens it would compute if nothing were left out.
     """
 
     batch: Any
     rows: list[int]
     padded: int
     real: int
-    columns: Sequence[tuple[int, Span]] = ()
-
-    @property
-    def trimmed(self) -> int:
-        """How many more tokens it would compute if nothing were left out."""
-        wide = sum(length for length, _ in self.columns)
-        return wide * len(self.rows) - self.padded if self.columns else 0
+    trimmed: int = 0
 
 
 class Cutter:
@@ -140,10 +133,9 @@ class Cutter:
         layout = layout if trim else layout.untrimmed()
         parts = self._parts(batch, layout.rows, limit, at_least)
         cut = _micro_batches(_built(layout, parts), parts, layout.rows)
-        lengths = [group.padded_length for group in layout.rows.groups]
+        wide = sum(group.padded_length for group in layout.rows.groups)
         for each in cut if layout.trims else ():
-            columns = columns_of(layout.rows.spans, each.rows)
-            each.columns = list(zip(lengths, columns, strict=True))
+            each.trimmed = wide * len(each.rows) - each.padded
         return cut
 
     def pair(self, batch: Any, rows: list[int]) -> list[Any]:

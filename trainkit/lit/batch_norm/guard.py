@@ -33,9 +33,8 @@ from trainkit.lit.batch_size.effective import (
     micro_batch_of,
     window_size,
 )
-from trainkit.lit.callback.base import OrderedCallback
+from trainkit.lit.callback.base import OrderedCallback, window_ends
 from trainkit.lit.callback.table import Row
-from trainkit.lit.callback.window_end import window_ends
 
 KEY = "trainkit_batch_norm"
 """The entry in a checkpoint."""

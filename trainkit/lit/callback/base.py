@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,23 @@ from trainkit.lit.callback.said_weight import SaidWeight
 from trainkit.lit.callback.table import Row, say, show
 
 Found = TypeVar("Found")
+
+
+def window_ends(trainer: Any, batch_idx: int, num_expected: int) -> bool:
+    """Whether the window closes with this batch: it is full, or the epoch is over."""
+    return (
+        (batch_idx + 1) % num_expected == 0
+        or trainer.is_last_batch
+        or batch_idx + 1 == trainer.num_training_batches
+    )
+
+
+def say_dropped(held: int, why: str) -> None:
+    warnings.warn(
+        f"accumulation: an open window of {held} micro-batch{'es' * (held != 1)} was "
+        f"dropped, since {why}; no optimizer step was taken with it.",
+        stacklevel=3,
+    )
 
 
 class OrderedCallback(Callback):

@@ -27,8 +27,7 @@ from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.batch_size.effective import find_effective_batch, read_effective_batch
-from trainkit.lit.callback.base import find_callback
-from trainkit.lit.callback.window_end import window_ends
+from trainkit.lit.callback.base import find_callback, window_ends
 from trainkit.lit.front.mixin_callback import MixinCallback, strategies_of
 from trainkit.lit.front.own_hooks import CALLBACKS, OwnCallbacks, checked, listed
 from trainkit.lit.logs.exact_log import one_number, stage_of

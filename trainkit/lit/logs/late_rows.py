@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading
 from trainkit.lit._compat import add_callback_metrics
 from trainkit.lit.logs.one_step import StepsDone, row_step
 

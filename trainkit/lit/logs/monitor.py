@@ -11,8 +11,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from trainkit.core.checks import LateReading
 from trainkit.core.gradients import parameters_of, total_norm
-from trainkit.core.late_reading import LateReading
 from trainkit.core.ledger import Account
 from trainkit.core.nested import Path, lookup_tensor
 from trainkit.core.ranks import Ranks

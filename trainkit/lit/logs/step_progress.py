@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.callbacks import ProgressBar
 
+from trainkit.core.checks import LateReading
 from trainkit.core.effective import brief
-from trainkit.core.late_reading import LateReading
 from trainkit.core.whole_number import check_whole_number
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading
 from trainkit.core.noise.advice import advice
 from trainkit.core.noise.estimate import (
     COLUMNS,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading
 from trainkit.lit.resume.first_signal import FirstSignal
 
 

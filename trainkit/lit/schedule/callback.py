@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading
 from trainkit.core.ledger import Account
 from trainkit.core.stages import Stages, StageUnit
 from trainkit.core.window_size import WindowSize

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.late_reading import LateReading
+from trainkit.core.checks import LateReading
 from trainkit.core.strategies import Weight
-from trainkit.core.totals import vector
+from trainkit.core.window_stats import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit.split import refusals
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.nested import with_tensors
-from trainkit.core.split.partition import Span
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
 from trainkit.core.terms import (
     leading,
@@ -18,14 +17,10 @@ from trainkit.core.terms import (
     refuse_other_terms,
     refuse_shape,
 )
-from trainkit.core.totals import vector
 from trainkit.core.window import are_numbers, weighted_sum
+from trainkit.core.window_stats import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit.split.micro_batches import WeighedMicroBatch
-
-Columns: TypeAlias = Sequence[tuple[int, Span]]
-"""For each group of ragged tensors, the loader batch's padded length and the columns of
-a micro-batch."""
 
 
 class Returned:
@@ -79,13 +74,8 @@ class Returned:
         loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
         if not self._is_dict:
             return loss
-        cut = [each.cut for each in counting]
-        extras = put_together(
-            self._extras,
-            [each.rows for each in cut],
-            weights[first],
-            lambda: [each.columns for each in cut],
-        )
+        rows = [each.cut.rows for each in counting]
+        extras = put_together(self._extras, rows, weights[first])
         return {"loss": loss, **extras}
 
 
@@ -129,27 +119,24 @@ def put_together(
     extras: Sequence[Mapping[str, Any]],
     rows: Sequence[Sequence[int]],
     weights: Sequence[Weight],
-    columns: Callable[[], Sequence[Columns]] = list,
 ) -> dict[str, Any]:
     """The extras of a window's micro-batches as those of one batch.
 
-    A value with one entry for each row is put into the loader batch's order. If it also
-    has one entry for each column of its micro-batch, it gets the loader batch's
-    columns, with zeros in those that were trimmed. Single floating numbers become their
-    mean, weighed as the loss is. Anything else becomes a list with the values of all
+    A value with one entry for each row is put into the loader batch's order. Single
+    floating numbers become their mean, weighed as the loss is. Anything else, such as
+    logits of micro-batches of unlike widths, becomes a list with the values of all
     micro-batches, in the order in which they ran.
 
     Args:
         extras: what each micro-batch returned.
         rows: its rows of the loader batch.
         weights: its weight.
-        columns: returns its columns of the loader batch.
     """
     if len(extras) == 1:
         return dict(extras[0])
     names = dict.fromkeys(name for each in extras for name in each)
     return {
-        name: _joined([each.get(name) for each in extras], rows, weights, columns)
+        name: _joined([each.get(name) for each in extras], rows, weights)
         for name in names
     }
 
@@ -158,7 +145,6 @@ def _joined(
     values: list[Any],
     rows: Sequence[Sequence[int]],
     weights: Sequence[Weight],
-    columns: Callable[[], Sequence[Columns]],
 ) -> Any:
     order = [row for each in rows for row in each]
     if _are_rows(values, rows):
@@ -166,9 +152,6 @@ def _joined(
         back = torch.empty(len(order), dtype=torch.long)
         back[torch.tensor(order)] = torch.arange(len(order))
         return whole[back.to(whole.device)]
-    if _are_rows(values, rows, num_equal=2):
-        places = _places(values, columns())
-        return values if places is None else _padded(values, rows, *places)
     if all(
         isinstance(value, list) and len(value) == len(own)
         for value, own in zip(values, rows, strict=True)
@@ -203,40 +186,12 @@ def _mean_of_numbers(values: Sequence[Tensor], weights: Sequence[Any]) -> float:
     return sum(w * value for w, value in pairs if w) / total
 
 
-def _are_rows(
-    values: list[Any], rows: Sequence[Sequence[int]], *, num_equal: int = 1
-) -> bool:
-    """Whether they are tensors with an entry for each row, of one shape from some
-    dimension on."""
+def _are_rows(values: list[Any], rows: Sequence[Sequence[int]]) -> bool:
+    """Whether they are tensors with an entry for each row, of one shape."""
     return all(
         isinstance(value, Tensor)
-        and value.ndim >= num_equal
-        and value.ndim == values[0].ndim
+        and value.ndim > 0
         and value.shape[0] == len(own)
-        and value.shape[num_equal:] == values[0].shape[num_equal:]
+        and value.shape[1:] == values[0].shape[1:]
         for value, own in zip(values, rows, strict=True)
     )
-
-
-def _places(
-    values: list[Tensor], columns: Sequence[Columns]
-) -> tuple[int, list[Span]] | None:
-    """The padded length and each value's columns, if one group of them fits."""
-    if len({value.dtype for value in values}) > 1:
-        return None
-    found = []
-    for group in zip(*columns, strict=True):
-        spans = [span for _, span in group]
-        if [value.shape[1] for value in values] == [b - a for a, b in spans]:
-            found.append((group[0][0], spans))
-    return found[0] if found and all(each == found[0] for each in found) else None
-
-
-def _padded(
-    values: list[Tensor], rows: Sequence[Sequence[int]], length: int, spans: list[Span]
-) -> Tensor:
-    num_rows = sum(map(len, rows))
-    whole = values[0].new_zeros((num_rows, length, *values[0].shape[2:]))
-    for value, own, (first, stop) in zip(values, rows, spans, strict=True):
-        whole[torch.tensor(own, device=whole.device), first:stop] = value
-    return whole

@@ -21,10 +21,15 @@ from trainkit.lit._compat import (
     skips_backward,
     uncompiled,
 )
-from trainkit.lit.callback.base import OrderedCallback, WindowOwner, is_rehearsal
+from trainkit.lit.callback.base import (
+    OrderedCallback,
+    WindowOwner,
+    is_rehearsal,
+    say_dropped,
+    window_ends,
+)
 from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import taken_calls
-from trainkit.lit.callback.window_end import say_dropped, window_ends
 from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
 from trainkit.lit.split.current_window import CurrentWindow

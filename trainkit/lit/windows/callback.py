@@ -23,11 +23,10 @@ from trainkit.core.window_stats import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
-from trainkit.lit.callback.base import Stopped, WindowOwner
+from trainkit.lit.callback.base import Stopped, WindowOwner, say_dropped
 from trainkit.lit.callback.left_behind import copied_without_fit, emptied
 from trainkit.lit.callback.said_weight import SaidWeight, refuse_said_terms
 from trainkit.lit.callback.table import Row
-from trainkit.lit.callback.window_end import say_dropped
 from trainkit.lit.inside.cuts import InsideCuts
 from trainkit.lit.inside.refusals import refuse_several_unweighed
 from trainkit.lit.proof.verdict import Proof, checked_proof

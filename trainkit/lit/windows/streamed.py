@@ -15,12 +15,11 @@ from trainkit.core.strategies import PerSample
 from trainkit.core.weighed import Weighed
 from trainkit.core.window_stats import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
-from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.base import WindowOwner, window_ends
 from trainkit.lit.callback.moved_state import MovedState
 from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import taken_calls
-from trainkit.lit.callback.window_end import window_ends
 from trainkit.lit.proof.first_batch import first_batches
 
 
