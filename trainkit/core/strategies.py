@@ -193,8 +193,9 @@ class PerClassWeight(AccumulationStrategy):
 
     Args:
         weight: one number for each class: what the loss function gets. A tensor is read
-            with each micro-batch, so it may change in place; a function that returns
-            one, where another tensor takes its place.
+            with each micro-batch, so it may change in place. Give a function that
+            returns it, such as `lambda: self.rates`, where another tensor takes its
+            place: one that is assigned, or a buffer that moves to a GPU.
         labels: dotted path or index of the labels in the batch.
         ignore_index: the label that does not count, as in `cross_entropy`.
         loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
