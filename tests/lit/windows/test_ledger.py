@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from tests.helpers import TokenModule, loader, pad, trainer
+from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
 from tests.lit.front.test_optimizers import Gan
-from tests.lit.fronts import Mixed
+from tests.lit.fronts import Mixed, windows_of
 from tests.lit.logs.test_monitor import BATCH, DATA, WINDOW, Record, recorded
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
 
@@ -166,3 +167,20 @@ def test_samples_that_cannot_be_counted_are_not_shown() -> None:
     rows = list(record.of_windows().values())
     assert "window/samples_seen" not in rows[0]
     assert rows[0]["window/seen"] == totals()[0][0]
+
+
+@pytest.mark.parametrize("strategy", [PerSample(), PerToken(), PerSample(size="ids")])
+def test_samples_of_the_first_windows_are_counted_by_any_strategy(
+    strategy: Any,
+) -> None:
+    """Where samples are what a micro-batch weighs, they are not counted twice."""
+    fitted = trainer(2, max_epochs=1, callbacks=[AccumulationCallback(strategy)])
+    data: Any = ragged_sequences(10)
+    batches = DataLoader(data, batch_sampler=[[0, 1, 2], [3], [4, 5]], collate_fn=pad)
+    fitted.fit(TokenModule(), batches)
+    window = windows_of(fitted).last_window
+    assert window is not None
+    assert float(window.samples) == 2
+    account = windows_of(fitted).ledger.of()
+    assert account is not None
+    assert float(account.samples) == 6
