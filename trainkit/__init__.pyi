@@ -16,7 +16,7 @@ from .core.strategies import PerSample as PerSample
 from .core.strategies import PerToken as PerToken
 from .core.strategies import Uniform as Uniform
 from .core.weighed import Weighed as Weighed
-from .core.window_stats import WindowStats as WindowStats
+from .core.window import WindowStats as WindowStats
 from .data.filler import WeighNothing as WeighNothing
 from .data.length_grouped import LengthGroupedSampler as LengthGroupedSampler
 from .data.padding import PadCollate as PadCollate

@@ -51,30 +51,6 @@ def test_loss_that_is_none_is_refused(make: Callable[[Any], Any], text: str) -> 
     assert not accumulator.is_open
 
 
-def test_micro_batch_after_the_last_one_is_refused() -> None:
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
-    accumulator.backward(p * 1, 1, last=True)
-    with pytest.raises(TrainkitError, match="announced as complete.*last=True"):
-        accumulator.backward(p * 1, 1)
-    assert accumulator.finish([p]).num_micro_batches == 1
-    accumulator.backward(p * 1, 1)
-
-
-def test_announced_window_equals_one_that_was_not() -> None:
-    found = []
-    for last in (False, True):
-        net, accumulator = fresh_net(), Accumulator(PerToken())
-        for samples in (SAMPLES[:3], SAMPLES[3:]):
-            batch = padded(samples)
-            is_last = last and samples is not SAMPLES[:3] and len(samples) == 7
-            accumulator.backward(token_loss(net, batch), batch, last=is_last)
-        stats = accumulator.finish(net.parameters())
-        found.append((gradients(net), float(stats.loss)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
 def test_dropped_window_leaves_no_trace() -> None:
     """transformers#22098: nothing of one epoch's tail in the next one's first step."""
     net, reference = fresh_net(), fresh_net()
@@ -90,17 +66,6 @@ def test_dropped_window_leaves_no_trace() -> None:
     token_loss(reference, padded(SAMPLES[4:])).backward()
     assert stats.num_micro_batches == 1
     assert relative(gradients(net), gradients(reference)) <= 1e-12
-
-
-def test_announced_window_can_be_dropped() -> None:
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
-    accumulator.backward(p * 9, 1, last=True)
-    accumulator.drop()
-    p.grad = None
-    accumulator.backward(p * 2, 4)
-    assert accumulator.finish([p]).weight == 4
-    assert float(p.grad) == 2  # type: ignore[arg-type]
 
 
 def test_two_windows_side_by_side_share_no_totals() -> None:

@@ -87,11 +87,8 @@ def backward_all(
     for index, batch in enumerate(cut):
         last = index == len(cut) - 1
         with contextlib.nullcontext() if last or not no_sync else net.no_sync():
-            accumulator.backward(
-                loss(net, batch, accumulator.strategy.loss_reduction),
-                batch,
-                last=last and options.get("say_last", False),
-            )
+            value = loss(net, batch, accumulator.strategy.loss_reduction)
+            accumulator.backward(value, batch)
 
 
 # ---- equal to one process ------------------------------------------------------------
@@ -137,7 +134,6 @@ GRID = [
         "tokens",
         {"no_sync": False, "windows": [[[1, 3], [9, 1], [2, 2]], [[0], [5], [1]]]},
     ),
-    ("tokens", {"say_last": True, "optimizer": "adamw"}),
     ("class weights", {"optimizer": "sgd"}),
 ]
 
@@ -279,7 +275,7 @@ def test_static_graph_with_several_micro_batches_is_refused(on_ranks: OnRanks) -
 # ---- what it costs -------------------------------------------------------------------
 
 
-def count_collectives(rank: int, world_size: int, say_last: bool) -> list[int]:
+def count_collectives(rank: int, world_size: int) -> list[int]:
     wrapped = DDP(fresh_net())
     accumulator = Accumulator(PerToken(), module=wrapped)
     counts = []
@@ -294,18 +290,15 @@ def count_collectives(rank: int, world_size: int, say_last: bool) -> list[int]:
         wrapped.zero_grad()
         cut = window[rank]
         with mock.patch.object(dist, "all_reduce", counted):
-            backward_all(wrapped, accumulator, cut, token_loss, say_last=say_last)
+            backward_all(wrapped, accumulator, cut, token_loss)
             accumulator.finish(wrapped.parameters())
         counts.append(len(calls))
     return counts
 
 
-@pytest.mark.parametrize("say_last", [False, True])
-def test_each_window_after_the_first_makes_one_collective(
-    say_last: bool, on_ranks: OnRanks
-) -> None:
+def test_each_window_after_the_first_makes_one_collective(on_ranks: OnRanks) -> None:
     """The first one agrees on the shared scale as well."""
-    for counts in on_ranks(count_collectives, 2, say_last):
+    for counts in on_ranks(count_collectives, 2):
         assert counts == [2, 1, 1, 1]
 
 

@@ -12,7 +12,7 @@ from tests.core.common import GivenWeight
 from trainkit import Accumulator, TrainkitError
 from trainkit.core import checks
 from trainkit.core.checks import LateReading, Watch
-from trainkit.core.window_stats import (
+from trainkit.core.window import (
     BARE_LOSS,
     COUNT,
     DIVISOR,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainkit.core.ledger import FirstWindows, Ledger
-from trainkit.core.window_stats import COLUMNS, WindowStats
+from trainkit.core.window import COLUMNS, WindowStats
 
 RANKS = 3
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.core.test_terms import ce_of, off
 from tests.helpers import NAIVE, TokenNet, gradients, pad, ragged_sequences
 from trainkit import Accumulator, PerSample, PerToken
-from trainkit.core.division import Told, weights_by_term
+from trainkit.core.division import Division
 from trainkit.core.ranks import Ranks
+from trainkit.core.told import Told, weights_by_term
 from trainkit.errors import TrainkitError
 
 SIZES = (5, 1, 8, 3)
@@ -201,21 +202,24 @@ def test_wrong_weights_are_refused(weight: Any) -> None:
 # ---- the factors ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("weights", "reduction", "factors"),
+    [
+        ((3, 0, 5), "mean", [3 / 8, 0, 5 / 8]),
+        ((3, 0, 5), "sum", [1 / 8] * 3),
+        ((3, 0, 5), "total", [1] * 3),
+        ((0, 0), "mean", [0, 0]),
+        ((0, 0), "sum", [0, 0]),
+    ],
+)
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_factors_add_up_to_one(as_tensor: bool) -> None:
-    own = [torch.tensor(w) if as_tensor else w for w in (3, 0, 5)]
-    told = Told({"": own}, Ranks(), torch.device("cpu"))
-    factors = []
-    for _ in own:
-        weight = told.next_weights()[""]
-        factors.append(float(told.factor_of_term("", weight, "mean")))
-    assert factors == [3 / 8, 0, 5 / 8]
-    assert float(told.factor_of_term("", 3, "sum")) == 1 / 8
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_factor_of_a_window_that_weighs_nothing_is_zero(as_tensor: bool) -> None:
-    own = [torch.tensor(0) if as_tensor else 0]
-    told = Told({"": own}, Ranks(), torch.device("cpu"))
-    assert float(told.factor_of_term("", own[0], "mean")) == 0
-    assert float(told.factor_of_term("", own[0], "sum")) == 0
+def test_factors_are_shares_of_the_total(
+    weights: Any, reduction: Any, factors: Any, as_tensor: bool
+) -> None:
+    own = [torch.tensor(w) if as_tensor else w for w in weights]
+    told, loss = Told({"": own}, Ranks(), torch.device("cpu")), torch.ones(())
+    division = Division(Ranks(), leaves_room=False, scaler=None)
+    division.open(told, reduction, loss.device)
+    found = [division.factor(loss, told.next_weights()[""], reduction, 1) for _ in own]
+    assert [float(factor) for factor, _ in found] == factors
+    assert division.scale(torch.zeros(10), reduction, 0) is None

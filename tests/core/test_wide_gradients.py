@@ -26,8 +26,8 @@ from tests.helpers import (
 )
 from trainkit import PerToken, TrainkitError
 from trainkit.core import gradients as of_gradients
-from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ranks import Ranks, find_ranks
+from trainkit.core.state import load_partial, save_partial
 from trainkit.core.wide_gradients import WideGradients
 
 ONCE = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}

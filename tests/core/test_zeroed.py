@@ -14,7 +14,6 @@ from torch import nn
 from tests.core.common import relative
 from tests.helpers import TOLERANCE, TokenNet, gradients, pad, ragged_sequences
 from trainkit import Accumulator, PerSample, PerToken
-from trainkit.core.gradient_sum import HeldGradients
 from trainkit.errors import TrainkitError
 
 EXACT = TOLERANCE[torch.float64]
@@ -31,7 +30,7 @@ def loss_of(net: nn.Module, batch: Any) -> torch.Tensor:
 def run(
     between: Callable[[Any, Any], Any],
     *,
-    after: int = 1,
+    after: int | None = 1,
     windows: int = 1,
     told: bool = False,
     **options: Any,
@@ -47,7 +46,7 @@ def run(
             accumulator.expect(PARTS)
         for number, part in enumerate(PARTS, 1):
             accumulator.backward(loss_of(net, part), part)
-            if number == after and window + 1 == windows:
+            if after in (number, None) and window + 1 == windows:
                 between(net, optimizer)
         accumulator.finish(optimizer)
     return net
@@ -192,10 +191,30 @@ def test_rows_masked_after_each_pass_are_no_zeroing() -> None:
 
 
 def test_zeroing_a_part_of_the_model_is_said() -> None:
-    """It may be a mask, which is exact; a forgotten zero_grad() is not."""
+    """It may be a mask, which is exact; a forgotten zero_grad() is not. What was zero
+    before is known once somebody has written into gradients."""
     with pytest.warns(UserWarning, match=r"1 of its 3 gradients were written over"):
-        net = run(lambda net, _: net.embed.zero_grad(set_to_none=False))
+        net = run(zero_embedding, after=None)
     assert relative(gradients(net), whole()) > 1e-2
+
+
+def zero_embedding(net: Any, optimizer: Any) -> None:
+    net.embed.zero_grad(set_to_none=False)
+
+
+def test_gradients_are_read_only_where_somebody_wrote() -> None:
+    """A gradient of zeros is nobody's doing."""
+    p = nn.Parameter(torch.zeros(3))
+    for write, refused in ((lambda: None, False), (lambda: p.grad.add_(0), True)):  # type: ignore[union-attr]
+        accumulator = Accumulator(PerSample())
+        accumulator.backward((p * 0).sum(), weight=2)
+        write()
+        if refused:
+            with pytest.raises(TrainkitError, match=GONE):
+                accumulator.backward((p * 0).sum(), weight=2)
+        else:
+            accumulator.backward((p * 0).sum(), weight=2)
+        p.grad = None
 
 
 def test_between_windows_zeroing_is_as_ever() -> None:
@@ -203,14 +222,3 @@ def test_between_windows_zeroing_is_as_ever() -> None:
         warnings.simplefilter("error")
         net = run(nothing, windows=3)
     assert relative(gradients(net), whole()) <= EXACT
-
-
-def test_left_looks_at_numbers_only_where_somebody_wrote() -> None:
-    p = nn.Parameter(torch.zeros(3))  # a gradient of zeros is nobody's doing
-    p.grad = torch.zeros(3)
-    left = HeldGradients([p, nn.Parameter(torch.ones(1))])
-    assert left.are_zeroed() is None
-    p.grad.add_(0)
-    found = left.are_zeroed()
-    assert found is not None
-    assert found.tolist() == [1]

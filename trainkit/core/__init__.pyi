@@ -14,4 +14,4 @@ from .strategies import PerSample as PerSample
 from .strategies import PerToken as PerToken
 from .strategies import Uniform as Uniform
 from .weighed import Weighed as Weighed
-from .window_stats import WindowStats as WindowStats
+from .window import WindowStats as WindowStats

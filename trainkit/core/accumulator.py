@@ -12,9 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
 from trainkit.core.checks import Checks, Nonfinite, Watch
-from trainkit.core.division import Streamed, Told, weights_by_term
+from trainkit.core.division import Division
 from trainkit.core.gradient_sum import GradientSum, trained
-from trainkit.core.gradients import gradients_of, parameters_of
+from trainkit.core.gradients import (
+    HALF,
+    are_finite,
+    gradients_of,
+    parameters_of,
+)
 from trainkit.core.ranks import (
     Aggregation,
     Ranks,
@@ -25,13 +30,15 @@ from trainkit.core.ranks import (
 from trainkit.core.state import load_weights, load_window, save_weights, save_window
 from trainkit.core.strategies import (
     AccumulationStrategy,
+    LossReduction,
     Strategies,
     Weight,
+    checked_weight,
     kind_of,
 )
-from trainkit.core.terms import leading, named_strategies
-from trainkit.core.window import Window
-from trainkit.core.window_stats import WindowStats, default_device
+from trainkit.core.terms import Joined, join, leading, named_strategies
+from trainkit.core.told import Told, weights_by_term
+from trainkit.core.window import Window, WindowStats, default_device, vector
 
 
 class Accumulator:
@@ -100,13 +107,12 @@ class Accumulator:
         self.ranks = find_ranks(module, aggregation, process_group)
         self.gradients = GradientSum(module, self.ranks)
         self.module, self._has_module = module, isinstance(module, nn.Module)
-        self.streamed = Streamed(
+        self.division = Division(
             self.ranks, leaves_room=nonfinite == "allow", scaler=scaler
         )
-        self.watch = Watch(checks, nonfinite, self.gradients.are_lost)
+        self.watch = Watch(checks, nonfinite, self._are_lost)
         self.num_windows = 0
-        self.window = Window(named_strategies(strategy), self.streamed)
-        self.weigh_by(strategy)
+        self._weigh_by(strategy)
         self._num_running = num_running()
         self._reads_hooks = aggregation in ("auto", "sum")
         self._averaged = averaged_by_ddp(module)
@@ -118,11 +124,14 @@ class Accumulator:
 
     def weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
         """Weigh by another strategy from now on; refused while a window is open."""
-        refusals.refuse_other_strategy(self.window)
+        refusals.refuse_other_strategy(self.window, self.told, self.strategy)
+        self._weigh_by(strategy)
+
+    def _weigh_by(self, strategy: AccumulationStrategy | Strategies) -> None:
         self.strategies: Strategies = named_strategies(strategy)
-        self.window.weigh_by(self.strategies)
         self.strategy = leading(self.strategies)
         self.watch.measure_by(self.strategies)
+        self._close()
 
     def backward(
         self,
@@ -131,7 +140,6 @@ class Accumulator:
         *,
         weight: Weight | None = None,
         backward: Callable[[Tensor], Any] | None = None,
-        last: bool = False,
     ) -> None:
         """Run a micro-batch's backward pass, weighted.
 
@@ -142,14 +150,12 @@ class Accumulator:
             weight: the weight itself, in place of `batch`.
             backward: runs the backward pass, such as `fabric.backward` or
                 `lambda loss: scaler.scale(loss).backward()`.
-            last: the window ends with this micro-batch. Optional: the totals then
-                travel between ranks during the backward pass. All ranks must agree.
         """
         refusals.refuse_dividing_backward(backward)
         window = self.window
-        if len(self.strategies) > 1 or window.told and isinstance(loss, Mapping):
-            loss = window.join(loss)
-        elif weight is None and window.told is None:
+        if len(self.strategies) > 1 or self.told and isinstance(loss, Mapping):
+            loss = self.join(loss)
+        elif weight is None and self.told is None:
             weight = self.strategy.weight(batch)
         refusals.refuse_loss(loss, self.strategy.loss_reduction)
         assert isinstance(loss, Tensor)
@@ -157,8 +163,6 @@ class Accumulator:
             window.skip(loss)
             return
         handle = self.weigh(loss, weight)
-        if last:
-            self.announce()
         window.is_torn = True
         try:
             (backward or Tensor.backward)(loss)
@@ -166,6 +170,13 @@ class Accumulator:
             self.passed()
         finally:
             handle.remove()
+
+    def join(self, loss: Any) -> Tensor:
+        """Return the terms of the next announced micro-batch as one loss, each divided
+        by its own total; its backward pass must then be weighed."""
+        multiplier = self.ranks.multiplier
+        self._joined = join(loss, self.told, self.strategies, multiplier)
+        return self._joined.loss
 
     def weigh(
         self,
@@ -192,11 +203,8 @@ class Accumulator:
         Returns:
             A handle whose `remove()` ends the weighting.
         """
-        self._begin(loss)
+        factor = self._enter(loss, weight, value, divided_by, expected)
         window = self.window
-        factor = window.enter(
-            loss, weight, value=value, divided_by=divided_by, expected=expected
-        )
 
         def weighted(gradient: Tensor) -> Tensor:
             window.num_passes += 1
@@ -216,20 +224,52 @@ class Accumulator:
 
         This is `weigh` without a hook, for a loop that can pass on such a gradient.
         """
-        self._begin(loss)
-        factor = self.window.enter(loss, weight, value=value, expected=expected)
+        factor = self._enter(loss, weight, value, 1, expected)
         self.window.num_passes += 1
         if isinstance(factor, Tensor):
             return factor.view_as(loss)
         return None if factor is None else torch.full_like(loss.detach(), factor)
 
-    def _begin(self, loss: Tensor) -> None:
-        """Check what must hold before every backward pass, which then begins."""
+    def _enter(
+        self,
+        loss: Tensor,
+        weight: Weight | None,
+        value: Tensor | None,
+        divided_by: int,
+        expected: int,
+    ) -> Weight | None:
+        """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
         window = self.window
         refusals.refuse_backward(window, self.ranks, loss)
-        self.gradients.begin(window.num_weighted, loss)
+        self.gradients.begin(window, loss)
         if self._has_module:  # Lightning takes care of it itself
             window.is_apart = self.ranks.holds_back_gradients
+        joined, self._joined = self._joined, None
+        if joined is not None:  # its terms have factors of their own
+            self._open(self.told, loss)
+            window.add(joined.value, joined.weight)
+            return None
+        if self.told is not None:
+            weight = self.told.next_weights()[self.told.leading]
+        weight = checked_weight(weight)
+        # Half precision would round w / W: such a window is divided when it closes.
+        told = None if loss.dtype in HALF else self.told
+        self._open(told, loss)
+        if told is None:
+            self.division.agree(weight, expected, loss.device)
+        factor, applied = self.division.factor(
+            loss, weight, window.reduction, divided_by
+        )
+        # clone: the next step of a CUDA graph writes over this one's loss
+        value = loss.detach().clone() if value is None else value
+        window.add(value, weight, applied, divided_by)
+        if isinstance(factor, Tensor):
+            return factor.to(loss.device, loss.dtype)
+        return factor
+
+    def _open(self, told: Told | None, loss: Tensor) -> None:
+        if not self.division.is_open:
+            self.division.open(told, self.window.reduction, loss.device)
 
     def passed(self) -> None:
         """Finish a backward pass that `weigh` or `seed` has prepared."""
@@ -260,17 +300,20 @@ class Accumulator:
             batches: what the strategies weigh, one for each micro-batch.
             weights: the weights themselves for each term, in place of `batches`.
         """
-        refusals.refuse_late_expect(self.window, self.watch.nonfinite)
+        refusals.refuse_late_expect(self.window, self.told, self.watch.nonfinite)
         if weights is None:
             weights = weights_by_term(self.strategies, batches)
         told = Told(weights, self.ranks, self.device)
         refusals.refuse_static_graph(self.ranks.ddp, told.num_micro_batches)
         refusals.refuse_join(self.ranks.ddp)
-        self.window.told = told
+        self.told = told
 
     def rewind(self, window: Window) -> None:
-        """Return to a copy of the open window; the caller restores its gradients."""
-        self.window = window.copy()
+        """Return to a copy of the open window, as it was before it was announced; the
+        caller restores its gradients."""
+        self.window, self.told, self._joined = window.copy(), None, None
+        if not window.is_open:
+            self.division.close()
         self.gradients.rewind(len(window.carried_weights) + window.num_weighted)
 
     def drop(self) -> int:
@@ -283,15 +326,6 @@ class Accumulator:
         self.gradients.drop()
         return held
 
-    def announce(self, *, slots: int = 0) -> None:
-        """Declare the window complete: send this rank's totals to the other ranks.
-
-        Args:
-            slots: how many single weights to send too; equal on all ranks.
-        """
-        row = self.window.row(self.device, slots=slots)
-        self.window.announced = self.ranks.gather_rows(row)
-
     def finish(
         self, optimizer_or_parameters: Any, *, slots: int = 0, is_apart: bool = False
     ) -> WindowStats:
@@ -301,7 +335,7 @@ class Accumulator:
 
         Args:
             optimizer_or_parameters: whose gradients. Others are left as they are.
-            slots: as for `announce`, if that was not called.
+            slots: how many single weights of each rank to exchange; equal on all.
             is_apart: True if no backward pass of the window has communicated, so that
                 the ranks' gradients must be brought together here.
 
@@ -309,36 +343,35 @@ class Accumulator:
             TrainkitError: the window is empty; or, with `checks="late"`, an earlier
                 window must stop the run.
         """
-        self.gradients.parameters = parameters_of(optimizer_or_parameters)
-        if not self.streamed.has_scaler:  # which unscales them, so writes into them
-            self.gradients.check(self.window.num_weighted)
-        self.gradients.refuse_frozen()
+        window, gradients, step = self.window, self.gradients, self.num_windows
+        gradients.parameters = parameters_of(optimizer_or_parameters)
+        if not self.division.has_scaler:  # which unscales them, so writes into them
+            gradients.zeroed.check(window)
+        gradients.refuse_frozen()
         refusals.refuse_late_start(self._num_running, num_running())
         refusals.refuse_division(
-            self.window,
+            window,
+            self.told,
             self.ranks,
             self._averaged,
-            self.gradients.parameters,
+            gradients.parameters,
             is_apart=is_apart,
         )
         if self._reads_hooks:
             self._reads_hooks = False
             refusals.check_hooks(self.ranks)
-        if self.window.announced is None:
-            self.announce(slots=slots)
-        assert self.window.announced is not None
-        table = self.window.announced.wait()
+        row = window.row(self.device, slots=slots)
+        table = self.ranks.gather_rows(row).wait()
         totals = table[0] if self.ranks.size == 1 else table.sum(0)
-        stats = WindowStats(table, totals, self.window.reduction)
-        step, self.num_windows = self.num_windows, self.num_windows + 1
-        division = self.window.division or self.streamed
-        self.gradients.measure(self.window, division, self.streamed, totals)
-        scale = division.close(totals, stats.reduction, step)
+        if gradients.norms is not None:
+            gradients.norms.close(window, self.division.unit(totals.device))
+        scale = self.division.scale(totals, window.reduction, step)
         self._close()
-        found = gradients_of(self.gradients.parameters)
+        self.num_windows = step + 1
+        found = gradients_of(gradients.parameters)
         self.watch.submit(step, table, gradients=found)
-        self.gradients.divide(scale, is_apart=is_apart)
-        return stats
+        gradients.divide(scale, is_apart=is_apart)
+        return WindowStats(table, totals, window.reduction)
 
     def check(self) -> None:
         """Check all closed windows, the last one too; waits for the device."""
@@ -356,17 +389,14 @@ class Accumulator:
                 ranks can load; every rank must then call it.
         """
         ranks = self.ranks if over_ranks else Ranks()
+        row, weights = self.window.row(self.device), self.window.weights
         return {
             "rank": None if over_ranks else self.ranks.index,
             "num_windows": self.num_windows,
             "strategy": kind_of(self.strategy),
-            "weights": save_weights(self.window.single(self.device), ranks),
+            "weights": save_weights(vector(weights, self.device), ranks),
             **save_window(
-                self.window.row(self.device),
-                self.streamed,
-                self.module,
-                ranks,
-                wide=self.gradients.wide,
+                row, self.division, self.module, ranks, wide=self.gradients.wide
             ),
         }
 
@@ -376,25 +406,32 @@ class Accumulator:
         self.drop()
         self.watch.forget()
         self.num_windows = state["num_windows"]
-        self.streamed.restore(state["reference"], state["factor"])
+        self.division.restore(state["reference"], state["factor"])
         ranks = self.ranks if state["rank"] is None else Ranks()
-        self.window.carried = load_window(
-            state, self.module, ranks, wide=self.gradients.wide
-        )
+        wide = self.gradients.wide
+        self.window.carried = load_window(state, self.module, ranks, wide=wide)
         self.window.carried_weights = load_weights(state.get("weights"), ranks)
+        self.division.is_open = self.is_open
+
+    def _are_lost(self) -> bool:
+        """Whether a gradient or a weight is NaN or infinite; waits for the device."""
+        return not are_finite(self.gradients.parameters)
 
     def _close(self) -> None:
-        self.window = Window(self.strategies, self.streamed)
-        self.streamed.opening = None
+        reduction: LossReduction = self.strategy.loss_reduction
+        self.window = Window(reduction if len(self.strategies) == 1 else "sum")
+        self.told: Told | None = None
+        self._joined: Joined | None = None
+        self.division.close()
         self.gradients.rewind(0)
 
     @property
     def device(self) -> torch.device:
         """The device on which the ranks exchange their totals."""
-        if self.window.losses:
-            return self.window.losses[-1].device
+        if self.window.entries:
+            return self.window.entries[-1].loss.device
         if isinstance(self.module, nn.Module):
             return next((p.device for p in self.module.parameters()), default_device())
-        if self.streamed.reference is not None:
-            return self.streamed.reference.device
+        if self.division.reference is not None:
+            return self.division.reference.device
         return default_device()

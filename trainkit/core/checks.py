@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.strategies import AccumulationStrategy
-from trainkit.core.window_stats import BARE_LOSS, COUNT, LARGEST, LOSS, SMALLEST, WEIGHT
+from trainkit.core.window import BARE_LOSS, COUNT, LARGEST, LOSS, SMALLEST, WEIGHT
 from trainkit.errors import TrainkitError
 
 Checks = Literal["late", "now"]

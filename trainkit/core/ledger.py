@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainkit.core.window_stats import (
+from trainkit.core.window import (
     NUM_COLUMNS,
     SAMPLES,
     WEIGHT,

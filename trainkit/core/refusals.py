@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, kind_of
-from trainkit.core.terms import leading, refuse_shape
+from trainkit.core.terms import refuse_shape
+from trainkit.core.told import Told
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
@@ -30,22 +31,17 @@ def refuse_loss(loss: Any, reduction: str) -> None:
 
 def refuse_backward(window: Window, ranks: Ranks, loss: Any) -> None:
     """Refuse a backward pass that would break the window."""
-    if window.announced is not None:
-        raise TrainkitError(
-            "backward(): the window was announced as complete (last=True), and another "
-            "micro-batch came before finish(). Pass last=True only with the window's "
-            "last micro-batch."
-        )
     refuse_torn(window)
     refuse_loss(loss, window.reduction)
     if ranks.ddp is not None:
-        held = len(window.losses) + (window.carried is not None)
+        held = len(window.entries) + (window.carried is not None)
         refuse_static_graph(ranks.ddp, held + 1)
         refuse_join(ranks.ddp)
 
 
 def refuse_division(
     window: Window,
+    told: Told | None,
     ranks: Ranks,
     averaged: AbstractSet[int],
     parameters: Sequence[Tensor],
@@ -68,8 +64,8 @@ def refuse_division(
             f"that was passed on (an override of LightningModule.backward must use its "
             f"argument)."
         )
-    if window.told is not None:
-        window.told.refuse_unfinished()
+    if told is not None:
+        told.refuse_unfinished()
     if not window.is_open and (ranks.size == 1 or ranks.backend_sums):
         raise TrainkitError(
             "finish(): the window is empty, so it has no gradient. Call backward() at "
@@ -82,23 +78,26 @@ def refuse_division(
         refuse_unreduced(averaged, parameters)
 
 
-def refuse_other_strategy(window: Window) -> None:
-    if window.is_open or window.told is not None:
+def refuse_other_strategy(
+    window: Window, told: Told | None, strategy: AccumulationStrategy
+) -> None:
+    if window.is_open or told is not None:
         raise TrainkitError(
             f"strategy: the open window (micro-batches so far: "
             f"{window.num_micro_batches}) was weighed by "
-            f"{kind_of(leading(window.strategies))}, and another strategy's weights "
+            f"{kind_of(strategy)}, and another strategy's weights "
             f"cannot be added to it. Change it between two windows, for example at the "
             f"start of an epoch or after the optimizer's step."
         )
 
 
-def refuse_late_expect(window: Window, nonfinite: str) -> None:
-    if window.is_open or window.told is not None:
+def refuse_late_expect(window: Window, told: Told | None, nonfinite: str) -> None:
+    if window.is_open or told is not None:
         raise TrainkitError(
             f"expect(): must announce a window before it begins, and the open one has "
-            f"already been announced or has micro-batches ({len(window.losses)}). Call "
-            f"it once, before the window's first backward(); drop() forgets a window."
+            f"already been announced or has micro-batches ({len(window.entries)}). "
+            f"Call it once, before the window's first backward(); drop() forgets a "
+            f"window."
         )
     if nonfinite == "skip":
         raise TrainkitError(
@@ -126,29 +125,6 @@ def refuse_other_state(
             f"added up. Resume with the strategy that was saved, or from a checkpoint "
             f"between two windows."
         )
-
-
-def refuse_zeroed(zeroed: Sequence[int], num_weighted: int) -> None:
-    """Refuse a window whose gradients have all been zeroed."""
-    found = [flag for flag in zeroed if flag >= 0]  # the others were zero before
-    if found and all(found):
-        raise TrainkitError(
-            f"backward(): the window is open, and the gradients of the "
-            f"{num_weighted} micro-batches in it are gone: they were zeroed or removed "
-            f"after a backward pass. Call zero_grad() only after optimizer.step(), at "
-            f"the end of a window."
-        )
-
-
-def announce_zeroed(zeroed: Sequence[int]) -> None:
-    warnings.warn(
-        f"window: {zeroed.count(1)} of its {len(zeroed)} gradients were written over "
-        f"while it was open, and are zero now. The step is the big batch's if the "
-        f"gradients of every micro-batch are changed alike, by a mask for example. It "
-        f"is not after zero_grad() of a part of the model: call that after "
-        f"optimizer.step(). Said once.",
-        stacklevel=2,
-    )
 
 
 def refuse_torn(window: Window) -> None:

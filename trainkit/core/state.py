@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainkit.core._compat import inside_wrappers
-from trainkit.core.division import Streamed
-from trainkit.core.gradients import load_partial, save_partial
+from trainkit.core.division import Division
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import Weight
 from trainkit.core.wide_gradients import WideGradients
-from trainkit.core.window import merged
-from trainkit.core.window_stats import COLUMNS, COUNT, WEIGHT
+from trainkit.core.window import COLUMNS, COUNT, WEIGHT, merged
 from trainkit.errors import TrainkitError
 
 
 def save_window(
     row: Tensor,
-    streamed: Streamed,
+    division: Division,
     module: Any,
     ranks: Ranks,
     *,
@@ -33,7 +32,7 @@ def save_window(
 
     Args:
         row: this rank's numbers.
-        streamed: has this rank's r, and the scaler's factor in its gradients.
+        division: has this rank's r, and the scaler's factor in its gradients.
         module: the module that trains; anything else leaves gradients out.
         ranks: the ranks whose parts to add up; `Ranks()` is this rank alone.
         wide: has the gradients, if they are not in the parameters.
@@ -41,13 +40,13 @@ def save_window(
     # A rank without a micro-batch has neither number, and sends zeros.
     own, carried = (
         row.new_zeros(()) if number is None else number.to(row)
-        for number in (streamed.reference, streamed.opening)
+        for number in (division.reference, division.opening)
     )
     table = ranks.gather_rows(torch.cat([row, torch.stack([own, carried])])).wait()
     totals = merged(table)
     common, shared_factor = table[:, -2:].amax(0)
     if not bool(totals[COUNT]):
-        shown = None if streamed.reference is None else streamed.reference.cpu()
+        shown = None if division.reference is None else division.reference.cpu()
         return {"totals": None, "reference": shown, "factor": None, "gradients": {}}
     gradients: dict[str, Tensor] = {}
     if isinstance(module, nn.Module):
@@ -126,3 +125,83 @@ def holders(
         (name, wide.stand_in_of(p) if id(p) in own else p)
         for name, p in named_parameters
     ]
+
+
+@torch.no_grad()
+def save_partial(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    ranks: Ranks | None,
+    *,
+    scale: Tensor | float = 1.0,
+) -> dict[str, Tensor]:
+    """The gradients of an open window on the CPU, by name, unsharded.
+
+    Args:
+        named_parameters: the parameters that train.
+        ranks: the ranks whose gradients to add up; None saves only this rank's.
+        scale: what to multiply this rank's gradients by before they are added up.
+    """
+    ranks = ranks or Ranks()
+    training = {name: p for name, p in named_parameters if p.requires_grad}
+    saved = {}
+    for name in _used_somewhere(training, ranks):
+        parameter = training[name]
+        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(mine, DTensor):
+            total = mine.full_tensor() * ranks.multiplier  # FSDP has reduced it
+        elif ranks.size > 1:
+            total = ranks.sum_((mine.to_dense() if mine.is_sparse else mine) * scale)
+            total = total.to_sparse(1) if mine.is_sparse else total
+        else:
+            total = mine
+        # copy: on a CPU the checkpoint must not change when training continues
+        saved[name] = total.detach().to("cpu", copy=True)
+    return saved
+
+
+@torch.no_grad()
+def load_partial(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    saved: Mapping[str, Tensor],
+    ranks: Ranks | None,
+) -> None:
+    """Put the gradients of an open window back where `save_partial` found them.
+
+    Args:
+        named_parameters: the parameters that train.
+        saved: what `save_partial` returned.
+        ranks: the ranks to share the gradients out to, if they were added up over
+            ranks: a sharded parameter gets its own part, any other an equal share.
+    """
+    ranks = ranks or Ranks()
+    own = dict(named_parameters)
+    missing = sorted(saved.keys() - own.keys())
+    if missing:
+        raise TrainkitError(
+            f"checkpoint: it holds partial gradients of {missing[:5]}, but the model "
+            f"has no such parameter. Resume with the model that was saved, or from a "
+            f"checkpoint taken between two optimizer steps."
+        )
+    for name, parameter in own.items():
+        parameter.grad = None
+        if name not in saved:
+            continue
+        whole = saved[name].to(parameter.device, parameter.dtype, copy=True)
+        if isinstance(parameter, DTensor):
+            parameter.grad = distribute_tensor(
+                whole / ranks.multiplier, parameter.device_mesh, parameter.placements
+            )
+        else:
+            # A share on each rank, not all of it on one: DDP does not reduce what the
+            # rest of the window leaves unused, and the mean of equal shares is right.
+            parameter.grad = whole / ranks.size
+
+
+def _used_somewhere(parameters: Mapping[str, Tensor], ranks: Ranks) -> list[str]:
+    """The names of parameters that have a gradient on any rank, alike on all ranks."""
+    present = [p.grad is not None for p in parameters.values()]
+    if ranks.size > 1 and parameters:
+        device = next(iter(parameters.values())).device
+        counts = ranks.sum_(torch.tensor(present, dtype=torch.int32, device=device))
+        present = counts.tolist()
+    return [name for name, used in zip(parameters, present, strict=True) if used]

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.core.division import Told
 from trainkit.core.gradients import HALF
 from trainkit.core.strategies import (
     AccumulationStrategy,
-    LossReduction,
     Strategies,
     Weight,
     check_strategy,
 )
-from trainkit.core.window_stats import scalar
+from trainkit.core.told import Told
+from trainkit.core.window import quotient, scalar
 from trainkit.errors import TrainkitError
 
 ONE = ""
@@ -79,32 +78,48 @@ class Joined:
 
 
 def join(
-    terms: Mapping[str, Tensor],
-    weights: Mapping[str, Weight],
-    strategies: Strategies,
-    told: Told,
+    loss: Any, told: Told | None, strategies: Strategies, multiplier: int
 ) -> Joined:
-    """Join a micro-batch's terms; every rank must do so in its first backward pass."""
-    refuse_other_terms(terms, strategies)
+    """Join the terms of the next announced micro-batch, each divided by its own total.
+
+    Every rank must do so in its first backward pass.
+
+    Args:
+        loss: the terms by name.
+        told: what the window's micro-batches weigh.
+        strategies: one for each term.
+        multiplier: undoes the backend's mean over ranks.
+    """
+    if told is None:
+        raise TrainkitError(
+            f"loss: each of its terms {sorted(strategies)} must be divided by its own "
+            f"total over the window, which has to be known before the first backward "
+            f"pass. Call expect() with all micro-batches of the window before it. With "
+            f"Lightning set self.micro_batching, and accumulate_grad_batches=1."
+        )
+    weights = told.next_weights()
+    terms = terms_of(loss, strategies)
     if told.num_begun == 1:  # once a window
         announce_rounded_terms(terms)
-    parts: list[Tensor] = []
-    shares: list[Tensor] = []
+    parts, shares = [], []
     for name, term in terms.items():
         weight, reduction = weights[name], strategies[name].loss_reduction
-        factor = told.factor_of_term(name, weight, reduction)
+        share: Weight = 1.0
+        if reduction != "total":
+            share = quotient(weight if reduction == "mean" else 1, told.totals[name])
         # A node of its own: the term may be used elsewhere too (in another term, for
         # example), and gradients from there are not this term's.
         part = term.reshape(()).clone()
         if part.requires_grad:
-            part.register_hook(_multiply_by(factor))
+            part.register_hook(_multiply_by(share * multiplier))
         parts.append(part)
-        shares.append(_share_of(part, name, weight, reduction, told))
-    first = next(iter(strategies))
-    total = scalar(told.totals[first], parts[0].device)
-    return Joined(
-        torch.stack(parts).sum(), weights[first], torch.stack(shares).sum() * total
-    )
+        value = scalar(part, part.device)
+        if reduction == "mean":  # a mean over nothing is NaN, and is 0 here
+            value = torch.where(scalar(weight, value.device) == 0, 0, value)
+        shares.append(value * scalar(share, value.device))
+    total = scalar(told.totals[told.leading], parts[0].device)
+    value = torch.stack(shares).sum() * total
+    return Joined(torch.stack(parts).sum(), weights[told.leading], value)
 
 
 def announce_rounded_terms(terms: Mapping[str, Tensor]) -> None:
@@ -133,19 +148,27 @@ def _multiply_by(factor: Weight) -> Any:
     return multiplied
 
 
-def _share_of(
-    part: Tensor,
-    name: str,
-    weight: Weight,
-    reduction: LossReduction,
-    told: Told,
-) -> Tensor:
-    """A term's part of the window's mean; a mean over nothing is NaN, and is 0 here."""
-    value = scalar(part, part.device)
-    if reduction == "mean":
-        value = torch.where(scalar(weight, value.device) == 0, 0, value)
-    share = told.fraction(name, weight, reduction)
-    return value * scalar(share, value.device)
+def terms_of(
+    loss: Any, strategies: Strategies, *, name: str = "loss"
+) -> Mapping[str, Tensor]:
+    """A micro-batch's loss by its terms; a plain one is the only term.
+
+    Args:
+        loss: what was computed.
+        strategies: one for each term.
+        name: what an error calls the loss.
+    """
+    if isinstance(loss, Mapping):
+        refuse_other_terms(loss, strategies)
+        return loss
+    refuse_shape(name, loss, leading(strategies).loss_reduction)
+    if len(strategies) > 1:
+        raise TrainkitError(
+            f"{name}: there are strategies for the terms {sorted(strategies)}, "
+            f"received {type(loss).__name__}. Pass a dict of these terms, or one "
+            f"strategy."
+        )
+    return {next(iter(strategies)): loss}
 
 
 def refuse_other_terms(terms: Mapping[str, Any], strategies: Strategies) -> None:
@@ -171,19 +194,3 @@ def refuse_shape(name: str, loss: Any, reduction: str) -> None:
             f"{name}: must be a tensor with one element, received {shown}. Reduce it "
             f"as the strategy expects: loss_reduction={reduction!r}."
         )
-
-
-def untold_terms(strategies: Mapping[str, Any]) -> TrainkitError:
-    return TrainkitError(
-        f"loss: each of its terms {sorted(strategies)} must be divided by its own "
-        f"total over the window, which has to be known before the first backward pass. "
-        f"Call expect() with all micro-batches of the window before it. With Lightning "
-        f"set self.micro_batching, and accumulate_grad_batches=1."
-    )
-
-
-def missing_terms(loss: Any, strategies: Mapping[str, Any]) -> TrainkitError:
-    return TrainkitError(
-        f"loss: there are strategies for the terms {sorted(strategies)}, received "
-        f"{type(loss).__name__}. Pass a dict of these terms, or one strategy."
-    )

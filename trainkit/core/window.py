@@ -1,187 +1,142 @@
-"""The open window on one rank: its losses, weights and counts."""
+"""The open window on one rank, and its numbers over all ranks once it has closed."""
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from trainkit.core.division import Streamed, Told
-from trainkit.core.gradients import HALF
-from trainkit.core.ranks import Shared
-from trainkit.core.strategies import (
-    LossReduction,
-    Strategies,
-    Weight,
-    checked_weight,
+from trainkit.core.strategies import LossReduction, Weight
+
+# The columns of a rank's row. The single weights follow them, if they were asked for.
+COLUMNS = (
+    "loss",
+    "bare_loss",
+    "weight",
+    "divisor",
+    "smallest",
+    "largest",
+    "count",
+    "padding",
+    "tokens",
+    "samples",
 )
-from trainkit.core.terms import Joined, join, leading, missing_terms, untold_terms
-from trainkit.core.window_stats import COUNT, LARGEST, NUM_COLUMNS, SMALLEST, vector
+NUM_COLUMNS = len(COLUMNS)
+LOSS, BARE_LOSS, WEIGHT, DIVISOR, SMALLEST, LARGEST, COUNT = range(7)
+PADDING, TOKENS, SAMPLES = range(7, NUM_COLUMNS)
+
+
+class Entry(NamedTuple):
+    """A micro-batch of an open window.
+
+    Attributes:
+        loss: its loss as the loop reports it, detached.
+        divided_by: what the loop had divided the loss by.
+        weight: what it weighs.
+        applied: by what weight its gradient was really multiplied: a loss of half
+            precision rounds it (in bfloat16, 1001 becomes 1000).
+    """
+
+    loss: Tensor
+    divided_by: int
+    weight: Weight
+    applied: Weight
 
 
 @dataclass
 class Window:
-    """One rank's losses, weights and counts in an open window.
+    """One rank's micro-batches in an open window.
 
     They are kept as they come and added up once, when the window closes. So a step
     costs a few small operations, however many micro-batches it has.
 
     Attributes:
-        strategies: say what micro-batches weigh, for each term of the loss.
-        streamed: the division of windows whose total is not known.
-        reduction: how the losses are added up; several terms are joined into a sum.
-        weights: the weight of each micro-batch.
-        applied: the weights by which gradients were really multiplied: a loss of half
-            precision rounds them (in bfloat16, 1001 becomes 1000).
-        losses: each loss as it went into the backward pass, detached.
-        divisors: what the loop had divided each loss by.
-        padding: the number of padding tokens in each micro-batch that was counted.
-        tokens: the number of all tokens in each micro-batch that was counted.
-        samples: the number of samples in each micro-batch that was counted.
+        reduction: how the losses are reduced; several terms are joined into a sum.
+        entries: its micro-batches so far.
+        padding: how many tokens were padding, of those that were counted.
+        tokens: how many tokens were counted.
+        samples: how many samples were counted.
+        last_samples: how many samples were counted last; None if none were.
         carried: the row of the micro-batches that a checkpoint has brought back.
         carried_weights: the weight of each of these, if it is known.
         num_skipped: how many micro-batches were left out, with weight 0.
         num_passes: how many backward passes have started from a weighted loss.
         is_torn: whether a backward pass has begun and not ended.
         is_apart: whether the last backward pass left the gradients on DDP's ranks.
-        announced: all ranks' rows, once the window is complete.
-        told: the window's totals, if they were announced before its first forward pass.
-        division: how the losses are divided, chosen when the first one comes.
-        joined: the terms of the micro-batch whose backward pass comes next.
     """
 
-    strategies: Strategies
-    streamed: Streamed
-    reduction: LossReduction = field(init=False)
-    weights: list[Weight] = field(default_factory=list)
-    applied: list[Weight] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    divisors: list[int] = field(default_factory=list)
-    padding: list[Weight] = field(default_factory=list)
-    tokens: list[Weight] = field(default_factory=list)
-    samples: list[Weight] = field(default_factory=list)
+    reduction: LossReduction
+    entries: list[Entry] = field(default_factory=list)
+    padding: Weight = 0
+    tokens: Weight = 0
+    samples: Weight = 0
+    last_samples: Weight | None = None
     carried: Tensor | None = None
     carried_weights: list[Weight] = field(default_factory=list)
     num_skipped: int = 0
     num_passes: int = 0
     is_torn: bool = False
     is_apart: bool = False
-    announced: Shared | None = None
-    told: Told | None = None
-    division: Told | Streamed | None = None
-    joined: Joined | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.entries) or self.carried is not None
 
     @property
     def num_micro_batches(self) -> int:
         """How many micro-batches it has on this rank, with those of a checkpoint."""
         before = 0 if self.carried is None else int(self.carried[COUNT])
-        return before + len(self.losses)
+        return before + len(self.entries)
 
     @property
     def num_weighted(self) -> int:
         """How many micro-batches have a backward pass: all that were not skipped."""
-        return len(self.losses) - self.num_skipped
+        return len(self.entries) - self.num_skipped
 
     @property
-    def is_open(self) -> bool:
-        return bool(self.losses) or self.carried is not None
+    def weights(self) -> list[Weight]:
+        """The weight of each micro-batch, with those of a checkpoint."""
+        return [*self.carried_weights, *(entry.weight for entry in self.entries)]
 
-    def __post_init__(self) -> None:
-        self.weigh_by(self.strategies)
+    @property
+    def applied(self) -> list[Weight]:
+        """The weights by which gradients were multiplied, with those of a
+        checkpoint."""
+        return [*self.carried_weights, *(entry.applied for entry in self.entries)]
 
-    def weigh_by(self, strategies: Strategies) -> None:
-        """Replace the strategies, before anything has been weighed."""
-        self.strategies = strategies
-        self.reduction = leading(strategies).loss_reduction
-        if len(strategies) > 1:
-            self.reduction = "sum"
-
-    def join(self, terms: Mapping[str, Tensor] | Tensor) -> Tensor:
-        """Return the terms of the next announced micro-batch as one loss, each divided
-        by its own total."""
-        if self.told is None:
-            raise untold_terms(self.strategies)
-        weights = self.told.next_weights()
-        if not isinstance(terms, Mapping):
-            raise missing_terms(terms, self.strategies)
-        self.division = self.told
-        self.joined = join(terms, weights, self.strategies, self.told)
-        return self.joined.loss
-
-    def enter(
+    def add(
         self,
         loss: Tensor,
-        weight: Weight | None = None,
-        *,
-        value: Tensor | None = None,
+        weight: Weight,
+        applied: Weight | None = None,
         divided_by: int = 1,
-        expected: int = 1,
-    ) -> Weight | None:
-        """Count a micro-batch, and return what multiplies its gradient (None is 1)."""
-        joined, self.joined = self.joined, None
-        if joined is not None:  # its terms have factors of their own
-            self._add(joined.weight, joined.weight, joined.value, 1)
-            return None
-        if self.told is not None:
-            weight = next(iter(self.told.next_weights().values()))
-        weight = checked_weight(weight)
-        if self.division is None:
-            self.division = self._choose_division(loss)
-        factor: Weight
-        applied = weight
-        if isinstance(self.division, Told):
-            factor = self.division.factor(weight, self.reduction, divided_by=divided_by)
-        else:
-            factor, applied = self.division.factor(
-                loss, weight, self.reduction, divided_by=divided_by, expected=expected
-            )
-        if value is None:
-            # clone: the next step of a CUDA graph writes over this one's loss
-            value = loss.detach().clone()
-        self._add(weight, applied, value, divided_by)
-        if isinstance(factor, Tensor):
-            return factor.to(loss.device, loss.dtype)
-        return factor
-
-    def _choose_division(self, loss: Tensor) -> Told | Streamed:
-        """Choose by the first loss: half precision would round w / W, so a window of
-        such losses is divided when it closes."""
-        if self.told is not None and loss.dtype not in HALF:
-            return self.told
-        if self.carried is None:
-            self.streamed.open(loss.device)
-        return self.streamed
-
-    def _add(
-        self, weight: Weight, applied: Weight, loss: Tensor, divided_by: int
     ) -> None:
-        self.weights.append(weight)
-        self.applied.append(applied)
-        self.losses.append(loss.reshape(()) if loss.ndim else loss)
-        self.divisors.append(divided_by)
-
-    def copy(self) -> Window:
-        """A copy whose lists can change without changing this window's."""
-        lists = {name: [*v] for name, v in vars(self).items() if isinstance(v, list)}
-        return replace(self, **lists)
+        """Add a micro-batch, as an `Entry` has it."""
+        value = loss.reshape(()) if loss.ndim else loss
+        applied = weight if applied is None else applied
+        self.entries.append(Entry(value, divided_by, weight, applied))
 
     def skip(self, loss: Tensor) -> None:
         """Leave a micro-batch out: count it with weight 0."""
-        self._add(0, 0, loss.new_zeros(()), 1)
+        self.add(loss.new_zeros(()), 0)
         self.num_skipped += 1
 
     def count(
         self, *, padding: Weight = 0, tokens: Weight = 0, samples: Weight = 0
     ) -> None:
         """Add to the counts that `WindowStats` shows."""
-        self.padding.append(padding)
-        self.tokens.append(tokens)
-        self.samples.append(samples)
+        self.padding += padding
+        self.tokens += tokens
+        self.samples += samples
+        self.last_samples = samples
+
+    def copy(self) -> Window:
+        """A copy that stays as it is while this window goes on."""
+        return replace(self, entries=[*self.entries])
 
     def row(self, device: torch.device, *, slots: int = 0) -> Tensor:
         """This rank's columns of `WindowStats`, in float64.
@@ -190,63 +145,37 @@ class Window:
             device: where the ranks exchange their rows.
             slots: how many single weights to append; NaN fills those not used.
         """
-        weights = vector(self.weights, device)
-        if self.losses:
-            own = self._own_columns(weights)
-        else:
-            own = weights.new_zeros(NUM_COLUMNS)
+        own = torch.zeros(NUM_COLUMNS, dtype=totals_dtype(device), device=device)
+        if self.entries:
+            own = self._own_columns(device)
         if self.carried is not None:
             own = merged(torch.stack([own, self.carried.to(own)]))
         if not slots:
             return own
-        single = self.single(device)
+        single = vector(self.weights, device)
         unused = single.new_full((max(slots - len(single), 0),), torch.nan)
         return torch.cat([own, single[:slots], unused])
 
-    def single(self, device: torch.device) -> Tensor:
-        """The weight of each micro-batch on this rank, with those of a checkpoint."""
-        return vector([*self.carried_weights, *self.weights], device)
-
-    def _own_columns(self, weights: Tensor) -> Tensor:
-        is_told = isinstance(self.division, Told)
-        if is_told and weights.is_cpu and are_numbers(self.weights):
-            return self._columns_on_host()
-        losses = self._undivided_losses(weights.device)
-        total = bare = losses.sum()
+    def _own_columns(self, device: torch.device) -> Tensor:
+        losses, divided_by, weights, applied = zip(*self.entries, strict=True)
+        values = vector(losses, device)
+        if any(by != 1 for by in divided_by):
+            values = values * vector(divided_by, device)
+        total = bare = values.sum()
         if self.reduction == "mean":
-            total = weighted_sum(losses, self.weights, weights)
-        weight = divisor = weights.sum()
-        if not all(map(operator.is_, self.applied, self.weights)):
-            divisor = vector(self.applied, weights.device).sum()
-        sums = torch.stack([weight, divisor, total, bare, *weights.aminmax()])
-        return torch.cat([sums, vector(self._counts, weights.device)])
-
-    def _columns_on_host(self) -> Tensor:
-        """The columns by plain numbers, which cost less than one tensor operation."""
-        weights = cast(list[float], self.weights)
-        losses = [
-            x.item() * by for x, by in zip(self.losses, self.divisors, strict=True)
-        ]
-        bare = math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
-        total = bare
-        if self.reduction == "mean":
-            total = sum(w * x for w, x in zip(weights, losses, strict=True) if w)
-        weight = math.fsum(weights)
-        extremes = min(weights), max(weights)
-        row = [weight, weight, total, bare, *extremes, *self._counts]
-        return torch.tensor(row, dtype=torch.float64)
-
-    @property
-    def _counts(self) -> list[Weight]:
-        counted = (self.padding, self.tokens, self.samples)
-        return [len(self.losses), *map(sum, counted)]
-
-    def _undivided_losses(self, device: torch.device) -> Tensor:
-        losses = vector(self.losses, device)
-        first = self.divisors[0]
-        if all(divided_by == first for divided_by in self.divisors):
-            return losses if first == 1 else losses * first
-        return losses * vector(self.divisors, device)
+            total = weighted_sum(values, weights)
+        counts = (len(weights), self.padding, self.tokens, self.samples)
+        if not are_numbers(weights):
+            each = vector(weights, device)
+            sums = torch.stack([each.sum(), vector(applied, device).sum()])
+            extremes = torch.stack(each.aminmax())
+            numbers = torch.cat([sums, extremes, vector(counts, device)])
+        else:
+            extremes = (min(weights), max(weights))
+            divisor = math.fsum(applied) if are_numbers(applied) else sum(applied)
+            sums = (math.fsum(weights), divisor)
+            numbers = vector([*sums, *extremes, *counts], device)
+        return torch.cat([torch.stack([total, bare]), numbers])
 
 
 def are_numbers(weights: Sequence[Weight]) -> bool:
@@ -254,14 +183,13 @@ def are_numbers(weights: Sequence[Weight]) -> bool:
     return not any(isinstance(weight, Tensor) for weight in weights)
 
 
-def weighted_sum(
-    values: Tensor, weights: Sequence[Weight], vector_of_weights: Tensor
-) -> Tensor:
+def weighted_sum(values: Tensor, weights: Sequence[Weight]) -> Tensor:
     """sum_i w_i * value_i, without the values of weight 0: a mean over nothing is NaN,
     and NaN * 0 is NaN."""
+    by = vector(weights, values.device)
     if not (are_numbers(weights) and all(weights)):
-        values = values.where(vector_of_weights != 0, vector_of_weights)
-    return values.dot(vector_of_weights)
+        values = values.where(by != 0, by)
+    return values.dot(by)
 
 
 def merged(rows: Tensor) -> Tensor:
@@ -270,3 +198,126 @@ def merged(rows: Tensor) -> Tensor:
     row[SMALLEST] = rows[:, SMALLEST].amin()
     row[LARGEST] = rows[:, LARGEST].amax()
     return row
+
+
+def quotient(part: Weight, total: Weight) -> Weight:
+    """part / total, or 0 if the total is 0."""
+    if isinstance(total, Tensor):
+        return torch.where(total == 0, 0, part / total)
+    if isinstance(part, Tensor):
+        return part / total if total else part * 0
+    return part / total if total else 0.0
+
+
+def vector(numbers: Sequence[Weight], device: torch.device) -> Tensor:
+    """Numbers and 0-d tensors as one float64 vector; does not wait for any of them."""
+    dtype = totals_dtype(device)
+    devices = {n.device if isinstance(n, Tensor) else None for n in numbers}
+    if len(devices) > 1:
+        return torch.stack([scalar(number, device) for number in numbers])
+    if numbers and None not in devices:
+        return torch.stack(cast(list[Tensor], numbers)).to(device, dtype)
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    host = torch.tensor(numbers, dtype=dtype, pin_memory=True)
+    return host.to(device, non_blocking=True)
+
+
+def scalar(number: Weight, device: torch.device) -> Tensor:
+    """A number as a float64 0-d tensor, filled on the device rather than copied."""
+    dtype = totals_dtype(device)
+    if isinstance(number, Tensor):
+        return number.detach().reshape(()).to(device, dtype)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+def totals_dtype(device: torch.device) -> torch.dtype:
+    """float64, which counts exactly to 2^53; float32 on Apple's GPUs, which lack it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def default_device() -> torch.device:
+    """The device for exchanges between ranks, if nothing else shows one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class WindowStats:
+    """The loss, weights and counts of a window, over all ranks.
+
+    The ranks exchanged them when the window closed. They are 0-d tensors on the device:
+    reading one never communicates, and only turning it into a Python number waits.
+    """
+
+    table: Tensor
+    """One row for each rank."""
+
+    totals: Tensor
+    """The table's sums over ranks."""
+
+    reduction: LossReduction = "mean"
+    """What the losses are; a `"total"` is not divided."""
+
+    def on_host(self) -> WindowStats:
+        """A copy on the host; waits for the device."""
+        return WindowStats(self.table.cpu(), self.totals.cpu(), self.reduction)
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective batch: the sum of all weights, in float64."""
+        return self.totals[WEIGHT]
+
+    @property
+    def num_micro_batches(self) -> Tensor:
+        """How many micro-batches ran, on all ranks."""
+        return self.totals[COUNT].long()
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the window as one batch: its mean, or 0 if it weighs nothing.
+
+        With `loss_reduction="total"` it is the sum.
+        """
+        if self.reduction == "total":
+            return self.totals[LOSS]
+        weight = self.weight
+        return torch.where(weight == 0, 0, self.totals[LOSS] / weight)
+
+    @property
+    def imbalance(self) -> Tensor:
+        """The largest weight over the mean weight: 1 if all micro-batches are alike."""
+        largest = self.table[:, LARGEST].amax()
+        return largest * self.totals[COUNT] / self.weight
+
+    @property
+    def padding(self) -> Tensor:
+        """The share of tokens that are padding; NaN if they were not counted."""
+        return self.totals[PADDING] / self.totals[TOKENS]
+
+    @property
+    def samples(self) -> Tensor:
+        """How many samples the window had; 0 if they were not counted."""
+        return self.totals[SAMPLES]
+
+    @property
+    def weights(self) -> Tensor | None:
+        """The weight of each micro-batch, on all ranks; None if they were not kept."""
+        if self.table.shape[1] == NUM_COLUMNS:
+            return None
+        single = self.table[:, NUM_COLUMNS:].flatten()
+        return single[~single.isnan()]
+
+    @property
+    def uniform_gap(self) -> Tensor | None:
+        """The distance between uniform averaging and the true weights.
+
+        It is the total variation 1/2 sum_i |w_i / W - 1/n|: the share of the gradient
+        that would have gone to the wrong micro-batches. None if single weights were not
+        kept; NaN if some are missing (in a window that a checkpoint brought back).
+        """
+        if self.table.shape[1] == NUM_COLUMNS:
+            return None
+        single = self.table[:, NUM_COLUMNS:]
+        gap = (single / self.weight - 1 / self.totals[COUNT]).abs().nansum() / 2
+        kept_all = (~single.isnan()).sum() == self.totals[COUNT]
+        return torch.where(kept_all, gap, torch.nan)

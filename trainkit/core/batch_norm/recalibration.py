@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainkit.core.batch_norm.layers import BatchNorm, Layers
 from trainkit.core.ranks import Ranks
-from trainkit.core.window_stats import totals_dtype
+from trainkit.core.window import totals_dtype
 
 
 @dataclass

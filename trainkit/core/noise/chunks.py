@@ -13,8 +13,7 @@ from trainkit.core.inside.cut import no_shares
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.noise.norms import norms_of, squared, squared_norm
 from trainkit.core.ranks import Ranks
-from trainkit.core.window import Window
-from trainkit.core.window_stats import WindowStats, vector
+from trainkit.core.window import Window, WindowStats, vector
 
 
 class ChunkNorms:
@@ -70,14 +69,11 @@ class ChunkNorms:
         calls, self._calls = self._calls, []
         if not calls or self._is_unlike(calls):
             return
-        window, streamed = self._accumulator.window, self._accumulator.streamed
-        assert streamed.reference is not None
         totals = torch.stack([call.total for call in calls]).sum()
         squares = torch.stack([square for call in calls for square in call.squares])
         # The gradient of the loader batch's mean loss, times its rows.
-        unit = streamed.reference.to(totals) / window.applied[-1]
-        if streamed.opening is not None:
-            unit = unit / streamed.opening.to(totals)
+        applied = self._accumulator.window.applied[-1]
+        unit = self._accumulator.division.unit(totals.device) / applied
         rows = vector(calls[0].rows, totals.device)
         num = rows.sum()
         unit = (unit * num).square()
@@ -95,18 +91,14 @@ class ChunkNorms:
 
     def _is_unlike(self, calls: list[_Call]) -> bool:
         """Whether the chunks are not the batch's rows, each in one of them."""
-        first, samples = calls[0], self._accumulator.window.samples
+        first, samples = calls[0], self._accumulator.window.last_samples
         names = [self._cuts[call.index].name for call in calls]
         if len(set(names)) < len(names):
             why = f"{names[0]} is called several times in a step"
         elif any(call.rows != first.rows for call in calls):
             why = f"{names[0]} and {names[1]} run in chunks of different rows"
-        elif (
-            samples
-            and not isinstance(samples[-1], Tensor)
-            and (samples[-1] != first.num_rows)
-        ):
-            why = f"{names[0]} gets {first.num_rows} rows of {samples[-1]:g} samples"
+        elif isinstance(samples, int | float) and samples != first.num_rows:
+            why = f"{names[0]} gets {first.num_rows} rows of {samples:g} samples"
         else:
             return False
         self.why_not = f"{why}, so a sample may be in several chunks at once"

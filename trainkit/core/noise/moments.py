@@ -17,7 +17,7 @@ from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.norms import PassNorms, refuse_shards
 from trainkit.core.ranks import Ranks
 from trainkit.core.whole_number import check_whole_number
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 
 

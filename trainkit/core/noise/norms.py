@@ -16,8 +16,7 @@ from trainkit.core.gradients import HALF, values_of
 from trainkit.core.ranks import Ranks
 from trainkit.core.state import load_weights, save_weights
 from trainkit.core.strategies import Weight
-from trainkit.core.window import Window
-from trainkit.core.window_stats import DIVISOR, WindowStats, totals_dtype, vector
+from trainkit.core.window import DIVISOR, Window, WindowStats, totals_dtype, vector
 from trainkit.errors import TrainkitError
 
 FEW = 2**14
@@ -85,7 +84,7 @@ class PassNorms:
 
     def close(self, window: Window, unit: Tensor) -> None:
         """The window ends; `unit` turns its gradients into sums of w_i g_i."""
-        weights = vector([*window.carried_weights, *window.applied], unit.device)
+        weights = vector(window.applied, unit.device)
         squares = vector(self.squares, unit.device)
         num_passes = len(window.carried_weights) + window.num_weighted
         is_whole = len(squares) == num_passes and not self.why_not

@@ -18,7 +18,7 @@ from trainkit.core.joins.layers import Sharing
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.terms import leading
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import unwrapped
 from trainkit.lit.callback.left_behind import without_module

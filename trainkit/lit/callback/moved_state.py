@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric, MetricCollection
 
 from trainkit.core.gradients import parameters_of
-from trainkit.core.window_stats import totals_dtype
+from trainkit.core.window import totals_dtype
 
 NOT_DUE = nullcontext()
 

@@ -22,7 +22,7 @@ from trainkit.core.strategies import (
 )
 from trainkit.core.terms import leading
 from trainkit.core.weighed import Weighed, said_weight
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of
 from trainkit.lit.batch_norm.guard import BatchNormGuard

@@ -13,7 +13,7 @@ from trainkit.core.strategies import (
     weigh_alike,
 )
 from trainkit.core.terms import named_strategies
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import OrderedCallback
 from trainkit.lit.logs.exact_log import KEY, ExactMeans, shared_out

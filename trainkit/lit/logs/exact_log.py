@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import LossReduction, Weight
-from trainkit.core.window_stats import scalar, totals_dtype
+from trainkit.core.window import scalar, totals_dtype
 from trainkit.errors import TrainkitError
 
 KEY = "trainkit_exact_means"

@@ -18,7 +18,7 @@ from trainkit.core.nested import Path, lookup_tensor
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import PerSample, PerToken
 from trainkit.core.whole_number import check_whole_number
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     add_callback_metrics,

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from trainkit.core.checks import LateReading
 from trainkit.core.effective import brief
 from trainkit.core.whole_number import check_whole_number
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import shown_now
 from trainkit.lit.callback.base import Stopped, windows_of

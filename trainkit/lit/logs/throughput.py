@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from trainkit.core.ledger import Account
-from trainkit.core.window_stats import PADDING, SAMPLES, TOKENS
+from trainkit.core.window import PADDING, SAMPLES, TOKENS
 from trainkit.lit._compat import replaced
 from trainkit.lit.callback.base import find_callback, windows_of
 

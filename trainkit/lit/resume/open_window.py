@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.gradients import load_partial, save_partial
 from trainkit.core.ledger import state_of_sums
-from trainkit.core.state import holders
+from trainkit.core.state import holders, load_partial, save_partial
 from trainkit.lit._compat import batches_into_epoch
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.resume.mid_epoch import why_data_differ

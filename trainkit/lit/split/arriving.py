@@ -13,7 +13,7 @@ from torch import Tensor
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.checks import LateReading
 from trainkit.core.strategies import Weight
-from trainkit.core.window_stats import vector
+from trainkit.core.window import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit.split import refusals
 

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from trainkit.core.division import quotient
 from trainkit.core.strategies import Weight
+from trainkit.core.window import quotient
 from trainkit.lit.split.held_logs import HeldLogs
 from trainkit.lit.split.micro_batches import WeighedMicroBatch
 from trainkit.lit.split.outputs import Returned

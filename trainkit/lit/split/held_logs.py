@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
-from trainkit.core.window_stats import vector
+from trainkit.core.window import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, current_hook
 from trainkit.lit.split.window_metrics import WindowMetrics

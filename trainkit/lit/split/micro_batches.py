@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.division import weights_by_term
 from trainkit.core.nested import describe, is_array
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
@@ -22,6 +21,7 @@ from trainkit.core.strategies import (
     Weight,
 )
 from trainkit.core.terms import leading
+from trainkit.core.told import weights_by_term
 from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import says_weights

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from trainkit.core.nested import with_tensors
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
-from trainkit.core.terms import (
-    leading,
-    missing_terms,
-    refuse_other_terms,
-    refuse_shape,
-)
-from trainkit.core.window import are_numbers, weighted_sum
-from trainkit.core.window_stats import vector
+from trainkit.core.window import are_numbers, vector, weighted_sum
 from trainkit.errors import TrainkitError
 from trainkit.lit.split.micro_batches import WeighedMicroBatch
 
@@ -104,17 +97,6 @@ def taken_apart(output: Any) -> tuple[Any, dict[str, Any]]:
     return output["loss"], with_tensors(extras, Tensor.detach)
 
 
-def terms_of(loss: Any, strategies: Strategies) -> Mapping[str, Tensor]:
-    """A micro-batch's loss by its terms; a plain one is the only term."""
-    if isinstance(loss, Mapping):
-        refuse_other_terms(loss, strategies)
-        return loss
-    refuse_shape("training_step's loss", loss, leading(strategies).loss_reduction)
-    if len(strategies) > 1:
-        raise missing_terms(loss, strategies)
-    return {next(iter(strategies)): loss}
-
-
 def put_together(
     extras: Sequence[Mapping[str, Any]],
     rows: Sequence[Sequence[int]],
@@ -173,7 +155,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor
         return values[0].new_tensor(_mean_of_numbers(values, weights))
     numbers = vector(values, values[0].device)
     by = vector(weights, values[0].device)
-    mean = weighted_sum(numbers, weights, by) / by.sum()
+    mean = weighted_sum(numbers, weights) / by.sum()
     return torch.where(by.sum() == 0, numbers.mean(), mean).to(values[0].dtype)
 
 

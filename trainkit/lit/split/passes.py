@@ -13,6 +13,7 @@ from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
+from trainkit.core.terms import terms_of
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import replaced, transfers_plainly
 from trainkit.lit.aside import Kept
@@ -23,7 +24,7 @@ from trainkit.lit.split import refusals
 from trainkit.lit.split.arriving import Arrivals
 from trainkit.lit.split.current_window import CurrentWindow
 from trainkit.lit.split.micro_batches import WeighedMicroBatch
-from trainkit.lit.split.outputs import taken_apart, terms_of
+from trainkit.lit.split.outputs import taken_apart
 from trainkit.lit.split.shortcuts import backward_of, transfer_of
 from trainkit.lit.split.sizes import AutoSizes, FixedSizes
 from trainkit.lit.split.transfer import moved
@@ -211,14 +212,15 @@ class Passes:
             current.returned.add_nothing()
             return
         loss, extras = taken_apart(output)
-        terms = terms_of(loss, self._accumulator.strategies)
+        name, strategies = "training_step's loss", self._accumulator.strategies
+        terms = terms_of(loss, strategies, name=name)
         if not current.micro_batch.is_filler:
             current.returned.add(output, terms, extras)
         current.logs.know_terms(terms, self._accumulator.strategies)
         if current.is_forward_only:
             return
         if len(self._accumulator.strategies) > 1:
-            loss = self._accumulator.window.join(loss)
+            loss = self._accumulator.join(loss)
         else:
             (loss,) = terms.values()
         assert isinstance(loss, Tensor)

@@ -13,7 +13,7 @@ from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import parameters_of
 from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     current_hook,
@@ -236,7 +236,7 @@ class Split:
     def slots(self) -> int:
         """How many single weights of each rank a closing window has room for."""
         accumulator = self._accumulator
-        told = accumulator.window.told
+        told = accumulator.told
         if told is not None:
             return self._windows.slots_of(told.most_micro_batches())
         # Ranks do not know each other's numbers, and must ask for as many.
@@ -353,7 +353,7 @@ class Split:
                 # A rank whose memory runs out would never say its first weight.
                 first = len(cut[0].cut.rows)
                 device = self._trainer.strategy.root_device
-                accumulator.streamed.agree(first, size * len(cut), device)
+                accumulator.division.agree(first, size * len(cut), device)
         elif current.is_whole_window:
             accumulator.expect(
                 weights={t: [each.weights[t] for each in cut] for t in cut[0].weights}
@@ -364,7 +364,7 @@ class Split:
             )
             first = next(iter(cut[0].weights.values()))
             device = self._trainer.strategy.root_device
-            accumulator.streamed.agree(first, size * len(cut), device)
+            accumulator.division.agree(first, size * len(cut), device)
         accumulator.window.count(**counts_of(cut))
         for callback in self._trainer.callbacks:
             if isinstance(callback, OrderedCallback):
@@ -383,8 +383,6 @@ class Split:
         weigh = accumulator.seed if as_seed else accumulator.weigh
         expected = self._trainer.accumulate_grad_batches * len(current.micro_batches)
         seed = weigh(loss, current.weight, value=current.value, expected=expected)
-        if current.closes and current.is_last and not self._passes.is_apart:
-            accumulator.announce(slots=self.slots())
         return seed if isinstance(seed, Tensor) else None
 
     def _forget(self) -> None:

@@ -19,7 +19,7 @@ from trainkit.core.refusals import refuse_static_graph
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform, Weight
 from trainkit.core.terms import ONE, named_strategies
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows

@@ -13,9 +13,9 @@ from trainkit.core.batches import num_samples
 from trainkit.core.gradients import clear_gradients
 from trainkit.core.strategies import PerSample
 from trainkit.core.weighed import Weighed
-from trainkit.core.window_stats import WindowStats
+from trainkit.core.window import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
-from trainkit.lit.callback.base import WindowOwner, window_ends
+from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.moved_state import MovedState
 from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.table import say
@@ -134,8 +134,6 @@ class Streamed:
         accumulator.weigh(
             loss, weight, divided_by=num_expected, value=value, expected=num_expected
         )
-        if window_ends(trainer, batch_idx, num_expected):
-            accumulator.announce(slots=self._windows.slots_of(num_expected))
 
     def keeps_gradients(self, optimizer: Any) -> bool:
         """Whether gradients survive that Lightning zeroes them: they do not."""
