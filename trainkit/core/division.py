@@ -48,6 +48,7 @@ class Division:
         scaler: the loop's gradient scaler, or None.
 
     Attributes:
+        has_scaler: whether there is a gradient scaler that scales.
         reference: r of windows that are not told; None before the first of them.
         opening: the scaler's factor when the open window was opened; None means 1.
         is_open: whether a window has begun.
@@ -57,22 +58,19 @@ class Division:
         self._ranks = ranks
         self._headroom = HEADROOM if leaves_room else 1
         self._scaler = scaler
+        self.has_scaler: bool = scaler is not None and scaler.is_enabled()
         self.reference: Tensor | None = None
         self.opening: Tensor | None = None
         self.is_open = False
         self._told: Weight | None = None
-
-    @property
-    def has_scaler(self) -> bool:
-        """Whether there is a gradient scaler that scales."""
-        return self._scaler is not None and self._scaler.is_enabled()
 
     def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
         """Set `reference` and `opening` to the values in a checkpoint."""
         self.reference, self.opening = reference, opening
 
     def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
-        """Choose r for the first window, from the ranks' first micro-batches.
+        """Choose r for the first window, from the ranks' first micro-batches, if that
+        is not done yet.
 
         Later windows take it from an earlier window's weight, which all ranks know. If
         backward passes communicate, every rank calls this in its first one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -155,8 +154,7 @@ class ZeroedWatch:
     """
 
     def __init__(self) -> None:
-        self._parameters: list[Tensor] = []
-        self._gradients: list[Tensor] = []
+        self._held: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
         self._were_zero: list[Tensor | int] | None = None
         self._is_written = self._has_said = False
@@ -168,27 +166,31 @@ class ZeroedWatch:
         Once something has written into gradients, it is also remembered which were
         zero before.
         """
-        self._parameters = [p for p in parameters if p.grad is not None]
-        self._gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._versions = versions_of(self._gradients)
+        self._held = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._versions = versions_of(gradient for _, gradient in self._held)
         if self._is_written:
-            self._were_zero = [_is_zero(gradient) for gradient in self._gradients]
+            self._were_zero = [_is_zero(gradient) for _, gradient in self._held]
 
     def forget(self) -> None:
         """Forget what was held: the window is gone, or other gradients are back."""
-        self._parameters, self._gradients, self._versions = [], [], []
-        self._were_zero = None
+        self._held, self._were_zero = [], None
 
     def check(self, window: Window) -> None:
         """Check whether the held gradients are still those that were held."""
-        found = [parameter.grad for parameter in self._parameters]
-        versions = versions_of(self._gradients)
-        if versions != self._versions or not all(map(is_, found, self._gradients)):
+        versions = versions_of(gradient for _, gradient in self._held)
+        written = [
+            index
+            for index, (parameter, gradient) in enumerate(self._held)
+            if parameter.grad is not gradient
+            or versions[index] != self._versions[index]
+        ]
+        if written:
             self._is_written = True
-            reading = LateReading(self._flags(found, versions, window))
+            reading = LateReading(self._flags(written, window))
             self._late.append((window.num_weighted, reading))
         self.forget()
-        self.read()
+        if self._late:
+            self.read()
 
     def read(self, *, wait: bool = False) -> None:
         """Report what has reached the host; `wait` waits for the rest too."""
@@ -215,19 +217,17 @@ class ZeroedWatch:
                     stacklevel=2,
                 )
 
-    def _flags(
-        self, found: list[Tensor | None], versions: list[int], window: Window
-    ) -> Tensor:
+    def _flags(self, written: list[int], window: Window) -> Tensor:
         """Whether the window weighs something; then a flag for each gradient.
 
         1 is a gradient that was written over and is zero now, 2 one of which it is not
         known whether it was zero before, -1 one that was, 0 any other.
         """
-        flags: list[Tensor | int] = [0] * len(found)
-        for index, (new, old) in enumerate(zip(found, self._gradients, strict=True)):
-            if new is not old or versions[index] != self._versions[index]:
-                known = self._were_zero
-                flags[index] = _is_zero(new) * (1 - 2 * known[index] if known else 2)
+        flags: list[Tensor | int] = [0] * len(self._held)
+        for index in written:
+            known = self._were_zero
+            is_zero = _is_zero(self._held[index][0].grad)
+            flags[index] = is_zero * (1 - 2 * known[index] if known else 2)
         weight = sum(window.applied)
         weighs = (weight > 0).int() if isinstance(weight, Tensor) else int(weight > 0)
         row = [weighs, *flags]
