@@ -2,6 +2,7 @@ from .cli.fit.cli import TrainkitCLI as TrainkitCLI
 from .cli.wandb_logger.logger import WandbRunLogger as WandbRunLogger
 from .core.accumulator import Accumulator as Accumulator
 from .core.batch_plan import BatchPlan as BatchPlan
+from .core.class_weights import PerClassWeight as PerClassWeight
 from .core.curves import warmup_cosine as warmup_cosine
 from .core.effective import EffectiveBatch as EffectiveBatch
 from .core.epoch_plan import EpochPlan as EpochPlan
@@ -11,7 +12,6 @@ from .core.noise.estimate import NoiseEstimate as NoiseEstimate
 from .core.noise.moments import NoiseMoments as NoiseMoments
 from .core.split.micro_batching import MicroBatching as MicroBatching
 from .core.strategies import AccumulationStrategy as AccumulationStrategy
-from .core.strategies import PerClassWeight as PerClassWeight
 from .core.strategies import PerSample as PerSample
 from .core.strategies import PerToken as PerToken
 from .core.strategies import Uniform as Uniform

@@ -1,5 +1,6 @@
 from .accumulator import Accumulator as Accumulator
 from .batch_plan import BatchPlan as BatchPlan
+from .class_weights import PerClassWeight as PerClassWeight
 from .curves import warmup_cosine as warmup_cosine
 from .effective import EffectiveBatch as EffectiveBatch
 from .epoch_plan import EpochPlan as EpochPlan
@@ -9,7 +10,6 @@ from .noise.estimate import NoiseEstimate as NoiseEstimate
 from .noise.moments import NoiseMoments as NoiseMoments
 from .split.micro_batching import MicroBatching as MicroBatching
 from .strategies import AccumulationStrategy as AccumulationStrategy
-from .strategies import PerClassWeight as PerClassWeight
 from .strategies import PerSample as PerSample
 from .strategies import PerToken as PerToken
 from .strategies import Uniform as Uniform

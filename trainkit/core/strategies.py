@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -181,88 +180,6 @@ class PerToken(AccumulationStrategy):
         return tensor[..., 1:] if self.shift else tensor
 
 
-class PerClassWeight(AccumulationStrategy):
-    """The weight of a micro-batch is the sum of its labels' class weights.
-
-    This is what `cross_entropy(weight=...)` divides by, where it takes a mean.
-
-    >>> import torch
-    >>> strategy = PerClassWeight(weight=[1.0, 3.0])
-    >>> strategy.weight({"labels": torch.tensor([0, 1, 1, -100])})
-    tensor(7., dtype=torch.float64)
-
-    Args:
-        weight: one number for each class: what the loss function gets. A tensor is read
-            with each micro-batch, so it may change in place. Give a function that
-            returns it, such as `lambda: self.rates`, where another tensor takes its
-            place: one that is assigned, or a buffer that moves to a GPU.
-        labels: dotted path or index of the labels in the batch.
-        ignore_index: the label that does not count, as in `cross_entropy`.
-        loss_reduction: what `training_step` returns: `"mean"`; `"sum"`, which is
-            divided by the window's weight; or `"total"`, a sum that stays a sum.
-    """
-
-    def __init__(
-        self,
-        *,
-        weight: Sequence[float] | Tensor | Callable[[], Tensor],
-        labels: Path = "labels",
-        ignore_index: int = -100,
-        loss_reduction: LossReduction = "mean",
-    ) -> None:
-        self._given = weight
-        if not isinstance(weight, Tensor) and not callable(weight):
-            self._given = _checked_numbers(weight)
-        else:
-            _checked_numbers(self.class_weights)
-        # It counts and checks the labels.
-        self._labels = PerToken(labels=labels, ignore_index=ignore_index)
-        self.loss_reduction = loss_reduction
-        check_reduction(self)
-
-    @property
-    def class_weights(self) -> tuple[float, ...]:
-        """The numbers at present; waits for the device."""
-        given = self._given() if callable(self._given) else self._given
-        return tuple(given.tolist() if isinstance(given, Tensor) else given)
-
-    @property
-    def labels(self) -> Path:
-        return self._labels.labels
-
-    @property
-    def ignore_index(self) -> int:
-        return self._labels.ignore_index
-
-    def weight(self, batch: Any) -> Weight:
-        labels = self._labels.found(batch)
-        counts = labels != self.ignore_index
-        given = self._given() if callable(self._given) else self._given
-        if isinstance(given, Tensor):
-            dtype = torch.float32 if labels.is_mps else torch.float64
-            weights = given.detach().to(labels.device, dtype)
-        else:
-            weights = _on_device(given, labels.device)
-        try:
-            # index_select, by which -1 is no label.
-            found = weights.index_select(0, torch.where(counts, labels, 0).flatten())
-            return (found * counts.flatten()).sum()
-        except IndexError:
-            raise TrainkitError(
-                f"PerClassWeight labels {self.labels!r}: must be classes from 0 to "
-                f"{len(weights) - 1}, one for each weight, or {self.ignore_index}, "
-                f"received {int(labels[counts].min())} to {int(labels[counts].max())}. "
-                f"Give a weight for each class, or name what is ignored: ignore_index=."
-            ) from None
-
-    def __repr__(self) -> str:
-        return (
-            f"PerClassWeight(weight={list(self.class_weights)}, "
-            f"labels={self.labels!r}, ignore_index={self.ignore_index}, "
-            f"loss_reduction={self.loss_reduction!r})"
-        )
-
-
 @dataclass(frozen=True)
 class Uniform(AccumulationStrategy):
     """The weight of every micro-batch is 1, so gradients are averaged.
@@ -374,28 +291,8 @@ def _check_paths(strategy: AccumulationStrategy, *names: str) -> None:
             )
 
 
-def _checked_numbers(values: Any) -> tuple[float, ...]:
-    try:
-        found = tuple(float(value) for value in values)
-    except (TypeError, ValueError):
-        found = ()
-    if not found or not all(math.isfinite(each) and each >= 0 for each in found):
-        raise TrainkitError(
-            f"PerClassWeight weight: must be one finite number of at least 0 for each "
-            f"class, received {values!r}. Give what cross_entropy(weight=...) gets."
-        )
-    return found
-
-
 def _are_labels(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-@lru_cache(maxsize=8)
-def _on_device(weights: tuple[float, ...], device: torch.device) -> Tensor:
-    """Sent there once, and not with every micro-batch."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.tensor(weights, dtype=dtype, device=device)
 
 
 def _total(mask: Tensor) -> Tensor:

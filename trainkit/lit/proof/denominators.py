@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.class_weights import PerClassWeight
 from trainkit.core.nested import Path, holds_named_tensors, take_apart
 from trainkit.core.strategies import (
     AccumulationStrategy,
-    PerClassWeight,
     PerSample,
     PerToken,
     Uniform,

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import nn
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed
+from trainkit.core.class_weights import PerClassWeight
 from trainkit.core.strategies import (
     AccumulationStrategy,
-    PerClassWeight,
     PerSample,
     PerToken,
 )
