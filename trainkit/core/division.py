@@ -32,9 +32,9 @@ class Division:
     m undoes the backend's mean over ranks. A loss that is a sum has 1 in place of w_i,
     and one that stays a sum (a `"total"`) has 1 in place of W too.
 
-    If the window was told beforehand, r = W / m. Otherwise r is one number that all
-    ranks share, close to the weight of a window on one rank: the sum of w_i g_i / r has
-    about the size of a mean gradient, whatever the weights are, and half precision
+    If the window was announced beforehand, r = W / m. Otherwise r is one number that
+    all ranks share, close to the weight of a window on one rank: the sum of w_i g_i / r
+    has about the size of a mean gradient, whatever the weights are, and half precision
     neither overflows nor underflows. It is a power of two: if w is exact, w / r is too.
     A loss in half precision would round w / W, so its window is divided in two steps.
 
@@ -59,14 +59,20 @@ class Division:
         self._headroom = HEADROOM if leaves_room else 1
         self._scaler = scaler
         self.has_scaler: bool = scaler is not None and scaler.is_enabled()
-        self.reference: Tensor | None = None
         self.opening: Tensor | None = None
         self.is_open = False
         self._told: Weight | None = None
+        self._set(None)
 
     def restore(self, reference: Tensor | None, opening: Tensor | None) -> None:
         """Set `reference` and `opening` to the values in a checkpoint."""
-        self.reference, self.opening = reference, opening
+        self._set(reference)
+        self.opening = opening
+
+    def _set(self, reference: Tensor | None) -> None:
+        self.reference = reference
+        # Of a power of two it is exact.
+        self._inverse = None if reference is None else 1 / reference
 
     def agree(self, weight: Weight, expected: int, device: torch.device) -> None:
         """Choose r for the first window, from the ranks' first micro-batches, if that
@@ -85,7 +91,7 @@ class Division:
         first = scalar(weight, device) * (expected * self._headroom)
         if self._ranks.backend_sums:
             first = self._ranks.sum_(first) / self._ranks.size
-        self.reference = power_of_two(first, None)
+        self._set(power_of_two(first, None))
 
     def open(
         self, told: Told | None, reduction: LossReduction, device: torch.device
@@ -126,7 +132,8 @@ class Division:
         if self._told is not None:
             return part / self._told, weight
         assert self.reference is not None
-        factor, applied = part / self.reference, weight
+        assert self._inverse is not None
+        factor, applied = part * self._inverse, weight
         if by_mean and loss.dtype in HALF:
             applied = factor.to(loss.dtype) * self.reference / divided_by
         to_opening = self._to_opening(loss.device)
@@ -147,7 +154,7 @@ class Division:
         before = self.reference
         # r need not follow every window, but all ranks must change it together.
         if num_windows < 8 or num_windows % 16 == 0:
-            self.reference = power_of_two(totals[WEIGHT] / self._ranks.size, before)
+            self._set(power_of_two(totals[WEIGHT] / self._ranks.size, before))
         if before is None:
             return None  # this rank has had no micro-batch yet
         scale = before.to(totals.device) * self._ranks.multiplier

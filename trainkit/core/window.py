@@ -14,10 +14,10 @@ from trainkit.core.strategies import LossReduction, Weight
 
 # The columns of a rank's row. The single weights follow them, if they were asked for.
 COLUMNS = (
-    "loss",
-    "bare_loss",
     "weight",
     "divisor",
+    "loss",
+    "bare_loss",
     "smallest",
     "largest",
     "count",
@@ -26,7 +26,7 @@ COLUMNS = (
     "samples",
 )
 NUM_COLUMNS = len(COLUMNS)
-LOSS, BARE_LOSS, WEIGHT, DIVISOR, SMALLEST, LARGEST, COUNT = range(7)
+WEIGHT, DIVISOR, LOSS, BARE_LOSS, SMALLEST, LARGEST, COUNT = range(7)
 PADDING, TOKENS, SAMPLES = range(7, NUM_COLUMNS)
 
 
@@ -135,7 +135,7 @@ class Window:
         self.last_samples = samples
 
     def copy(self) -> Window:
-        """A copy that stays as it is while this window goes on."""
+        """A copy that stays as it is while this window continues."""
         return replace(self, entries=[*self.entries])
 
     def row(self, device: torch.device, *, slots: int = 0) -> Tensor:
@@ -164,18 +164,16 @@ class Window:
         total = bare = values.sum()
         if self.reduction == "mean":
             total = weighted_sum(values, weights)
-        counts = (len(weights), self.padding, self.tokens, self.samples)
-        if not are_numbers(weights):
+        counts = [len(weights), self.padding, self.tokens, self.samples]
+        if are_numbers(weights):
+            divisor = math.fsum(applied) if are_numbers(applied) else sum(applied)
+            sums = vector([math.fsum(weights), divisor], device)
+            rest = vector([min(weights), max(weights), *counts], device)
+        else:
             each = vector(weights, device)
             sums = torch.stack([each.sum(), vector(applied, device).sum()])
-            extremes = torch.stack(each.aminmax())
-            numbers = torch.cat([sums, extremes, vector(counts, device)])
-        else:
-            extremes = (min(weights), max(weights))
-            divisor = math.fsum(applied) if are_numbers(applied) else sum(applied)
-            sums = (math.fsum(weights), divisor)
-            numbers = vector([*sums, *extremes, *counts], device)
-        return torch.cat([torch.stack([total, bare]), numbers])
+            rest = torch.cat([torch.stack(each.aminmax()), vector(counts, device)])
+        return torch.cat([sums, torch.stack([total, bare]), rest])
 
 
 def are_numbers(weights: Sequence[Weight]) -> bool:
