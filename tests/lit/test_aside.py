@@ -24,6 +24,13 @@ class Meter:
         self.total = 0.0
 
 
+class Frozen(dict[str, int]):
+    """As configurations are."""
+
+    def update(self, *_: Any, **named: Any) -> None:
+        raise TypeError("it is frozen")
+
+
 class Rich(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +40,7 @@ class Rich(pl.LightningModule):
         self.metric = MeanMetric()
         self.number, self.text = 1, "a"
         self.held = {"list": [1, 2], "set": {3}, "deque": deque([4])}
-        self.ordered = OrderedDict(a=1)
+        self.ordered, self.config = OrderedDict(a=1), Frozen(a=1)
         self.array, self.tensor = np.zeros(2), torch.zeros(2)
         self.own, self.numpys = random.Random(0), np.random.default_rng(0)
         self.torchs = torch.Generator().manual_seed(0)

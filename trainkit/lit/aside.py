@@ -104,7 +104,9 @@ class Kept:
         def put_back() -> None:
             for name in [n for n in held if n not in kept and n not in without]:
                 del held[name]
-            held.update(kept)
+            changed = [n for n, v in kept.items() if n not in held or held[n] is not v]
+            if changed:  # a frozen dict refuses to be written
+                held.update({name: kept[name] for name in changed})
 
         self._put_back.append(put_back)
         for each in kept.values() if len(kept) < MOST_ENTRIES else ():

@@ -9,7 +9,8 @@ from torch import nn
 
 import trainkit
 from tests.helpers import quiet_lightning
-from tests.lit.proof import zoo
+from tests.lit.proof import wrongs, zoo
+from tests.lit.proof.trainers import plain_trainer
 from tests.lit.proof.zoo import (
     Attending,
     ByHand,
@@ -164,6 +165,26 @@ def test_padding_that_is_seen_is_not_trimmed_in_split_windows() -> None:
     how["strategy"] = PerSample()
     report = check(Attending(has_mask=False), token_loader(), **how)
     assert [cause.kind for cause in report.causes] == ["denominator"]
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (wrongs.OwnDivision, "denominator"),
+        (lambda: Attending(has_mask=False), "padding"),
+    ],
+)
+def test_a_trainer_that_accumulates_split_windows_is_followed(
+    module: Any, kind: str
+) -> None:
+    """The controls: steps of one loader batch, and a module to which both are alike."""
+    how: dict[str, Any] = {"strategy": PerToken(), "micro_batches": SPLIT}
+    two = {"trainer": plain_trainer(accumulate_grad_batches=2)}
+    assert check(module(), token_loader(), **how).exact
+    assert check(Tokens(), token_loader(), **how, **two).exact
+    report = check(module(), token_loader(), **how, **two)
+    assert not report.exact
+    assert [cause.kind for cause in report.causes] == [kind]
 
 
 def test_several_causes_are_all_found() -> None:

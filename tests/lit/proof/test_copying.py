@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -27,9 +28,11 @@ class Rich(Tokens):
         self.graph = self.head.weight * 2
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.tied = self.head.weight
+        self.backend = math
         self.calls: list[int] = []
         self.generator = torch.Generator().manual_seed(3)
-        self.head.register_forward_hook(lambda *_: self.calls.append(1))
+        own = math
+        self.head.register_forward_hook(lambda *_: self.calls.append(own.ceil(1)))
         self.head.weight.register_hook(lambda g: g * len(self.calls))
 
 
@@ -41,6 +44,7 @@ def test_a_copy_is_its_own() -> None:
     module = Rich()
     copy = copied(module).module
     assert copy.data is module.data
+    assert copy.backend is math
     assert torch.equal(copy.graph, module.graph)
     assert copy.graph.is_leaf
     assert copy.tied is copy.head.weight is not module.head.weight

@@ -276,6 +276,33 @@ def test_accumulation_around_an_inner_cut_is_measured_too() -> None:
         trainer(2, callbacks=[callback]).fit(Images(zoo.nt_xent), images())
 
 
+AROUND_SPLIT: dict[str, tuple[Any, ...]] = {
+    "own division": (wrongs.OwnDivision, lambda: tokens(8), "accumulate_grad"),
+    "by index": (wrongs.ByIndex, lambda: stream(zoo.sequences(40), 8), "batch_idx"),
+    "padding": (wrongs.Bidirectional, lambda: tokens(8), "padded to"),
+    "padding of a stream": (wrongs.Bidirectional,
+     lambda: stream(zoo.sequences(40), 8), "padded to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND_SPLIT)
+@pytest.mark.filterwarnings("ignore:MicroBatching. the model sees its padding")
+def test_accumulation_around_split_windows_is_measured_too(name: str) -> None:
+    """The control: one loader batch a step, and a module to which both are alike."""
+    module, data, cause = AROUND_SPLIT[name]
+
+    def begin(module: Any, accumulate: int) -> None:
+        how: Any = {"micro_batching": MicroBatching(size=3), "proof": "require"}
+        callback = AccumulationCallback(PerToken(), **how)
+        pl = trainer(accumulate, callbacks=[callback], max_epochs=1)
+        pl.fit(module, data())
+
+    begin(module(), 1)
+    begin(Tokens(), 2)
+    with pytest.raises(TrainkitError, match=cause):
+        begin(module(), 2)
+
+
 def test_exact_batch_norm_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     guard = (BatchNormGuard("exact"),)
     fit(BATCH_NORM(), images(), PerSample(), SPLIT, callbacks=guard, proof="require")

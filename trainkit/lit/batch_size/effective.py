@@ -102,6 +102,11 @@ def may_be_several(trainer: Any, pl_module: Any, windows: WindowOwner) -> bool:
     """Whether a window may have more than one micro-batch."""
     if windows.is_split or not pl_module.automatic_optimization:
         return True
+    return may_have_batches(trainer)
+
+
+def may_have_batches(trainer: Any) -> bool:
+    """Whether a window may have more than one loader batch."""
     sizes = [longest_window(trainer), *scheduled_sizes(trainer).values()]
     return min(max(sizes), trainer.num_training_batches) > 1
 

@@ -225,7 +225,8 @@ class _Check(Callback):
         if options is not None and trims and not report.exact:
             if subject.off_without_padding():  # then the run trims nothing
                 options = replace(options, trim=False)
-                subject = replace(subject, options=options, are_alike=True)
+                alike = not subject.has_batches  # which have widths of their own
+                subject = replace(subject, options=options, are_alike=alike)
                 report = measured(subject, PRECISIONS, self._door)
                 report = replace(report, notes=(WIDE,))
         return _beside_plain(report, subject)
@@ -255,7 +256,7 @@ class _Check(Callback):
             Rehearsals(trainer, module, driver, callbacks=self._callbacks),
             rows,
             chosen_parts(rows, sizes, own),
-            has_batches=not is_split and not (is_inside and not self._accumulates),
+            has_batches=options is None or self._accumulates,
         )
 
 

@@ -35,7 +35,8 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class Copies:
     """Copies a module and what belongs to it, as `copy.deepcopy` does, but for a few.
 
-    The Trainer is left out. Data sets, loaders and large frozen parameters are shared.
+    The Trainer is left out. Data sets, loaders, large frozen parameters and what was
+    imported are shared.
     Tensors that hang on a graph are copied without it. Functions that close over
     something, as hooks often do over their module, close over its copy.
 
@@ -115,7 +116,7 @@ class Copies:
         if isinstance(value, Tensor) and not value.is_leaf:
             kept = value.detach().clone()
             self._memo[id(value)] = kept.requires_grad_(value.requires_grad)
-        elif isinstance(value, DataLoader | Dataset | Sampler):
+        elif isinstance(value, DataLoader | Dataset | Sampler | types.ModuleType):
             self._memo[id(value)] = value
         elif isinstance(value, types.FunctionType):
             self._prepare_function(value, seen)

@@ -69,7 +69,7 @@ class Draws(TorchFunctionMode):
 
     def __init__(
         self,
-        rows_now: Callable[[], tuple[int, Sequence[int]] | None],
+        rows_now: Callable[[], tuple[Any, Sequence[int]] | None],
         dtype: torch.dtype,
         shared: dict[int, str],
         *,
@@ -80,7 +80,7 @@ class Draws(TorchFunctionMode):
         self.unlike: set[str] = set()
         self._rows_now = rows_now
         self._widens, self._shared = dtype is torch.float64, shared
-        self._micro_batch, self._num_calls, self._fixes = -1, 0, fixes
+        self._micro_batch, self._num_calls, self._fixes = None, 0, fixes
         self._chunk, self._begun = slice(None), dict[Any, int]()
 
     def turn_off(self, module: nn.Module) -> None:

@@ -324,7 +324,7 @@ class _Now:
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self._all, self.at, self.trainer = rows, 0, None
 
-    def rows(self) -> tuple[int, Sequence[int]] | None:
+    def rows(self) -> tuple[Any, Sequence[int]] | None:
         rows, windows = self._all[self.at], None
         if self.trainer is not None:
             windows = windows_of(self.trainer)
@@ -332,7 +332,7 @@ class _Now:
         if part is None:
             return self.at, rows
         number, within = part
-        return number, [rows[place] for place in within]
+        return (self.at, number), [rows[place] for place in within]
 
 
 class _Batches:

@@ -50,6 +50,7 @@ class FewRows:
         collates: whether batches are put together anew.
         can_widen: whether rows can also be had as wide as all rows are together, where
             they would be narrower alone.
+        varies: whether loader batches are each padded to a width of their own.
         has_classes: whether rows have one label each, some of which were exchanged.
     """
 
@@ -85,8 +86,9 @@ class FewRows:
         self.num_rows = rows.num_rows if is_cut else len(samples)
         if not self.collates:  # a batch of one fixed width has no row that fills it
             full = [max(g.lengths, default=0) == g.padded_length for g in self._groups]
-            pads = options is not None or pads and all(full)
-        self._narrows, self.can_widen = pads, pads and is_cut
+            pads = pads and all(full)
+        self.varies, self._narrows = pads, pads or not self.collates and bool(options)
+        self.can_widen = self._narrows and is_cut
 
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""
@@ -109,17 +111,18 @@ class FewRows:
             batch = trimmed if self._narrows and not alike else wide
         return self._changed(batch, rows)
 
-    def loader_batch(self, rows: Sequence[int]) -> Any:
+    def loader_batch(self, rows: Sequence[int], *, alike: bool = False) -> Any:
         """What the run's loader would yield: samples, where the run collates them."""
         if self._yields_samples:
             return [self._samples[row] for row in rows]
-        return self.make(rows, alike=not self.collates)
+        return self.make(rows, alike=alike)
 
     def cut(self, rows: Sequence[int], size: int) -> Parts:
         """The parts in which the run cuts these rows, if only a few fit in one."""
         cutter = Cutter(self._options or MicroBatching(size=1), self._strategy)
         with _unheard():
-            found = cutter.cut(self.loader_batch(rows), Limit(size, None))
+            batch = self.loader_batch(rows, alike=not self.collates)
+            found = cutter.cut(batch, Limit(size, None))
         return [sorted(rows[place] for place in each.rows) for each in found]
 
     def _collated(self, rows: Sequence[int]) -> Any:

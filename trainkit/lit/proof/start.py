@@ -10,6 +10,7 @@ import torch
 
 from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
+from trainkit.lit.batch_size.effective import may_have_batches
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.measure import measured
@@ -67,7 +68,12 @@ class ProofAtStart:
         elif windows.is_split and not windows.split.trims:
             options = replace(options, trim=False)
         is_split, own = windows.is_split, leading(windows.strategies)
-        rows = few_rows(loader, batch, options if is_split else None, own)
+        has_batches = has_parts(trainer, module, windows)
+        if is_split:
+            has_batches = may_have_batches(trainer)
+        # Loader batches have widths of their own, also where none is trimmed.
+        cuts = windows.micro_batching if has_batches else options
+        rows = few_rows(loader, batch, cuts if is_split else None, own)
         usual = EQUAL_SIZES if has_equal_batches(loader) and not is_split else SIZES
         sizes = next((each for each in usual if sum(each) <= rows.num_rows), None)
         if sizes is None:
@@ -80,7 +86,7 @@ class ProofAtStart:
             Rehearsals(trainer, module, windows),
             rows,
             chosen_parts(rows, sizes, own, is_split=is_split),
-            has_batches=not is_split and has_parts(trainer, module, windows),
+            has_batches=has_batches,
         )
 
     def tell(self, report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Subject:
         rehearsals: run steps of copies.
         rows: what batches are made of.
         parts: the rows of each part.
-        has_batches: whether each part is a loader batch of its own.
+        has_batches: whether the run's window has several loader batches. Each part is
+            one, but for split windows, whose last part is one, and all others another.
         left_out: what rehearsals had to leave out.
         base: what all rehearsals have in common, whole and parts alike.
         are_alike: whether parts keep the width of the whole.
@@ -83,10 +85,25 @@ class Subject:
 
     # ---- rehearsals ------------------------------------------------------------------
 
+    @property
+    def loader_batches(self) -> Parts:
+        """The rows of each loader batch of the run's window."""
+        if not self.has_batches:
+            return [self.all_rows]
+        if not self.is_split:
+            return self.parts
+        return [sorted(sum(self.parts[:-1], [])), self.parts[-1]]
+
     def batch(self, rows: Sequence[int]) -> Any:
         """Some rows as one batch, as wide as the run's loader would make it."""
-        alike = self.are_alike or self.is_split and not self.rows.collates
-        return self.rows.make(rows, alike=alike)
+        return self.rows.make(rows, alike=self._keeps_width)
+
+    @property
+    def _keeps_width(self) -> bool:
+        """Whether rows that are cut from one batch keep its width."""
+        if self.are_alike or not self.is_split or self.rows.collates:
+            return self.are_alike
+        return not (self.has_batches and self.rows.varies)
 
     def whole(self, rows: Sequence[int] | None = None, **options: Any) -> Taken:
         """One step over some rows as one batch, without any cut."""
@@ -103,12 +120,9 @@ class Subject:
             return self._by_hand()
         given, options = as_given(self.strategies), self._small(self.options)
         plan = replace(self.base, strategies=given, options=options)
-        if self.has_batches:
-            batches = [self.batch(part) for part in self.parts]
-            return self.rehearsals.run(batches, self.parts, plan)
-        order = self.all_rows
-        batch = (self.rows.loader_batch if self.is_split else self.batch)(order)
-        return self.rehearsals.run([batch], [order], plan)
+        make = partial(self.rows.loader_batch, alike=self._keeps_width)
+        batches = [make(rows) for rows in self.loader_batches]
+        return self.rehearsals.run(batches, self.loader_batches, plan)
 
     def off_without_padding(self) -> float:
         """How far gradients of four rows, or of one if memory runs out, are off without
