@@ -24,7 +24,7 @@ from tests.lit.split.common import (
 )
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
-from trainkit.lit.split import cut_note
+from trainkit.lit.split import note
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
 
@@ -224,7 +224,7 @@ def test_the_note_never_hides_the_error(
     module = Failing()
     module.error = ValueError("mine") if breaks else Slotted("mine")
     if breaks:
-        monkeypatch.setattr(cut_note, "describe", lambda batch: 1 / 0)
+        monkeypatch.setattr(note, "describe", lambda batch: 1 / 0)
     with pytest.raises(type(module.error), match="mine") as raised:
         fit(module)
     assert raised.value is module.error

@@ -7,12 +7,12 @@ from typing import Any
 from trainkit.core.nested import describe, take_apart
 from trainkit.core.out_of_memory import is_out_of_memory
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.current_window import CurrentWindow
+from trainkit.lit.split.micro_batches import CutBatch
 
 MOST_SHOWN = 8
 
 
-def add_note(error: Exception, loader_batch: Any, current: CurrentWindow) -> None:
+def add_note(error: Exception, loader_batch: Any, current: CutBatch) -> None:
     """Add a note to an error of the user's code: what the code got, and which option
     changes that.
 
@@ -35,20 +35,16 @@ def add_note(error: Exception, loader_batch: Any, current: CurrentWindow) -> Non
         write(text)
 
 
-def _note(loader_batch: Any, current: CurrentWindow) -> str:
-    micro_batch = current.at or current.micro_batches[0]
-    trimmed = _trimmed(loader_batch, micro_batch.cut.batch)
-    if len(current.micro_batches) == 1 and not trimmed:
+def _note(loader_batch: Any, current: CutBatch) -> str:
+    part, number = current.parts[current.index], len(current.parts)
+    trimmed = _trimmed(loader_batch, part.batch)
+    if number == 1 and not trimmed:
         return ""
-    number = 1 + next(
-        i for i, p in enumerate(current.micro_batches) if p is micro_batch
-    )
-    num_rows = sum(len(p.cut.rows) for p in current.micro_batches if not p.is_filler)
     note = (
-        f"trainkit | micro_batching: this was micro-batch {number} of "
-        f"{len(current.micro_batches)}, the rows {_listed(micro_batch.cut.rows)} of a "
-        f"loader batch of {num_rows} rows: {describe(micro_batch.cut.batch)}. "
-        f"MicroBatching(shared=...) names what every micro-batch is to get whole."
+        f"trainkit | micro_batching: this was micro-batch {current.index + 1} of "
+        f"{number}, the rows {_listed(part.rows)} of a loader batch of "
+        f"{current.num_rows} rows: {describe(part.batch)}. MicroBatching(shared=...) "
+        f"names what every micro-batch is to get whole."
     )
     if not trimmed:
         return note

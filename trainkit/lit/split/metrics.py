@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric, Metric
 from trainkit.core.strategies import Weight
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import forget_computed, replaced, uncompiled
+from trainkit.lit.split.micro_batches import CutBatch
 
 
 class WindowMetrics:
@@ -29,14 +30,9 @@ class WindowMetrics:
         num_ranks: how many ranks share a window.
     """
 
-    of_micro_batch = ("_share", "_is_by_rows")
-
     def __init__(self, pl_module: Any, num_ranks: int) -> None:
         self._module, self._has_ranks = pl_module, num_ranks > 1
-        self._metrics: dict[str, Metric] = {}
         self._patch = ExitStack()
-        self._share: Weight = 1
-        self._is_by_rows = False
         self._has_said: set[str] = set()
         self.find()
 
@@ -53,55 +49,36 @@ class WindowMetrics:
                     f"all the same."
                 )
 
-    def open(self, num_micro_batches: int) -> None:
+    def open(self, current: CutBatch) -> None:
         """Begin a loader batch."""
-        if num_micro_batches == 1 and not self._has_ranks:
+        if len(current.parts) == 1 and not self._has_ranks:
             return
         for name, metric in self._metrics.items():
             if self._has_ranks:  # compute() must not wait for the other ranks
-                alone = replaced(metric, distributed_available_fn=_are_alone)
+                alone = replaced(metric, distributed_available_fn=lambda: False)
                 self._patch.enter_context(alone)
                 self._patch.callback(forget_computed, metric)
             if isinstance(metric, MeanMetric):
-                update = self._weighed(name, metric.update)
+                update = self._weighed(name, metric.update, current)
                 update = uncompiled(self._module, update)
                 self._patch.enter_context(replaced(metric, update=update))
-
-    def begin(self, share: Weight, *, by_rows: bool) -> None:
-        """Begin a micro-batch.
-
-        Args:
-            share: its part of the loader batch.
-            by_rows: whether that is a part of the rows, since `training_step` has still
-                to say the weight.
-        """
-        self._share, self._is_by_rows = share, by_rows
 
     def close(self) -> None:
         """End the loader batch."""
         self._patch.close()
 
-    def say_step(self, name: str) -> None:
-        """Say once that the step's value of a logged object is the last part's."""
-        if "" not in self._has_said:
-            self._has_said.add("")
-            warnings.warn(
-                f"self.log({name!r}): the value of a metric object on a step is that "
-                f"of the last micro-batch; the epoch's is that of all rows. "
-                f"on_step=False logs the latter alone. Said once.",
-                stacklevel=2,
-            )
-
-    def _weighed(self, name: str, update: Callable[..., Any]) -> Callable[..., Any]:
+    def _weighed(
+        self, name: str, update: Callable[..., Any], current: CutBatch
+    ) -> Callable[..., Any]:
         def weighed(value: Any, weight: Any = None) -> None:
-            share = self._share
             if weight is not None:
                 update(value, weight)
             elif isinstance(value, Tensor) and value.ndim:
                 update(value)  # each entry counts once
             else:
-                if self._is_by_rows:
+                if current.are_said and len(current.parts) > 1:
                     self._say_by_rows(name)
+                share = current.share()
                 update(_unless_nothing(value, share), share)
 
         return weighed
@@ -115,10 +92,6 @@ class WindowMetrics:
                 f"the loss weighs. Give it the weight: self.{name}(value, weight=n).",
                 stacklevel=2,
             )
-
-
-def _are_alone() -> bool:
-    return False
 
 
 def _unless_nothing(value: Any, share: Weight) -> Any:
