@@ -18,6 +18,7 @@ from trainkit.core.strategies import Weight
 from trainkit.core.window_stats import vector
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, transfers_plainly
+from trainkit.lit.split.errors import stop_iteration
 from trainkit.lit.split.micro_batches import CutBatch
 
 TRANSFER = ("batch_to_device", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -138,17 +139,6 @@ def _begin(batch: Any, move: Callable[[Any], Any], stream: Any) -> tuple[Any, An
 def _pinned(tensor: Tensor) -> Tensor:
     is_plain = tensor.is_cpu and tensor.layout == torch.strided
     return tensor.pin_memory() if is_plain else tensor
-
-
-def stop_iteration(where: str) -> TrainkitError:
-    """The error for a `StopIteration` inside an open window, by which Lightning would
-    end the epoch."""
-    return TrainkitError(
-        f"{where}: it raised StopIteration inside a window, which Lightning takes for "
-        f"the end of the epoch, so that the window's step would be lost without a "
-        f"word. Look for a next() on an iterator that has ended; to end an epoch, "
-        f"return -1 from on_train_batch_start."
-    )
 
 
 class Arrivals:

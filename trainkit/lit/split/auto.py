@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,13 +43,9 @@ class Hosts:
         return found.tolist()
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The micro-batch in which memory ran out, in plain numbers that hold no memory."""
-
-    size: int
-    num_rows: int
-    text: str
+Failure = tuple[int, int, str]
+"""The size of the micro-batch in which memory ran out, its rows, and the error's name:
+nothing that holds memory."""
 
 
 class AutoSizes:
@@ -98,48 +93,87 @@ class AutoSizes:
         self._unit, self._since = "tokens" if rows.has_lengths else "rows", self._now()
         return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
 
-    def came_through(self, failure: Failure | None) -> bool:
+    def run(
+        self,
+        attempt: Callable[[], None],
+        module: Any,
+        accumulator: Accumulator,
+        parameters: list[Tensor],
+        drop: Callable[[], MicroBatch | None],
+    ) -> None:
+        """Run a loader batch until it fits in memory, on all ranks.
+
+        Before each new attempt everything is put back: the gradients and totals of the
+        window, the module's state, random generators, and what was logged.
+
+        Args:
+            attempt: runs the loader batch.
+            module: the module that trains.
+            accumulator: holds the open window.
+            parameters: what holds the window's gradients.
+            drop: drops what the attempt has collected; returns the micro-batch that was
+                under way, or None if the loader batch was not cut yet.
+        """
+        gradients = KeptGradients(parameters)
+        kept = Kept(module, device=module.device)
+        mark = accumulator.window.copy()
+
+        def failure() -> Failure | None:
+            try:
+                # After an error Lightning would keep the hook's name.
+                with as_hook(module, current_hook(module)):
+                    attempt()
+            except Exception as error:
+                part = drop()
+                if part is None or not is_out_of_memory(error):
+                    raise
+                release(error)
+                return part.padded, len(part.rows), type(error).__name__
+            return None
+
+        while not self._came_through(failure()):
+            accumulator.rewind(mark)
+            gradients.restore()
+            drop()
+            kept.restore()
+
+    def _came_through(self, failure: Failure | None) -> bool:
         """Whether no rank has run out of memory in the window; every rank calls this.
 
         Raises:
             TrainkitError: a single sample does not fit on some rank.
         """
         pace = (self._now() - self._since) / max(self._real, 1)
-        failed, single = NO_SIZE, 0
-        if failure is not None:
-            failed, single = -failure.size, failure.size * (failure.num_rows <= 1)
+        size, num_rows, error = failure or (0, 0, "")
+        failed = -size if failure else NO_SIZE
+        single = size if num_rows == 1 else 0
         numbers = self._hosts.largest([failed, single, pace, self._whole])
-        if numbers[1]:
-            self._refuse_single_row(int(numbers[1]), failure)
-        if numbers[0] == NO_SIZE:
-            self._pass(*numbers[2:])
-            return True
-        before, size = self.search.limit, -int(numbers[0])
-        self.search.failed(size)
-        rank_zero_info(
-            f"MicroBatching: memory ran out in a micro-batch of {size} {self._unit}, "
-            f"under a limit of {before}; the window is run again under "
-            f"{self.search.limit}."
-        )
-        return False
-
-    def _pass(self, pace: float, whole: float) -> None:
-        searched = self.search.is_searching
+        failed, single, pace, whole = numbers
+        unit = self._unit
+        if single:
+            shown = f" of {single:.0f} tokens" if unit == "tokens" else ""
+            said = f" ({error})" if error else ""
+            raise TrainkitError(
+                f"MicroBatching: memory ran out with a single sample{shown}{said}, and "
+                f"a sample cannot be cut. Shorten it, or use activation checkpointing, "
+                f"a narrower dtype or a smaller model."
+            )
+        before, was_searching = self.search.limit, self.search.is_searching
+        if failed != NO_SIZE:
+            self.search.failed(-int(failed))
+            rank_zero_info(
+                f"MicroBatching: memory ran out in a micro-batch of {-failed:.0f} "
+                f"{unit}, under a limit of {before}; the window is run again under "
+                f"{self.search.limit}."
+            )
+            return False
         self.search.passed([], whole=int(whole), seconds=pace, real=1)
-        if searched and not self.search.is_searching:
+        if was_searching and not self.search.is_searching:
             rank_zero_info(
                 f"MicroBatching: windows are cut into micro-batches of at most "
-                f"{self.search.limit} {self._unit}; larger ones are no faster."
+                f"{self.search.limit} {unit}; larger ones are no faster."
             )
-
-    def _refuse_single_row(self, size: int, own: Failure | None) -> None:
-        shown = f" of {size} tokens" if self._unit == "tokens" else ""
-        said = f" ({own.text})" if own is not None else ""
-        raise TrainkitError(
-            f"MicroBatching: memory ran out with a single sample{shown}{said}, and a "
-            f"sample cannot be cut. Shorten it, or use activation checkpointing, a "
-            f"narrower dtype or a smaller model."
-        )
+        return True
 
     def _now(self) -> float:
         if self._device.type == "cuda" and self.search.is_searching:
@@ -148,11 +182,7 @@ class AutoSizes:
 
 
 class KeptGradients:
-    """A copy of gradients, to begin again with.
-
-    Args:
-        parameters: whose gradients.
-    """
+    """A copy of the gradients of parameters, to begin again with."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._kept = [
@@ -164,54 +194,3 @@ class KeptGradients:
             parameter.grad = None
         for parameter, gradient in self._kept:
             parameter.grad = None if gradient is None else gradient.clone()
-
-
-def run_until_it_fits(
-    attempt: Callable[[], None],
-    sizes: AutoSizes,
-    module: Any,
-    accumulator: Accumulator,
-    *,
-    parameters: list[Tensor],
-    under_way: Callable[[], MicroBatch | None],
-    forget: Callable[[], None],
-) -> None:
-    """Run a loader batch until it fits in memory, on all ranks.
-
-    Before each new attempt everything is put back: the gradients and totals of the
-    window, the module's state, random generators, and what was logged.
-
-    Args:
-        attempt: runs it.
-        sizes: take a smaller size after a failure, or refuse.
-        module: the module that trains.
-        accumulator: holds the open window.
-        parameters: what holds the window's gradients.
-        under_way: returns the micro-batch that runs; None before the batch is cut.
-        forget: drops what the attempt has collected.
-    """
-    gradients = KeptGradients(parameters)
-    kept = Kept(module, device=module.device)
-    mark = accumulator.window.copy()
-
-    def failure() -> Failure | None:
-        """Run one attempt; returns the failure if memory runs out."""
-        try:
-            # After an error Lightning would keep the hook's name.
-            with as_hook(module, current_hook(module)):
-                attempt()
-        except Exception as error:
-            part = under_way()
-            if part is None or not is_out_of_memory(error):
-                raise
-            found = Failure(part.padded, len(part.rows), type(error).__name__)
-            release(error)
-            forget()
-            return found
-        return None
-
-    while not sizes.came_through(failure()):
-        accumulator.rewind(mark)
-        gradients.restore()
-        forget()
-        kept.restore()

@@ -34,6 +34,7 @@ class CutBatch:
         are_said: whether `training_step` says the weights.
         num_counting: how many of the parts count. Those behind only let all ranks run
             equally many: they repeat the last one, with weight 0.
+        trims: whether columns that are only padding in a part are left out.
         is_told: whether the total of the window is known beforehand.
         closes: whether the window closes with it.
         is_forward_only: whether there are no backward passes.
@@ -51,6 +52,7 @@ class CutBatch:
     weights: dict[str, list[Weight]]
     are_said: bool
     num_counting: int
+    trims: bool
     is_told: bool = True
     closes: bool = True
     is_forward_only: bool = False
@@ -165,7 +167,7 @@ class MicroBatches:
         parts += parts[-1:] * (most - number)
         for each in weights.values():
             each += [0] * (most - number)
-        return CutBatch(parts, weights, are_said, number)
+        return CutBatch(parts, weights, are_said, number, trim)
 
     def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
         """Refuse weights of the parts that do not add up to the loader batch's. A list

@@ -27,13 +27,12 @@ from trainkit.lit.callback.base import (
 from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
-from trainkit.lit.split.arriving import Transfer, stop_iteration
-from trainkit.lit.split.auto import AutoSizes, Hosts, run_until_it_fits
+from trainkit.lit.split.arriving import Transfer
+from trainkit.lit.split.auto import AutoSizes, Hosts
+from trainkit.lit.split.errors import add_note, stop_iteration
 from trainkit.lit.split.joined import TurningPasses
-from trainkit.lit.split.logs import HeldLogs
-from trainkit.lit.split.metrics import WindowMetrics
+from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
-from trainkit.lit.split.note import add_note
 from trainkit.lit.split.outputs import as_one
 from trainkit.lit.split.passes import NOTHING, Passes
 
@@ -272,24 +271,13 @@ class Split:
                 if is_forward_only or self.sizes is None:
                     attempt()
                 else:
-                    run_until_it_fits(
-                        attempt,
-                        self.sizes,
-                        self._module,
-                        accumulator,
-                        parameters=parameters,
-                        under_way=self._under_way,
-                        forget=self._forget,
-                    )
+                    of = self._module, accumulator, parameters
+                    self.sizes.run(attempt, *of, self._forget)
             self._is_complete = closes
             return self._end()
         finally:
             self.current = None
             self._metrics.close()
-
-    def _under_way(self) -> MicroBatch | None:
-        current = self.current
-        return None if current is None else current.parts[current.index]
 
     def _parameters(self) -> list[Tensor]:
         """The tensors that hold the gradients of the window."""
@@ -336,11 +324,13 @@ class Split:
             add_note(error, batch, current)
             raise
 
-    def _forget(self) -> None:
-        """Drop what was collected in a pass in which memory ran out, on some rank."""
-        self.current = None
+    def _forget(self) -> MicroBatch | None:
+        """Drop what was collected in a pass in which memory ran out, on some rank;
+        returns the micro-batch that was under way."""
+        current, self.current = self.current, None
         self._metrics.close()
         self._windows.forget_means()
+        return None if current is None else current.parts[current.index]
 
     def _end(self) -> Any:
         """Combine the logs and outputs of the micro-batches into one batch's."""
