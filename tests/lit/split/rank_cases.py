@@ -29,7 +29,6 @@ from tests.lit.fronts import cut as parted
 from tests.lit.fronts import windows_of
 from tests.lit.split.short_of_memory import Memory, Short
 from trainkit import PerSample, PerToken, Weighed
-from trainkit.core.split import search
 from trainkit.core.split.micro_batching import MicroBatching
 
 SHARES: dict[int, list[tuple[int, ...]]] = {
@@ -39,7 +38,6 @@ SHARES: dict[int, list[tuple[int, ...]]] = {
 """Rows in each rank's loader batches: micro-batches of 4 are 3 against 1, and so on."""
 
 WEIGHTS = {"ce": 1.0, "kl": 0.5}
-PROVEN = search.SizeSearch.has_proven
 
 
 @dataclass
@@ -56,7 +54,6 @@ class Case:
         memory: for each rank.
         norm: whether there is a BatchNorm.
         only_short: the loader batches whose rows are all short.
-        searches: whether no size is ever taken for proven.
         metrics: whether a metric object is called.
         naive: plain Lightning, which averages the ranks' means.
         hook: what brings gradients together.
@@ -74,7 +71,6 @@ class Case:
     norm: bool = False
     epochs: int = 1
     only_short: Sequence[int] = ()
-    searches: bool = False
     metrics: bool = False
     naive: bool = False
     hook: Any = allreduce_hook
@@ -230,8 +226,6 @@ def train(rank: int, world: int, case: Case) -> Result:
         count.append(bucket.index())
         return case.hook(None, bucket)
 
-    never = lambda self, points: False  # noqa: E731
-    search.SizeSearch.has_proven = never if case.searches else PROVEN  # type: ignore[method-assign]
     fit = trainer(
         case.window,
         callbacks=[Hook(counted)],

@@ -23,6 +23,7 @@ from tests.lit.split.common import (
     pad_and_mask,
 )
 from trainkit import AccumulationCallback, AccumulationStrategy, PerToken
+from trainkit.core.checks import LateReading
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit.split import arriving
@@ -128,9 +129,9 @@ def test_masked_before_the_cut_equals_whole_batches() -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if CPU tensors could not be read without waiting."""
-    monkeypatch.setattr(
-        arriving, "is_on_host", lambda weight: not isinstance(weight, Tensor)
-    )
+    arrived = property(lambda self: self.was_asked or setattr(self, "was_asked", True))
+    slow = type("Slow", (LateReading,), {"was_asked": False, "arrived": arrived})
+    monkeypatch.setattr(arriving, "LateReading", slow)
 
 
 @pytest.mark.usefixtures("on_device")

@@ -62,7 +62,7 @@ def test_a_search_that_goes_on_and_one_that_ends_are_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trainkit.lit.split.sizes.rank_zero_info", said.append)
+    monkeypatch.setattr("trainkit.lit.split.auto.rank_zero_info", said.append)
     module, whole = Short(cut=MicroBatching("auto")), Short(cut=None)
     fitted = fit(module, max_epochs=20)  # 60 windows
     fit(whole, max_epochs=20)

@@ -24,7 +24,7 @@ from tests.lit.split.common import (
 )
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
-from trainkit.lit.split import cut_note
+from trainkit.lit.split import errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
 
@@ -172,7 +172,7 @@ def test_an_error_says_how_its_batch_was_cut(cut: MicroBatching) -> None:
     assert "micro-batch 2 of " in note
     assert "of a loader batch of 14 rows: dict(ids: int64[" in note
     assert "shared=" in note
-    assert "ids from [19] to [" in note
+    assert "Columns that are only padding in it were left out" in note
     assert "trim=False" in note
     assert "lengths=" in note
 
@@ -224,7 +224,7 @@ def test_the_note_never_hides_the_error(
     module = Failing()
     module.error = ValueError("mine") if breaks else Slotted("mine")
     if breaks:
-        monkeypatch.setattr(cut_note, "describe", lambda batch: 1 / 0)
+        monkeypatch.setattr(errors, "describe", lambda batch: 1 / 0)
     with pytest.raises(type(module.error), match="mine") as raised:
         fit(module)
     assert raised.value is module.error

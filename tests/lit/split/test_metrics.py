@@ -34,7 +34,7 @@ from tests.lit.split.common import CUTS, Split, assert_same_logs, logged
 from tests.lit.split.short_of_memory import out_of_memory
 from trainkit import PerSample, TrainkitError
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.lit.split.window_metrics import WindowMetrics
+from trainkit.lit.split.logs import WindowMetrics
 
 SAID = "ignore:self.log.*the value of a metric object:UserWarning"
 pytestmark = [

@@ -124,8 +124,8 @@ def test_a_window_that_was_run_again_without_forgetting_would_be_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control: gradients that are left in place are counted twice."""
-    retry = "trainkit.lit.split.retry"
-    monkeypatch.setattr(f"{retry}.KeptGradients.restore", lambda self: None)
+    auto = "trainkit.lit.split.auto"
+    monkeypatch.setattr(f"{auto}.KeptGradients.restore", lambda self: None)
     module = Short(Memory(calls=(2,)), cut=MicroBatching(start=60))
     fit(module)
     assert module.memory.num_failures == 1
@@ -172,8 +172,8 @@ def test_what_a_step_writes_into_its_batch_is_not_seen_by_the_next_attempt(
     copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not copies:  # the control
-        shortcuts = "trainkit.lit.split.shortcuts"
-        monkeypatch.setattr(f"{shortcuts}._with_copies", lambda batch, device: batch)
+        transfer = "trainkit.lit.split.arriving.Transfer"
+        monkeypatch.setattr(f"{transfer}._copied", lambda self, tensor: tensor)
     module = Overwriting(Memory(fits={0: 60}), cut=AUTO)
     whole = Overwriting(cut=None)
     fit(module)

@@ -191,7 +191,8 @@ def test_what_is_returned_beside_the_loss_holds_no_graph_however_it_is_nested() 
     """Else the graphs of all micro-batches would be alive at the end of a window."""
     part = torch.ones(2, requires_grad=True) * 2
     nested = {"a": OrderedDict(b=part), "c": Pair(part, 1), "d": [(part,), "text"]}
-    _, extras = taken_apart({"loss": part.sum(), **nested})
+    _, extras = taken_apart({"loss": part.sum(), **nested}, {"": PerSample()})
+    assert extras is not None
     assert extras["a"]["b"].tolist() == extras["c"].first.tolist() == [2, 2]
     assert type(extras["a"]) is OrderedDict
     assert extras["c"].second == 1

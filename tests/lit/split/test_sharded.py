@@ -58,7 +58,7 @@ class Sharded(Trained):
         self.log("counted", self.counted, on_step=False, on_epoch=True)
         split: Any = windows_of(self.trainer).split
         current = split.current
-        fills_up = float(current.micro_batch.is_filler)
+        fills_up = float(current.is_filler)
         self.log_exact("filling", torch.tensor(fills_up), batch, weight=rows)
         self.cast(torch.ones(rows + 1, 1))
         return super().training_step(batch, batch_idx)

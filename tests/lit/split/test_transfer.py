@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.lit.split.common import SIZES, Split, fit
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.lit.split.transfer import moved
+from trainkit.lit.split.arriving import moved
 
 BATCHES = [{"x": torch.full((2,), number), "name": number} for number in range(4)]
 
