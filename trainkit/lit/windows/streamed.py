@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.batches import num_samples
 from trainkit.core.gradients import clear_gradients
-from trainkit.core.strategies import PerSample
+from trainkit.core.strategies import AccumulationStrategy, PerSample
 from trainkit.core.weighed import Weighed
 from trainkit.core.window import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
@@ -42,6 +42,7 @@ class Streamed:
         left = left_for_counting(windows.strategies)
         self._moved: Any = MovedState(module, left_out=left)
         self._unlike, self._patch = Unlike(), ExitStack()
+        self.follow()
 
     def start(self) -> None:
         """Take Lightning's calls, until `stop`."""
@@ -62,18 +63,25 @@ class Streamed:
         """Do what waits for an epoch's end: nothing."""
 
     def follow(self) -> None:
-        """Weigh by other strategies: nothing else changes."""
+        """Weigh by the callback's strategies, which may have changed."""
+        windows = self._windows
+        self._counts_alike = windows.has_strategy and counts_alike(windows.strategies)
 
     # ---- a micro-batch ---------------------------------------------------------------
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Weigh the batch and run `training_step`."""
-        with self._watched(), self._windows.said.open():
-            self._weigh(batch)
+        windows = self._windows
+        windows.follow(self._module)
+        strategy = windows.strategy
+        is_said = isinstance(strategy, Weighed)
+        with self._watched(), windows.said.open() if is_said else nullcontext():
+            self._weigh(batch, strategy)
             output = self._training_step(batch, *args, **kwargs)
-            self._take_said(batch, output)
-        if self._windows.inside is not None:
-            self._windows.inside.check_called(batch)
+            if is_said:
+                self._take_said(batch, output, strategy)
+        if windows.inside is not None:
+            windows.inside.check_called(batch)
         return output
 
     def _watched(self) -> AbstractContextManager[Any]:
@@ -85,31 +93,28 @@ class Streamed:
                 return nullcontext()
         return self._moved.watch()
 
-    def _weigh(self, batch: Any) -> None:
-        windows = self._windows
-        windows.follow(self._module)
-        strategy = windows.strategy
-        if self._module.automatic_optimization:
+    def _weigh(self, batch: Any, strategy: AccumulationStrategy) -> None:
+        windows, is_automatic = self._windows, self._module.automatic_optimization
+        if is_automatic:
             is_said = isinstance(strategy, Weighed)
             windows.weight = None if is_said else strategy.weight(batch)
         if windows.must_count_samples:
             counts = type(strategy) is PerSample and strategy.mask is None
-            counts = counts and self._module.automatic_optimization
-            samples = windows.weight if counts else num_samples(batch)
+            samples = windows.weight if counts and is_automatic else num_samples(batch)
             for accumulator in windows.accumulators.values():
                 accumulator.window.count(samples=samples or 0)
-        if windows.has_strategy and counts_alike(windows.strategies):
+        if self._counts_alike:
             self._unlike.record(batch)
             if windows.first_windows.is_complete:
                 self._say_unlike()
 
-    def _take_said(self, batch: Any, output: Any) -> None:
+    def _take_said(self, batch: Any, output: Any, strategy: Weighed) -> None:
         """Weigh the batch by what `training_step` has said."""
-        windows, strategy = self._windows, self._windows.strategy
+        said = self._windows.said
         if not self._module.automatic_optimization:
-            windows.said.refuse_unused()
-        elif isinstance(strategy, Weighed) and output is not None:
-            windows.weight = windows.said.take(strategy, self._module, batch)
+            said.refuse_unused()
+        elif output is not None:
+            self._windows.weight = said.take(strategy, self._module, batch)
 
     def _say_unlike(self) -> None:
         """Show how unlike the first micro-batches were that counted alike."""
