@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import OPTIMIZERS, TokenNet, pad, trainer, weights
+from tests.zoo import Mixed, Plain, plain_token_loss, sample_loss
 from trainkit import (
     AccumulationCallback,
-    AccumulationMixin,
     AccumulationStrategy,
     Accumulator,
     PerSample,
@@ -58,22 +57,6 @@ def merged(sizes: Sequence[int], window: int = WINDOW) -> list[int]:
     return [sum(sizes[i : i + window]) for i in range(0, len(sizes), window)]
 
 
-def sample_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
-    """The mean over tokens of each sequence, then the mean or sum over sequences."""
-    losses = F.cross_entropy(
-        net(batch["ids"]).transpose(1, 2), batch["labels"], reduction="none"
-    )
-    valid = batch["labels"] != -100
-    each = (losses * valid).sum(1) / valid.sum(1)
-    return each.mean() if reduction == "mean" else each.sum()
-
-
-def plain_token_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
-    """Cross entropy over the labels that count, in the net's own dtype."""
-    logits = net(batch["ids"]).flatten(0, 1)
-    return F.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
-
-
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "PerSample": sample_loss,
     "PerToken": plain_token_loss,
@@ -95,36 +78,6 @@ class SumOfEqualBatches(AccumulationStrategy):
 
     def weight(self, batch: Any) -> int:
         return 4
-
-
-class Plain(pl.LightningModule):
-    """Knows nothing of trainkit."""
-
-    def __init__(
-        self,
-        loss: Callable[..., Tensor] = plain_token_loss,
-        *,
-        optimizer: str = "sgd",
-        reduction: str = "mean",
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        super().__init__()
-        self.net = TokenNet(dtype=dtype)
-        self.loss = loss
-        self.optimizer_name = optimizer
-        self.reduction = reduction
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(self.net, batch, self.reduction)
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS[self.optimizer_name](self.parameters())
-
-
-class Mixed(AccumulationMixin, Plain):
-    """The same, and exact."""
-
-    accumulation = PerToken()
 
 
 @dataclass
