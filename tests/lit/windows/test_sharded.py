@@ -31,7 +31,7 @@ from tests.lit.resume.test_rank_checkpoints import (
 )
 from tests.lit.resume.test_rank_checkpoints import WINDOW as LONG_WINDOW
 from tests.lit.windows.several import run_cases
-from tests.zoo import Plain, Sharded, on_front
+from tests.zoo import Plain, Sharded, on_front, whole
 from trainkit import WindowMonitor
 
 EXACT = TOLERANCE[torch.float64]
@@ -48,11 +48,9 @@ class HalfSharded(Sharded):
         fully_shard(self.net.embed, mesh=self.device_mesh["data_parallel"])
 
 
-def mesh(world: int, split: int) -> Any:
-    if world == 1:
-        return "auto"
+def mesh_strategy(replicas: int, split: int) -> ModelParallelStrategy:
     return ModelParallelStrategy(
-        data_parallel_size=world // split,
+        data_parallel_size=replicas,
         tensor_parallel_size=split,
         process_group_backend="gloo",
         save_distributed_checkpoint=False,
@@ -70,11 +68,11 @@ def train(
 ) -> Tensor:
     """Groups of `split` ranks share their data and the head."""
     module, ours = on_front(front, kind, **made or {})
-    how: dict[str, Any] = {"strategy": mesh(world, split), "devices": world}
-    how |= {"callbacks": ours, "gradient_clip_val": clip}
+    how: dict[str, Any] = {"strategy": mesh_strategy(world // split, split)}
+    how |= {"devices": world, "callbacks": ours, "gradient_clip_val": clip}
     fitted = trainer(WINDOW, use_distributed_sampler=False, **how)
     fitted.fit(module, rank_loader(DATA, BATCH, rank // split, world // split))
-    return module.whole()
+    return whole(module)
 
 
 def train_and_save(
@@ -83,11 +81,11 @@ def train_and_save(
     """One epoch of long windows, saved in one of them or resumed there."""
     module, ours = on_front("callback", Sharded, optimizer="adamw")
     callbacks = [*ours, *([Save(**save)] if save else [])]
-    how: dict[str, Any] = {"strategy": mesh(world, 1), "devices": world}
-    how |= {"callbacks": callbacks, "max_epochs": 1}
+    how: dict[str, Any] = {"strategy": mesh_strategy(2, 1)} if world > 1 else {}
+    how |= {"devices": world, "callbacks": callbacks, "max_epochs": 1}
     fitted = trainer(LONG_WINDOW, use_distributed_sampler=False, **how)
     fitted.fit(module, FromBatch(rank, world, skip), ckpt_path=resume)
-    return module.whole()
+    return whole(module)
 
 
 @pytest.fixture(scope="module")
