@@ -10,13 +10,10 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import ragged_sequences, trainer, weights
-from tests.lit.fronts import RAGGED, WINDOW, Plain, Recorder, Run, cut
-from tests.lit.split.common import pad_and_mask
-from trainkit import AccumulationMixin, Weighed
-from trainkit.core.split.micro_batching import MicroBatching
-
-SEQUENCES = ragged_sequences(sum(RAGGED))
+from tests.helpers import trainer, weights
+from tests.lit.fronts import RAGGED, SEQUENCES, WINDOW, Recorder, Run, cut
+from tests.zoo import Manual, Mixed, Plain, pad_and_mask
+from trainkit import Weighed
 
 
 def kept_in(batch: Any) -> Tensor:
@@ -42,7 +39,7 @@ class Foreign(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.num_kept = kept_in(batch).sum()
-        return super().training_step(batch, batch_idx)
+        return self.loss_of(batch)
 
 
 def count_kept(module: Any, batch: Any) -> Tensor:
@@ -50,45 +47,38 @@ def count_kept(module: Any, batch: Any) -> Tensor:
     return module.num_kept
 
 
-class Keeping(AccumulationMixin, Plain):
+class Keeping(Mixed):
     """Says what it divides by."""
 
-    def __init__(
-        self,
-        *,
-        reduction: Any = "mean",
-        split: MicroBatching | None = None,
-        number: Any = Tensor.sum,
-        **how: Any,
-    ) -> None:
+    number: Any = staticmethod(Tensor.sum)
+
+    def __init__(self, *, reduction: Any = "mean", **how: Any) -> None:
         super().__init__(kept_loss, reduction=reduction, **how)
         self.accumulation = Weighed(loss_reduction=reduction)
-        self.micro_batching = split
-        self.number = number
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
+        loss = self.loss_of(batch)
         self.weigh(self.number(kept_in(batch)))
         return loss
 
 
-class ByHand(Keeping):
-    """Runs its own windows; the weight itself comes before what was said."""
+class ByHand(Keeping, Manual):
+    """Runs its own windows, and says the weight or passes it.
 
-    says = True
+    Attributes:
+        says: whether `weigh` is called.
+        passes: whether `accumulate` gets the weight, which comes first.
+        times: how often the loss is accumulated.
+    """
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.automatic_optimization = False
+    says, passes, times = True, False, 1
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = kept_loss(self.net, batch, self.reduction)
-        number = kept_in(batch).sum()
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, number = self.loss_of(batch), kept_in(batch).sum()
         if self.says:
             self.weigh(number)
-            self.accumulate(loss, batch)
-        else:
-            self.accumulate(loss, batch, weight=number)
+        for _ in range(self.times):
+            self.accumulate(loss, batch, weight=number if self.passes else None)
         if self.window_ends(batch_idx, WINDOW):
             self.finish_window()
             optimizer: Any = self.optimizers()
