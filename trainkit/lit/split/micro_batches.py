@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,6 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.refusals import announce_too_long
 
 
 @dataclass
@@ -205,7 +205,13 @@ class MicroBatches:
         longest = self._cutter.longest_over_budget
         if longest is not None and limit is None and not self._has_said_too_long:
             self._has_said_too_long = True
-            announce_too_long(longest)
+            warnings.warn(
+                f"MicroBatching: a sample of {longest} tokens alone exceeds the "
+                f"budget, and a sample cannot be cut, so it makes a micro-batch of its "
+                f"own. The step is that of its batch; if memory does not suffice, "
+                f"shorten such samples.",
+                stacklevel=2,
+            )
 
 
 def counts_of(parts: Sequence[MicroBatch]) -> dict[str, int]:
@@ -227,7 +233,7 @@ def described(options: MicroBatching, *, is_step: bool) -> str:
 weighed as the loss'
 
     Args:
-        options: how they are cut.
+        options: how to cut.
         is_step: whether one loader batch makes an optimizer step; otherwise several.
     """
     if options.is_auto:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -108,13 +107,4 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
     kinds = (nn.SyncBatchNorm, FullyShardedDataParallel)
     return any(isinstance(m, kinds) for m in pl_module.modules()) or any(
         isinstance(p, DTensor) for p in pl_module.parameters()
-    )
-
-
-def announce_too_long(longest: int) -> None:
-    warnings.warn(
-        f"MicroBatching: a sample of {longest} tokens alone exceeds the budget, and a "
-        f"sample cannot be cut, so it makes a micro-batch of its own. The step is "
-        f"that of its batch; if memory does not suffice, shorten such samples.",
-        stacklevel=2,
     )
