@@ -110,6 +110,9 @@ class MicroBatches:
         strategies: weigh micro-batches.
         sizes: find the limit for a micro-batch, for `"auto"`.
         hosts: of the ranks that must run equally many, if they must.
+
+    Attributes:
+        cutter: cuts.
     """
 
     def __init__(
@@ -128,13 +131,8 @@ class MicroBatches:
     def weigh_by(self, strategies: Strategies) -> None:
         """Weigh by these strategies; labels of one tell how long rows are."""
         tokens = [each for each in strategies.values() if isinstance(each, PerToken)]
-        self._cutter = Cutter(self._options, (*tokens, leading(strategies))[0])
+        self.cutter = Cutter(self._options, (*tokens, leading(strategies))[0])
         self._strategies, self._is_verified = strategies, False
-
-    def has_padding(self, batch: Any) -> bool | None:
-        """Whether some rows of a loader batch have columns that only pad; None if
-        nothing tells their lengths."""
-        return self._cutter.has_padding(batch)
 
     def of(self, batch: Any, *, trim: bool) -> CutBatch:
         """The micro-batches of a loader batch.
@@ -145,13 +143,13 @@ class MicroBatches:
         """
         limit = None
         if self._sizes is not None:
-            limit = self._sizes.limit_for(self._cutter.measure(batch))
-        parts = self._cutter.cut(batch, limit, trim=trim)
+            limit = self._sizes.limit_for(self.cutter.measure(batch))
+        parts = self.cutter.cut(batch, limit, trim=trim)
         number = most = len(parts)
         if self.hosts is not None:
             (most,) = map(int, self.hosts.largest([number]))
             if number < most:
-                parts = self._cutter.cut(batch, limit, at_least=most, trim=trim)
+                parts = self.cutter.cut(batch, limit, at_least=most, trim=trim)
                 number = len(parts)
         self._say_too_long(limit)
         weights: dict[str, list[Weight]] = {}
@@ -192,7 +190,7 @@ class MicroBatches:
         named = set(map(str, self._options.shared))
         shared = [
             path
-            for path, value in self._cutter.shared
+            for path, value in self.cutter.shared
             if is_array(value) and path not in named
         ]
         is_news = shared and not self._has_said_shared
@@ -202,7 +200,7 @@ class MicroBatches:
         self._has_said_shared = True
 
     def _say_too_long(self, limit: Limit | None) -> None:
-        longest = self._cutter.longest_over_budget
+        longest = self.cutter.longest_over_budget
         if longest is not None and limit is None and not self._has_said_too_long:
             self._has_said_too_long = True
             warnings.warn(

@@ -146,7 +146,7 @@ class Split:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
         try:
-            return self._micro_batches.has_padding(batch)
+            return self._micro_batches.cutter.has_padding(batch)
         except TrainkitError:  # a hook may add what is missing before it is cut
             return False
 
