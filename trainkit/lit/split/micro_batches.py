@@ -215,13 +215,12 @@ class MicroBatches:
 
 def counts_of(parts: Sequence[MicroBatch]) -> dict[str, int]:
     """The arguments of `Window.count`: tokens, padding among them, samples."""
-    padded, num_rows = sum([p.padded for p in parts]), sum([len(p.rows) for p in parts])
-    has_lengths = any([each.padded != len(each.rows) for each in parts])
-    return {
-        "padding": padded - sum([each.real for each in parts]),
-        "tokens": padded if has_lengths else 0,
-        "samples": num_rows,
-    }
+    padded = real = num_rows = 0
+    for each in parts:
+        padded, real = padded + each.padded, real + each.real
+        num_rows += len(each.rows)
+    tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
+    return {"padding": padded - real, "tokens": tokens, "samples": num_rows}
 
 
 def described(options: MicroBatching, *, is_step: bool) -> str:

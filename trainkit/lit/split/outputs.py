@@ -123,14 +123,11 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:
     """The mean of numbers and 0-d tensors, in the dtype of the first; one that weighs
     nothing may be NaN. If all weigh nothing, they count alike."""
     device, dtype = like(values)
-    if device.type == "cpu" and not any(isinstance(each, Tensor) for each in weights):
+    if device.type == "cpu" and not any([isinstance(w, Tensor) for w in weights]):
         # Plain numbers: one tensor operation costs more than all of this.
-        pairs = [(w, float(v)) for w, v in zip(weights, values, strict=True)]
-        total = sum(weights)
-        if total:
-            mean = sum([w * value for w, value in pairs if w]) / total
-        else:
-            mean = sum([value for _, value in pairs]) / len(pairs)
+        weights = weights if sum(weights) else [1] * len(values)
+        pairs = zip(weights, values, strict=True)
+        mean = sum([w * float(value) for w, value in pairs if w]) / sum(weights)
         return torch.tensor(mean, dtype=dtype)
     numbers, by = vector(values, device), vector(weights, device)
     total = by.sum()
