@@ -17,7 +17,6 @@ from trainkit.core.split.partition import (
     Line,
     Run,
     cut_lengths,
-    even_runs,
     partition,
     width,
 )
@@ -107,13 +106,6 @@ def test_rows_of_two_lengths_stay_within_the_budget(limit: dict[str, int]) -> No
     size = -(-60 // len(parts))
     in_order = [range(at, min(at + size, 60)) for at in range(0, 60, size)]
     assert sum(len(p) * width(groups, p) for p in in_order) > 1.1 * sum(padded)
-
-
-@pytest.mark.parametrize("num_runs", [1, 3, 4, 10])
-def test_even_runs_differ_by_at_most_one(num_runs: int) -> None:
-    sizes = [stop - start for start, stop in even_runs(10, num_runs)]
-    assert sum(sizes) == 10
-    assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("tokens", [2_000_000, 30_000])

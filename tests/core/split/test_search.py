@@ -107,7 +107,7 @@ def test_a_size_is_kept_once_it_is_found() -> None:
     assert not again.has_proven([(1, 1)])
     found.failed(512)
     again.load_state_dict(found.state_dict())
-    machine.window(again)
+    machine.window(again, whole=9 * WHOLE)  # where memory has ended, it ends
     assert (again.limit, again.is_searching) == (256, False)
 
 
