@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.nested import describe, leaves, parts_of, tensors
+from trainkit.core.nested import describe, is_array, leaves, tensors
 from trainkit.errors import TrainkitError
 
 CHANNELS = (1, 3, 4)
@@ -33,8 +33,9 @@ def leading_dimension(batch: Any) -> int:
     Raises:
         TrainkitError: there is no such length, or more than one.
     """
-    lists: list[Any] = []
-    lengths = _leading(batch, lists)
+    fields = list(leaves(batch, lambda e: isinstance(e, list) and are_samples(e)))
+    lists = [each for each in fields if isinstance(each, list)]
+    lengths = {e.shape[0] for e in fields if isinstance(e, Tensor) and e.ndim}
     inside = {t.shape[0] for each in lists for t in tensors(each) if t.ndim}
     if _is_transposed(batch) and len(batch[0]) not in lengths:
         lists, lengths = [batch], set()
@@ -61,34 +62,16 @@ def leading_dimension(batch: Any) -> int:
     return lengths.pop()
 
 
-def _leading(batch: Any, lists: list[Any]) -> set[int]:
-    """The first dimensions of tensors outside of lists of samples, which it collects in
-    `lists`."""
-    if isinstance(batch, Tensor):
-        return {batch.shape[0]} if batch.ndim else set()
-    if isinstance(batch, list) and are_samples(batch):
-        lists.append(batch)
-        return set()
-    found: set[int] = set()
-    for _, part in parts_of(batch) or ():
-        found |= _leading(part, lists)
-    return found
-
-
 def _is_transposed(batch: Any) -> bool:
     """Whether these are samples as `tuple(zip(*samples))` makes them: one sequence for
     each field, one of them of plain values, which collating would make a tensor."""
     kinds = tuple | list
     if not isinstance(batch, kinds) or not batch:
         return False
-    if not all(
-        isinstance(each, kinds) and len(each) == len(batch[0]) for each in batch
-    ):
+    if not all(isinstance(e, kinds) and len(e) == len(batch[0]) for e in batch):
         return False
-    return any(
-        bool(each) and all(isinstance(value, int | float | str) for value in each)
-        for each in batch
-    )
+    plain = int | float | str
+    return any(e and all(isinstance(value, plain) for value in e) for e in batch)
 
 
 def own_count(value: Any) -> int | None:
@@ -110,14 +93,10 @@ def are_samples(batch: Sequence[Any]) -> bool:
     Collating makes lists of fields, which are tensors or lists. Only samples come as a
     list of mappings or tuples, or as a list of images with few channels, those first.
     """
-    for each in batch:
-        if not isinstance(each, Tensor):
-            break
-        if len(batch) < 3 or each.ndim != 3 or each.shape[0] not in CHANNELS:
-            return False
-        if not each.is_floating_point():
-            return False
-    else:
-        return len(batch) > 2  # images
-    nested = [each for each in batch if any(True for _ in tensors(each))]
-    return bool(nested) and not any(isinstance(e, Tensor | list) for e in nested)
+    if all(isinstance(each, Tensor) for each in batch):
+        return len(batch) > 2 and all(
+            each.ndim == 3 and each.shape[0] in CHANNELS and each.is_floating_point()
+            for each in batch
+        )
+    nested = [each for each in batch if any(map(is_array, leaves(each)))]
+    return bool(nested) and not any(is_array(e) or isinstance(e, list) for e in nested)

@@ -140,14 +140,17 @@ def _converted(value: Any, convert: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def leaves(batch: Any) -> Iterator[Any]:
-    """Everything in a nested batch that is not a container, in order."""
+def leaves(
+    batch: Any, is_whole: Callable[[Any], bool] = lambda value: False
+) -> Iterator[Any]:
+    """Everything in a nested batch that is not a container, in order; a container is
+    not entered where `is_whole` says so."""
     parts = None if isinstance(batch, Tensor) else parts_of(batch)
-    if parts is None:
+    if parts is None or is_whole(batch):
         yield batch
         return
     for _, part in parts:
-        yield from leaves(part)
+        yield from leaves(part, is_whole)
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:

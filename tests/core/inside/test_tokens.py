@@ -231,9 +231,9 @@ def test_lengths_without_a_budget_are_refused() -> None:
 def test_lengths_are_read_once_in_a_call() -> None:
     net, data = Reader().double(), batch()
     reads = []
-    spans = tokens_module._spans
+    spans = tokens_module.spans_of
     with mock.patch.object(
-        tokens_module, "_spans", side_effect=lambda m: reads.append(1) or spans(m)
+        tokens_module, "spans_of", side_effect=lambda m: reads.append(1) or spans(m)
     ):
         with Chunked(net, tokens=TOKENS):
             net(data["ids"], data["mask"])[1].sum().backward()

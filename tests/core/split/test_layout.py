@@ -1,20 +1,22 @@
-"""What of a batch is trimmed and how long its rows are, by the declared rule."""
+"""How long rows are and what is trimmed, by the declared rule."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.core.split.common import Side, mask_of, ragged
-from trainkit import PerToken, TrainkitError, Uniform
+from trainkit import PerSample, PerToken, TrainkitError, Uniform
 from trainkit.core.split.cutting import Cutter
 from trainkit.core.split.micro_batching import MicroBatching
 
 LENGTHS = [5, 2, 7, 1]
 FULL = [7] * 4
+MASK = mask_of(LENGTHS)
+RAGGED = ragged(LENGTHS)
+LABELS = {"ids": RAGGED["ids"], "labels": RAGGED["labels"]}
 
 
 def cut(batch: Any, strategy: Any = None, **options: Any) -> list[Any]:
@@ -27,73 +29,92 @@ def columns(batches: list[Any], field: str = "ids") -> list[int]:
     return [batch[field].shape[1] for batch in batches]
 
 
-def without_mask(**more: Any) -> dict[str, Any]:
-    batch = {**ragged(LENGTHS), **more}
-    del batch["attention_mask"]
-    return batch
+def without(labels: torch.Tensor, rows: Any, to: Any = slice(None)) -> torch.Tensor:
+    """Labels of which some do not count."""
+    labels = labels.clone()
+    labels[rows, to] = -100
+    return labels
 
 
 # ---- lengths -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["right", "left", "mixed"])
-def test_attention_mask_tells_lengths(side: Side) -> None:
+@pytest.mark.parametrize("strategy", [PerToken(), Uniform()], ids=str)
+def test_attention_mask_tells_lengths(side: Side, strategy: Any) -> None:
     mask = mask_of(LENGTHS, side=side)
     for kind in (mask, mask.bool(), mask * 0.5):
         batch = {**ragged(LENGTHS, side=side), "attention_mask": kind}
-        for strategy in (PerToken(), Uniform()):
-            for row, part in enumerate(cut(batch, strategy)):
-                assert part["attention_mask"].bool().all()
-                kept = batch["ids"][row][mask[row].bool()]
-                assert torch.equal(part["ids"][0], kept)
-    # Negative control: elsewhere it has to be named.
-    batch = ragged(LENGTHS, side=side)
-    batch["m"] = batch.pop("attention_mask")
-    assert columns(cut(batch, Uniform())) == FULL
-    assert columns(cut(batch, Uniform(), lengths="m")) == LENGTHS
+        for row, part in enumerate(cut(batch, strategy)):
+            assert part["attention_mask"].bool().all()
+            assert torch.equal(part["ids"][0], batch["ids"][row][mask[row].bool()])
 
 
-def test_masked_inside_is_kept_and_all_masked_is_one_column() -> None:
-    mask = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
-    batch = {"ids": mask.clone(), "attention_mask": mask}
-    assert columns(cut(batch, Uniform())) == [3, 1]
-    deep = mask.unsqueeze(2).expand(-1, -1, 3)
-    assert columns(cut({"ids": mask, "m": deep}, Uniform(), lengths="m")) == [3, 1]
+INSIDE = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
+OTHER = ragged([2, 6, 7, 3])["labels"]
+NARROW = OTHER[:, :6]
 
 
-def test_labels_tell_lengths_and_a_prompt_is_kept() -> None:
-    batch = without_mask()
-    batch["labels"][2, :4] = -100
-    assert columns(cut(batch)) == LENGTHS
-    assert columns(cut(batch, lengths="labels")) == LENGTHS
-    micros = Cutter(MicroBatching(tokens=10), PerToken()).cut(batch)
-    assert sum(micro.real for micro in micros) == sum(LENGTHS)
-    assert sum(micro.padded for micro in micros) < 4 * 7
-    batch["labels"][1] = -100  # a row without labels can be of any length
-    assert columns(cut(batch)) == [5, 7, 7, 1]
+@pytest.mark.parametrize(
+    ("batch", "strategy", "options", "found"),
+    [
+        # A mask of another name has to be named.
+        ({"ids": MASK, "m": MASK}, Uniform(), {}, FULL),
+        ({"ids": MASK, "m": MASK}, Uniform(), {"lengths": "m"}, LENGTHS),
+        # Masked inside is kept, and a row of nothing has one column.
+        ({"ids": INSIDE, "attention_mask": INSIDE}, Uniform(), {}, [3, 1]),
+        ({"ids": INSIDE, "m": INSIDE[..., None].expand(-1, -1, 3)}, Uniform(),
+         {"lengths": "m"}, [3, 1]),
+        ({"ids": MASK, "attention_mask": (MASK - 1.0) * 1e9}, Uniform(), {}, FULL),
+        # Labels, where there is no mask: what is before them is a prompt, and a row
+        # without any can be of any length.
+        (LABELS, PerToken(), {}, LENGTHS),
+        (LABELS, PerToken(), {"lengths": "labels"}, LENGTHS),
+        ({**LABELS, "labels": without(LABELS["labels"], 2, slice(4))}, PerToken(), {},
+         LENGTHS),
+        ({**LABELS, "labels": without(LABELS["labels"], 1)}, PerToken(), {},
+         [5, 7, 7, 1]),
+        (LABELS, Uniform(), {}, FULL),
+        ({"ids": MASK, "w": MASK * 0.5}, PerToken(mask="w"), {}, LENGTHS),
+        # Labels that a mask of their width leaves out are kept.
+        ({**RAGGED, "labels": OTHER}, PerToken(), {}, [5, 6, 7, 3]),
+        ({**RAGGED, "labels": OTHER}, PerToken(), {"lengths": "attention_mask"},
+         [5, 6, 7, 3]),
+        ({**RAGGED, "labels": OTHER}, Uniform(), {}, LENGTHS),
+        ({**RAGGED, "labels": without(OTHER, [1, 2, 3])}, PerToken(), {}, LENGTHS),
+        # Labels of another width are no part of it; a map of labels is no sequence.
+        ({"ids": NARROW, "labels": NARROW, "attention_mask": MASK}, PerToken(), {},
+         [6] * 4),
+        ({"ids": MASK, "labels": MASK[..., None].expand(-1, -1, 3) - 100}, PerToken(),
+         {}, FULL),
+        # A mask that has other rows than the batch tells nothing if nobody named it.
+        ({"ids": MASK, "attention_mask": mask_of([3, 7])}, PerSample(size="ids"), {},
+         FULL),
+    ],
+)  # fmt: skip
+def test_lengths(batch: Any, strategy: Any, options: Any, found: list[int]) -> None:
+    assert columns(cut(batch, strategy, **options)) == found
 
 
-def test_token_weights_of_the_strategy_tell_lengths() -> None:
-    batch = without_mask(w=mask_of(LENGTHS) * 0.5)
-    assert columns(cut(batch, PerToken(mask="w"))) == LENGTHS
+def test_several_masks_are_trimmed_each_by_its_own() -> None:
+    encoder, decoder = mask_of([9, 3, 9, 2]), mask_of([2, 7, 2, 6])
+    batch = {"ids": encoder, "mask": encoder, "decoder": {"ids": decoder, "m": decoder}}
+    options = MicroBatching(tokens=22, overhead=3, lengths=("mask", "decoder.m"))
+    first, second = Cutter(options, Uniform()).cut(batch)
+    assert (first.rows, first.padded, first.real) == ([0, 2], 22, 22)
+    assert (second.rows, second.padded, second.real) == ([1, 3], 20, 18)
+    assert first.batch["ids"].shape == (2, 9)
+    assert first.batch["decoder"]["ids"].shape == (2, 2)
+    assert second.batch["mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert second.batch["decoder"]["m"].shape == (2, 7)
 
 
-def test_labels_that_count_are_kept_where_a_mask_leaves_them_out() -> None:
-    """Sources and targets that are padded to one width, as by `max_length`."""
-    batch = ragged(LENGTHS)
-    batch["labels"] = ragged([2, 6, 7, 3])["labels"]
-    assert columns(cut(batch), "labels") == [5, 6, 7, 3]
-    assert columns(cut(batch, lengths="attention_mask")) == [5, 6, 7, 3]
-    # Negative control: a strategy without labels knows the mask alone.
-    assert columns(cut(batch, Uniform()), "labels") == LENGTHS
-    batch["labels"][1:] = -100  # rows without any label are as long as their mask
-    assert columns(cut(batch), "labels") == LENGTHS
-
-
-def test_mask_that_is_added_is_not_taken_for_an_attention_mask() -> None:
-    mask = mask_of(LENGTHS)
-    batch = {"ids": mask, "attention_mask": (mask - 1.0) * 1e9}
-    assert columns(cut(batch, Uniform())) == FULL
+def test_masks_of_one_width_lose_what_is_padding_in_both() -> None:
+    batch = {"e": mask_of([9, 3, 1]), "d": mask_of([1, 5, 9])}
+    options = MicroBatching(size=1, lengths=("e", "d"))
+    micros = {m.rows[0]: m for m in Cutter(options, Uniform()).cut(batch)}
+    assert micros[1].batch["e"].shape == micros[1].batch["d"].shape == (1, 5)
+    assert micros[1].padded == 10
 
 
 @pytest.mark.parametrize(
@@ -104,100 +125,150 @@ def test_mask_that_is_added_is_not_taken_for_an_attention_mask() -> None:
         ("words", r"lengths 'words': must be the path of a mask.*list\(str"),
         ("added", r"lengths 'added': must be the path of a mask, .*0 for padding"),
         ("numbers", r"lengths 'numbers': .*torch.arange\(longest\) < lengths"),
-        (("mask", "other"), r"lengths: .*the 4 rows.*has 3"),
+        (("mask", "other"), r"lengths 'other': .*the 4 rows.*leads to float32\[3, 7\]"),
     ],
 )
 def test_lengths_that_are_none_are_refused(lengths: Any, text: str) -> None:
-    mask = mask_of(LENGTHS)
-    batch = {
-        "ids": mask,
-        "mask": mask,
-        "one": torch.tensor(1.0),
-        "words": list("abcd"),
-        "added": (mask - 1.0) * 1e9,
-        "numbers": torch.tensor(LENGTHS),
-        "other": torch.ones(3, 7),
-    }
+    batch = {"ids": MASK, "mask": MASK, "other": torch.ones(3, 7)}
+    batch |= {"one": torch.tensor(1.0), "words": list("abcd")}
+    batch |= {"added": (MASK - 1.0) * 1e9, "numbers": torch.tensor(LENGTHS)}
     with pytest.raises(TrainkitError, match=text):
         cut(batch, Uniform(), lengths=lengths)
 
 
+# ---- samples that are collated after the cut -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda n: {"a": torch.zeros(n), "b": torch.zeros(1)}, None),
+        (lambda n: {"ids": [1] * n, "label": 0}, None),
+        (lambda n: torch.zeros(n, 3), None),
+        (lambda n: {"n": n, "x": torch.zeros(9)}, "n"),
+        (lambda n: {"n": torch.tensor(n)}, "n"),
+        (lambda n: {"n": float(n)}, "n"),
+        (lambda n: ({"ids": "abcde"[:n]}, torch.zeros(9)), "0.ids"),
+    ],
+)
+def test_lengths_of_samples(make: Any, path: Any) -> None:
+    """So that nothing is padded twice; a sample of nothing counts as one token."""
+    options = MicroBatching(tokens=6, collate=tuple, lengths=path)
+    samples = tuple(map(make, (3, 5, 2, 3, 0)))
+    cutter = Cutter(options, PerSample())
+    micros = cutter.cut(samples, trim=False)  # which is for padded batches
+    assert [m.rows for m in micros] == [[0, 3], [1], [2, 4]]
+    assert [(m.padded, m.real) for m in micros] == [(6, 6), (5, 5), (4, 3)]
+    assert micros[0].batch[1] is samples[3]
+    assert cutter.measure(samples).padded == 25
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "text"),
+    [
+        (torch.zeros(4), {"size": 2}, r"collate: is for a loader.*float32\[4\]"),
+        ([1, 2], {"tokens": 2}, r"a budget of tokens needs the rows' lengths"),
+        *[
+            ([{"n": 3}, {"n": value}], {"size": 2, "lengths": "n"},
+             r"lengths 'n': .* in sample 1, dict\(n:")
+            for value in (-1, 2.5, None, True)
+        ],
+    ],
+)  # fmt: skip
+def test_samples_that_tell_no_lengths(samples: Any, options: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        Cutter(MicroBatching(collate=list, **options), PerSample()).cut(samples)
+    plain = Cutter(MicroBatching(collate=list, size=2), PerSample())
+    assert [micro.batch for micro in plain.cut([1, 2, 3])] == [[1, 2], [3]]
+    assert plain.has_padding([1, 2, 3]) is None
+
+
 # ---- columns -------------------------------------------------------------------------
 
-
-def test_what_is_as_wide_as_the_mask_is_trimmed() -> None:
-    batch = ragged(LENGTHS)
-    batch["positions"] = torch.arange(7).expand(4, 7)
-    batch["deep"] = torch.randn(4, 7, 3)
-    batch["array"] = batch["ids"].numpy()
-    batch["features"] = torch.randn(4, 6)
-    batch["weight"] = torch.randn(4)
-    trimmed = cut(batch)
-    for field in ("ids", "labels", "positions", "deep", "array"):
-        assert columns(trimmed, field) == LENGTHS
-    assert columns(trimmed, "features") == [6] * 4
-    assert all(each["weight"].shape == (1,) for each in trimmed)
-    assert isinstance(trimmed[0]["array"], np.ndarray)
-    for row, length in enumerate(LENGTHS):
-        assert torch.equal(trimmed[row]["deep"], batch["deep"][row : row + 1, :length])
-    assert columns(cut(batch, trim=False)) == FULL
+VALUES: dict[str, Any] = {
+    "expanded": torch.arange(7).expand(4, 7),
+    "deep": torch.randn(4, 7, 3),
+    "array": RAGGED["ids"].numpy(),
+    "features": torch.randn(4, 6),
+    "weight": torch.randn(4),
+    "mask4d": torch.randn(4, 1, 7, 7),
+}
 
 
-def test_a_field_that_once_had_another_width_is_not_trimmed_by_chance() -> None:
-    cutter = Cutter(MicroBatching(size=1), PerToken())
-    for lengths, widths in ((LENGTHS, [6] * 4), ([6, 2, 3, 1], [6] * 4)):
-        batch = {**ragged(lengths), "features": torch.zeros(4, 6)}
-        micros = sorted(cutter.cut(batch), key=lambda micro: micro.rows)
-        assert [m.batch["features"].shape[1] for m in micros] == widths
-    # Negative control: seen first in that batch, it looks ragged.
-    assert columns(cut(batch), "features") == [6, 2, 3, 1]
-
-
-def test_further_dimensions_are_trimmed_where_named() -> None:
-    batch = ragged(LENGTHS)
-    batch["mask4d"] = torch.zeros(4, 1, 7, 7)
-    batch["table"] = torch.randn(4, 7)
-    trimmed = cut(batch, ragged={"mask4d": (2, -1), "table": ()})
-    assert [each["mask4d"].shape for each in trimmed] == [
-        (1, 1, length, length) for length in LENGTHS
-    ]
-    assert columns(trimmed, "table") == FULL
-    with pytest.raises(TrainkitError, match=r"dimension 1 of field 'mask4d'.*is 1"):
-        cut(batch, ragged={"mask4d": (1, 2)})
-    with pytest.raises(TrainkitError, match=r"path 'nothing': the batch has nothing"):
-        cut(batch, ragged={"nothing": 2})
+@pytest.mark.parametrize(
+    ("name", "options", "shapes"),
+    [
+        ("expanded", {}, [(n,) for n in LENGTHS]),
+        ("deep", {}, [(n, 3) for n in LENGTHS]),
+        ("array", {}, [(n,) for n in LENGTHS]),
+        ("features", {}, [(6,)] * 4),
+        ("weight", {}, [()] * 4),
+        ("mask4d", {}, [(1, 7, 7)] * 4),
+        ("mask4d", {"ragged": {"v": (2, -1)}}, [(1, n, n) for n in LENGTHS]),
+        ("deep", {"ragged": {"v": ()}}, [(7, 3)] * 4),
+        ("deep", {"trim": False}, [(7, 3)] * 4),
+    ],
+)
+def test_what_is_as_wide_as_the_mask_is_trimmed(
+    name: str, options: Any, shapes: Any
+) -> None:
+    value = VALUES[name]
+    found = [part["v"] for part in cut({**RAGGED, "v": value}, **options)]
+    assert [tuple(each.shape[1:]) for each in found] == shapes
+    for row, each in enumerate(found):
+        assert type(each) is type(value)
+        kept = value[row : row + 1][tuple(slice(size) for size in each.shape)]
+        assert (each == kept).all()
 
 
 def test_shared_field_of_as_many_rows_is_neither_cut_nor_trimmed() -> None:
-    batch = {**ragged(LENGTHS), "table": torch.randn(4, 7)}
+    batch = {**RAGGED, "table": torch.randn(4, 7)}
     for each in cut(batch, shared=["table"]):
         assert each["table"] is batch["table"]
 
 
-def test_left_padding_goes_from_the_left() -> None:
-    batch = ragged([4, 1, 2], side="left")
-    micros = Cutter(MicroBatching(size=2), PerToken()).cut(batch)
-    (micro,) = (each for each in micros if each.rows == [1, 2])
-    assert torch.equal(micro.batch["ids"], batch["ids"][1:, 2:])
-    assert (micro.padded, micro.trimmed) == (4, 4)
+@pytest.mark.parametrize(
+    ("ragged_dims", "text"),
+    [
+        ({"mask4d": (1, 2)}, r"dimension 1 of field 'mask4d'.*is 1"),
+        ({"weight": 2}, r"dimension 2 of field 'weight'.*is None"),
+        ({"nothing": 2}, r"path 'nothing': the batch has nothing"),
+    ],
+)
+def test_dimension_that_is_not_ragged_is_refused(ragged_dims: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        cut({**RAGGED, **VALUES}, ragged=ragged_dims)
+
+
+def test_a_field_that_once_had_another_width_is_not_trimmed_by_chance() -> None:
+    cutter = Cutter(MicroBatching(size=1), PerToken())
+    for lengths in (LENGTHS, [6, 2, 3, 1]):
+        batch = {**ragged(lengths), "features": torch.zeros(4, 6)}
+        assert columns([m.batch for m in cutter.cut(batch)], "features") == [6] * 4
+    # Negative control: seen first in that batch, it looks ragged.
+    assert columns(cut(batch), "features") == [6, 2, 3, 1]
 
 
 def test_untrimmed_rows_count_as_full_in_the_budget() -> None:
-    for options, trim in (({"trim": False}, True), ({}, False)):
+    for options, trim, padded, width in (
+        ({"trim": False}, True, [14, 14], 7),
+        ({}, False, [14, 14], 7),
+        ({}, True, [14, 4], 2),  # trimmed, more rows fit
+    ):
         cutter = Cutter(MicroBatching(tokens=14, **options), PerToken())  # type: ignore[arg-type]
-        micros = cutter.cut(ragged(LENGTHS), trim=trim)
-        assert [(micro.padded, micro.trimmed) for micro in micros] == [(14, 0)] * 2
-        assert all(micro.batch["ids"].shape == (2, 7) for micro in micros)
-    # Negative control: trimmed, more rows fit.
-    micros = Cutter(MicroBatching(tokens=14), PerToken()).cut(ragged(LENGTHS))
-    assert [micro.padded for micro in micros] == [14, 4]
+        micros = cutter.cut(RAGGED, trim=trim)
+        assert [micro.padded for micro in micros] == padded
+        assert micros[-1].batch["ids"].shape[1] == width
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("rows", [[0, 1], [1, 3], [2], [0, 1, 2, 3]], ids=str)
-def test_pair_is_the_same_rows_trimmed_and_untrimmed(rows: list[int]) -> None:
-    batch = {**ragged(LENGTHS), "weight": torch.arange(4.0)}
+def test_pair_is_the_same_rows_trimmed_and_untrimmed(rows: Any, side: Side) -> None:
+    batch = {**ragged(LENGTHS, side=side), "weight": torch.arange(4.0)}
     trimmed, whole = Cutter(MicroBatching(size=1), PerToken()).pair(batch, rows)
     longest = max(LENGTHS[row] for row in rows)
+    kept = slice(longest) if side == "right" else slice(-longest, None)
     for name, value in batch.items():
         assert torch.equal(whole[name], value[rows])
-        assert torch.equal(trimmed[name], value[rows][..., :longest])
+        narrow = value[rows][..., kept] if value.ndim > 1 else value[rows]
+        assert torch.equal(trimmed[name], narrow)

@@ -15,21 +15,14 @@ from trainkit import TrainkitError
 from trainkit.core.split.micro_batching import MicroBatching
 
 
-def test_auto_means_neither_size_nor_tokens() -> None:
-    assert MicroBatching().is_auto
-    assert MicroBatching("auto", start=4096).is_auto
-    assert not MicroBatching(size=4).is_auto
-    assert not MicroBatching(tokens=4096).is_auto
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"how": "fast"}, r"how: must be 'auto', received 'fast'"),
+        ({"how": "fast"}, r"how: must be 'auto'.*received 'fast'"),
         ({"size": 0}, r"MicroBatching size: must be a whole number from 1"),
         ({"tokens": 2.5}, r"MicroBatching tokens: must be a whole number.*2\.5"),
         ({"start": True}, r"MicroBatching start: must be a whole number"),
-        ({"size": 4, "start": 8}, r"start: is for 'auto'.*size=4"),
+        ({"size": 1, "start": 8}, r"start: is for 'auto'.*start=8, size=1"),
         ({"size": 4, "overhead": 8}, r"overhead: weighs padding.*overhead=8"),
         ({"tokens": 4, "overhead": 0}, r"overhead: must be a finite number above 0"),
         ({"tokens": 4, "overhead": float("inf")}, r"overhead: must be a finite"),
@@ -41,11 +34,19 @@ def test_auto_means_neither_size_nor_tokens() -> None:
         ({"lengths": []}, r"lengths: must be dotted paths.*\[\]"),
         ({"lengths": True}, r"lengths: must be dotted paths.*True"),
         ({"shared": [None]}, r"shared: must be dotted paths.*None"),
-        ({"ragged": ["mask"]}, r"ragged: must map a path.*\['mask'\]"),
-        ({"ragged": {"mask": "2"}}, r"ragged 'mask': must be a dimension.*'2'"),
-        ({"ragged": {"mask": (0, 1)}}, r"ragged 'mask': must be a dimension.*\(0, 1\)"),
-        ({"ragged": {"": 2}}, r"ragged: must be dotted paths"),
-        ({"collate": list, "shared": "x"}, r"collate: samples are cut before"),
+        ({"ragged": ["mask"]}, r"ragged: must be a mapping.*\['mask'\]"),
+        ({"ragged": {"mask": "2"}}, r"ragged: must be a mapping.*'2'"),
+        ({"ragged": {"mask": (0, 1)}}, r"ragged: must be.*none of them 0.*\(0, 1\)"),
+        ({"ragged": {"": 2}}, r"ragged: must be a mapping"),
+        (
+            {"collate": list, "shared": "x"},
+            r"collate: samples are cut.*shared=\('x',\)",
+        ),
+        ({"collate": list, "trim": False}, r"collate: samples are cut.*trim=False"),
+        ({"inside": []}, r"inside: must be the path of a submodule or several"),
+        ({"inside": 3}, r"inside: must be the path of a submodule.*received 3"),
+        ({"inside": "net", "collate": list}, r"inside: the loader batch is not cut"),
+        ({"size": 4, "keep": 2}, r"keep: is for the inner cut, received keep=2"),
     ],
 )
 def test_option_that_means_nothing_is_refused(options: Any, text: str) -> None:
@@ -61,31 +62,28 @@ def test_options_other_than_how_are_keywords() -> None:
 OPTIONS: dict[str, Any] = {
     "tokens": 64,
     "lengths": ["mask", "targets.mask"],
-    "ragged": {"mask4d": [2, 3], "flat": []},
+    "ragged": {"mask4d": [2, 3], "flat": [], "one": 2},
     "shared": ["table"],
     "attention": 0.5,
 }
 
 
-def test_copies_equal_what_was_copied() -> None:
+def test_configurations_and_copies_make_the_same_options() -> None:
     options = MicroBatching(**OPTIONS)
-    assert options.length_paths == ("mask", "targets.mask")
-    assert options.ragged == {"mask4d": (2, 3), "flat": ()}
-    assert pickle.loads(pickle.dumps(options)) == options
-    assert copy.deepcopy(options) == options
-
-
-def test_hydra_makes_the_same_options() -> None:
-    target = "trainkit.core.split.micro_batching.MicroBatching"
-    made = instantiate(OmegaConf.create({"_target_": target, **OPTIONS}))
-    assert made == MicroBatching(**OPTIONS)
-    assert type(made.lengths) is tuple
-    assert type(made.ragged) is dict
-
-
-def test_jsonargparse_makes_the_same_options() -> None:
+    assert options.lengths == options.length_paths == ("mask", "targets.mask")
+    assert options.ragged == {"mask4d": (2, 3), "flat": (), "one": (2,)}
+    assert options.shared == MicroBatching(shared="table").shared == ("table",)
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(MicroBatching, "micro_batching")
-    parsed = parser.parse_object({"micro_batching": OPTIONS})
-    made = parser.instantiate(parsed)
-    assert made.micro_batching == MicroBatching(**OPTIONS)
+    parser.add_class_arguments(MicroBatching, "cut")
+    parsed = parser.parse_object({"cut": OPTIONS})
+    target = "trainkit.core.split.micro_batching.MicroBatching"
+    for made in (
+        pickle.loads(pickle.dumps(options)),
+        copy.deepcopy(options),
+        instantiate(OmegaConf.create({"_target_": target, **OPTIONS})),
+        parser.instantiate(parsed).cut,
+    ):
+        assert made == options
+        assert type(made.lengths) is tuple
+        assert type(made.ragged) is dict
+    assert [each.is_auto for each in (options, MicroBatching())] == [False, True]

@@ -29,6 +29,7 @@ from trainkit.core.inside.padding import (
 from trainkit.core.inside.rows import Plan, Unfit
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.partition import Span, columns_of, partition
+from trainkit.core.split.rows import spans_of
 from trainkit.errors import TrainkitError
 
 LENGTHS = "attention_mask"
@@ -158,7 +159,7 @@ class ByTokens:
             widths = self._widths(call, max(each for _, each in spans), name)
         else:
             widths = [found.shape[1]]
-            spans = _spans(found == 0 if self._lengths.endswith(PADDING) else found)
+            spans = spans_of(found == 0 if self._lengths.endswith(PADDING) else found)
             if POSITIONS not in paths:
                 spans = self._from_first(spans, found.shape[1], name)
         groups = partition([spans], size=self._size, tokens=self._tokens)
@@ -279,14 +280,3 @@ class ByTokens:
             f"{refused}. A mask {self._lengths!r} must mark tokens by 1 or True, and "
             f"size= alone leaves out no columns"
         ) from refused
-
-
-def _spans(mask: Tensor) -> list[Span]:
-    """The columns of each row, from the first that counts to the last."""
-    marks, width = (mask != 0).to(torch.uint8), mask.shape[1]
-    read = [marks.argmax(1), marks.flip(1).argmax(1), marks.amax(1).long()]
-    firsts, after, counted = torch.stack(read).tolist()
-    return [
-        (first, width - behind) if any_ else (0, 1)
-        for first, behind, any_ in zip(firsts, after, counted, strict=True)
-    ]

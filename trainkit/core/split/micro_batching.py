@@ -85,18 +85,36 @@ class MicroBatching(_Chosen):
     keep: int | str = "auto"
 
     def __post_init__(self) -> None:
-        if self.how != "auto":
-            raise TrainkitError(
-                f"MicroBatching how: must be 'auto', received {self.how!r}. For a cut "
-                f"of your own write MicroBatching(size=4) or (tokens=4096)."
-            )
+        for name, (fits, rule) in _RULES.items():
+            if not fits(getattr(self, name)):
+                raise TrainkitError(
+                    f"MicroBatching {name}: must be {rule}, received "
+                    f"{getattr(self, name)!r}."
+                )
         for name in ("size", "tokens", "start"):
             if getattr(self, name) is not None:
                 check_whole_number(f"MicroBatching {name}", getattr(self, name))
-        self._check_auto()
-        self._check_costs()
-        self._check_fields()
-        self._check_inside()
+        checked_keep(self.keep)
+        # Configurations bring lists of their own kind.
+        ragged = {path: _several(dims) for path, dims in self.ragged.items()}
+        object.__setattr__(self, "ragged", ragged)
+        object.__setattr__(self, "shared", _several(self.shared))
+        for name in ("lengths", "inside"):
+            if not isinstance(value := getattr(self, name), str | int | None):
+                object.__setattr__(self, name, tuple(value))
+        self._exclude(
+            "start", ("size", "tokens"), "is for 'auto', which finds the size"
+        )
+        if self.tokens is None:
+            self._exclude("overhead", ("size",), "weighs padding in a budget of tokens")
+        of_batch = ("ragged", "shared", "trim")
+        self._exclude("collate", of_batch, "samples are cut before there is a batch")
+        self._exclude("inside", ("collate", "ragged"), "the loader batch is not cut")
+        if self.inside is None and self.keep != "auto":
+            raise TrainkitError(
+                f"MicroBatching keep: is for the inner cut, received "
+                f"keep={self.keep!r} without inside=. Name a submodule there."
+            )
 
     @property
     def is_auto(self) -> bool:
@@ -106,86 +124,19 @@ class MicroBatching(_Chosen):
     @property
     def length_paths(self) -> tuple[Path, ...]:
         """The paths of the lengths; empty if they are to be found."""
-        if self.lengths is None:
-            return ()
-        is_one = isinstance(self.lengths, str | int)
-        return (self.lengths,) if is_one else tuple(self.lengths)  # type: ignore[return-value,arg-type]
+        return () if self.lengths is None else _several(self.lengths)
 
-    def _check_auto(self) -> None:
-        if self.start is not None and not self.is_auto:
+    def _exclude(self, name: str, others: Sequence[str], why: str) -> None:
+        """Refuse an option beside others."""
+        given = {each: getattr(self, each) for each in (name, *others)}
+        for each in (name, *others):
+            if given[each] is True or given[each] in (None, (), {}):
+                del given[each]  # the default
+        if name in given and len(given) > 1:
+            options = ", ".join(f"{n}={value!r}" for n, value in given.items())
             raise TrainkitError(
-                f"MicroBatching start: is for 'auto', which finds the size, received "
-                f"start={self.start} with size={self.size}, tokens={self.tokens}. "
-                f"Leave out one or the other."
-            )
-        if self.overhead is not None and self.size is not None and self.tokens is None:
-            raise TrainkitError(
-                f"MicroBatching overhead: weighs padding against the number of "
-                f"micro-batches, which size={self.size} alone already says, received "
-                f"overhead={self.overhead}. Give tokens too, or leave it out."
-            )
-
-    def _check_costs(self) -> None:
-        if self.overhead is not None:
-            _check_cost("overhead", self.overhead, above_zero=True)
-        _check_cost("attention", self.attention, above_zero=False)
-        if not isinstance(self.trim, bool):
-            raise TrainkitError(
-                f"MicroBatching trim: must be True or False, received {self.trim!r}."
-            )
-        if self.collate is not None and not callable(self.collate):
-            raise TrainkitError(
-                f"MicroBatching collate: must be the function that makes a batch of a "
-                f"list of samples, received {self.collate!r}."
-            )
-
-    def _check_fields(self) -> None:
-        """Paths become plain tuples: configurations bring lists of their own kind."""
-        if not isinstance(self.ragged, Mapping):
-            raise TrainkitError(
-                f"MicroBatching ragged: must map a path to the dimensions to trim, "
-                f"received {self.ragged!r}. Write {{'mask4d': (2, 3)}}."
-            )
-        ragged = {path: _dims(path, dims) for path, dims in self.ragged.items()}
-        object.__setattr__(self, "ragged", ragged)
-        object.__setattr__(self, "shared", _paths("shared", self.shared))
-        if self.lengths is not None:
-            paths = _paths("lengths", self.lengths)
-            is_one = isinstance(self.lengths, str | int)
-            object.__setattr__(self, "lengths", paths[0] if is_one else paths)
-        _paths("ragged", list(ragged))
-        if self.collate is not None and (self.ragged or self.shared or not self.trim):
-            raise TrainkitError(
-                f"MicroBatching collate: samples are cut before there is a batch to "
-                f"trim, received ragged={self.ragged}, shared={self.shared}, "
-                f"trim={self.trim} with it. Leave these out."
-            )
-
-    def _check_inside(self) -> None:
-        checked_keep(self.keep)
-        if self.inside is None:
-            if self.keep != "auto":
-                raise TrainkitError(
-                    f"MicroBatching keep: is for the inner cut, received "
-                    f"keep={self.keep!r} without inside=. Name a submodule there."
-                )
-            return
-        given: Any = self.inside
-        several = isinstance(given, Sequence) and not isinstance(given, str)
-        paths = list(given) if several else [given]
-        if not paths or not all(isinstance(each, str) and each for each in paths):
-            raise TrainkitError(
-                f"MicroBatching inside: must be the path of a submodule or several, "
-                f"received {self.inside!r}. Write 'net', ('image_encoder', "
-                f"'text_encoder') or 'auto'."
-            )
-        if not isinstance(self.inside, str):
-            object.__setattr__(self, "inside", tuple(paths))
-        if self.collate is not None or self.ragged:
-            raise TrainkitError(
-                f"MicroBatching inside: the loader batch is not cut, received "
-                f"collate={self.collate!r}, ragged={self.ragged} with it. Leave these "
-                f"out."
+                f"MicroBatching {name}: {why}, received {options}. Leave out one or "
+                f"the other."
             )
 
 
@@ -194,39 +145,55 @@ def is_inside(options: Any) -> bool:
     return isinstance(options, MicroBatching) and options.inside is not None
 
 
-def _check_cost(name: str, value: Any, *, above_zero: bool) -> None:
+def _several(value: Any) -> tuple[Any, ...]:
+    """One or several as a tuple; what is no sequence is one."""
+    is_several = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(value) if is_several else (value,)
+
+
+def _is_cost(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = is_number and math.isfinite(value) and value >= 0
-    if not fits or (above_zero and value == 0):
-        rule = "above 0" if above_zero else "of at least 0"
-        raise TrainkitError(
-            f"MicroBatching {name}: must be a finite number {rule}, received "
-            f"{value!r}. It is counted in padded tokens."
-        )
+    return is_number and math.isfinite(value) and value >= 0
 
 
-def _paths(name: str, value: Any) -> tuple[Path, ...]:
-    paths = (value,) if isinstance(value, str | int) else value
-    fits = isinstance(paths, Sequence) and all(
-        isinstance(path, str | int) and not isinstance(path, bool) and path != ""
-        for path in paths
-    )
-    if not fits or (name == "lengths" and not paths):
-        raise TrainkitError(
-            f"MicroBatching {name}: must be dotted paths or indices of the batch, "
-            f"received {value!r}. Write 'attention_mask', or ['mask', 'targets.mask']."
-        )
-    return tuple(paths)
+def _are(kind: Any, values: Any, *, but: Any = "", least: int = 0) -> bool:
+    """Whether one value or several are of a kind; true and false are no numbers."""
+    found = _several(values)
+    are_alike = all(isinstance(e, kind) and not isinstance(e, bool) for e in found)
+    return are_alike and but not in found and len(found) >= least
 
 
-def _dims(path: Path, value: Any) -> tuple[int, ...]:
-    dims = (value,) if isinstance(value, int) else value
-    fits = isinstance(dims, Sequence) and all(
-        isinstance(dim, int) and not isinstance(dim, bool) and dim != 0 for dim in dims
-    )
-    if not fits or isinstance(value, str | bool):
-        raise TrainkitError(
-            f"MicroBatching ragged {path!r}: must be a dimension or several, none of "
-            f"them 0, which holds the rows, received {value!r}. Write (2, 3)."
-        )
-    return tuple(dims)
+_PATHS = "dotted paths or indices of the batch, as 'mask' or ['mask', 'targets.mask']"
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "how": (
+        lambda how: how == "auto",
+        "'auto'; for a cut of your own write MicroBatching(size=4) or (tokens=4096)",
+    ),
+    "lengths": (lambda paths: paths is None or _are(str | int, paths, least=1), _PATHS),
+    "shared": (lambda paths: _are(str | int, paths), _PATHS),
+    "ragged": (
+        lambda ragged: (
+            isinstance(ragged, Mapping)
+            and _are(str | int, list(ragged))
+            and all(_are(int, dims, but=0) for dims in ragged.values())
+        ),
+        "a mapping of paths to the dimensions to trim, none of them 0, which holds the "
+        "rows, as {'mask4d': (2, 3)}",
+    ),
+    "trim": (lambda trim: isinstance(trim, bool), "True or False"),
+    "collate": (
+        lambda collate: collate is None or callable(collate),
+        "the function that makes a batch of a list of samples",
+    ),
+    "overhead": (
+        lambda cost: cost is None or _is_cost(cost) and cost > 0,
+        "a finite number above 0, in padded tokens",
+    ),
+    "attention": (_is_cost, "a finite number of at least 0, in padded tokens"),
+    "inside": (
+        lambda paths: paths is None or _are(str, paths, least=1),
+        "the path of a submodule or several, as 'net', ('image_encoder', "
+        "'text_encoder') or 'auto'",
+    ),
+}
+"""What an option must be, and how to say it."""

@@ -62,39 +62,26 @@ def cut_lengths(
 
     A later line is less steep and reaches at least as far, so that from some stop on it
     is never again above an earlier one. A queue holds the lines that are the lowest at
-    a later stop, in the order of their turns. A line whose turn would end before it
-    begins is dropped.
+    a later stop, each with the stop where its turn begins. The arguments are those of
+    `partition`, but for `lengths`: of the rows, longest first.
 
     >>> cut_lengths([9, 9, 2, 2, 2], tokens=18, overhead=1)
     [(0, 2), (2, 5)]
-
-    Args:
-        lengths: the rows' lengths, longest first.
-        size: the most rows in a run.
-        tokens: the most tokens in a run: its rows times the longest.
-        overhead: the cost of a run by itself.
-        attention: the cost of a row beyond its length, times its length squared.
     """
-    num_rows = len(lengths)
+    num_rows, begin = len(lengths), [0]
     least = 0.0  # of the rows before `start`
-    begin = [0]
-    lines: deque[Line] = deque()
-    turns: deque[float] = deque()  # where each line but the first takes over
+    queue: deque[tuple[float, Line]] = deque()
     for start, length in enumerate(lengths):
-        slope = length + attention * length**2
+        slope, stop = length + attention * length**2, start + 1
         end = start + most_rows(length, size, tokens, num_rows)
         line = Line(start, end, least + overhead - start * slope, slope)
-        while turns and lines[-1].takeover(line) <= turns[-1]:
-            lines.pop()
-            turns.pop()
-        if lines:
-            turns.append(lines[-1].takeover(line))
-        lines.append(line)
-        stop = start + 1
-        while turns and turns[0] <= stop:
-            lines.popleft()
-            turns.popleft()
-        lowest = lines[0]
+        turn: float = stop
+        while queue and (turn := queue[-1][1].takeover(line)) <= queue[-1][0]:
+            queue.pop()
+        queue.append((turn, line))
+        while len(queue) > 1 and queue[1][0] <= stop:
+            queue.popleft()
+        lowest = queue[0][1]
         least = lowest.fixed + stop * lowest.slope
         begin.append(lowest.start)
     runs, stop = [], num_rows
@@ -130,31 +117,30 @@ def partition(
         overhead: the cost of a micro-batch by itself; default: by the budget.
         attention: the cost of a row beyond its length, times its length squared.
     """
-    if size is None and tokens is None:
-        return [list(range(len(groups[0])))]
-    spans = [[stop - start for start, stop in group] for group in groups]
-    rows = list(zip(*spans, strict=True))
-    totals = list(map(sum, rows))
-    order = sorted(range(len(rows)), key=lambda n: (totals[n], rows[n]), reverse=True)
-    lengths = [totals[row] for row in order]
+    lengths = [
+        [stop - start for start, stop in row] for row in zip(*groups, strict=True)
+    ]
+    keys = [(sum(each), each) for each in lengths]
+    order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
+    totals = [keys[row][0] for row in order]
     if tokens is None:
         # Higher than any cost of padding, so that the number of runs decides first.
-        highest = lengths[0] + attention * lengths[0] ** 2
-        tried = [1 + len(order) * highest]
+        highest = max(totals, default=0)
+        overheads = [1 + len(order) * (highest + attention * highest**2)]
     else:
-        tried = [overhead] if overhead else [share * tokens for share in OVERHEADS]
-    parts: list[list[int]] = []
+        overheads = [overhead] if overhead else [share * tokens for share in OVERHEADS]
+    runs: list[Run] = []
     how = {"size": size, "tokens": tokens, "attention": attention}
-    for each in tried:
-        runs = cut_lengths(lengths, overhead=each, **how)  # type: ignore[arg-type]
-        parts = [order[start:stop] for start, stop in runs]
-        if tokens is None:
+    for each in overheads:
+        runs = cut_lengths(totals, overhead=each, **how)  # type: ignore[arg-type]
+        padded = sum([(stop - start) * totals[start] for start, stop in runs])
+        if tokens is None or len(runs) <= 1 + math.ceil(padded / tokens):
             break
-        if any(len(p) > 1 and len(p) * width(groups, p) > tokens for p in parts):
-            return _filled(groups, order, size, tokens)
-        padded = sum(len(part) * width(groups, part) for part in parts)
-        if len(parts) <= 1 + math.ceil(padded / tokens):
-            break
+    parts = [order[start:stop] for start, stop in runs]
+    if tokens is not None and any(
+        len(part) > 1 and len(part) * width(groups, part) > tokens for part in parts
+    ):
+        return _filled(groups, order, size, tokens)
     return parts
 
 
@@ -165,16 +151,14 @@ def _filled(
     tokens: int,
 ) -> list[list[int]]:
     """Rows in their order, in parts that are filled up to the limits."""
-    parts: list[list[int]] = []
+    parts: list[list[int]] = [[]]
     for row in order:
-        more = [*parts[-1], row] if parts else [row]
-        fits = len(more) * width(groups, more) <= tokens and len(more) <= (
-            size or len(order)
-        )
-        if parts and fits:
-            parts[-1] = more
-        else:
+        more = [*parts[-1], row]
+        is_over = len(more) * width(groups, more) > tokens
+        if len(more) > 1 and (is_over or size and len(more) > size):
             parts.append([row])
+        else:
+            parts[-1] = more
     return parts
 
 
@@ -195,7 +179,7 @@ def width(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> int:
     >>> width([[(0, 3), (2, 4)], [(0, 7), (0, 1)]], [0, 1])
     11
     """
-    return sum(stop - start for start, stop in columns_of(groups, rows))
+    return sum([stop - start for start, stop in columns_of(groups, rows)])
 
 
 def columns_of(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> list[Span]:
@@ -204,11 +188,9 @@ def columns_of(groups: Sequence[Sequence[Span]], rows: Sequence[int]) -> list[Sp
     >>> columns_of([[(0, 3), (2, 4)], [(0, 7), (0, 1)]], [0, 1])
     [(0, 4), (0, 7)]
     """
-    covered = []
-    for group in groups:
-        starts, stops = zip(*[group[row] for row in rows], strict=True)
-        covered.append((min(starts), max(stops)))
-    return covered
+    starts = [min([group[row][0] for row in rows]) for group in groups]
+    stops = [max([group[row][1] for row in rows]) for group in groups]
+    return list(zip(starts, stops, strict=True))
 
 
 def most_rows(length: int, size: int | None, tokens: int | None, most: int) -> int:

@@ -1,15 +1,29 @@
-"""The rows of a batch, and how long they are."""
+"""The rows of a batch, and how long they are.
+
+Lengths come from a mask or from the strategy's labels, by name. Samples that are not
+collated yet have theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trainkit.core.nested import Path, describe, is_array, is_list, lookup, parts_of
+from trainkit.core.nested import (
+    Path,
+    describe,
+    is_array,
+    is_list,
+    leaves,
+    lookup,
+    parts_of,
+)
 from trainkit.core.split.partition import Span, width
+from trainkit.core.strategies import AccumulationStrategy, PerToken
 from trainkit.errors import TrainkitError
 
 
@@ -31,11 +45,6 @@ class Group:
         """For each row, how many of its columns are not padding."""
         return [stop - start for start, stop in self.spans]
 
-    @property
-    def has_padding(self) -> bool:
-        full = (0, self.padded_length)
-        return any(span != full for span in self.spans)
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -56,8 +65,8 @@ class Rows:
 
     @property
     def are_alike(self) -> bool:
-        """Whether all rows have one length, so that no cut pads less than another."""
-        return all(len(set(group.spans)) == 1 for group in self.groups)
+        """Whether no cut pads less than another: all have one length, or none."""
+        return all(len(set(group.spans)) <= 1 for group in self.groups)
 
     @property
     def spans(self) -> list[Sequence[Span]]:
@@ -81,6 +90,138 @@ class Rows:
         spans = [group.spans[row] for group in self.groups for row in rows]
         return sum([stop - start for start, stop in spans])
 
+    def untrimmed(self) -> Rows:
+        """A copy of these rows, in which all columns of a group count."""
+        wide = [group.padded_length for group in self.groups]
+        full = [Group(each, [(0, each)] * self.num_rows) for each in wide]
+        return Rows(self.num_rows, full)
+
+
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """What counts in a mask or in labels, and where that is in the batch."""
+
+    path: Path
+    tensor: Tensor
+    counts: Tensor
+    are_labels: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.counts.shape[1] if self.counts.ndim > 1 else 0
+
+
+def marks_of(
+    batch: Any, paths: Sequence[Path], strategy: AccumulationStrategy
+) -> list[Marks]:
+    """The masks of a batch, and the strategy's labels, alone or as wide as a mask.
+
+    Labels that count are kept, also where the mask leaves them out.
+
+    Args:
+        batch: a loader batch.
+        paths: of masks, or of the labels; without one, `"attention_mask"`.
+        strategy: its labels or token weights tell lengths too.
+    """
+    labels, found = _labels(batch, strategy), []
+    if not paths and isinstance(batch, Mapping):
+        mask: Any = batch.get("attention_mask")
+        paths = ["attention_mask"] if _is_mask(mask) and mask.ndim == 2 else []
+    for path in paths:
+        value = lookup(batch, path)
+        if labels is not None and labels.tensor is value:
+            found.append(labels)
+        elif _is_mask(value):
+            counts = (value != 0).flatten(2).any(2) if value.ndim > 2 else value != 0
+            found.append(Marks(path, value, counts))
+        else:
+            raise _no_mask(path, value, batch)
+    if labels is None or labels in found:
+        return found
+    joins = not found or labels.width in {each.width for each in found}
+    return [*found, labels] if joins else found
+
+
+def groups_of(batch: Any, marks: Sequence[Marks], num_rows: int) -> list[Group]:
+    """The lengths of all rows: a group for each mask, one for labels without a mask.
+
+    Raises:
+        TrainkitError: what tells lengths has another number of rows.
+    """
+    for each in marks:
+        if len(each.counts) != num_rows:
+            raise _no_mask(each.path, each.tensor, batch, num_rows)
+    marks = [each for each in marks if each.width and num_rows]
+    masks = {each.width for each in marks if not each.are_labels}
+    groups = []
+    for mark in marks:
+        if mark.are_labels and mark.width in masks:
+            continue  # columns are known by their number
+        counts = torch.stack([e.counts for e in marks if e.width == mark.width]).any(0)
+        if mark.are_labels:
+            # Before a first label may be a prompt; without one, a row may be full.
+            counts |= ~counts.any(1, keepdim=True)
+            counts[:, 0] = True
+        groups.append(Group(mark.width, spans_of(counts)))
+    return groups
+
+
+def spans_of(counts: Tensor) -> list[Span]:
+    """The columns of each row, from the first that counts to the last; one column where
+    none does.
+
+    >>> spans_of(torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]))
+    [(1, 4), (0, 1)]
+    """
+    marks = (counts != 0).to(torch.uint8)  # argmax knows no bool
+    read = [marks.argmax(1), marks.flip(1).argmax(1), marks.amax(1).long()]
+    firsts, after, counted = torch.stack(read).tolist()  # a device is read once
+    return [
+        (first, counts.shape[1] - behind) if any_ else (0, 1)
+        for first, behind, any_ in zip(firsts, after, counted, strict=True)
+    ]
+
+
+def _labels(batch: Any, strategy: AccumulationStrategy) -> Marks | None:
+    """The strategy's labels or token weights, if they are of rows or of tokens."""
+    if not isinstance(strategy, PerToken):
+        return None
+    path = strategy.labels if strategy.mask is None else strategy.mask
+    try:
+        found = lookup(batch, path)
+    except TrainkitError:
+        return None  # weight() says so
+    if not isinstance(found, Tensor) or found.is_nested or found.ndim not in (1, 2):
+        return None
+    if strategy.mask is not None:
+        return Marks(path, found, found != 0)
+    return Marks(path, found, found.long() != strategy.ignore_index, are_labels=True)
+
+
+def _is_mask(value: Any) -> bool:
+    """Whether it has rows and columns, and is no mask of negative numbers to add."""
+    if not isinstance(value, Tensor) or value.is_nested or value.is_complex():
+        return False
+    is_added = value.is_floating_point() and bool((value < 0).any())
+    return value.ndim > 1 and not is_added
+
+
+def _no_mask(path: Path, found: Any, batch: Any, num_rows: int = 0) -> TrainkitError:
+    rows = f"the {num_rows} rows of the batch" if num_rows else "rows"
+    return TrainkitError(
+        f"MicroBatching lengths {str(path)!r}: must be the path of a mask, {rows} by "
+        f"columns, with 0 for padding, or of the strategy's labels, but leads to "
+        f"{describe(found)} in the batch {describe(batch)}. Of numbers, make a mask "
+        f"in the collate function: torch.arange(longest) < lengths[:, None]."
+    )
+
+
+def length_of(value: Any) -> int | None:
+    """How many entries a list or array has; None for anything else."""
+    if is_list(value):
+        return len(value)
+    return value.shape[0] if is_array(value) else None
+
 
 def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:
     """How many samples there are in a list, and how long each is.
@@ -100,47 +241,40 @@ def rows_of_samples(samples: Any, paths: Sequence[Path]) -> Rows:
             f"received {describe(samples)}. Give the loader collate_fn=list, or leave "
             f"out collate."
         )
-    columns = [
-        [_length_at(each, path, number) for number, each in enumerate(samples)]
-        for path in paths
+    numbered = list(enumerate(samples))
+    columns: list[list[Any]] = [
+        [_length_at(each, path, place) for place, each in numbered] for path in paths
     ]
     if not paths:
         longest = [_longest(each) for each in samples]
         columns = [] if None in longest else [longest]
     groups = []
     for column in columns:
-        spans = [(0, max(1, length or 1)) for length in column]
+        spans = [(0, max(1, int(length))) for length in column]
         groups.append(Group(max((stop for _, stop in spans), default=1), spans))
     return Rows(len(samples), groups)
 
 
-def _length_at(sample: Any, path: Path, place: int) -> int | None:
-    found = lookup(sample, path)
-    number: Any = found
-    if is_array(found):
-        number = found.shape[0]
-    elif isinstance(found, str | bytes | list | tuple):
-        number = len(found)
-    elif isinstance(found, Tensor) or hasattr(found, "dtype"):
-        number = found.item()
+def _length_at(sample: Any, path: Path, place: int) -> Any:
+    found: Any = lookup(sample, path)
+    size = len(found) if isinstance(found, str | bytes) else length_of(found)
+    number: Any = getattr(found, "item", lambda: found)() if size is None else size
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if not is_number or number != int(number) or number < 0:
+    if not is_number or number < 0 or number % 1 != 0:
         raise TrainkitError(
             f"MicroBatching lengths {str(path)!r}: must lead to a length of at least "
             f"0, or to something with one, but leads to {describe(found)} in sample "
             f"{place}, {describe(sample)}."
         )
-    return int(number)
+    return number
 
 
-def _longest(value: Any) -> int | None:
-    """The longest leading dimension of the tensors and lists of a sample."""
-    if is_array(value):
-        return value.shape[0]
-    parts = parts_of(value)
-    if parts is None:
-        return None
-    found = [_longest(part) for _, part in parts]
-    if isinstance(value, list) and all(each is None for each in found):
-        return len(value)  # token ids
-    return max((length for length in found if length is not None), default=None)
+def _longest(sample: Any) -> int | None:
+    """The longest leading dimension of the arrays and lists of numbers in a sample."""
+
+    def is_flat(value: Any) -> bool:
+        is_nested = any(is_array(x) or parts_of(x) is not None for x in value)
+        return isinstance(value, list) and not is_nested
+
+    lengths = [length_of(each) for each in leaves(sample, is_flat)]
+    return max((length for length in lengths if length is not None), default=None)

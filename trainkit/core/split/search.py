@@ -107,8 +107,6 @@ class SizeSearch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.limit, self._failed_at = state["limit"], state["failed_at"]
         self._whole, self.is_searching = state.get("whole", 0), self.limit is None
-        if self._failed_at is not None and self.limit is None:
-            self.limit, self.is_searching = max(self._failed_at // 2, 1), False
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
