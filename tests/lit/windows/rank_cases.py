@@ -192,9 +192,11 @@ def train_nan(rank: int, world: int, checks: Any) -> tuple[int, str]:
     steps: list[int] = []
     ends = LambdaCallback(on_exception=lambda t, *args: steps.append(t.global_step))
     made = {"options": {"checks": checks}}
-    with pytest.raises(TrainkitError) as error:
+    try:
         fit(rank, world, "callback", NanOnRankOne, ends, made=made)
-    return steps[0], str(error.value)
+    except TrainkitError as error:
+        return steps[0], str(error)
+    return 0, "it was not refused"
 
 
 def train_printing(rank: int, world: int) -> str:
