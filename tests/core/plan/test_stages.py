@@ -27,7 +27,6 @@ def test_at_equals_the_last_start_that_has_been_reached(
     expected = sizes[max(start for start in sizes if start <= at)]
     stages = Stages.make(dict(sorted(sizes.items(), reverse=True)))
     assert stages.at(at) == stages.at(at + 0.5) == expected
-    assert stages.largest == max(sizes.values())
 
 
 @given(start=st.integers(1, 20), end=st.integers(1, 20), over=st.integers(1, 60))

@@ -24,6 +24,7 @@ from tests.lit.schedule.scheduling import (
     batches,
     fitted,
     make,
+    rows_of,
     token_counts,
 )
 from tests.zoo import Sharded
@@ -248,7 +249,7 @@ def test_tokens_equal_the_mean_over_the_windows_so_far(loader: str) -> None:
     found = asks.found[-1]
     assert found is not None
     assert found.unit == "tokens"
-    assert found.micro_batch == pytest.approx(sum(token_counts(sizes)[:8]) / 8)
+    assert found.micro_batch == pytest.approx(sum(token_counts(rows_of(sizes))[:8]) / 8)
     assert found.windows_measured == 2
 
 

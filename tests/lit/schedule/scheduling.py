@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,9 +32,12 @@ from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
 SEQUENCES = ragged_sequences(38)
 START = weights(Plain())
 EPOCHS = 3
+EXACT = 1e-10
 FRONTS = ("mixin", "callback", "manual")
 
 Sizes = Mapping[int, int]
+Rows = Sequence[Sequence[Any]]
+Windows = Sequence[Sequence[range]]
 
 PLANS: dict[str, tuple[Sizes, Any]] = {
     "fewer by epoch": ({0: 4, 1: 2, 2: 1}, "epoch"),
@@ -49,27 +52,33 @@ PLANS: dict[str, tuple[Sizes, Any]] = {
 """Sizes that divide nothing, over epochs of ten micro-batches."""
 
 
-def token_counts(sizes: Sequence[int] = RAGGED) -> list[int]:
+def rows_of(sizes: Sequence[int] = RAGGED) -> Rows:
+    """The samples of each micro-batch."""
+    return [[SEQUENCES[i] for i in indices] for indices in cut(SEQUENCES, sizes)]
+
+
+def token_counts(rows: Rows | None = None) -> list[int]:
     """The tokens of each micro-batch of an epoch."""
-    return [
-        sum(len(SEQUENCES[i][0]) for i in indices) for indices in cut(SEQUENCES, sizes)
-    ]
+    return [sum(len(ids) for ids, _ in row) for row in rows or rows_of()]
 
 
 def windows_of_plan(
     plan: Sizes,
     unit: str,
-    tokens: Sequence[int],
+    rows: Rows | None = None,
     *,
     epochs: int = EPOCHS,
     max_steps: float = float("inf"),
+    begun: Windows = (),
 ) -> list[list[range]]:
-    """For each epoch its windows, as the indices of their micro-batches."""
+    """For each epoch its windows, after those that are begun, as ranges of rows."""
+    tokens = token_counts(rows)
     made: list[list[range]] = []
     weighed: list[int] = []
     for epoch in range(epochs):
-        made.append([])
-        first = 0
+        made.append([*begun[epoch]] if epoch < len(begun) else [])
+        weighed += [sum(tokens[i] for i in window) for window in made[-1]]
+        first = made[-1][-1].stop if made[-1] else 0
         while first < len(tokens) and len(weighed) < max_steps:
             at = {"epoch": epoch, "step": len(weighed), "tokens": sum(weighed[:-1])}
             size = plan[max(start for start in plan if start <= at[unit])]
@@ -80,31 +89,38 @@ def windows_of_plan(
     return made
 
 
-def big_batch_over(
-    epochs: Sequence[Sequence[range]],
-    sizes: Sequence[int] = RAGGED,
+def number_of(windows: Windows) -> int:
+    return sum(map(len, windows))
+
+
+def ends_of(windows: Windows, batches: int = 10) -> list[int]:
+    """The last batch of each window, counted over all epochs."""
+    return [
+        batches * epoch + w.stop - 1 for epoch, ws in enumerate(windows) for w in ws
+    ]
+
+
+def off(
+    module: Any,
+    windows: Windows,
+    rows: Rows | None = None,
     *,
     optimizer: str = "adamw",
-) -> Any:
-    """The reference: every window as one batch, in a loop of torch alone."""
-    net = TokenNet(dtype=torch.float64)
+    left_out: AbstractSet[int] = frozenset(),
+) -> float:
+    """How far off the reference: every window as one batch, in a loop of torch alone.
+
+    Micro-batches that are left out weigh nothing.
+    """
+    net, rows = TokenNet(dtype=torch.float64), rows or rows_of()
     stepper = OPTIMIZERS[optimizer](net.parameters())
-    rows = cut(SEQUENCES, sizes)
-    for window in (w for windows in epochs for w in windows):
+    for window in (w for ws in windows for w in ws):
+        samples = [each for i in window if i not in left_out for each in rows[i]]
         stepper.zero_grad()
-        batch = pad([SEQUENCES[i] for index in window for i in rows[index]])
-        plain_token_loss(net, batch).backward()
-        stepper.step()
-    return weights(net)
-
-
-def reference(
-    plan: str, *, optimizer: str = "adamw", epochs: int = EPOCHS
-) -> tuple[Any, int]:
-    """Where a plan of `PLANS` must lead, and in how many steps."""
-    windows = windows_of_plan(*PLANS[plan], token_counts(), epochs=epochs)
-    end = big_batch_over(windows, optimizer=optimizer)
-    return end, sum(map(len, windows))
+        if samples:
+            plain_token_loss(net, pad(samples)).backward()
+            stepper.step()
+    return deviation(module, weights(net), START)
 
 
 class Manual(Mixed):
@@ -162,29 +178,25 @@ def schedule_of(module: Any) -> AccumulationSchedule:
     return next(c for c in callbacks if isinstance(c, AccumulationSchedule))
 
 
-def off(module: Any, end: Any) -> float:
-    return deviation(module, end, START)
-
-
 def batches(size: int = 4, **options: Any) -> DataLoader[Any]:
     """A loader that announces its batch size."""
     return DataLoader(SEQUENCES, batch_size=size, collate_fn=pad, **options)  # type: ignore[arg-type]
 
 
-@dataclass
 class Watch(pl.Callback):
     """Writes down where windows begin and end, and what everybody reads as N."""
 
-    opened: list[int] = field(default_factory=list)
-    stepped: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    losses: list[tuple[float, float]] = field(default_factory=list)
-    zeroed: list[int] = field(default_factory=list)
-    batch: int = -1
-    whole: float = 0.0
+    def __init__(self) -> None:
+        self.batch = -1
+        self.whole = 0.0
+        self.stepped: list[int] = []
+        self.zeroed: list[int] = []
+        self.sizes: list[int] = []
+        self.sizes_of_epochs: list[int] = []
+        self.losses: list[tuple[float, float]] = []
 
-    def __hash__(self) -> int:
-        return id(self)
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.sizes_of_epochs.append(trainer.accumulate_grad_batches)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -193,12 +205,10 @@ class Watch(pl.Callback):
         with torch.no_grad():
             self.whole = float(plain_token_loss(pl_module.net, batch))
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.zeroed.append(self.batch)
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self.stepped.append(self.batch)
 
     def on_train_batch_end(

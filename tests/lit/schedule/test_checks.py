@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,60 +14,29 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
-from torch.optim import lr_scheduler as schedulers
+from torch.optim import lr_scheduler as lrs
 from transformers import get_cosine_schedule_with_warmup
 
-from tests.helpers import run_ranks, trainer
-from tests.lit.fronts import Mixed, Plain, micro_batches
+from tests.helpers import run_ranks
+from tests.lit.fronts import Mixed, Plain
 from tests.lit.resume.resuming import Resumable, Saving
-from tests.lit.schedule.scheduling import SEQUENCES, Manual, fitted, schedule_of
+from tests.lit.schedule.scheduling import Manual, fitted, schedule_of
 from trainkit import AccumulationCallback, AccumulationSchedule, PerSample, Uniform
 from trainkit.errors import TrainkitError
 
 PLAN = {0: 4, 1: 2}  # over epochs of ten batches: 3 + 5 + 5 steps
-
-
-def refused(
-    match: str,
-    *callbacks: Any,
-    module: Any = None,
-    ours: Any = None,
-    loader: Any = None,
-    **how: Any,
-) -> None:
-    fit = trainer(callbacks=[ours or AccumulationSchedule(PLAN), *callbacks], **how)
-    with pytest.raises(TrainkitError, match=match):
-        fit.fit(module or Mixed(), loader or micro_batches(SEQUENCES))
-
-
-def test_schedule_beside_lightnings_own_is_refused() -> None:
-    other = GradientAccumulationScheduler({0: 2})
-    refused("GradientAccumulationScheduler is there too. Keep one of them", other)
+PLANNED = AccumulationSchedule(PLAN)
+BY_TOKENS = AccumulationSchedule(PLAN, unit="tokens")
+GROWS = AccumulationSchedule({0: 1, 1: 2})  # its first windows would pass
 
 
 class Another(AccumulationSchedule):
     """Two of one type are refused by Lightning itself, for their state's sake."""
 
 
-def test_two_schedules_are_refused() -> None:
-    refused("Another is there too. Keep one", Another({0: 2}))
-
-
-@pytest.mark.parametrize("make", [Mixed, Plain])
-def test_schedule_beside_a_number_of_the_trainer_is_refused(make: Any) -> None:
-    match = r"Trainer\(accumulate_grad_batches=3\) says one too.*write .0: 3"
-    refused(match, module=make(), accumulate=3)
-
-
-def test_schedule_beside_a_number_of_a_manual_trainer_is_refused() -> None:
-    refused("accumulate_grad_batches", module=Manual(), accumulate=3)
-
-
-def test_schedule_without_windows_is_refused() -> None:
-    refused("needs the callback that weighs and divides", module=Plain())
-
-
 class Meddles(pl.Callback):
+    """MultimediaTechLab/YOLO#225 sets the number in a callback, for each batch."""
+
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self.meddle)
 
@@ -73,36 +44,9 @@ class Meddles(pl.Callback):
         trainer.accumulate_grad_batches = 3
 
 
-@pytest.mark.parametrize(
-    "hook", ["on_fit_start", "on_train_start", "on_train_batch_end"]
-)
-def test_another_hand_on_the_number_is_refused(hook: str) -> None:
-    """MultimediaTechLab/YOLO#225 sets it in a callback, for each batch."""
-    match = "AccumulationSchedule sets it, and somebody else has set it to 3"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "accumulation: an open window")
-        refused(match, Meddles(hook))
-
-
-@pytest.mark.parametrize("strategy", [PerSample(), Uniform()])
-def test_tokens_that_nobody_weighs_are_refused(strategy: Any) -> None:
-    refused(
-        f"{type(strategy).__name__} does not weigh tokens",
-        AccumulationCallback(strategy),
-        module=Plain(),
-        ours=AccumulationSchedule(PLAN, unit="tokens"),
-    )
-
-
 class Closes(Mixed):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
-
-
-def test_lbfgs_is_refused_before_its_first_long_window() -> None:
-    """The first windows have one micro-batch, and would pass."""
-    ours = AccumulationSchedule({0: 1, 1: 2})
-    refused("LBFGS: .* accumulate_grad_batches is 2", module=Closes(), ours=ours)
 
 
 class Fetches(Plain):
@@ -111,24 +55,43 @@ class Fetches(Plain):
         return super().training_step(batch, 0)
 
 
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-def test_fetching_by_oneself_is_refused_before_the_first_long_window() -> None:
-    refused(
-        r"training_step\(dataloader_iter\).*accumulate_grad_batches is 2",
-        AccumulationCallback(Uniform()),
-        module=Fetches(),
-        ours=AccumulationSchedule({0: 1, 1: 2}),
-    )
+@pytest.mark.parametrize(
+    ("make", "callbacks", "text"),
+    [
+        (Mixed, [GradientAccumulationScheduler({0: 2})], "Scheduler is there too. K"),
+        (Mixed, [Another({0: 2})], "Another is there too. Keep one of them"),
+        (Plain, [], "needs the callback that weighs and divides"),
+        *(
+            (Mixed, [Meddles(hook)], "it, and somebody else has set it to 3. Leave it")
+            for hook in ("on_fit_start", "on_train_start", "on_train_batch_end")
+        ),
+        (Plain, [BY_TOKENS, AccumulationCallback(PerSample())], "PerSample does not w"),
+        (Plain, [BY_TOKENS, AccumulationCallback(Uniform())], "Uniform does not weig"),
+        (Closes, [GROWS], "LBFGS: .* accumulate_grad_batches is 2"),
+        (Fetches, [GROWS, AccumulationCallback(Uniform())], "ader_iter.*_batches is 2"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:accumulation. an op", "ignore:.*`dataloader_iter`")
+def test_what_a_schedule_cannot_work_with_is_refused(
+    make: Any, callbacks: list[Any], text: str
+) -> None:
+    is_there = any(each in callbacks for each in (BY_TOKENS, GROWS))
+    with pytest.raises(TrainkitError, match=text):
+        fitted("mixin", *([] if is_there else [PLANNED]), *callbacks, module=make())
+
+
+@pytest.mark.parametrize("make", [Mixed, Plain, Manual])
+def test_schedule_beside_a_number_of_the_trainer_is_refused(make: Any) -> None:
+    text = r"Trainer\(accumulate_grad_batches=3\) says one too.*write .0: 3"
+    text = "accumulate_grad_batches" if make is Manual else text
+    with pytest.raises(TrainkitError, match=text):
+        fitted("mixin", PLANNED, module=make(), accumulate=3)
 
 
 def train_static(rank: int, world: int) -> None:
-    ours = AccumulationSchedule({0: 1, 1: 2})
-    trainer(
-        strategy=DDPStrategy(static_graph=True),
-        devices=world,
-        use_distributed_sampler=False,
-        callbacks=[ours],
-    ).fit(Mixed(), micro_batches(SEQUENCES))
+    strategy = DDPStrategy(static_graph=True)
+    how = {"devices": world, "use_distributed_sampler": False}
+    fitted("mixin", GROWS, strategy=strategy, **how)
 
 
 def test_static_graph_is_refused_before_the_first_long_window() -> None:
@@ -150,95 +113,18 @@ class Scheduled(Mixed):
         self.interval = interval
         self.true = true
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, batch_size=1)
+        return loss
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        ours = schedule_of(self)
         total = int(self.trainer.estimated_stepping_batches)
         if self.true:
-            total = ours.total_steps(self.trainer)
-        scheduler = self.make(optimizer, total)
-        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
-
-
-def closure(optimizer: Any, total: int) -> Any:
-    table = torch.linspace(1, 0, 100)  # compared with, it would be no yes or no
-    return schedulers.LambdaLR(
-        optimizer, lambda step: max(0.0, 1 - step / total) + 0 * float(table[0])
-    )
-
-
-def default(optimizer: Any, total: int) -> Any:
-    return schedulers.LambdaLR(optimizer, lambda s, total=total: 1 / (1 + s / total))
-
-
-def _linear(step: int, *, total: int) -> float:
-    return max(0.0, 1 - step / total)
-
-
-def partial(optimizer: Any, total: int) -> Any:
-    return schedulers.LambdaLR(optimizer, functools.partial(_linear, total=total))
-
-
-def nested(optimizer: Any, total: int) -> Any:
-    parts = [
-        schedulers.ConstantLR(optimizer),
-        schedulers.CosineAnnealingLR(optimizer, total),
-    ]
-    sequence = schedulers.SequentialLR(optimizer, parts, [2])
-    return schedulers.ChainedScheduler([sequence])
-
-
-def warmed(optimizer: Any, total: int) -> Any:
-    parts = [
-        schedulers.LinearLR(optimizer, total_iters=2),
-        schedulers.CosineAnnealingLR(optimizer, total - 2),
-    ]
-    return schedulers.SequentialLR(optimizer, parts, [2])
-
-
-class Falls:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, step: int) -> float:
-        return max(0.0, 1 - step / self.length)
-
-
-class OneOfOnesOwn(schedulers.LRScheduler):
-    def __init__(self, optimizer: Any, iterations: int) -> None:
-        self.iterations = iterations
-        super().__init__(optimizer)
-
-    def get_lr(self) -> Any:
-        return list(self.base_lrs)
-
-
-WRONG: dict[str, tuple[Make, str]] = {
-    "cosine": (schedulers.CosineAnnealingLR, "CosineAnnealingLR: its T_max is 9"),
-    "polynomial": (schedulers.PolynomialLR, "PolynomialLR: its total_iters is 9"),
-    "transformers": (
-        lambda o, n: get_cosine_schedule_with_warmup(o, 2, n),
-        "LambdaLR: its num_training_steps is 9",
-    ),
-    "partial": (partial, "LambdaLR: its total is 9"),
-    "closure": (closure, "LambdaLR: its total is 9"),
-    "default": (default, "LambdaLR: its total is 9"),
-    "nested": (nested, "CosineAnnealingLR: its T_max is 9"),
-    "warmed": (warmed, r"SequentialLR: its CosineAnnealingLR.T_max \+ 2 is 9"),
-    "object": (
-        lambda o, n: schedulers.LambdaLR(o, Falls(n)),
-        "LambdaLR: its length is 9",
-    ),
-    "method": (
-        lambda o, n: schedulers.LambdaLR(o, Falls(n).__call__),
-        "LambdaLR: its length is 9",
-    ),
-    "own": (OneOfOnesOwn, "OneOfOnesOwn: its iterations is 9"),
-    "one cycle": (
-        lambda o, n: schedulers.OneCycleLR(o, 0.5, total_steps=n),
-        "OneCycleLR: its total_steps is 9.*It would raise at step 10",
-    ),
-}
+            total = schedule_of(self).total_steps(self.trainer)
+        config = {"interval": self.interval, "monitor": "loss"}
+        return [optimizer], [{"scheduler": self.make(optimizer, total), **config}]
 
 
 class EndsSoon(pl.Callback):
@@ -248,144 +134,162 @@ class EndsSoon(pl.Callback):
         trainer.should_stop = trainer.global_step > 0
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_scheduler_made_for_the_estimate_is_named(name: str) -> None:
-    make, match = WRONG[name]
-    module = Scheduled(make, true=False)
-    if name == "one cycle":
-        with pytest.raises(TrainkitError, match=match):
-            fitted("mixin", AccumulationSchedule(PLAN), module=module)
-        return
-    with pytest.warns(UserWarning, match=match) as said:
-        fitted("mixin", AccumulationSchedule(PLAN), EndsSoon(), module=module)
-    named = [w for w in said if "schedule.total_steps" in str(w.message)]
-    assert len(named) == 1
-    assert "training takes 13 optimizer steps" in str(named[0].message)
+def said_of(
+    make: Make,
+    plan: Any = PLAN,
+    unit: Any = "epoch",
+    *,
+    callback: Any = None,
+    interval: str = "step",
+    true: bool = False,
+    **how: Any,
+) -> list[str]:
+    """What is said of a scheduler. Filters turn any other warning into an error."""
+    module = Scheduled(make, interval=interval, true=true)
+    ours = AccumulationSchedule(plan, unit=unit)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings("always", ".*estimated_stepping_batches says")
+        fitted("mixin", ours, callback or EndsSoon(), module=module, **how)
+    return [str(warning.message) for warning in said]
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-def test_scheduler_made_for_the_true_number_is_not_named(name: str) -> None:
-    """Filters turn any warning into an error. One cycle runs to its end."""
-    fitted(
-        "mixin",
-        AccumulationSchedule(PLAN),
-        *([] if name == "one cycle" else [EndsSoon()]),
-        module=Scheduled(WRONG[name][0], true=True),
+def closure(optimizer: Any, total: int) -> Any:
+    table = torch.linspace(1, 0, 100)  # compared with, it would be no yes or no
+    return lrs.LambdaLR(
+        optimizer, lambda step: max(0.0, 1 - step / total) + 0 * float(table[0])
     )
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.filterwarnings("ignore:Tried to step")
-def test_scheduler_made_for_the_estimate_is_named_under_tokens(name: str) -> None:
-    """Nobody knows the true number beforehand, so that nothing is refused."""
-    make, match = WRONG[name]
-    ours = AccumulationSchedule({0: 4, 5000: 2}, unit="tokens")
-    module = Scheduled(make, true=False)
-    with pytest.warns(UserWarning, match=match.split(".*")[0]) as said:
-        fitted("mixin", ours, EndsSoon(), module=module)
-    named = [str(w.message) for w in said if "tokens_per_micro_batch" in str(w.message)]
-    assert len(named) == 1
-    assert "AccumulationSchedule changes that with the tokens it counts" in named[0]
+def falls(step: int, *, total: int) -> float:
+    return max(0.0, 1 - step / total)
+
+
+class Falls:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, step: int) -> float:
+        return falls(step, total=self.length)
+
+
+class OneOfOnesOwn(lrs.LRScheduler):
+    def __init__(self, optimizer: Any, iterations: int) -> None:
+        self.iterations = iterations
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return list(self.base_lrs)
+
+
+def one_cycle(optimizer: Any, total: int) -> Any:
+    return lrs.OneCycleLR(optimizer, 0.5, total_steps=total)
+
+
+def warmed(optimizer: Any, total: int) -> Any:
+    rest = lrs.CosineAnnealingLR(optimizer, total - 2)
+    return lrs.SequentialLR(
+        optimizer, [lrs.LinearLR(optimizer, total_iters=2), rest], [2]
+    )
+
+
+def nested(optimizer: Any, total: int) -> Any:
+    parts = [lrs.ConstantLR(optimizer), lrs.CosineAnnealingLR(optimizer, total)]
+    return lrs.ChainedScheduler([lrs.SequentialLR(optimizer, parts, [2])])
+
+
+def default(optimizer: Any, total: int) -> Any:
+    return lrs.LambdaLR(optimizer, lambda s, total=total: falls(s, total=total))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lrs.CosineAnnealingLR, "CosineAnnealingLR: its T_max"),
+        (nested, "CosineAnnealingLR: its T_max"),
+        (warmed, "SequentialLR: its CosineAnnealingLR.T_max + 2"),
+        (lrs.PolynomialLR, "PolynomialLR: its total_iters"),
+        (
+            lambda o, n: get_cosine_schedule_with_warmup(o, 2, n),
+            "LambdaLR: its num_training_steps",
+        ),
+        (
+            lambda o, n: lrs.LambdaLR(o, functools.partial(falls, total=n)),
+            "LambdaLR: its total",
+        ),
+        (closure, "LambdaLR: its total"),
+        (default, "LambdaLR: its total"),
+        (lambda o, n: lrs.LambdaLR(o, Falls(n)), "LambdaLR: its length"),
+        (lambda o, n: lrs.LambdaLR(o, Falls(n).__call__), "LambdaLR: its length"),
+        (OneOfOnesOwn, "OneOfOnesOwn: its iterations"),
+        (one_cycle, "OneCycleLR: its total_steps"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
+def test_scheduler_made_for_the_estimate_is_named_and_for_the_true_number_is_not(
+    make: Make, named: str
+) -> None:
+    """One cycle would raise, and is refused. By tokens, nobody knows the true number
+    beforehand, so that nothing is."""
+    text = f"{named} is 9"
+    if make is one_cycle:
+        with pytest.raises(TrainkitError, match=f"{text}.*It would raise at step 10"):
+            said_of(make)
+        assert said_of(make, true=True, callback=pl.Callback()) == []  # to its end
+    else:
+        (said,) = said_of(make)
+        assert text in said
+        assert "training takes 13 optimizer steps. In configure_optimizers" in said
+        assert said_of(make, true=True) == []
+    (said,) = said_of(make, {0: 4, 5000: 2}, "tokens")
+    assert text in said
+    assert "AccumulationSchedule changes that with the tokens it counts" in said
+    assert "tokens_per_micro_batch" in said
 
 
 PERIODS: dict[str, Make] = {
-    "StepLR": schedulers.StepLR,
-    "CosineAnnealingWarmRestarts": schedulers.CosineAnnealingWarmRestarts,
-    "ConstantLR": lambda o, n: schedulers.ConstantLR(o, total_iters=n),
-    "ExponentialLR": lambda o, n: schedulers.ExponentialLR(o, gamma=n),
-    "LambdaLR": lambda o, n: schedulers.LambdaLR(o, abs),  # which holds nothing
-    "SequentialLR": lambda o, n: schedulers.SequentialLR(
-        o, [schedulers.ConstantLR(o), schedulers.StepLR(o, 2)], [n]
+    "StepLR": lrs.StepLR,
+    "CosineAnnealingWarmRestarts": lrs.CosineAnnealingWarmRestarts,
+    "ConstantLR": lambda o, n: lrs.ConstantLR(o, total_iters=n),
+    "ExponentialLR": lambda o, n: lrs.ExponentialLR(o, gamma=n),
+    "LambdaLR": lambda o, n: lrs.LambdaLR(o, abs),  # which holds nothing
+    "SequentialLR": lambda o, n: lrs.SequentialLR(
+        o, [lrs.ConstantLR(o), lrs.StepLR(o, 2)], [n]
     ),
-    "ReduceLROnPlateau": lambda o, n: schedulers.ReduceLROnPlateau(o, patience=n),
+    "ReduceLROnPlateau": lambda o, n: lrs.ReduceLROnPlateau(o, patience=n),
 }
 
 
-@pytest.mark.parametrize("unit", ["epoch", "tokens"])
 @pytest.mark.parametrize("name", PERIODS)
-def test_period_that_is_the_estimate_is_not_named(name: str, unit: Any) -> None:
-    """It says how often, and not how long. Filters turn any warning into an error."""
-
-    class Logs(Scheduled):
-        def configure_optimizers(self) -> Any:
-            optimizers, configs = super().configure_optimizers()
-            return optimizers, [{**configs[0], "monitor": "loss"}]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss, batch_size=1)
-            return loss
-
-    plan = {0: 4, (1 if unit == "epoch" else 100): 2}
-    fitted(
-        "mixin",
-        AccumulationSchedule(plan, unit=unit),
-        EndsSoon(),
-        module=Logs(PERIODS[name], true=False),
-    )
+def test_period_that_is_the_estimate_is_not_named(name: str) -> None:
+    """It says how often, and not how long."""
+    assert said_of(PERIODS[name]) == []
+    assert said_of(PERIODS[name], {0: 4, 100: 2}, "tokens") == []
 
 
-def test_one_cycle_that_is_too_long_is_only_said() -> None:
-    make, _ = WRONG["one cycle"]
-    with pytest.warns(UserWarning, match="OneCycleLR: its total_steps is 30.*takes 20"):
-        fitted(
-            "mixin",
-            AccumulationSchedule({0: 1, 1: 2}),
-            module=Scheduled(make, true=False),
-        )
-
-
-def test_estimate_that_max_steps_bounds_is_named() -> None:
-    """It is 25 then, and not the 30 of all epochs."""
-    module = Scheduled(schedulers.CosineAnnealingLR, true=False)
-    ours = AccumulationSchedule({0: 1, 1: 2})
-    with pytest.warns(UserWarning, match="T_max is 25.*takes 20 optimizer steps"):
-        fitted("mixin", ours, module=module, max_steps=25)
+def test_only_a_scheduler_that_would_be_wrong_is_named(tmp_path: Path) -> None:
+    """Not one that steps by epochs, or under one size, or whose last_epoch, in a
+    checkpoint, is what the estimate is. With `max_steps` the estimate is that."""
+    cosine, fewer = lrs.CosineAnnealingLR, {0: 1, 1: 2}
+    assert said_of(cosine, interval="epoch") == []
+    assert said_of(cosine, {0: 4}) == []
+    (said,) = said_of(one_cycle, fewer, callback=pl.Callback())  # it is too long
+    assert re.search("OneCycleLR: its total_steps is 30.*takes 20", said)
+    (said,) = said_of(cosine, fewer, max_steps=25)
+    assert re.search("T_max is 25.*takes 20 optimizer steps", said)
+    path, how = tmp_path / "at.ckpt", {"plan": {0: 4, 1: 1}, "true": True}
+    saving = Saving(path, 15)
+    assert said_of(cosine, **how, callback=saving, loader=Resumable()) == []
+    (state,) = torch.load(path, weights_only=True)["lr_schedulers"]
+    assert state["last_epoch"] == 9
+    assert said_of(cosine, **how, resume=path, loader=Resumable()) == []
 
 
 def test_one_cycle_would_raise_where_the_refusal_says() -> None:
     """Negative control: without the check, at step 10."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scheduler = schedulers.OneCycleLR(optimizer, 0.5, total_steps=9)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = one_cycle(optimizer, 9)
     for _ in range(9):
         optimizer.step()
         scheduler.step()
     with pytest.raises(ValueError, match="Tried to step 10 times"):
         scheduler.step()
-
-
-SILENT: dict[str, dict[str, Any]] = {
-    "by epoch": {"interval": "epoch"},
-    "one size": {"plan": {0: 4}},
-}
-
-
-@pytest.mark.parametrize("name", SILENT)
-def test_scheduler_that_cannot_be_wrong_is_not_named(name: str) -> None:
-    how = {"plan": PLAN, "interval": "step", **SILENT[name]}
-    fitted(
-        "mixin",
-        AccumulationSchedule(how["plan"]),
-        module=Scheduled(
-            schedulers.CosineAnnealingLR, true=False, interval=how["interval"]
-        ),
-    )
-
-
-def test_scheduler_that_is_resumed_at_the_estimate_is_not_named(tmp_path: Any) -> None:
-    """Its last_epoch is 9, as the estimate is."""
-    path = tmp_path / "at.ckpt"
-
-    def run(*callbacks: Any, resume: Any = None) -> Any:
-        module = Scheduled(schedulers.CosineAnnealingLR, true=True)
-        ours = AccumulationSchedule({0: 4, 1: 1})
-        fitted(
-            "mixin", ours, *callbacks, module=module, loader=Resumable(), resume=resume
-        )
-
-    run(Saving(path, 15))
-    (state,) = torch.load(path, weights_only=True)["lr_schedulers"]
-    assert state["last_epoch"] == 9
-    run(resume=path)

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    LearningRateMonitor,
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.tuner.tuning import Tuner
 from torch import nn
 
-from tests.helpers import OPTIMIZERS, TokenNet, pad, trainer, weights
-from tests.lit.fronts import RAGGED, Mixed, cut, micro_batches, plain_token_loss
+from tests.helpers import trainer
+from tests.lit.fronts import RAGGED, Mixed, micro_batches
 from tests.lit.schedule.scheduling import (
     EPOCHS,
+    EXACT,
     FRONTS,
     SEQUENCES,
-    big_batch_over,
+    Watch,
+    batches,
+    ends_of,
     fitted,
     make,
+    number_of,
     off,
-    token_counts,
+    rows_of,
     windows_of_plan,
 )
 from tests.zoo import OldMixed, OldPlain, old_trainer
 from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
 
-EXACT = 1e-10
 PLAN = {0: 4, 3: 3, 5: 1}  # by steps: 4 4 2 | 3 3 1 1 1 1 | 1 ...
+WINDOWS = windows_of_plan(PLAN, "step")
+FOUR_THREE = {0: 4, 1: 3}  # by epochs
 
 
 def plan() -> AccumulationSchedule:
     return AccumulationSchedule(PLAN, unit="step")
 
 
-def expected(epochs: int = EPOCHS, **how: Any) -> Any:
-    windows = windows_of_plan(PLAN, "step", token_counts(), epochs=epochs)
-    return big_batch_over(windows, **how)
-
-
 # ---- schedulers ----------------------------------------------------------------------
 
 
 class Scheduled(Mixed):
-    def __init__(self, interval: str = "step") -> None:
+    def __init__(self, interval: str) -> None:
         super().__init__(optimizer="sgd")
         self.interval = interval
         self.rates: list[float] = []
@@ -66,57 +67,20 @@ def test_scheduler_steps_once_a_window_or_epoch(interval: str) -> None:
     """pytorch-lightning#6359: N times as fast, or as slow, where N was changed."""
     module = Scheduled(interval)
     fitted("mixin", plan(), module=module)
-    windows = windows_of_plan(PLAN, "step", token_counts())
-    steps = [epoch for epoch, ws in enumerate(windows) for _ in ws]
-    powers = list(range(len(steps))) if interval == "step" else steps
+    epochs = [epoch for epoch, windows in enumerate(WINDOWS) for _ in windows]
+    powers = list(range(len(epochs))) if interval == "step" else epochs
     assert module.rates == pytest.approx([0.5 * 0.9**power for power in powers])
 
 
-class Rates(DummyLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: Any = None) -> None:
-        if "lr-SGD" in metrics:
-            self.steps.append(step)
-
-
-def test_monitor_of_rates_shows_each_step_once() -> None:
-    logger = Rates()
-    monitor = LearningRateMonitor("step")
-    fitted(
-        "mixin",
-        plan(),
-        monitor,
-        module=Scheduled(),
-        logger=logger,
-        log_every_n_steps=1,
-    )
-    number = sum(map(len, windows_of_plan(PLAN, "step", token_counts())))
-    assert sorted(set(logger.steps)) == list(range(number))
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_max_steps_under_a_schedule_equals_the_big_batch(front: str) -> None:
-    module, fit = fitted(front, plan(), max_steps=6)
-    windows = windows_of_plan(PLAN, "step", token_counts(), max_steps=6)
-    assert off(module, big_batch_over(windows)) <= EXACT
-    assert fit.global_step == 6
-
-
-# ---- where things end early, or several times ----------------------------------------
+# ---- where things end early, several times, or inside windows ------------------------
 
 
 class Fails(pl.Callback):
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx == self.at:
-            self.at = -1
             raise RuntimeError("the disk is full")
 
 
@@ -125,28 +89,25 @@ class Fails(pl.Callback):
     ("at", "front"), [(5, "mixin"), (15, "callback"), (5, "manual"), (15, "manual")]
 )
 def test_fit_after_an_exception_equals_fresh_fit(front: str, at: int) -> None:
-    made, ours = make(front)
-    sizes = AccumulationSchedule({0: 4, 1: 3})
+    module, ours = make(front)
+    sizes = AccumulationSchedule(FOUR_THREE)
     fit = trainer(callbacks=[sizes, *ours, Fails(at)], max_epochs=EPOCHS)
     with pytest.raises(RuntimeError, match="the disk is full"):
-        fit.fit(made, micro_batches(SEQUENCES))
+        fit.fit(module, micro_batches(SEQUENCES))
     assert fit.accumulate_grad_batches == 1
-    again, ours = make(front)
-    fresh = trainer(callbacks=[sizes, *ours], max_epochs=EPOCHS)
-    fresh.fit(again, micro_batches(SEQUENCES))
-    windows = windows_of_plan({0: 4, 1: 3}, "epoch", token_counts())
-    assert off(again, big_batch_over(windows)) <= EXACT
+    again, _ = fitted(front, sizes)
+    assert off(again, windows_of_plan(FOUR_THREE, "epoch")) <= EXACT
 
 
 @pytest.mark.parametrize("front", FRONTS)
-def test_second_fit_with_the_same_trainer_goes_on_with_the_plan(front: str) -> None:
+def test_second_fit_with_the_same_trainer_follows_the_plan(front: str) -> None:
     module, ours = make(front, optimizer="sgd")
     fit = trainer(callbacks=[plan(), *ours], max_epochs=1)
     fit.fit(module, micro_batches(SEQUENCES))
     fit.fit_loop.max_epochs = EPOCHS
     fit.fit(module, micro_batches(SEQUENCES))
     if front != "manual":  # its own count of windows begins anew
-        assert off(module, expected(optimizer="sgd")) <= EXACT
+        assert off(module, WINDOWS, optimizer="sgd") <= EXACT
     assert fit.accumulate_grad_batches == 1
 
 
@@ -162,12 +123,8 @@ def test_epoch_that_ends_inside_a_window_leaks_nothing() -> None:
     module = SkipsRest(optimizer="adamw")
     with pytest.warns(UserWarning, match="of 2 micro-batches was dropped"):
         fitted("mixin", plan(), module=module)
-    windows = windows_of_plan(PLAN, "step", token_counts())
-    windows[1] = [range(0, 3)]
-    taken = 4
-    windows[2] = [range(0, 3), *(range(i, i + 1) for i in range(3, 10))]
-    assert sum(map(len, windows[:2])) == taken
-    assert off(module, big_batch_over(windows)) <= EXACT
+    ones = (range(i, i + 1) for i in range(3, 10))  # after four steps and one more
+    assert off(module, [WINDOWS[0], [range(3)], [range(3), *ones]]) <= EXACT
 
 
 class Silent(Mixed):
@@ -177,51 +134,35 @@ class Silent(Mixed):
         return None if batch_idx in (1, 5) else super().training_step(batch, batch_idx)
 
 
-def without(sizes: Sequence[int], left_out: set[int], windows: Any) -> Any:
-    """The big batch over windows some of whose micro-batches weigh nothing."""
-    net = TokenNet(dtype=torch.float64)
-    stepper = OPTIMIZERS["adamw"](net.parameters())
-    rows = cut(SEQUENCES, sizes)
-    for window in (w for ws in windows for w in ws):
-        kept = [i for index in window if index not in left_out for i in rows[index]]
-        stepper.zero_grad()
-        if kept:
-            plain_token_loss(net, pad([SEQUENCES[i] for i in kept])).backward()
-            stepper.step()
-    return weights(net)
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_training_step_of_none_weighs_nothing() -> None:
-    """The windows stay where they are."""
-    module = Silent(optimizer="adamw")
-    _, fit = fitted("mixin", AccumulationSchedule({0: 4, 1: 3}), module=module)
-    windows = windows_of_plan({0: 4, 1: 3}, "epoch", token_counts())
-    assert off(module, without(RAGGED, {1, 5}, windows)) <= EXACT
-
-
 class Holes(list):  # type: ignore[type-arg]
-    """A loader that yields None inside windows."""
+    """A loader that yields None at some places; a plain list would be many loaders."""
+
+    def __init__(self, *at: int) -> None:
+        batches = enumerate(micro_batches(SEQUENCES))
+        super().__init__(None if i in at else batch for i, batch in batches)
 
 
-@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
-def test_loader_that_yields_none_inside_a_window_changes_nothing() -> None:
-    data = Holes(micro_batches(SEQUENCES))
-    data[1] = data[6] = None  # neither the first nor the last of a window of 4, 3, 2
-    module, _ = fitted("mixin", AccumulationSchedule({0: 4, 5: 2}), loader=data)
-    windows = windows_of_plan({0: 4}, "epoch", token_counts())
-    assert off(module, without(RAGGED, {1, 6}, windows)) <= EXACT
+SIX = windows_of_plan(PLAN, "step", max_steps=6)
+LATE = [[range(4), range(4, 8), range(8, 9), range(9, 10)]]
 
 
-@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
-def test_loader_that_yields_none_where_the_size_changes_delays_it() -> None:
-    """Lightning calls no hook for a batch of None; the next edge is as good."""
-    data = Holes(micro_batches(SEQUENCES))
-    data[4] = None
-    stages = AccumulationSchedule({0: 4, 1: 1}, unit="step")
-    module, _ = fitted("mixin", stages, loader=data, max_epochs=1)
-    windows = [[range(0, 4), range(4, 8), range(8, 9), range(9, 10)]]
-    assert off(module, without(RAGGED, {4}, windows)) <= EXACT
+@pytest.mark.parametrize(
+    ("front", "sizes", "how", "windows", "left_out"),
+    [
+        *((front, PLAN, {"max_steps": 6}, SIX, set()) for front in FRONTS),
+        ("mixin", {0: 4, 3: 3}, {"module": Silent(optimizer="adamw")}, None, {1, 5}),
+        ("mixin", {0: 4}, {"loader": Holes(1, 6)}, None, {1, 6}),
+        # Lightning calls no hook for a batch of None; the next edge is as good.
+        ("mixin", {0: 4, 1: 1}, {"loader": Holes(4), "max_epochs": 1}, LATE, {4}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`training_step` returned `N", "ignore:.*yielded No")
+def test_end_by_steps_or_none_leaves_windows_where_they_are(
+    front: str, sizes: Any, how: Any, windows: Any, left_out: set[int]
+) -> None:
+    module, _ = fitted(front, AccumulationSchedule(sizes, unit="step"), **how)
+    windows = windows or windows_of_plan(sizes, "step")
+    assert off(module, windows, left_out=left_out) <= EXACT
 
 
 def test_reloaded_loaders_follow_the_plan() -> None:
@@ -232,37 +173,14 @@ def test_reloaded_loaders_follow_the_plan() -> None:
             return micro_batches(SEQUENCES, RAGGED[: 6 + 2 * self.current_epoch])
 
     module = Grows(optimizer="adamw")
-    trainer(
-        callbacks=[plan()], max_epochs=EPOCHS, reload_dataloaders_every_n_epochs=1
-    ).fit(module)
+    how = {"max_epochs": EPOCHS, "reload_dataloaders_every_n_epochs": 1}
+    trainer(callbacks=[plan()], **how).fit(module)
     windows: list[list[range]] = []
     for epoch in range(EPOCHS):
-        before = sum(map(len, windows))
-        shifted = {max(s - before, 0): n for s, n in PLAN.items()}
-        counts = token_counts(RAGGED[: 6 + 2 * epoch])
-        windows += windows_of_plan(shifted, "step", counts, epochs=1)
-    assert off(module, big_batch_over(windows)) <= EXACT
-
-
-@pytest.mark.parametrize(
-    ("front", "interval"),
-    [("mixin", 1), ("callback", 1), ("manual", 1), ("mixin", 3), ("callback", 0.5)],
-)
-def test_validation_inside_windows_changes_nothing(front: str, interval: Any) -> None:
-    """Lightning clears gradients before it validates, by `_should_accumulate`."""
-    module, ours = make(front)
-    module.validation_step = lambda batch, batch_idx: None
-    fit = trainer(
-        callbacks=[plan(), *ours],
-        max_epochs=EPOCHS,
-        val_check_interval=interval,
-        num_sanity_val_steps=1,
-    )
-    fit.fit(module, micro_batches(SEQUENCES), micro_batches(SEQUENCES, [4]))
-    assert off(module, expected()) <= EXACT
-
-
-# ---- both namespaces -----------------------------------------------------------------
+        shifted = {max(s - number_of(windows), 0): n for s, n in PLAN.items()}
+        rows = rows_of(RAGGED[: 6 + 2 * epoch])
+        windows += windows_of_plan(shifted, "step", rows, epochs=1)
+    assert off(module, windows) <= EXACT
 
 
 @pytest.mark.parametrize("front", ["mixin", "callback"])
@@ -272,14 +190,11 @@ def test_schedule_in_the_other_namespace_equals_the_big_batch(front: str) -> Non
     callbacks: Any = [plan(), *ours]
     fit = old_trainer(callbacks=callbacks, max_epochs=EPOCHS)
     fit.fit(module, micro_batches(SEQUENCES))
-    assert off(module, expected(optimizer="momentum")) <= EXACT
-
-
-# ---- several optimizers --------------------------------------------------------------
+    assert off(module, WINDOWS, optimizer="momentum") <= EXACT
 
 
 class TwoOptimizers(Mixed):
-    """One loss for each half, with parameters toggled while windows are open."""
+    """One for each half, with parameters toggled while windows are open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,52 +203,87 @@ class TwoOptimizers(Mixed):
 
     def configure_optimizers(self) -> Any:
         halves = (self.net.embed, self.net.head)
-        return [torch.optim.SGD(half.parameters(), lr=0.3) for half in halves]
+        return [torch.optim.SGD(half.parameters(), lr=0.5) for half in halves]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizers: Any = self.optimizers()
-        ends = self.window_ends(batch_idx)
         for optimizer in optimizers:
             self.toggle_optimizer(optimizer)
             self.accumulate(self.loss(self.net, batch), batch, optimizer=optimizer)
-            if ends:
-                self.finish_window(optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
             self.frozen += [not p.requires_grad for p in self.net.parameters()]
-
-
-def summed(net: nn.Module, indices: Sequence[int], rows: Any) -> Any:
-    """The sum of the losses of some micro-batches."""
-    samples = [SEQUENCES[i] for index in indices for i in rows[index]]
-    return plain_token_loss(net, pad(samples), "sum")
+        for optimizer in optimizers if self.window_ends(batch_idx) else ():
+            self.finish_window(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_two_toggled_optimizers_equal_the_big_batch() -> None:
-    """pytorch-lightning#8284: untoggled although windows stay open. On a window's last
-    micro-batch the second loss sees the first optimizer's step."""
+    """pytorch-lightning#8284: untoggled although windows stay open."""
     module = TwoOptimizers()
     _, fit = fitted("mixin", plan(), module=module)
     assert not any(module.frozen)
-    net = TokenNet(dtype=torch.float64)
-    halves = [list(half.parameters()) for half in (net.embed, net.head)]
-    steppers = [torch.optim.SGD(half, lr=0.3) for half in halves]
-    rows, counts = cut(SEQUENCES, RAGGED), token_counts()
-    windows = windows_of_plan(PLAN, "step", counts)
-    for window in (w for ws in windows for w in ws):
-        total = sum(counts[i] for i in window)
-        first = torch.autograd.grad(summed(net, window, rows) / total, halves[0])
-        second = [torch.zeros_like(p) for p in halves[1]]
-        if len(window) > 1:
-            early = summed(net, window[:-1], rows) / total
-            second = list(torch.autograd.grad(early, halves[1]))
-        for parameter, gradient in zip(halves[0], first, strict=True):
-            parameter.grad = gradient
-        steppers[0].step()
-        late = torch.autograd.grad(summed(net, window[-1:], rows) / total, halves[1])
-        for parameter, one, other in zip(halves[1], second, late, strict=True):
-            parameter.grad = one + other
-        steppers[1].step()
-    assert off(module, weights(net)) <= EXACT
-    assert fit.global_step == 2 * sum(map(len, windows))
+    assert off(module, WINDOWS, optimizer="sgd") <= EXACT
+    assert fit.global_step == 2 * number_of(WINDOWS)
+
+
+# ---- beside Lightning's callbacks that set the Trainer's numbers ---------------------
+
+
+class Found(Mixed):
+    """What the finders look for."""
+
+    batch_size = 2
+    lr = 0.1
+
+    def train_dataloader(self) -> Any:
+        return batches(self.batch_size)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.filterwarnings("ignore:.*Finder. Lightning takes all other")
+@pytest.mark.parametrize("as_callback", [True, False])
+@pytest.mark.parametrize(
+    ("finder", "method", "how"),
+    [
+        (BatchSizeFinder, "scale_batch_size", {"max_trials": 2, "steps_per_trial": 3}),
+        (LearningRateFinder, "lr_find", {"num_training_steps": 9}),
+    ],
+)
+def test_fit_after_a_finder_follows_the_plan_from_its_start(
+    finder: Any, method: str, how: Any, as_callback: bool, capsys: Any
+) -> None:
+    """pytorch-lightning#18394, #13851: the new size counts, nothing stays truncated.
+    pytorch-lightning#1726; frgfm/holocron#504: a partial window was left over."""
+    module, watch = Found(), Watch()
+    callbacks = [finder(**how)] if as_callback else []
+    fit = trainer(callbacks=[plan(), *callbacks, watch])
+    if not as_callback:
+        renamed = {name.removesuffix("_steps"): how[name] for name in how}
+        getattr(Tuner(fit), method)(module, **renamed)
+        watch.__init__()
+    fit.fit(module)
+    size = module.batch_size
+    assert (size > 2) == (finder is BatchSizeFinder)
+    rows = [SEQUENCES[i : i + size] for i in range(0, len(SEQUENCES), size)]
+    windows = windows_of_plan(PLAN, "step", rows, epochs=2)
+    assert fit.global_step == number_of(windows)
+    assert watch.stepped == ends_of(windows, len(rows))
+    assert fit.accumulate_grad_batches == 1
+    text = f"per-device batch {size} x accumulation 4 x ranks 1 = {4 * size} samples"
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("batch_norm", [True, False])
+def test_schedule_with_weight_averaging_keeps_its_windows(batch_norm: bool) -> None:
+    """Its last epoch, for BatchNorm's statistics, sets the number itself."""
+    module, watch = Mixed(), Watch()
+    if batch_norm:
+        module.norm = nn.BatchNorm1d(3)
+    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    _, fit = fitted("mixin", plan(), averaging, watch, module=module)
+    ends = ends_of(WINDOWS)
+    assert watch.stepped[: len(ends)] == ends
+    assert fit.accumulate_grad_batches == 1

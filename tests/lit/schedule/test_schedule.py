@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
@@ -10,70 +11,110 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests.helpers import NAIVE
-from tests.lit.fronts import RAGGED, micro_batches
+from tests.helpers import (
+    NAIVE,
+    ragged_sequences,
+    raise_rank_errors,
+    rank_loader,
+    run_ranks,
+    weights,
+)
+from tests.lit.fronts import RAGGED, Mixed, micro_batches
 from tests.lit.schedule.scheduling import (
     EPOCHS,
+    EXACT,
     FRONTS,
     PLANS,
     SEQUENCES,
     Watch,
-    big_batch_over,
+    batches,
+    ends_of,
     fitted,
     make,
+    number_of,
     off,
-    reference,
+    rows_of,
     schedule,
-    token_counts,
+    schedule_of,
     windows_of_plan,
 )
 from trainkit import AccumulationSchedule, WindowMonitor
 from trainkit.core.plan.stages import WindowSize
+from trainkit.errors import TrainkitError
 
-pytestmark = pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.. the epoch")
-EXACT = 1e-10
-BY_TURNS = [*zip(PLANS, cycle(FRONTS)), ("by tokens", "manual")]
+pytestmark = pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.* the epoch")
+UP_AND_DOWN = "up and down in mid-epoch"
+BY_TURNS = [
+    *zip(PLANS, cycle(["mixin", "callback"]), cycle(["adamw"])),
+    *(
+        (plan, "manual", "adamw")
+        for plan in ("more by epoch", UP_AND_DOWN, "by tokens")
+    ),
+    (UP_AND_DOWN, "mixin", "momentum"),
+    (UP_AND_DOWN, "callback", "sgd"),
+    (UP_AND_DOWN, "manual", "momentum"),
+]
 
 
-def test_plans_by_turns_take_every_unit_on_every_front() -> None:
-    pairs = {(PLANS[plan][1], front) for plan, front in BY_TURNS}
-    assert pairs == {(u, f) for u in ("epoch", "step", "tokens") for f in FRONTS}
+class Record(DummyLogger):
+    """Keeps what WindowMonitor shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[float] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: Any = None) -> None:
+        self.shown.append(metrics["window/micro_batches"])
 
 
-@pytest.mark.parametrize(("plan", "front"), BY_TURNS)
-@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=25. the epoch has only 10")
-def test_schedule_equals_the_big_batch(plan: str, front: str) -> None:
+@pytest.mark.parametrize(("plan", "front", "optimizer"), BY_TURNS)
+def test_schedule_equals_the_big_batch(plan: str, front: str, optimizer: str) -> None:
     """pytorch-lightning#5334, yolov5#3722: also where the size changes in mid-epoch,
-    with AdamW, whose own count of steps is the number of windows."""
-    end, num_steps = reference(plan)
-    ours = schedule(plan)
-    module, fit = fitted(front, ours)
-    assert off(module, end) <= EXACT
-    assert fit.global_step == num_steps
-    state = fit.optimizers[0].state
-    assert {int(each["step"]) for each in state.values()} == {num_steps}
+    with AdamW, whose own count of steps is the number of windows. Weight decay and
+    momentum act once a window (pytorch-lightning#19990)."""
+    ours, watch, logger = schedule(plan), Watch(), Record()
+    module, _ = make(front, optimizer=optimizer)
+    how: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1}
+    _, fit = fitted(front, ours, watch, WindowMonitor(1), module=module, **how)
+    windows = windows_of_plan(*PLANS[plan])
+    assert off(module, windows, optimizer=optimizer) <= EXACT
+    assert fit.global_step == number_of(windows)
+    if optimizer == "adamw":
+        state = fit.optimizers[0].state.values()
+        assert {int(each["step"]) for each in state} == {number_of(windows)}
     if ours.stages.unit != "tokens":
         total = ours.total_steps(batches_per_epoch=len(RAGGED), epochs=EPOCHS)
-        assert total == num_steps
+        assert total == number_of(windows)
+    assert logger.shown == [len(window) for ws in windows for window in ws]
+    assert (fit.accumulate_grad_batches, type(fit.accumulate_grad_batches)) == (1, int)
+    if front != "manual":
+        check_what_the_trainer_says(watch, windows)
+    if ours.stages.unit == "epoch":
+        assert watch.sizes_of_epochs == [ours.stages.at(i) for i in range(EPOCHS)]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "front"), [*zip(cycle(["momentum", "sgd"]), FRONTS)]
-)
-def test_schedule_with_sgd_equals_the_big_batch(optimizer: str, front: str) -> None:
-    """Weight decay and momentum act once a window (pytorch-lightning#19990)."""
-    plan = "up and down in mid-epoch"
-    module, _ = make(front, optimizer=optimizer)
-    fitted(front, schedule(plan), module=module)
-    assert off(module, reference(plan, optimizer=optimizer)[0]) <= EXACT
+def check_what_the_trainer_says(watch: Watch, windows: list[list[range]]) -> None:
+    """Lightning zeroes at a window's first batch, steps at its last, and divides the
+    loss that it shows by N: times N it is the loss."""
+    assert watch.stepped == ends_of(windows)
+    assert sorted(set(watch.zeroed)) == [0, *(end + 1 for end in ends_of(windows)[:-1])]
+    for shown, whole in watch.losses:
+        assert shown == pytest.approx(whole, rel=1e-12)
+    sizes = iter(watch.sizes)
+    for *before, last in windows:
+        for window in before:
+            assert {next(sizes) for _ in window} == {len(window)}
+        assert all(next(sizes) >= len(last) for _ in last)  # it may be short
 
 
 class Naive(pl.Callback):
     """What people write: the Trainer's own number, set where a window ends."""
 
     def __init__(self, plan: str, *, first_batch: bool) -> None:
-        self.windows = windows_of_plan(*PLANS[plan], token_counts())
+        self.windows = windows_of_plan(*PLANS[plan])
         self.first_batch = first_batch
 
     def on_train_batch_start(
@@ -86,27 +127,21 @@ class Naive(pl.Callback):
             trainer.accumulate_grad_batches = WindowSize(size, first)
 
 
-MID_EPOCH = ["one to four in mid-epoch", "up and down in mid-epoch", "by tokens"]
-
-
-@pytest.mark.parametrize("plan", MID_EPOCH)
+@pytest.mark.parametrize("plan", ["one to four in mid-epoch", UP_AND_DOWN, "by tokens"])
 @pytest.mark.filterwarnings("ignore:accumulation. an open window")
 def test_naive_switching_does_not_equal_the_big_batch(plan: str) -> None:
     """MultimediaTechLab/YOLO#225 sets the Trainer's number per batch. Also with our
-    weights: Lightning zeroes and steps elsewhere."""
-    end = reference(plan)[0]
+    weights: Lightning zeroes and steps elsewhere. And with the right windows: its
+    division by N is wrong for ragged ones."""
+    windows = windows_of_plan(*PLANS[plan])
     module, _ = fitted("mixin", Naive(plan, first_batch=False))
-    assert off(module, end) > NAIVE
+    assert off(module, windows) > NAIVE
     module, _ = fitted("mixin", Naive(plan, first_batch=True))
-    assert off(module, end) <= EXACT
-
-
-@pytest.mark.parametrize("plan", MID_EPOCH)
-def test_schedule_of_plain_lightning_would_not_equal_the_big_batch(plan: str) -> None:
-    """Even with the right windows, division by N is wrong for ragged ones."""
-    made, _ = make("callback")
-    fitted("mixin", Naive(plan, first_batch=True), module=made)
-    assert off(made, reference(plan)[0]) > NAIVE
+    assert off(module, windows) <= EXACT
+    plain, _ = fitted(
+        "mixin", Naive(plan, first_batch=True), module=make("callback")[0]
+    )
+    assert off(plain, windows) > NAIVE
 
 
 @settings(max_examples=8, deadline=None)
@@ -117,97 +152,166 @@ def test_schedule_of_plain_lightning_would_not_equal_the_big_batch(plan: str) ->
     num_batches=st.integers(1, 10),
     front=st.sampled_from(FRONTS),
 )
-@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=")
 def test_random_schedule_equals_the_big_batch(
     plan: dict[int, int], first: int, unit: Any, num_batches: int, front: str
 ) -> None:
     scale = {"epoch": 1, "step": 1, "tokens": 40}[unit]
     stages = {0: first, **{scale * start: size for start, size in plan.items()}}
     sizes = RAGGED[:num_batches]
-    windows = windows_of_plan(stages, unit, token_counts(sizes))
+    windows = windows_of_plan(stages, unit, rows_of(sizes))
     ours = AccumulationSchedule(stages, unit=unit)
-    data = micro_batches(SEQUENCES, sizes)
-    module, fit = fitted(front, ours, loader=data)
-    assert off(module, big_batch_over(windows, sizes)) <= 1e-8
-    assert fit.global_step == sum(map(len, windows))
+    module, fit = fitted(front, ours, loader=micro_batches(SEQUENCES, sizes))
+    assert off(module, windows, rows_of(sizes)) <= 1e-8
+    assert fit.global_step == number_of(windows)
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 4), (4, 1), (3, 3)])
+def test_ramp_is_the_schedule_of_its_stages(start: int, end: int) -> None:
+    ours = AccumulationSchedule.ramp(start=start, end=end, over=6)
+    sizes = {i: start + round((end - start) * (i // 2) / 3) for i in range(7)}
+    by_hand = AccumulationSchedule(sizes, unit="step").stages
+    assert [ours.stages.at(i) for i in range(9)] == [by_hand.at(i) for i in range(9)]
+    assert ours.stages.unit == "step"
+
+
+# ---- how many steps ------------------------------------------------------------------
+
+PLAN = {0: 4, 1: 2}  # over epochs of ten batches: 3 + 5 + 5 steps
+
+
+class Asking(Mixed):
+    """Asks how many steps there will be, where schedulers are made."""
+
+    total: int | None = None
+    estimated: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.total = schedule_of(self).total_steps(self.trainer)
+        self.estimated = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(micro_batches(SEQUENCES)))
+
+
+STREAM: DataLoader[Any] = DataLoader(Stream(), batch_size=None)
 
 
 @pytest.mark.parametrize(
-    ("front", "start", "end"), [("mixin", 1, 4), ("callback", 4, 1), ("manual", 3, 3)]
+    ("length", "steps"),
+    [
+        ({"max_epochs": 3}, 19),
+        ({"max_steps": 7}, 7),
+        ({"max_steps": 7, "max_epochs": 3}, 7),
+        ({"max_steps": 70, "max_epochs": 3}, 19),
+        ({"max_steps": 17, "max_epochs": -1}, 17),
+        ({"max_epochs": 3, "limit_train_batches": 7}, 9),
+        ({"max_epochs": 3, "limit_train_batches": 0.55}, 7),
+        ({"fast_dev_run": True}, 1),
+        ({"fast_dev_run": 5}, 2),
+        ({"loader": batches(4, drop_last=True), "max_epochs": 2}, 8),
+        ({"loader": batches(4, drop_last=True), "max_steps": 7}, 7),
+        ({"loader": STREAM, "max_steps": 9}, 9),
+    ],
 )
-def test_ramp_equals_the_big_batch(front: str, start: int, end: int) -> None:
-    ours = AccumulationSchedule.ramp(start=start, end=end, over=6)
-    plan = {i: start + round((end - start) * (i // 2) / 3) for i in range(7)}
-    windows = windows_of_plan(plan, "step", token_counts())
-    module, fit = fitted(front, ours)
-    assert off(module, big_batch_over(windows)) <= EXACT
-    assert fit.global_step == ours.total_steps(batches_per_epoch=10, epochs=EPOCHS)
+@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.. the epoch")
+def test_total_steps_equals_global_step(length: dict[str, Any], steps: int) -> None:
+    """pytorch-lightning#19684, kohya's sd-scripts#251: also where something else ends
+    training, or the loader drops a batch. The control: Lightning's own estimate, which
+    takes the first size for all."""
+    module = Asking()
+    ours = AccumulationSchedule({0: 4, 3: 3, 5: 1}, unit="step")
+    _, fit = fitted("mixin", ours, module=module, **length)
+    assert module.total == fit.global_step == steps
+    if length == {"max_epochs": 3}:
+        assert module.estimated == 9
 
 
-# ---- who reads N ---------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        ({}, "it needs the length of training"),
+        ({"epochs": 3}, "it needs the length of training"),
+        ({"batches_per_epoch": 10}, "it needs the length of training"),
+        ({"max_steps": 5}, "it needs the length of training"),
+        ({"batches_per_epoch": 10, "epochs": -1}, "no end .*max_epochs=-1. Set max_"),
+        ({"batches_per_epoch": 10, "epochs": -1, "max_steps": -1}, "no end that is kn"),
+        ({"batches_per_epoch": 10, "epochs": 1}, "tokens_per_micro_batch="),
+    ],
+)
+def test_total_steps_of_an_unknown_length_is_refused(known: Any, text: str) -> None:
+    unit: Any = "tokens" if "tokens" in text else "epoch"
+    with pytest.raises(TrainkitError, match=text):
+        AccumulationSchedule(PLAN, unit=unit).total_steps(**known)
+    endless = {"batches_per_epoch": 10, "epochs": -1, "max_steps": 7}
+    assert AccumulationSchedule(PLAN).total_steps(**endless) == 7
 
 
-@pytest.mark.parametrize(("plan", "front"), [*zip(PLANS, cycle(["mixin", "callback"]))])
-@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=25. the epoch has only 10")
-def test_trainer_says_the_size_of_the_window_under_way(plan: str, front: str) -> None:
-    """Lightning zeroes at a window's first batch, steps at its last, and divides the
-    loss that it shows by N: times N it is the loss."""
-    watch = Watch()
-    fitted(front, schedule(plan), watch)
-    windows = windows_of_plan(*PLANS[plan], token_counts())
-    flat = [
-        10 * epoch + i for epoch, ws in enumerate(windows) for w in ws for i in [w.stop]
-    ]
-    assert watch.stepped == [stop - 1 for stop in flat]
-    assert sorted(set(watch.zeroed)) == [0, *flat[:-1]]
-    for shown, whole in watch.losses:
-        assert shown == pytest.approx(whole, rel=1e-12)
-    lengths = [len(w) for ws in windows for w in ws for _ in w]
-    assert all(n >= length for n, length in zip(watch.sizes, lengths, strict=True))
-    full = [n == length for n, length in zip(watch.sizes, lengths, strict=True)]
-    assert sum(full) >= sum(
-        len(w) for ws in windows for w in ws[:-1]
-    )  # a last window may be short
+def test_total_steps_of_an_endless_stream_is_refused() -> None:
+    with pytest.raises(TrainkitError, match="no end that is known, with inf batches"):
+        fitted("mixin", AccumulationSchedule(PLAN), module=Asking(), loader=STREAM)
 
 
-class AtEpochStart(pl.Callback):
-    """Reads N where an epoch begins."""
+# ---- two ranks -----------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.sizes.append(trainer.accumulate_grad_batches)
-
-
-def test_trainer_says_the_new_size_when_an_epoch_begins() -> None:
-    reads = AtEpochStart()
-    fitted("mixin", schedule("fewer by epoch"), reads)
-    assert reads.sizes == [4, 2, 1]
-
-
-class Record(DummyLogger):
-    """Keeps what WindowMonitor shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: Any = None) -> None:
-        self.rows.append(metrics)
+DATA = ragged_sequences(36)
+BATCH = 4  # five micro-batches an epoch on each rank
+ON_RANKS: dict[str, Any] = {
+    "epoch": {0: 1, 1: 3, 2: 2},
+    "step": {0: 1, 2: 3, 5: 2},
+    "tokens": {0: 1, 150: 3, 600: 2},
+}
+CASES = [
+    ("epoch", "mixin"),
+    ("step", "callback"),
+    ("step", "manual"),
+    ("tokens", "mixin"),
+    ("tokens", "manual"),
+]
+OF_RANK = [
+    [DATA[rank::2][i : i + BATCH] for i in range(0, 18, BATCH)] for rank in range(2)
+]
+OF_BOTH = [one + other for one, other in zip(*OF_RANK, strict=True)]
 
 
-@pytest.mark.parametrize("front", FRONTS)
-def test_monitor_shows_the_size_of_each_window(front: str) -> None:
-    logger = Record()
-    plan = "up and down in mid-epoch"
-    fitted(front, schedule(plan), WindowMonitor(1), logger=logger, log_every_n_steps=1)
-    windows = windows_of_plan(*PLANS[plan], token_counts())
-    shown = [row["window/micro_batches"] for row in logger.rows]
-    assert shown == [len(w) for ws in windows for w in ws]
+def train_all(rank: int, world: int) -> Any:
+    return {(unit, front): train(rank, world, unit, front) for unit, front in CASES}
 
 
-def test_trainer_gets_its_number_back_after_a_fit() -> None:
-    _, fit = fitted("mixin", schedule("fewer by epoch"))
-    assert fit.accumulate_grad_batches == 1
-    assert type(fit.accumulate_grad_batches) is int
+def train(rank: int, world: int, unit: Any, front: str) -> tuple[Tensor, Any, int]:
+    watch, ours = Watch(), AccumulationSchedule(ON_RANKS[unit], unit=unit)
+    module, fit = fitted(
+        front,
+        ours,
+        watch,
+        loader=rank_loader(DATA, BATCH, rank, world),
+        strategy="ddp",
+        devices=world,
+        use_distributed_sampler=False,
+    )
+    return weights(module), watch.stepped, fit.global_step
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    return raise_rank_errors(run_ranks(train_all, 2))
+
+
+@pytest.mark.parametrize(("unit", "front"), CASES)
+def test_schedule_on_two_ranks_equals_one_process(
+    trained: Any, unit: str, front: str
+) -> None:
+    """Their tokens differ, and they count those of both: all switch at one window. The
+    control: the windows of ranks that count their own."""
+    windows = windows_of_plan(ON_RANKS[unit], unit, OF_BOTH)
+    for each in trained:
+        end, stepped, number = each[unit, front]
+        assert number == number_of(windows)
+        if front != "manual" or stepped:
+            assert stepped == ends_of(windows, 5)
+        assert off(end, windows, OF_BOTH) <= EXACT
+        own = [windows_of_plan(ON_RANKS[unit], unit, rows) for rows in OF_RANK]
+        assert (windows in own) == (unit != "tokens")
+        assert (off(end, own[0], OF_BOTH) > NAIVE) == (unit == "tokens")

@@ -20,9 +20,7 @@ Unit = Literal["samples", "tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveBatch:
-    """How many samples or tokens one optimizer step sees.
-
-    It is micro-batch x accumulation x data-parallel replicas.
+    """What one optimizer step sees: micro-batch x accumulation x replicas.
 
     >>> batch = EffectiveBatch(micro_batch=8, accumulate=4, replicas=2)
     >>> batch.size, batch.over(32)
@@ -250,8 +248,7 @@ class EpochPlan:
         num_steps: optimizer steps.
         last_window_micro_batches: micro-batches of one rank in the last window.
         last_window_samples: samples in the last window, over all ranks.
-        is_short: whether the last window has fewer samples than the effective batch
-            (then it steps by fewer samples).
+        is_short: whether the last window has fewer samples than the effective batch.
     """
 
     num_samples: int

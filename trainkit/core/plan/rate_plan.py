@@ -16,8 +16,7 @@ class RatePlan:
         rates: the rate at each of these steps, by the name under which it is logged.
         why_not: the reason, if there is no plan.
         unit: what the weights of windows count; empty if it has no name.
-        optimizers: with several optimizers, the name of each by the beginnings of its
-            columns.
+        optimizers: the name of each of several, by the beginnings of its columns.
     """
 
     steps: list[float] = field(default_factory=list)

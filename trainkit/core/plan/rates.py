@@ -17,11 +17,7 @@ from trainkit.errors import TrainkitError
 
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 SCHEDULER_RATES = (
-    "base_lrs",
-    "max_lrs",
-    "min_lrs",
-    "default_min_lr",
-    "eta_min",
+    *("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min"),
     LAST_RATES,
 )
 GROUP_MOMENTA = ("base_momentum", "max_momentum")

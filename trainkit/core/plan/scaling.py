@@ -27,19 +27,12 @@ def same_half_life(decay: Any, k: float) -> Any:
 
     For Adam's beta2: Marek et al. 2025, arXiv 2507.07101. For a model's moving average:
     Busbridge et al. 2023, arXiv 2307.13813.
-
-    >>> same_half_life(0.5, 2)
-    0.25
     """
     return decay**k
 
 
 def sde_beta(beta: Any, k: float) -> Any:
-    """1 - k (1 - beta): an average over 1 / (1 - beta) steps, over as many samples.
-
-    >>> round(sde_beta(0.9, 4), 12)
-    0.6
-    """
+    """1 - k (1 - beta): an average over 1 / (1 - beta) steps, over as many samples."""
     return 1 - k * (1 - beta)
 
 
@@ -48,7 +41,7 @@ class ScalingRule:
     """The changes of an optimizer's hyperparameters at k times the batch.
 
     `lr` gives the factor of the rate. The others turn an old value into the new one;
-    None leaves it.
+    None leaves it. A rule with `beta2` needs Adam's moments.
     """
 
     name: str
@@ -56,11 +49,6 @@ class ScalingRule:
     beta1: Formula | None = None
     beta2: Formula | None = None
     eps: Formula | None = None
-
-    @property
-    def needs_adam(self) -> bool:
-        """Whether the rule needs Adam's moments."""
-        return self.beta2 is not None
 
     def check_reach(self, beta1: Any, beta2: Any, k: float) -> None:
         """Refuse a k at which a moment would average over less than one step.
@@ -124,9 +112,6 @@ def make_rule(
     >>> slow = make_rule("gain", Adam, noise_scale=48, reference_batch=16)
     >>> slow.name, [round(slow.lr(k), 3) for k in (1, 3, 1e9)]
     ('gain: sqrt', [1.0, 1.414, 2.0])
-
-    Raises:
-        TrainkitError: there is no rule of this name, or none for the optimizer.
     """
     check_rules(rule)
     if callable(rule):

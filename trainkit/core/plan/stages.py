@@ -73,11 +73,6 @@ class Stages:
             stages[math.ceil(over * i / distance)] = start + direction * i
         return cls.make(stages, unit)
 
-    @property
-    def largest(self) -> int:
-        """The largest size of a window."""
-        return max(self.sizes)
-
     def at(self, position: float) -> int:
         """The size of a window that begins at a position."""
         return self.sizes[bisect.bisect_right(self.starts, position) - 1]
@@ -87,9 +82,8 @@ class Stages:
     ) -> Iterator[tuple[int, bool]]:
         """The size of each window of an endless training, and whether it ends an epoch.
 
-        Args:
-            num_batches: micro-batches in an epoch, on one rank.
-            tokens: the mean weight of a micro-batch of all ranks together.
+        An epoch has `num_batches` micro-batches on one rank; `tokens` is the mean
+        weight of a micro-batch of all ranks together.
         """
         epoch, left = 0, num_batches
         seen = seen_before = 0.0

@@ -194,7 +194,8 @@ class ScaledOptimizer:
         groups = self.optimizer.param_groups
         name = type(self.optimizer).__name__
         has_moments = "SGD" not in name and all(map(self._betas, groups))
-        if self.rule.needs_adam and not has_moments:  # ASGD's alpha is not a moment
+        needs_adam = self.rule.beta2 is not None
+        if needs_adam and not has_moments:  # ASGD's alpha is not a moment
             raise TrainkitError(
                 f"LRScaling rule={self.rule.name!r}: it scales Adam's moments, and "
                 f"{name} has no betas. Use 'linear' for SGD, or 'auto'."
