@@ -12,7 +12,7 @@ from torch import Tensor
 
 import trainkit
 from tests.helpers import trainer
-from tests.lit.front.keeping import (
+from tests.lit.front.test_weighed import (
     ByHand,
     Keeping,
     batches,

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -21,12 +22,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.utils.data import DataLoader
 
 from tests.helpers import (
+    TokenModule,
+    deviation,
     loader,
     pad,
     ragged_sequences,
+    raise_rank_errors,
     rank_loader,
+    train_on_windows,
     trainer,
     weights,
+    windows_over_ranks,
 )
 from tests.zoo import Gan, Manual, Plain, Stream, on_front
 from trainkit import PerToken
@@ -48,19 +54,33 @@ def fit(
     made: dict[str, Any] | None = None,
     window: int = WINDOW,
     **options: Any,
-) -> pl.Trainer:
+) -> Any:
     """Train on this rank's share of samples, or with a loader of its own."""
     module, ours = on_front(front, kind, **made or {})
     share = rank_loader(data, BATCH, rank, world) if isinstance(data, list) else data
     how = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False}
-    every = [*ours, *callbacks]
-    fitted = trainer(window, callbacks=every, **{**how, **options})
+    fitted = trainer(window, callbacks=[*ours, *callbacks], **{**how, **options})
     fitted.fit(module, share)
     return fitted
 
 
 def train(rank: int, world: int, front: str, how: dict[str, Any]) -> Tensor:
     return weights(fit(rank, world, front, **how).lightning_module)
+
+
+def deviations(
+    ends: list[Any],
+    data: Samples = DATA,
+    optimizer: str = "sgd",
+    clip: Any = None,
+    replicas: int | None = None,
+) -> list[float]:
+    """How far each rank's weights are from those of the big batch on one process."""
+    reference = TokenModule(dtype=torch.float64, optimizer=optimizer)
+    start = weights(reference)
+    windows = windows_over_ranks(data, BATCH, WINDOW, replicas or len(ends))
+    train_on_windows(reference, windows, clip=clip)
+    return [deviation(end, reference, start) for end in raise_rank_errors(ends)]
 
 
 def silenced(number: int, keep: int) -> Samples:
@@ -82,6 +102,8 @@ GRID = [
 """Each pair of a front, an optimizer and a clip."""
 SUM = {"reduction": "sum", "strategy": PerToken(loss_reduction="sum")}
 UNUSED = {"strategy": "ddp_find_unused_parameters_true"}
+ADAM, FLOAT = {"optimizer": "adamw"}, {"dtype": torch.float32}
+EVEN = loader(DATA, BATCH)
 
 
 class Apart(Manual):
@@ -133,59 +155,30 @@ class HeavyLoss(Plain):
         return HeavyToken().weight(batch) * self.loss_of(batch)
 
 
-def train_compressed(rank: int, world: int, front: str) -> Tensor:
-    """Gradients travel in half precision."""
-    made: dict[str, Any] = {"dtype": torch.float32}
-    made |= {"strategy": HeavyToken()} if front == "callback" else {}
-    kind = Plain if front == "callback" else HeavyLoss
-    hook = Hook(fp16_compress_hook)
-    return weights(fit(rank, world, front, kind, hook, made=made).lightning_module)
-
-
-def train_by_hand(rank: int, world: int, kind: Any) -> tuple[Tensor, int]:
-    """Where windows of its own end, and how often gradients were brought together."""
-    hook = Hook(allreduce_hook)
-    module = kind(optimizer="adamw")
-    how: dict[str, Any] = {"strategy": "ddp", "devices": world, "callbacks": [hook]}
-    fitted = trainer(WINDOW, use_distributed_sampler=False, **how)
-    fitted.fit(module, rank_loader(DATA, BATCH, rank, world))
-    return weights(module), hook.number
-
-
-def train_gan(rank: int, world: int) -> Tensor:
-    gan = Gan()
-    how: dict[str, Any] = {**UNUSED, "devices": world}
-    fitted = trainer(use_distributed_sampler=False, **how)
-    fitted.fit(gan, rank_loader(DATA, BATCH, rank, world))
-    return weights(gan)
-
-
-class CountCollectives(pl.Callback):
-    """Counts all-reduces that trainkit starts, batch by batch."""
-
-    def __init__(self) -> None:
-        self.in_batches: list[int] = []
-
-    def count(self, patch: pytest.MonkeyPatch) -> None:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            caller = inspect.stack()[1].filename
-            if "trainkit" in caller and self.in_batches:
-                self.in_batches[-1] += 1
-            return original(*args, **kwargs)
-
-        original = dist.all_reduce
-        patch.setattr(dist, "all_reduce", counted)
-
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self.in_batches.append(0)
+def train_hooked(
+    rank: int, world: int, front: str, kind: Any, made: Any, hook: Any = allreduce_hook
+) -> tuple[Tensor, int]:
+    """Where it ends, and how often gradients were brought together."""
+    hook = Hook(hook)
+    fitted = fit(rank, world, front, kind, hook, made=made)
+    return weights(fitted.lightning_module), hook.number
 
 
 def count_collectives(rank: int, world: int) -> list[int]:
-    counter = CountCollectives()
+    """How many all-reduces trainkit starts in each batch."""
+    counts: list[int] = []
+    original = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if counts and "trainkit" in inspect.stack()[1].filename:
+            counts[-1] += 1
+        return original(*args, **kwargs)
+
+    begins = LambdaCallback(on_train_batch_start=lambda *args: counts.append(0))
     with pytest.MonkeyPatch.context() as patch:
-        counter.count(patch)
-        fit(rank, world, "callback", Plain, counter, max_epochs=1)
-    return counter.in_batches
+        patch.setattr(dist, "all_reduce", counted)
+        fit(rank, world, "callback", Plain, begins, max_epochs=1)
+    return counts
 
 
 class NanOnRankOne(Plain):
@@ -195,31 +188,27 @@ class NanOnRankOne(Plain):
 
 
 def train_nan(rank: int, world: int, checks: Any) -> tuple[int, str]:
-    module, ours = on_front("callback", NanOnRankOne, options={"checks": checks})
-    how: dict[str, Any] = {"strategy": "ddp", "devices": world, "callbacks": ours}
-    fitted = trainer(WINDOW, use_distributed_sampler=False, **how)
-    try:
-        fitted.fit(module, rank_loader(DATA, BATCH, rank, world))
-    except TrainkitError as error:
-        return fitted.global_step, str(error)
-    return fitted.global_step, ""
+    """The steps that were taken, and what has ended them."""
+    steps: list[int] = []
+    ends = LambdaCallback(on_exception=lambda t, *args: steps.append(t.global_step))
+    made = {"options": {"checks": checks}}
+    with pytest.raises(TrainkitError) as error:
+        fit(rank, world, "callback", NanOnRankOne, ends, made=made)
+    return steps[0], str(error.value)
 
 
 def train_printing(rank: int, world: int) -> str:
     sys.stdout = io.StringIO()
-    fit(rank, world, "mixin", data=loader(DATA, BATCH), use_distributed_sampler=True)
+    fit(rank, world, "mixin", data=EVEN, use_distributed_sampler=True)
     return sys.stdout.getvalue()
 
 
 # ---- refused, or not -----------------------------------------------------------------
 
 
-def train_ddp(rank: int, world: int, window: int, kind: Any, ddp: Any) -> Tensor:
-    module, ours = (kind(), []) if kind is Manual else on_front("callback", kind)
+def train_ddp(rank: int, world: int, front: str, how: Any, ddp: Any) -> Tensor:
     backend = DDPStrategy(process_group_backend="gloo", **ddp)
-    fitted = trainer(window, strategy=backend, devices=world, callbacks=ours)
-    fitted.fit(module, loader(DATA, BATCH))
-    return weights(module)
+    return train(rank, world, front, {"strategy": backend, "data": EVEN, **how})
 
 
 class Announced(Stream):
@@ -258,6 +247,7 @@ def train_none(rank: int, world: int) -> None:
 
 # ---- the cases of one start of two ranks, and of three ----------------------------
 
+HEAVY = {**FLOAT, "strategy": HeavyToken()}
 STATIC: dict[str, Any] = {"static_graph": True}
 TWO: dict[Any, Any] = {
     **{
@@ -273,19 +263,19 @@ TWO: dict[Any, Any] = {
     0: (train, "callback", {"data": silenced(2, 0)}),
     1: (train, "callback", {"data": silenced(2, 1)}),
     "two heads": (train, "callback", {"kind": TwoHeads, **UNUSED}),
-    "compressed": (train_compressed, "callback"),
-    "compressed plainly": (train_compressed, "plain"),
-    "by hand": (train_by_hand, Manual),
-    "apart": (train_by_hand, Apart),
-    "gan": (train_gan,),
+    "compressed": (train_hooked, "callback", Plain, HEAVY, fp16_compress_hook),
+    "compressed plainly": (train_hooked, "plain", HeavyLoss, FLOAT, fp16_compress_hook),
+    "by hand": (train_hooked, "plain", Manual, ADAM),
+    "apart": (train_hooked, "plain", Apart, ADAM),
+    "gan": (train, "plain", {"kind": Gan, "window": 1, **UNUSED}),
     "collectives": (count_collectives,),
     "late": (train_nan, "late"),
     "now": (train_nan, "now"),
     "printed": (train_printing,),
-    "static graph, 2": (train_ddp, 2, Plain, STATIC),
-    "static graph, 1": (train_ddp, 1, Plain, STATIC),
-    "static graph, manual": (train_ddp, 2, Manual, STATIC),
-    "averaging": (train_ddp, 2, Plain, {"model_averaging_period": 4}),
+    "static graph, 2": (train_ddp, "callback", {}, STATIC),
+    "static graph, 1": (train_ddp, "callback", {"window": 1}, STATIC),
+    "static graph, manual": (train_ddp, "plain", {"kind": Manual}, STATIC),
+    "averaging": (train_ddp, "callback", {}, {"model_averaging_period": 4}),
     "equal streams": (train_stream, [5, 5]),
     "cut streams": (train_limited, [4, 6]),
     "lists": (train_lists, [3, 5]),

@@ -18,6 +18,7 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     rank_loader,
+    run_cases,
     run_ranks,
     train_on_windows,
     trainer,
@@ -30,13 +31,11 @@ from tests.lit.resume.test_rank_checkpoints import (
     off_long_windows,
 )
 from tests.lit.resume.test_rank_checkpoints import WINDOW as LONG_WINDOW
-from tests.lit.windows.several import run_cases
+from tests.lit.windows.rank_cases import BATCH, DATA, WINDOW, deviations
 from tests.zoo import Plain, Sharded, on_front, whole
 from trainkit import WindowMonitor
 
 EXACT = TOLERANCE[torch.float64]
-DATA = ragged_sequences(36)
-BATCH, WINDOW = 4, 2
 OPTIONS = [(optimizer, clip) for optimizer in ("sgd", "adamw") for clip in (None, 0.05)]
 
 
@@ -109,29 +108,19 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     return run_cases(2, cases) | {"path": path}
 
 
-def deviations(
-    ends: list[Any], replicas: int, optimizer: str = "sgd", clip: float | None = None
-) -> list[float]:
-    start, reference = (
-        TokenModule(dtype=torch.float64, optimizer=optimizer) for _ in range(2)
-    )
-    windows = windows_over_ranks(DATA, BATCH, WINDOW, replicas)
-    train_on_windows(reference, windows, clip=clip)
-    return [deviation(end, reference, start) for end in raise_rank_errors(ends)]
-
-
 @pytest.mark.parametrize(("optimizer", "clip"), OPTIONS)
 def test_fsdp2_equals_one_process(two: Any, optimizer: str, clip: float | None) -> None:
     """Without trainkit it does not."""
-    assert max(deviations(two[optimizer, clip], 2, optimizer, clip)) <= EXACT
-    assert min(deviations(two["plain"], 2)) > NAIVE
+    assert max(deviations(two[optimizer, clip], DATA, optimizer, clip)) <= EXACT
+    assert min(deviations(two["plain"])) > NAIVE
 
 
 def test_tensor_parallel_ranks_equal_one_process(two: Any) -> None:
     """verl#6609: two ranks share one window's data, and count it once. World size
     means data-parallel replicas: of four ranks, two."""
-    assert max(deviations(two["tensor parallel"], 1)) <= EXACT
-    assert max(deviations(run_ranks(train, 4, "callback", 2), 2)) <= EXACT
+    assert max(deviations(two["tensor parallel"], replicas=1)) <= EXACT
+    four = run_ranks(train, 4, "callback", 2)
+    assert max(deviations(four, replicas=2)) <= EXACT
 
 
 def test_parameters_that_no_backend_averages_are_refused(two: Any) -> None:
