@@ -43,16 +43,8 @@ LIGHT = [
         )
     ),
     *(
-        f"from trainkit.core.{module} import *"
-        for module in (
-            "batch_plan",
-            "effective",
-            "epoch_plan",
-            "scaling",
-            "stages",
-            "whole_number",
-            "window_size",
-        )
+        f"from trainkit.core.plan.{module} import *"
+        for module in ("effective_batch", "options", "rate_plan", "scaling", "stages")
     ),
 ]
 USE_OF_CORE = """

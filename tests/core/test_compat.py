@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.schedulers import MAKERS, Curve
+from tests.core.plan.schedulers import MAKERS, Curve
 from trainkit.core import _compat
 
 pytestmark = pytest.mark.filterwarnings(

@@ -17,6 +17,7 @@ from tests.helpers import (
     OPTIMIZERS,
     TokenNet,
     deviation,
+    gradients,
     pad,
     ragged_sequences,
     trainer,
@@ -101,6 +102,9 @@ class Run:
     """The weights after each epoch."""
     losses: list[float] = field(default_factory=list)
     """The mean loss of each window."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """Of each step of a big batch, before clipping."""
+    clipped: list[Tensor] = field(default_factory=list)
 
     @property
     def end(self) -> Tensor:
@@ -182,7 +186,9 @@ def big_batch(
             stepper.zero_grad()
             value = loss(net, batch)
             value.backward()
+            run.gradients.append(gradients(net))
             clip_(net, clip)
+            run.clipped.append(gradients(net))
             stepper.step()
             run.losses.append(value.item())
         run.ends.append(weights(net))

@@ -1,13 +1,13 @@
 from .accumulator import Accumulator as Accumulator
-from .batch_plan import BatchPlan as BatchPlan
 from .class_weights import PerClassWeight as PerClassWeight
-from .curves import warmup_cosine as warmup_cosine
-from .effective import EffectiveBatch as EffectiveBatch
-from .epoch_plan import EpochPlan as EpochPlan
 from .inside.chunked import Chunked as Chunked
 from .joins.exact import exact_batch_norm as exact_batch_norm
 from .noise.estimate import NoiseEstimate as NoiseEstimate
 from .noise.moments import NoiseMoments as NoiseMoments
+from .plan.effective_batch import BatchPlan as BatchPlan
+from .plan.effective_batch import EffectiveBatch as EffectiveBatch
+from .plan.effective_batch import EpochPlan as EpochPlan
+from .plan.rates import warmup_cosine as warmup_cosine
 from .split.micro_batching import MicroBatching as MicroBatching
 from .strategies import AccumulationStrategy as AccumulationStrategy
 from .strategies import PerSample as PerSample

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 Columns = dict[Any, list[Any]]

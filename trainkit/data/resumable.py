@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.data.epoch_order import EpochOrder, check_seed
 from trainkit.data.filler import Filled
 from trainkit.data.length_sampler import LengthSampler

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.data.length_sampler import Batch, LengthSampler
 from trainkit.data.row_sampler import share
 from trainkit.errors import TrainkitError

@@ -19,7 +19,7 @@ from trainkit.cli.completion.main import main
 from trainkit.cli.fit import options as fit_options
 from trainkit.cli.fit.options import options_of
 from trainkit.cli.main import COMMANDS
-from trainkit.core.scaling import RULES
+from trainkit.core.plan.scaling import RULES
 from trainkit.errors import TrainkitError
 
 

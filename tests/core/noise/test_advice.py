@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainkit.core.noise.advice import FAR, GROWTH, Point, Suggestion, advice, suggest
 from trainkit.core.noise.estimate import NoiseEstimate
-from trainkit.core.stages import Stages
+from trainkit.core.plan.stages import Stages
 
 ONE = NoiseEstimate(210.0, 160.0, 280.0, 512.0, 1.0, 120)
 

@@ -13,10 +13,10 @@ from tests.core.noise.simulated import Setting, as_if_equal, estimate_of
 from trainkit.core.noise.estimate import (
     COLUMNS,
     NoiseEstimate,
-    gain,
     per_sample,
     per_step,
 )
+from trainkit.core.plan.scaling import gain
 
 EQUAL = [Setting(2, 4, 0.25, False), Setting(8, 4, 8, False)]
 RAGGED = [Setting(2, 1, 1, True), Setting(4, 1, 0.25, True), Setting(8, 1, 1, True)]

@@ -14,7 +14,7 @@ import pytorch_lightning as old_pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.helpers import quiet_lightning
+from tests.helpers import quiet_lightning, trainer
 from tests.lit.resume.interrupting import (
     FIVE,
     Dropping,
@@ -30,6 +30,7 @@ from tests.lit.resume.interrupting import (
     train,
 )
 from tests.recording import SENT
+from tests.zoo import old_trainer
 from trainkit import (
     AccumulationCallback,
     ExactResume,
@@ -139,8 +140,8 @@ def keys_in(folder: Path) -> Any:
 @pytest.mark.parametrize("package", [pl, old_pl], ids=lambda each: each.__name__)
 def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
     class Module(package.LightningModule):
-        training_step = Dropping.training_step
-        _loss, configure_optimizers = Dropping._loss, Dropping.configure_optimizers
+        training_step, _loss = Dropping.training_step, Dropping._loss
+        configure_optimizers = Dropping.configure_optimizers
 
         def __init__(self) -> None:
             super().__init__()
@@ -153,19 +154,12 @@ def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
 
     def fitted(folder: Path, *others: Any, **how: Any) -> Any:
         torch.manual_seed(7)
-        module = Module()
-        trainer = package.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            logger=MetricsCSVLogger(folder),
-            callbacks=[AccumulationCallback(PerToken()), ExactResume(), *others],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=1,
-        )
-        trainer.fit(module, shuffled(), weights_only=True, **how)
+        module, make = Module(), trainer if package is pl else old_trainer
+        callbacks = [AccumulationCallback(PerToken()), ExactResume(), *others]
+        logs: dict[str, Any] = {"logger": MetricsCSVLogger(folder)}
+        logs |= {"log_every_n_steps": 1, "enable_checkpointing": True}
+        fit: Any = make(3, callbacks=callbacks, **logs)
+        fit.fit(module, shuffled(), weights_only=True, **how)
         return module.state_dict()
 
     with warnings.catch_warnings():
@@ -191,17 +185,17 @@ def test_it_brings_its_parts_once_and_in_their_places(tmp_path: Path) -> None:
             return [ExactResume(dirpath=tmp_path / "brought", every_n_train_steps=1)]
 
     order = [*("EpochSums", "RandomState", "MetricRows"), "ExactResume", "GracefulStop"]
-    trainer: Any = train(**alone(tmp_path))[1]
+    fit: Any = train(**alone(tmp_path))[1]
     with pytest.warns(UserWarning, match="the run begins anew, and will replace"):
-        trainer.fit(Dropping(), shuffled())
-    names = [type(each).__name__ for each in trainer.callbacks]
+        fit.fit(Dropping(), shuffled())
+    names = [type(each).__name__ for each in fit.callbacks]
     assert names[-5:] == order
     assert len(names) == 7
-    trainer = train(tmp_path / "other", kind=Brings, without=FIVE)[1]
-    trainer.fit_loop.max_epochs = 3
+    fit = train(tmp_path / "other", kind=Brings, without=FIVE)[1]
+    fit.fit_loop.max_epochs = 3
     saved = tmp_path / "brought" / "last.ckpt"
-    trainer.fit(Brings(), shuffled(), ckpt_path=saved)
-    names = [type(each).__name__ for each in trainer.callbacks]
+    fit.fit(Brings(), shuffled(), ckpt_path=saved)
+    names = [type(each).__name__ for each in fit.callbacks]
     assert len(names) == len(set(names))
 
 

@@ -123,9 +123,9 @@ def test_manual_windows_equal_big_batches(name: str, clip: float | None) -> None
 
 
 def test_window_of_the_trainer_is_given_back_after_each_fit() -> None:
-    """After an exception, too."""
+    """After an exception, too, in training or before it."""
 
-    def fail(self: Any, batch: Any, batch_idx: int) -> None:
+    def fail(self: Any, *args: Any) -> None:
         raise KeyError("a user's mistake")
 
     fit = trainer(WINDOW, max_epochs=1)
@@ -134,9 +134,10 @@ def test_window_of_the_trainer_is_given_back_after_each_fit() -> None:
         assert fit.accumulate_grad_batches == WINDOW
         assert off(module, epochs=1) <= EXACT
         fit.fit_loop.epoch_progress.reset()
-    with pytest.raises(KeyError, match="a user's mistake"):
-        fit.fit(hooked(Manual, training_step=fail)(), loader(SEQUENCES, BATCH))
-    assert fit.accumulate_grad_batches == WINDOW
+    for hook in ("training_step", "prepare_data"):
+        with pytest.raises(KeyError, match="a user's mistake"):
+            fit.fit(hooked(Manual, **{hook: fail})(), loader(SEQUENCES, BATCH))
+        assert fit.accumulate_grad_batches == WINDOW
 
 
 # ---- refused, or announced -----------------------------------------------------------

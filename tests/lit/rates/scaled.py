@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
-from tests.core.schedulers import MAKERS, Curve
+from tests.core.plan.schedulers import MAKERS, Curve
 from tests.helpers import trainer
 from trainkit.lit.rates.lr_scaling import LRScaling
 

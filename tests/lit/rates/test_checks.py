@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner.tuning import Tuner
 
-from tests.core.schedulers import deviation
+from tests.core.plan.schedulers import deviation
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     EXACT,

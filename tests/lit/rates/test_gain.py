@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim import SGD, Adadelta, Adam, Rprop
 
-from tests.core.schedulers import ABSOLUTE, MAKERS, deviation
+from tests.core.plan.schedulers import ABSOLUTE, MAKERS, deviation
 from tests.lit.rates.scaled import (
     BATCH,
     EXACT,

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from tests.core.schedulers import ABSOLUTE, MAKERS, deviation, tensor_rate
+from tests.core.plan.schedulers import ABSOLUTE, MAKERS, deviation, tensor_rate
 from tests.lit.rates.scaled import (
     BATCH,
     BATCHES,

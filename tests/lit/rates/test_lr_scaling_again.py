@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.schedulers import deviation
+from tests.core.plan.schedulers import deviation
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     EXACT,

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
-from tests.core.schedulers import deviation
+from tests.core.plan.schedulers import deviation
 from tests.lit.rates.scaled import EXACT, Saves, Scheduled, fit, linear, plain, times
 from trainkit import (
     AccumulationCallback,

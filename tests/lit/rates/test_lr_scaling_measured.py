@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.core.schedulers import deviation
+from tests.core.plan.schedulers import deviation
 from tests.helpers import raise_rank_errors, run_ranks
 from tests.lit.rates.scaled import (
     EXACT,

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from torch import Tensor, nn
 
-from tests.core.schedulers import deviation
+from tests.core.plan.schedulers import deviation
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     BATCHES,

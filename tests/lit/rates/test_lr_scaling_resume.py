@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from tests.core.schedulers import MAKERS, deviation
+from tests.core.plan.schedulers import MAKERS, deviation
 from tests.helpers import trainer
 from tests.lit.rates.scaled import (
     EXACT,

@@ -23,7 +23,7 @@ from trainkit import (
     MetricsCSVLogger,
     PerSample,
 )
-from trainkit.core.rate_plan import RatePlan
+from trainkit.core.plan.rate_plan import RatePlan
 from trainkit.lit.rates.planned_rates import plan_rates
 
 pytestmark = [

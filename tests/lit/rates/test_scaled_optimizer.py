@@ -121,7 +121,7 @@ def test_reach_goes_by_what_beta_was_for_the_reference_batch() -> None:
     for k in (4.0, 8.0, 9.5):
         scaled.follow(k, step=0, warmup_steps=0)
         assert optimizer.param_groups[0]["betas"][0] == pytest.approx(1 - k * 0.1)
-    with pytest.raises(TrainkitError, match="with k = 11 and beta = 0.9 it is 1.1"):
+    with pytest.raises(TrainkitError, match="with k = 11 beta = 0.9 becomes -0.1:"):
         scaled.check_reach(11)
 
 
@@ -139,7 +139,7 @@ def test_cycled_beta1_below_the_reach_is_refused(name: str) -> None:
                 made = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1, 30, **how)
             return [optimizer], [{"scheduler": made, "interval": "step"}]
 
-    with pytest.raises(TrainkitError, match=r"with k = 4 and beta = 0.7 it is 1.2"):
+    with pytest.raises(TrainkitError, match="k = 4 beta = 0.7 becomes -0.2:"):
         fit(Cycles(None), LRScaling("adam-sde", reference_batch=REFERENCE))
 
 
@@ -148,7 +148,7 @@ def test_cycled_beta1_below_the_reach_is_refused(name: str) -> None:
 
 def test_sde_out_of_reach_is_refused_before_training() -> None:
     module = Scheduled(None, optimizer=torch.optim.Adam)
-    with pytest.raises(TrainkitError, match=r"must be below 1, and with k = 12 "):
+    with pytest.raises(TrainkitError, match="must stay above 0, and with k = 12 "):
         fit(module, LRScaling("adam-sde", reference_batch=0.5))
     assert module.curve == []
 
@@ -157,11 +157,11 @@ def test_half_life_that_forgets_all_is_refused_before_training() -> None:
     """0.95 ** 16384 is 0, and nothing leads back from there."""
     module = Scheduled(None, optimizer=MADE["Adam"])
     scaling = LRScaling("half-life", reference_batch=1, micro_batch=16384)
-    with pytest.raises(TrainkitError, match="0.99 ..? 32768 is 0: the second moment"):
+    with pytest.raises(TrainkitError, match="k = 32768 beta = 0.99 becomes 9.*e-144:"):
         fit(module, scaling)
     schedule = AccumulationSchedule({0: 1, 100: 16384}, unit="step")
     scaling = LRScaling("half-life", reference_batch=1)
-    with pytest.raises(TrainkitError, match="0.99 ..? 49152 is 0"):
+    with pytest.raises(TrainkitError, match="k = 49152 beta = 0.99 becomes 2.*e-215:"):
         fit(module, AccumulationCallback(Uniform()), schedule, scaling, window=1)
     assert module.curve == []
 
@@ -170,7 +170,7 @@ def test_later_stage_out_of_reach_is_refused_before_training() -> None:
     module = Scheduled(None, optimizer=torch.optim.Adam)
     schedule = AccumulationSchedule({0: 1, 100: 6}, unit="step")
     scaling = LRScaling("adam-sde", reference_batch=REFERENCE)
-    with pytest.raises(TrainkitError, match=r"must be below 1, and with k = 12 "):
+    with pytest.raises(TrainkitError, match="must stay above 0, and with k = 12 "):
         fit(module, AccumulationCallback(Uniform()), schedule, scaling, window=1)
     assert module.curve == []
 

@@ -29,7 +29,7 @@ from tests.lit.schedule.scheduling import (
     windows_of_plan,
 )
 from trainkit import AccumulationSchedule, WindowMonitor
-from trainkit.core.window_size import WindowSize
+from trainkit.core.plan.stages import WindowSize
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulate_grad_batches=.. the epoch")
 EXACT = 1e-10

@@ -148,6 +148,7 @@ class InOtherHooks(Split):
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.log("before_backward", loss, on_step=True, on_epoch=True)
+        self.log("constant", 0.5, on_epoch=True, weight=PerSample())
 
     def on_after_backward(self) -> None:
         self.log("after_backward", 1.0)

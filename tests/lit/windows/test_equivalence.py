@@ -14,7 +14,6 @@ from tests.helpers import (
     NAIVE,
     OPTIMIZERS,
     TOLERANCE,
-    TokenNet,
     deviation,
     gradients,
     ragged_sequences,
@@ -30,15 +29,12 @@ from tests.lit.fronts import (
     Clip,
     Run,
     assert_big_batch,
-    batches_of,
     big_batch,
-    clip_,
     clip_options,
     fit,
     make_strategy,
     merged,
     micro_batches,
-    plain_token_loss,
     ragged,
     train,
 )
@@ -183,21 +179,6 @@ def test_training_step_is_asked_for_no_argument() -> None:
     assert_big_batch(bare)
 
 
-def exact_gradients(clip: Clip = None) -> tuple[list[Tensor], list[Tensor]]:
-    """The big batch's gradient in each step of an epoch, before and after clipping."""
-    net = TokenNet(dtype=torch.float64)
-    optimizer = OPTIMIZERS["sgd"](net.parameters())
-    before, after = [], []
-    for batch in batches_of(SEQUENCES, merged(RAGGED)):
-        optimizer.zero_grad()
-        plain_token_loss(net, batch).backward()
-        before.append(gradients(net).clone())
-        clip_(net, clip)
-        after.append(gradients(net).clone())
-        optimizer.step()
-    return before, after
-
-
 class LastGradients(Gradients, Checkpoint):
     """One that Lightning sorts behind all others."""
 
@@ -227,8 +208,9 @@ def test_gradient_seen_by_any_callback_equals_big_batch(
         enable_checkpointing=issubclass(reader, Checkpoint),
     )
     fitted.fit(module, ragged(RAGGED))
+    exact = big_batch(SEQUENCES, epochs=1).gradients
     for each in (first, second):
-        assert are_same(each.seen, exact_gradients()[0]) is (front != "plain")
+        assert are_same(each.seen, exact) is (front != "plain")
     in_order = [first, second] if reader is Gradients else [second, first]
     assert [c for c in fitted.callbacks if isinstance(c, Gradients)] == in_order
     assert fitted.callbacks[: len(ours)] == ours
@@ -254,7 +236,7 @@ def test_gradient_seen_by_module_hooks_equals_big_batch(clip: Clip, front: str) 
         configure_gradient_clipping=configure_gradient_clipping,
     )
     fit(front, reading, max_epochs=1, **clip_options(clip))
-    before, after = exact_gradients(clip)
-    assert are_same(seen["before"], before) is (front != "plain")
-    assert are_same(seen["after"], after) is (front != "plain")
-    assert (before[0] - after[0]).norm() > 0.01
+    big = big_batch(SEQUENCES, clip=clip, epochs=1)
+    assert are_same(seen["before"], big.gradients) is (front != "plain")
+    assert are_same(seen["after"], big.clipped) is (front != "plain")
+    assert (big.gradients[0] - big.clipped[0]).norm() > 0.01

@@ -116,6 +116,12 @@ def lengthen(trainer: Any, batch_idx: int) -> None:
         trainer.accumulate_grad_batches = 4
 
 
+def shorten(trainer: Any, batch_idx: int) -> None:
+    """Sets another length inside a window."""
+    if batch_idx == 2:
+        trainer.accumulate_grad_batches = 2
+
+
 class ShorterThanItSays(list[Any]):
     """A loader that claims more batches than it yields."""
 
@@ -223,6 +229,12 @@ CASES: dict[str, Case] = {
         [[0, 1], [2, 3], [4, 5, 6, 7]],
         callbacks=at_start(lengthen),
         how={"window": 2, "limit_train_batches": 8, **ONCE},
+    ),
+    "shortened inside a window": Case(
+        [[2, 3], [4, 5], [6, 7]],
+        dropped(2, "its gradients were zeroed before its step"),
+        callbacks=at_start(shorten),
+        how={"window": 3, "limit_train_batches": 8, **ONCE},
     ),
     # Lightning zeroes gradients with a window's first batch only, which is None.
     "None from the loader": Case(

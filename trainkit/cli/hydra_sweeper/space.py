@@ -17,7 +17,7 @@ from trainkit.cli.sweep.config_keys import check_keys
 from trainkit.cli.sweep.sweep_file import METHODS, SweepFile, check
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, conf_in, key_of
 from trainkit.config.redact import redact_words
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError, did_you_mean
 
 WHERE = "hydra/sweeper=wandb"

@@ -30,7 +30,7 @@ from trainkit.cli.sweep.picture import draw
 from trainkit.cli.sweep.sweep_file import SweepFile
 from trainkit.cli.sweep.trial import Trial, best_of, describe, news_of
 from trainkit.config.redact import REDACTED
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 _IN_THIS_PROCESS = "BasicLauncher"

@@ -14,8 +14,8 @@ from trainkit.cli.plan import noise
 from trainkit.cli.plan.report import describe, make_report
 from trainkit.cli.plan.scaling import BETAS, BY_NOISE, EPS, Reference, scaled_by_rules
 from trainkit.cli.words import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH
-from trainkit.core.batch_plan import BatchPlan
-from trainkit.core.scaling import RULES
+from trainkit.core.plan.effective_batch import BatchPlan
+from trainkit.core.plan.scaling import RULES
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import show
 

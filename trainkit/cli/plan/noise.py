@@ -8,8 +8,9 @@ from typing import Any
 from trainkit.cli.aligned import aligned
 from trainkit.cli.plan.scaling import BY_NOISE, Reference
 from trainkit.core.noise.advice import short
-from trainkit.core.noise.estimate import gain, per_sample, per_step
+from trainkit.core.noise.estimate import per_sample, per_step
 from trainkit.core.noise.from_run import read_noise_scale
+from trainkit.core.plan.scaling import gain
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row
 

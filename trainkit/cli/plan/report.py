@@ -10,9 +10,8 @@ from typing import Any
 from trainkit.cli.plan import noise
 from trainkit.cli.plan.scaling import BY_NOISE, Reference
 from trainkit.cli.words import key_of
-from trainkit.core.batch_plan import BatchPlan
-from trainkit.core.effective import brief
-from trainkit.core.epoch_plan import EpochPlan
+from trainkit.core.plan.effective_batch import BatchPlan, EpochPlan
+from trainkit.core.plan.options import brief
 from trainkit.lit.callback.table import Row
 
 

@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.core.batch_plan import BatchPlan
-from trainkit.core.scaling import (
+from trainkit.core.plan.effective_batch import BatchPlan
+from trainkit.core.plan.scaling import (
     RULES,
     ScalingRule,
-    refuse_lost_half_life,
-    refuse_sde_overreach,
 )
 from trainkit.errors import TrainkitError
 
@@ -96,10 +94,7 @@ def _scaled_or_problem(
 def _scaled(rule: ScalingRule, plan: BatchPlan, reference: Reference) -> dict[str, Any]:
     k = plan.effective_batch.over(reference.batch)
     beta1, beta2 = reference.betas
-    for beta in reference.betas:
-        refuse_sde_overreach(rule, beta, k)
-    if rule is RULES["half-life"]:
-        refuse_lost_half_life(beta2, k)
+    rule.check_reach(beta1, beta2, k)
     return {
         "rule": rule.name,
         "k": k,

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.core.gradients import parameters_of
-from trainkit.core.rate_plan import RatePlan
+from trainkit.core.plan.rate_plan import RatePlan
 from trainkit.core.strategies import PerSample, PerToken, Uniform
 from trainkit.lit.callback.base import find_callback, windows_of
 from trainkit.lit.rates.planned_rates import plan_rates

@@ -14,8 +14,8 @@ from trainkit.cli.report.series import Series, read_series
 from trainkit.cli.report.throughput import STEP_TIMES, read_step_times, throughput
 from trainkit.cli.runs.folder import RunFolder
 from trainkit.cli.runs.summary_rows import Row, rows
-from trainkit.core.effective import EffectiveBatch
-from trainkit.core.rate_plan import RatePlan
+from trainkit.core.plan.effective_batch import EffectiveBatch
+from trainkit.core.plan.rate_plan import RatePlan
 from trainkit.errors import TrainkitError
 from trainkit.lit.logs.metric_file import read_rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.core.effective import brief
+from trainkit.core.plan.options import brief
 
 Row = tuple[str, str]
 

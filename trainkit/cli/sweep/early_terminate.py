@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainkit.cli.sweep.distributions import is_number
-from trainkit.core.whole_number import is_whole_number
+from trainkit.core.plan.options import is_whole_number
 from trainkit.errors import TrainkitError, did_you_mean
 
 _COUNT = (is_whole_number, "a whole number from 1")

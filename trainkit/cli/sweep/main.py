@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.cli.arguments import Arguments
 from trainkit.cli.sweep.trial import Trial
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.cli.sweep.command import check_command, is_trainkit
 from trainkit.cli.sweep.early_terminate import check_early_terminate
 from trainkit.cli.sweep.parameters import check_parameters, leaves
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 METHODS = ("grid", "random", "bayes")

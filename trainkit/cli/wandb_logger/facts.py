@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import WandbLogger
 
-from trainkit.core.effective import EffectiveBatch, Unit
+from trainkit.core.plan.effective_batch import EffectiveBatch, Unit
 from trainkit.lit.batch_size.effective import find_effective_batch
 from trainkit.lit.callback.base import windows_of
 

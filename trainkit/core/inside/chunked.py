@@ -13,7 +13,7 @@ from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 Keep = int | str | Literal["auto"]

@@ -27,8 +27,8 @@ from trainkit.core.inside.padding import (
     with_columns,
 )
 from trainkit.core.inside.rows import Plan, Unfit
+from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.partition import Span, columns_of, partition
-from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 
 LENGTHS = "attention_mask"

@@ -17,7 +17,7 @@ from trainkit.core.joins.engine import Memory
 from trainkit.core.joins.inside import JoinedChunks
 from trainkit.core.joins.layers import sharing_of
 from trainkit.core.joins.steps import JoinedSteps
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 MicroBatch = TypeVar("MicroBatch")

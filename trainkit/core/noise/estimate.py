@@ -149,15 +149,3 @@ def per_sample(noise_scale: float, window: float) -> float:
     0.29
     """
     return 1 - per_step(noise_scale, window)
-
-
-def gain(noise_scale: float, reference: float, window: float) -> float:
-    """How many times as far a step may go as one of a reference window.
-
-    The progress of a step over that of the reference's: k for windows far below the
-    noise scale, level above it.
-
-    >>> gain(40, 16, 16), round(gain(1e9, 16, 128), 3), round(gain(40, 16, 1e9), 3)
-    (1.0, 8.0, 3.5)
-    """
-    return (1 + noise_scale / reference) / (1 + noise_scale / window)

@@ -15,8 +15,8 @@ from trainkit.core.noise.blocks import Blocks
 from trainkit.core.noise.chunks import ChunkNorms
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.norms import PassNorms, refuse_shards
+from trainkit.core.plan.options import check_whole_number
 from trainkit.core.ranks import Ranks
-from trainkit.core.whole_number import check_whole_number
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainkit.core.inside.keep import checked_keep
 from trainkit.core.nested import Path
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 
 

@@ -6,7 +6,7 @@ import warnings
 from typing import Any, Literal
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed, num_sharing_ranks
-from trainkit.core.effective import brief
+from trainkit.core.plan.options import brief
 from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.policy import Policy

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from trainkit.core.effective import EffectiveBatch, Unit, check_unit
+from trainkit.core.plan.effective_batch import EffectiveBatch, Unit, check_unit
+from trainkit.core.plan.stages import WindowSize
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerSample,
     Strategies,
     Uniform,
 )
-from trainkit.core.window_size import WindowSize
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.unlike import counts_alike, row_before
 from trainkit.lit.callback.base import WindowOwner, has_callback, windows_of

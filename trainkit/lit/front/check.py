@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
+from trainkit.core.plan.options import check_whole_number
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import named_strategies
-from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, replaced
 from trainkit.lit.callback.said_weight import refuse_said_terms

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.checks import Checks
-from trainkit.core.effective import EffectiveBatch
+from trainkit.core.plan.effective_batch import EffectiveBatch
 from trainkit.core.ranks import Aggregation
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import (

@@ -15,9 +15,9 @@ from trainkit.core.checks import LateReading
 from trainkit.core.gradients import parameters_of, total_norm
 from trainkit.core.ledger import Account
 from trainkit.core.nested import Path, lookup_tensor
+from trainkit.core.plan.options import check_whole_number
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import PerSample, PerToken
-from trainkit.core.whole_number import check_whole_number
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (

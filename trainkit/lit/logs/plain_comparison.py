@@ -9,8 +9,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from trainkit.core.gradients import parameters_of
+from trainkit.core.plan.options import check_whole_number
 from trainkit.core.strategies import Uniform
-from trainkit.core.whole_number import check_whole_number
 from trainkit.lit.callback.base import windows_of
 
 

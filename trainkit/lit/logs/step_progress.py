@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 from trainkit.core.checks import LateReading
-from trainkit.core.effective import brief
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import brief, check_whole_number
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import shown_now

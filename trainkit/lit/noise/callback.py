@@ -18,8 +18,8 @@ from trainkit.core.noise.estimate import (
 )
 from trainkit.core.noise.from_run import NOT_MEASURED
 from trainkit.core.noise.moments import NoiseMoments
+from trainkit.core.plan.options import check_whole_number
 from trainkit.core.strategies import PerToken
-from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of, unwrapped
 from trainkit.lit.batch_size.effective import may_be_several

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.options import check_whole_number
 from trainkit.data.row_sampler import RowSampler
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import write_batch_size

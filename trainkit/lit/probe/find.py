@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from trainkit.core.batch_plan import BatchPlan
-from trainkit.core.whole_number import check_whole_number
+from trainkit.core.plan.effective_batch import BatchPlan
+from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit
 from trainkit.lit.batch_size.effective import loader_batch_size, num_replicas

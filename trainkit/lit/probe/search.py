@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainkit.core.batch_plan import BatchPlan
+from trainkit.core.plan.effective_batch import BatchPlan
 
 NOISE = 0.05
 """A larger size is chosen only if it is faster by more than this share."""
@@ -55,17 +54,14 @@ def sizes_for(*, target: int, world_size: int, largest: int) -> list[int]:
     >>> sizes_for(target=96, world_size=4, largest=12)
     [1, 2, 3, 4, 6, 8, 12]
     """
-    parts: set[int] = set()
-    for share in {max(target // world_size, 1), -(-target // world_size)}:
-        for divisor in range(1, math.isqrt(share) + 1):
-            if share % divisor == 0:
-                parts |= {divisor, share // divisor}
-    plans = (
-        BatchPlan.make(target=target, world_size=world_size, max_micro_batch=part)
-        for part in parts
-        if part <= largest
-    )
-    return sorted({plan.micro_batch for plan in plans})
+    sizes: list[int] = []
+    while largest > 0:
+        plan = BatchPlan.make(
+            target=target, world_size=world_size, max_micro_batch=largest
+        )
+        sizes.insert(0, plan.micro_batch)
+        largest = plan.micro_batch - 1  # the plan of all sizes between them, too
+    return sizes
 
 
 def search(

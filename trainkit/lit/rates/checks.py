@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from trainkit.core.effective import Unit
-from trainkit.core.learning_rates import every_scheduler
 from trainkit.core.noise.from_run import read_noise_scale
+from trainkit.core.plan.effective_batch import Unit
+from trainkit.core.plan.options import is_positive_number
+from trainkit.core.plan.rates import every_scheduler
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import (
     find_effective_batch,
@@ -45,8 +44,7 @@ def checked_noise_scale(rule: object, noise_scale: object, unit: Unit) -> float 
         )
     if isinstance(noise_scale, str | Path):
         return read_noise_scale(Path(noise_scale).expanduser()).samples
-    is_number = isinstance(noise_scale, Real) and not isinstance(noise_scale, bool)
-    if not is_number or not 0 < noise_scale < math.inf:  # type: ignore[operator]
+    if not is_positive_number(noise_scale):
         raise TrainkitError(
             f"LRScaling noise_scale: must be a positive number of samples for "
             f"rule='gain', or the folder of a run that has measured it, received "

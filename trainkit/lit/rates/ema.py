@@ -14,8 +14,8 @@ from torch.optim.swa_utils import (
     get_ema_multi_avg_fn,
 )
 
-from trainkit.core.effective import brief
-from trainkit.core.scaling import ema_decay
+from trainkit.core.plan.options import brief
+from trainkit.core.plan.scaling import same_half_life
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import average_of
 
@@ -70,7 +70,7 @@ class ModelAverages:
 
     def summary(self) -> str:
         decay = self._decays[0]
-        before = ema_decay(decay.value, 1 / decay.k)
+        before = same_half_life(decay.value, 1 / decay.k)
         return f"decay {brief(before)} -> {brief(decay.value)}"
 
 
@@ -97,7 +97,7 @@ class Decay:
 
     def follow(self, k: float) -> None:
         if k != self.k:
-            self.value = ema_decay(self.value, k / self.k)
+            self.value = same_half_life(self.value, k / self.k)
             self.k = k
             self._put(self._original if k == 1 and not self.is_saved else self.value)
 

@@ -7,20 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.core.effective import (
+from trainkit.core.plan.effective_batch import (
     EffectiveBatch,
     Unit,
     brief,
     check_size,
     check_unit,
 )
-from trainkit.core.scaling import (
+from trainkit.core.plan.options import check_whole_number
+from trainkit.core.plan.scaling import (
     RuleName,
     WeightDecayName,
-    check_weight_decay,
-    make_rule,
+    check_rules,
 )
-from trainkit.core.whole_number import check_whole_number
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import logged_step
 from trainkit.lit.batch_size.effective import (
@@ -105,10 +104,9 @@ class LRScaling(OrderedCallback):
         scheduler_rates: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        make_rule(rule)  # for its check
+        check_rules(rule, weight_decay)
         check_size("LRScaling reference_batch", reference_batch)
         check_unit("LRScaling", unit)
-        check_weight_decay(weight_decay)
         self.noise_scale = checks.checked_noise_scale(rule, noise_scale, unit)
         if micro_batch is not None:
             check_size("LRScaling micro_batch", micro_batch)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from itertools import islice
 from typing import Any
 
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from trainkit.core.generators import read_states, same_states, write_states
-from trainkit.core.rate_plan import RatePlan
-from trainkit.core.scaling import warmed_up
-from trainkit.core.stages import Stages
+from trainkit.core.plan.rate_plan import RatePlan
+from trainkit.core.plan.scaling import warmed_up
+from trainkit.core.plan.stages import Stages
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.base import find_callback, has_callback
 from trainkit.lit.rates.lr_scaling import LRScaling
@@ -117,7 +118,8 @@ def _run_ahead(trainer: Any) -> RatePlan:
     rates: list[list[float]] = [[] for _ in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no optimizer.step() goes before theirs
-        for step, (size, ends_epoch) in enumerate(_windows(trainer, end)):
+        windows = _stages(trainer).windows(trainer.num_training_batches)
+        for step, (size, ends_epoch) in enumerate(islice(windows, end)):
             if step < start:
                 continue
             if time.monotonic() > until:  # other ranks wait for this one
@@ -147,18 +149,6 @@ def _factors(trainer: Any) -> Callable[[int, int], float]:
         return warmed_up(scaled.rule.lr(k), step, scaling.warmup_steps) / now
 
     return factor
-
-
-def _windows(trainer: Any, end: int) -> Iterator[tuple[int, bool]]:
-    """The size of each step's window, and whether the window ends an epoch."""
-    stages, num_batches = _stages(trainer), trainer.num_training_batches
-    epoch, left = 0, num_batches
-    for step in range(end):
-        size = stages.at(epoch if stages.unit == "epoch" else step)
-        left -= min(size, left)
-        yield size, left == 0
-        if left == 0:
-            epoch, left = epoch + 1, num_batches
 
 
 def _stages(trainer: Any) -> Stages:

@@ -10,19 +10,14 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim.swa_utils import SWALR
 
-from trainkit.core.effective import brief
-from trainkit.core.learning_rates import GroupChange, multiply_rates
-from trainkit.core.scaling import (
+from trainkit.core.plan.options import brief
+from trainkit.core.plan.rates import Change
+from trainkit.core.plan.scaling import (
     RULES,
-    WEIGHT_DECAY,
     ScalingRule,
     checked_factor,
-    half_life_beta,
+    decay_factor,
     make_rule,
-    refuse_lost_half_life,
-    refuse_sde_overreach,
-    rule_for,
-    time_scale_weight_decay,
     warmed_up,
 )
 from trainkit.errors import TrainkitError
@@ -57,8 +52,11 @@ class ScaledOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.schedulers = _schedulers_of(optimizer, configs)
-        self.rule: ScalingRule = make_rule(rule) or rule_for(
-            type(optimizer), noise_scale=noise_scale, reference_batch=reference_batch
+        self.rule: ScalingRule = make_rule(
+            rule,
+            type(optimizer),
+            noise_scale=noise_scale,
+            reference_batch=reference_batch,
         )
         self._weight_decay = weight_decay
         self._scheduler_rates = scheduler_rates
@@ -88,7 +86,7 @@ class ScaledOptimizer:
         if not new:
             return
         for group in new:
-            self._change(self.k, self.decay).apply_to(group)
+            self._change(self.k, self.decay).apply_to_moments(group)
         if self.factor == 1:
             return
         warnings.warn(
@@ -106,31 +104,24 @@ class ScaledOptimizer:
         self.target = checked_factor(f"rule {self.rule.name}", self.rule.lr, k)
         factor = warmed_up(self.target, step, warmup_steps)
         if factor != self.factor:
-            multiply_rates(
-                [self.optimizer],
-                self.schedulers,
-                factor / self.factor,
-                also=self._scheduler_rates,
-            )
+            ratio = factor / self.factor
+            change = Change(rate=lambda rate: rate * ratio)
+            change.apply(self.optimizer, self.schedulers, also=self._scheduler_rates)
             self.factor = factor
-        decay = self._decay_factor(k)
+        decay = decay_factor(self._weight_decay, k, self.rule.lr(k))
         if (k, decay) != (self.k, self.decay):
             change = self._change(k / self.k, decay / self.decay)
-            change.apply([self.optimizer], self.schedulers)
+            change.apply(self.optimizer, self.schedulers)
             self.k, self.decay = k, decay
 
     def check_reach(self, k: float) -> None:
         """Refuse a k that the rule cannot follow."""
+        back = self._change(1 / self.k, 1.0)
         for group in self.optimizer.param_groups:
-            betas = self._betas(group)
-            if self.rule.beta2 is half_life_beta:
-                refuse_lost_half_life(half_life_beta(betas[-1], 1 / self.k), k)
-            if "betas" in group and "base_momentum" in group:
-                betas.append(float(group["base_momentum"]))  # the lowest of a cycle
-            for beta in betas:
-                # At the reference batch 1 - beta was k times smaller.
-                original = 1 - (1 - beta) / self.k
-                refuse_sde_overreach(self.rule, original, k)
+            original = _changed_copy(group, back)
+            beta1, beta2, *_ = original.get("betas", (None, original.get("alpha")))
+            lowest = original.get("base_momentum", beta1)  # of a cycle
+            self.rule.check_reach(lowest, beta2, k)
 
     def values(self) -> dict[str, tuple[float, float]]:
         """Each scaled value, as (for the reference batch, now)."""
@@ -172,10 +163,10 @@ class ScaledOptimizer:
         if state["rule"] != self.rule.name:  # undo what the old rule did to moments
             new, self.rule = self.rule, RULES.get(state["rule"], RULES["none"])
             change = self._change(1 / self.k, 1.0)
-            change.apply([self.optimizer], self.schedulers)
+            change.apply(self.optimizer, self.schedulers)
             self.rule, self.k = new, 1.0
 
-    def _change(self, ratio: float, decay_ratio: float) -> GroupChange:
+    def _change(self, ratio: float, decay_ratio: float) -> Change:
         """The change of moments by a ratio of k, and of weight decay by a ratio."""
         change = {}
         for name in ("beta1", "beta2", "eps"):
@@ -184,14 +175,7 @@ class ScaledOptimizer:
                 change[name] = lambda value, formula=formula: formula(value, ratio)
         if decay_ratio != 1:
             change["weight_decay"] = lambda value: value * decay_ratio
-        return GroupChange(**change)
-
-    def _decay_factor(self, k: float) -> float:
-        rule = self._weight_decay
-        if rule == "time-scale":
-            return time_scale_weight_decay(k, self.rule.lr(k))
-        factor = WEIGHT_DECAY[rule] if isinstance(rule, str) else rule
-        return checked_factor("weight_decay", factor, k)
+        return Change(**change)
 
     @staticmethod
     def _betas(group: dict[str, Any]) -> list[float]:
@@ -257,12 +241,12 @@ def _schedulers_of(optimizer: Any, configs: Sequence[Any]) -> list[Any]:
     return [each for each in schedulers if each.optimizer is optimizer]
 
 
-def _changed_copy(group: dict[str, Any], change: GroupChange) -> dict[str, Any]:
+def _changed_copy(group: dict[str, Any], change: Change) -> dict[str, Any]:
     """A copy of a group's numbers with the change applied."""
     copy = {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()
         if key != "params"
     }
-    change.apply_to(copy)
+    change.apply_to_moments(copy)
     return copy

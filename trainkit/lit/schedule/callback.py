@@ -7,8 +7,7 @@ from typing import Any
 
 from trainkit.core.checks import LateReading
 from trainkit.core.ledger import Account
-from trainkit.core.stages import Stages, StageUnit
-from trainkit.core.window_size import WindowSize
+from trainkit.core.plan.stages import Stages, StageUnit, WindowSize
 from trainkit.lit._compat import num_batches_seen
 from trainkit.lit.batch_size.effective import num_replicas, steps_taken, train_loader
 from trainkit.lit.callback.base import OrderedCallback, has_callback

@@ -12,11 +12,11 @@ from typing import Any
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, SequentialLR
 
 from trainkit.core._compat import nested_schedulers, scheduler_milestones
-from trainkit.core.learning_rates import every_scheduler
 from trainkit.core.ledger import Ledger
+from trainkit.core.plan.rates import every_scheduler
+from trainkit.core.plan.stages import Stages
 from trainkit.core.ranks import find_ranks
 from trainkit.core.refusals import refuse_static_graph
-from trainkit.core.stages import Stages
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_size.effective import check_measurable
 from trainkit.lit.callback.base import has_callback, windows_of

@@ -164,12 +164,8 @@ class Arrivals:
         self.read(wait=False)
 
     def check(self, current: CutBatch, on_device: Any) -> None:
-        """Compare the weight of the micro-batch that has arrived.
-
-        Args:
-            current: has its weights on the host.
-            on_device: the micro-batch as `training_step` will get it.
-        """
+        """Compare the weight of the micro-batch that has arrived, as `training_step`
+        will get it."""
         for term, strategy in self._accumulator.strategies.items():
             try:
                 arrived = strategy.weight(on_device)

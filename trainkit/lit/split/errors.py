@@ -29,11 +29,6 @@ def add_note(error: Exception, loader_batch: Any, current: CutBatch) -> None:
 
     Trainkit's own errors name the cut themselves, and a shortage of memory does not
     come from sizes that do not match. Python 3.10 has no notes.
-
-    Args:
-        error: the error.
-        loader_batch: the loader batch.
-        current: its state.
     """
     write = getattr(error, "add_note", None)
     if write is None or isinstance(error, TrainkitError) or is_out_of_memory(error):

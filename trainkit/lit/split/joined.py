@@ -10,82 +10,68 @@ from torch import Tensor
 
 from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.joins.turns import Turns
-from trainkit.core.strategies import Strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import replaced
-from trainkit.lit.callback.said_weight import LeftInTurns, SaidWeight
-from trainkit.lit.split.arriving import Transfer
+from trainkit.lit.callback.base import WindowOwner
+from trainkit.lit.callback.said_weight import LeftInTurns
 from trainkit.lit.split.micro_batches import CutBatch
 from trainkit.lit.split.passes import Passes
 
 
-class TurningPasses:
-    """Runs the steps of all micro-batches in turns: they wait for each other where they
-    call a module with BatchNorm.
+def run_in_turns(
+    joined: JoinedSteps,
+    passes: Passes,
+    windows: WindowOwner,
+    current: CutBatch,
+    module: Any,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    """Run all micro-batches of a loader batch in turns: they wait for each other where
+    they call a module with BatchNorm.
 
     Args:
-        pl_module: the module that trains.
         joined: runs such calls for all of them.
         passes: run what a micro-batch does by itself.
-        transfer: brings micro-batches to the device.
-        said: holds the weight of a loss, if `training_step` says it.
+        windows: the callback that divides the windows.
+        current: the loader batch.
+        module: the module that trains.
+        args: further arguments of `training_step`.
+        kwargs: further keyword arguments of `training_step`.
     """
+    arriving = passes.transfer.each(current)
+    turns = Turns([current, windows.said])
+    left = LeftInTurns(module, windows.accumulators[0].strategies)
 
-    def __init__(
-        self,
-        pl_module: Any,
-        joined: JoinedSteps,
-        passes: Passes,
-        transfer: Transfer,
-        said: SaidWeight,
-    ) -> None:
-        self.joined = joined
-        self._module, self._passes, self._said = pl_module, passes, said
-        self._transfer = transfer
+    def step(index: int) -> Any:
+        next(arriving)
+        return passes.step(current, args, kwargs)
 
-    def run(
-        self, current: CutBatch, strategies: Strategies, args: Any, kwargs: Any
-    ) -> None:
-        """Run all micro-batches of a loader batch.
+    def switched(index: int) -> None:
+        left.turn(index)
+        turns(index)
 
-        Args:
-            current: the loader batch.
-            strategies: weigh them.
-            args: further arguments of `training_step`.
-            kwargs: further keyword arguments of `training_step`.
-        """
-        arriving = self._transfer.each(current)
-        turns = Turns([current, self._said])
-        left = LeftInTurns(self._module, strategies)
-
-        def step(index: int) -> Any:
-            next(arriving)
-            return self._passes.step(current, args, kwargs)
-
-        def switched(index: int) -> None:
-            left.turn(index)
-            turns(index)
-
-        steps = [partial(step, index) for index in range(len(current.parts))]
-        with self._passes.said(current):
-            for output in self.joined.run(steps, switched):
-                self._passes.take(current, output, partial(self._backward, current))
-        next(arriving, None)
-
-    def _backward(self, current: CutBatch, loss: Tensor, optimizer: Any) -> None:
+    def backward(loss: Tensor, optimizer: Any) -> None:
         """Run a backward pass down to where all micro-batches wait; the last one then
         completes those of all, before any hook sees the gradients."""
-        own = self._module.backward
+        own, is_last = module.backward, current.is_last
 
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def completed(*args: Any, **kwargs: Any) -> None:
             own(*args, **kwargs)
-            if current.is_last:
-                self.joined.backward()
+            if is_last:
+                joined.backward()
 
-        options = {"retain_graph": True} if self.joined.needs_graph else {}
-        _refuse_backward_without(options, self._module)
-        with replaced(self._module, backward=backward):
-            self._passes.backward(loss, optimizer, **options)
+        options = {"retain_graph": True} if joined.needs_graph else {}
+        _refuse_backward_without(options, module)
+        with replaced(module, backward=completed):
+            passes.backward(loss, optimizer, **options)
+
+    steps = [partial(step, index) for index in range(len(current.parts))]
+    with passes.said(current):
+        for index, output in enumerate(joined.run(steps, switched)):
+            passes.take(current, output, backward)  # it may switch
+            del current.on_device[index]
+    next(arriving, None)
 
 
 def _refuse_backward_without(options: dict[str, Any], pl_module: Any) -> None:

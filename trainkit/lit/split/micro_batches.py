@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,6 @@ from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import says_weights
 from trainkit.lit.callback.table import say
 from trainkit.lit.split.auto import AutoSizes, Hosts
-from trainkit.lit.split.refusals import announce_too_long
 
 
 @dataclass
@@ -111,6 +111,9 @@ class MicroBatches:
         strategies: weigh micro-batches.
         sizes: find the limit for a micro-batch, for `"auto"`.
         hosts: of the ranks that must run equally many, if they must.
+
+    Attributes:
+        cutter: cuts.
     """
 
     def __init__(
@@ -129,13 +132,8 @@ class MicroBatches:
     def weigh_by(self, strategies: Strategies) -> None:
         """Weigh by these strategies; labels of one tell how long rows are."""
         tokens = [each for each in strategies.values() if isinstance(each, PerToken)]
-        self._cutter = Cutter(self._options, (*tokens, leading(strategies))[0])
+        self.cutter = Cutter(self._options, (*tokens, leading(strategies))[0])
         self._strategies, self._is_verified = strategies, False
-
-    def has_padding(self, batch: Any) -> bool | None:
-        """Whether some rows of a loader batch have columns that only pad; None if
-        nothing tells their lengths."""
-        return self._cutter.has_padding(batch)
 
     def of(self, batch: Any, *, trim: bool) -> CutBatch:
         """The micro-batches of a loader batch.
@@ -146,13 +144,13 @@ class MicroBatches:
         """
         limit = None
         if self._sizes is not None:
-            limit = self._sizes.limit_for(self._cutter.measure(batch))
-        parts = self._cutter.cut(batch, limit, trim=trim)
+            limit = self._sizes.limit_for(self.cutter.measure(batch))
+        parts = self.cutter.cut(batch, limit, trim=trim)
         number = most = len(parts)
         if self.hosts is not None:
             (most,) = map(int, self.hosts.largest([number]))
             if number < most:
-                parts = self._cutter.cut(batch, limit, at_least=most, trim=trim)
+                parts = self.cutter.cut(batch, limit, at_least=most, trim=trim)
                 number = len(parts)
         self._say_too_long(limit)
         weights: dict[str, list[Weight]] = {}
@@ -193,7 +191,7 @@ class MicroBatches:
         named = set(map(str, self._options.shared))
         shared = [
             path
-            for path, value in self._cutter.shared
+            for path, value in self.cutter.shared
             if is_array(value) and path not in named
         ]
         is_news = shared and not self._has_said_shared
@@ -203,21 +201,26 @@ class MicroBatches:
         self._has_said_shared = True
 
     def _say_too_long(self, limit: Limit | None) -> None:
-        longest = self._cutter.longest_over_budget
+        longest = self.cutter.longest_over_budget
         if longest is not None and limit is None and not self._has_said_too_long:
             self._has_said_too_long = True
-            announce_too_long(longest)
+            warnings.warn(
+                f"MicroBatching: a sample of {longest} tokens alone exceeds the "
+                f"budget, and a sample cannot be cut, so it makes a micro-batch of its "
+                f"own. The step is that of its batch; if memory does not suffice, "
+                f"shorten such samples.",
+                stacklevel=2,
+            )
 
 
 def counts_of(parts: Sequence[MicroBatch]) -> dict[str, int]:
     """The arguments of `Window.count`: tokens, padding among them, samples."""
-    padded, num_rows = sum([p.padded for p in parts]), sum([len(p.rows) for p in parts])
-    has_lengths = any([each.padded != len(each.rows) for each in parts])
-    return {
-        "padding": padded - sum([each.real for each in parts]),
-        "tokens": padded if has_lengths else 0,
-        "samples": num_rows,
-    }
+    padded = real = num_rows = 0
+    for each in parts:
+        padded, real = padded + each.padded, real + each.real
+        num_rows += len(each.rows)
+    tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
+    return {"padding": padded - real, "tokens": tokens, "samples": num_rows}
 
 
 def described(options: MicroBatching, *, is_step: bool) -> str:
@@ -228,7 +231,7 @@ def described(options: MicroBatching, *, is_step: bool) -> str:
 weighed as the loss'
 
     Args:
-        options: how they are cut.
+        options: how to cut.
         is_step: whether one loader batch makes an optimizer step; otherwise several.
     """
     if options.is_auto:

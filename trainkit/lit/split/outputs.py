@@ -123,6 +123,12 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:
     """The mean of numbers and 0-d tensors, in the dtype of the first; one that weighs
     nothing may be NaN. If all weigh nothing, they count alike."""
     device, dtype = like(values)
+    if device.type == "cpu" and not any([isinstance(w, Tensor) for w in weights]):
+        # Plain numbers: one tensor operation costs more than all of this.
+        weights = weights if sum(weights) else [1] * len(values)
+        pairs = zip(weights, values, strict=True)
+        mean = sum([w * float(value) for w, value in pairs if w]) / sum(weights)
+        return torch.tensor(mean, dtype=dtype)
     numbers, by = vector(values, device), vector(weights, device)
     total = by.sum()
     mean = numbers.where(by != 0, 0.0).dot(by) / total  # NaN * 0 is NaN

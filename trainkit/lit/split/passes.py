@@ -36,11 +36,11 @@ class Passes:
         trainer: in `fit`.
         pl_module: the module that trains.
         windows: the callback that divides the windows.
-        transfer: brings micro-batches to the device.
         logs: hold what micro-batches log.
         may_repeat: whether windows run again where memory runs out.
 
     Attributes:
+        transfer: brings micro-batches to the device.
         is_apart: whether gradients stay on their ranks in all passes of a window, so
             that ranks may run different numbers of micro-batches, and windows again.
         backward: runs a backward pass as Lightning does.
@@ -51,14 +51,14 @@ class Passes:
         trainer: Any,
         pl_module: Any,
         windows: WindowOwner,
-        transfer: Transfer,
         logs: HeldLogs,
         *,
         may_repeat: bool,
     ) -> None:
         self._trainer, self._module, self._windows = trainer, pl_module, windows
-        self._transfer, self._logs = transfer, logs
-        self._accumulator = windows.accumulators[0]
+        self._logs, self._accumulator = logs, windows.accumulators[0]
+        of = trainer, pl_module, self._accumulator
+        self.transfer = Transfer(*of, may_repeat=may_repeat)
         self._ranks = self._accumulator.ranks
         self._has_ranks = self._ranks.backend_sums
         self.is_apart = may_repeat and self._has_ranks
@@ -86,22 +86,19 @@ class Passes:
         accumulator.window.count(**counts_of(current.parts[: current.num_counting]))
 
     def run(self, current: CutBatch, args: Any, kwargs: Any) -> None:
-        """Run all micro-batches of a loader batch.
-
-        Args:
-            current: the loader batch.
-            args: further arguments of `training_step`.
-            kwargs: further keyword arguments of `training_step`.
-        """
-        for _ in self._transfer.each(current):
-            undone, is_last = NOTHING, current.is_last
+        """Run all micro-batches of a loader batch, with these further arguments of
+        `training_step`."""
+        for _ in self.transfer.each(current):
+            undone = block = NOTHING
             if current.is_filler:
                 undone = Kept(self._module, generators=False)
             # The ranks' gradients meet in the backward pass of the last micro-batch.
-            block = self._has_ranks and not self.is_apart and not is_last
-            with undone, self._block() if block else NOTHING, self.said(current):
+            if self._has_ranks and not self.is_apart and not current.is_last:
+                block = self._block()
+            with undone, block, self.said(current):
                 output = self.step(current, args, kwargs)
                 self.take(current, output, self.backward)
+            current.on_device.clear()
 
     def step(self, current: CutBatch, args: Any, kwargs: Any) -> Any:
         """Run the forward pass of the micro-batch under way."""
@@ -120,15 +117,9 @@ class Passes:
         self, current: CutBatch, output: Any, backward: Callable[..., Any]
     ) -> None:
         """Take what the forward pass of the micro-batch has returned, and run its
-        backward pass.
-
-        Args:
-            current: the loader batch.
-            output: of `training_step`.
-            backward: runs the pass.
-        """
+        backward pass."""
         accumulator, strategies = self._accumulator, self._accumulator.strategies
-        batch, is_filler = current.on_device.pop(current.index), current.is_filler
+        batch, is_filler = current.on_device[current.index], current.is_filler
         if current.are_said and not is_filler:
             ((term, strategy),) = strategies.items()
             assert isinstance(strategy, Weighed)
@@ -166,13 +157,20 @@ class Passes:
         seed = weigh(loss, weight, value=current.value, expected=expected)
         return seed if isinstance(seed, Tensor) else None
 
+    def slots(self) -> int:
+        """How many single weights of each rank a closing window has room for."""
+        if not self._windows.slots_of(1):
+            return 0  # else the host would wait for the other ranks' numbers
+        accumulator = self._accumulator
+        if accumulator.told is not None:
+            return accumulator.told.most_micro_batches()
+        # Ranks do not know each other's numbers, and must ask for as many.
+        return accumulator.num_micro_batches * (accumulator.ranks.size == 1)
+
     @contextmanager
     def apart(self, *, closes: bool) -> Iterator[None]:
-        """A context in which no forward or backward pass of DDP waits for other ranks.
-
-        Args:
-            closes: whether the window closes in it.
-        """
+        """A context in which no forward or backward pass of DDP waits for other ranks;
+        `closes`: whether the window closes in it."""
         ddp = self._ranks.ddp
         if ddp is not None and not self._accumulator.is_open:
             send_forward_messages(ddp)
@@ -192,11 +190,6 @@ def _backward_of(trainer: Any, pl_module: Any, windows: Any) -> Callable[..., An
     """A function that runs a backward pass as Lightning's strategy object does.
 
     Hooks that nobody has are not called: that would cost as much as a small layer.
-
-    Args:
-        trainer: in `fit`.
-        pl_module: the module that trains.
-        windows: the callback that weighs the loss before the pass.
     """
     hooks = ("on_before_backward", "on_after_backward")
     if (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -66,28 +65,19 @@ def _refuse_or_announce_uniform(options: MicroBatching) -> None:
     )
 
 
-def refuse_several_terms(strategies: Strategies, num_loader_batches: int) -> None:
-    """Refuse a loss of several terms in a window of several loader batches; called
-    before training and during it, since Lightning's schedule may change their
-    number."""
-    if len(strategies) > 1 and num_loader_batches != 1:
+def refuse_several_terms(
+    strategies: Strategies, num_loader_batches: int, *, is_split: bool = True
+) -> None:
+    """Refuse a loss of several terms in a streamed window, or in one of several loader
+    batches; called before training and during it, since Lightning's schedule may change
+    their number."""
+    if len(strategies) > 1 and (num_loader_batches != 1 or not is_split):
         raise TrainkitError(
             f"accumulation: the terms {sorted(strategies)} have denominators of their "
             f"own, whose totals must be known before the first backward pass, and with "
             f"accumulate_grad_batches={num_loader_batches} the window's next batches "
-            f"are not there yet. Set it to 1 and let the loader yield the whole batch: "
-            f"micro_batching cuts it."
-        )
-
-
-def refuse_untold_terms(strategies: Strategies) -> None:
-    """Refuse a loss of several terms in a streamed window."""
-    if len(strategies) > 1:
-        raise TrainkitError(
-            f"accumulation: the terms {sorted(strategies)} have denominators of their "
-            f"own, each of which must be known before the first backward pass, and a "
-            f"window of several loader batches tells them only at its end. Let one "
-            f"loader batch be the window: micro_batching = MicroBatching(size=4), say."
+            f"may not be there yet. Set it to 1, and let one loader batch be the "
+            f"window, which is cut: micro_batching = MicroBatching(size=4), say."
         )
 
 
@@ -108,13 +98,4 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
     kinds = (nn.SyncBatchNorm, FullyShardedDataParallel)
     return any(isinstance(m, kinds) for m in pl_module.modules()) or any(
         isinstance(p, DTensor) for p in pl_module.parameters()
-    )
-
-
-def announce_too_long(longest: int) -> None:
-    warnings.warn(
-        f"MicroBatching: a sample of {longest} tokens alone exceeds the budget, and a "
-        f"sample cannot be cut, so it makes a micro-batch of its own. The step is "
-        f"that of its batch; if memory does not suffice, shorten such samples.",
-        stacklevel=2,
     )

@@ -27,10 +27,9 @@ from trainkit.lit.callback.base import (
 from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
-from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.auto import AutoSizes, Hosts
 from trainkit.lit.split.errors import add_note, stop_iteration
-from trainkit.lit.split.joined import TurningPasses
+from trainkit.lit.split.joined import run_in_turns
 from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
 from trainkit.lit.split.outputs import as_one
@@ -100,12 +99,8 @@ class Split:
         self._micro_batches = MicroBatches(*of, self.sizes, hosts)
         self._logs = HeldLogs(pl_module)
         self._metrics = WindowMetrics(pl_module, ranks.size)
-        of = trainer, pl_module
-        self._transfer = Transfer(*of, accumulator, may_repeat=is_auto)
-        self._passes = Passes(
-            *of, windows, self._transfer, self._logs, may_repeat=is_auto
-        )
-        self._turning: TurningPasses | None = None
+        of = trainer, pl_module, windows, self._logs
+        self._passes = Passes(*of, may_repeat=is_auto)
         self._batch_to_device = trainer.strategy.batch_to_device
         self._stash: list[tuple[Tensor, Tensor | None]] = []
         self._is_complete = False
@@ -151,7 +146,7 @@ class Split:
         """Whether some rows of a loader batch have columns that only pad; None if
         nothing tells their lengths."""
         try:
-            return self._micro_batches.has_padding(batch)
+            return self._micro_batches.cutter.has_padding(batch)
         except TrainkitError:  # a hook may add what is missing before it is cut
             return False
 
@@ -179,15 +174,14 @@ class Split:
         refusals.refuse_auto_between_ranks(self._trainer, several)
         self.joined, self._micro_batches.hosts = joined, None
         self._passes.is_apart = ranks.backend_sums
-        of = self._passes, self._transfer, self._windows.said
-        self._turning = TurningPasses(self._module, joined, *of)
         joined.install()
         self._patch.callback(joined.remove)
 
     def end_epoch(self) -> None:
         """Compare the weights that were not read yet."""
-        if hasattr(self, "_transfer") and self._transfer.arrivals is not None:
-            self._transfer.arrivals.read(wait=True)
+        arrivals = self._passes.transfer.arrivals if hasattr(self, "_passes") else None
+        if arrivals is not None:
+            arrivals.read(wait=True)
 
     def stop(self) -> None:
         """Put Lightning's methods back; only the attributes in `KEPT` stay."""
@@ -235,19 +229,9 @@ class Split:
     ) -> tuple[WindowStats, int | None]:
         """Divide the window; returns its numbers, and how many loader batches it had on
         all ranks."""
-        is_apart = self._passes.is_apart
-        stats = accumulator.finish(parameters, slots=self.slots(), is_apart=is_apart)
+        slots, is_apart = self._passes.slots(), self._passes.is_apart
+        stats = accumulator.finish(parameters, slots=slots, is_apart=is_apart)
         return stats, self.num_loader_batches * accumulator.ranks.size
-
-    def slots(self) -> int:
-        """How many single weights of each rank a closing window has room for."""
-        if not self._windows.slots_of(1):
-            return 0  # else the host would wait for the other ranks' numbers
-        accumulator = self._accumulator
-        if accumulator.told is not None:
-            return accumulator.told.most_micro_batches()
-        # Ranks do not know each other's numbers, and must ask for as many.
-        return accumulator.num_micro_batches * (accumulator.ranks.size == 1)
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
@@ -313,10 +297,11 @@ class Split:
         self._metrics.open(current)
         self._logs.open(current)
         try:
-            if self._turning is None:
+            if self.joined is None:
                 self._passes.run(current, args, kwargs)
             else:
-                self._turning.run(current, self._accumulator.strategies, args, kwargs)
+                of = self._passes, self._windows, current, self._module
+                run_in_turns(self.joined, *of, args, kwargs)
         except StopIteration as error:
             raise stop_iteration("training_step") from error
         except Exception as error:

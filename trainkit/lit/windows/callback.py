@@ -34,7 +34,7 @@ from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, resume
 from trainkit.lit.split.fillers import refuse_fillers_that_count
 from trainkit.lit.split.micro_batches import described
-from trainkit.lit.split.refusals import refuse_untold_terms, refuse_wrong_type
+from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.held_schedulers import hold_schedulers, release_schedulers
@@ -165,7 +165,7 @@ class WindowCallback(WindowOwner):
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
         if split is None:
-            refuse_untold_terms(self.strategies)
+            refuse_several_terms(self.strategies, num_expected, is_split=False)
             self.driver = Streamed(trainer, pl_module, self)
         else:
             self.driver = Split(trainer, pl_module, split, self, self._found)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -55,13 +56,8 @@ class RatePlan:
         """
         if later.why_not or self.rates.keys() != later.rates.keys():
             return later
-        kept = [place for place, at in enumerate(self.steps) if at < step]
-        return RatePlan(
-            [self.steps[place] for place in kept] + later.steps,
-            {
-                name: [self.rates[name][place] for place in kept] + rates
-                for name, rates in later.rates.items()
-            },
-            unit=later.unit,
-            optimizers=later.optimizers,
-        )
+        kept = bisect_left(self.steps, step)
+        rates = {
+            name: self.rates[name][:kept] + later.rates[name] for name in later.rates
+        }
+        return replace(later, steps=self.steps[:kept] + later.steps, rates=rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,23 +22,14 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
     "PolynomialLR": lambda o: lrs.PolynomialLR(o, 12, 2.0),
     "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 7, 1e-3),
-    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(
-        o, 4, 2, 1e-3
-    ),
+    "CosineAnnealingWarmRestarts": lambda o: restarts(o, 4, 2, 1e-3),
     "CyclicLR-triangular": lambda o: cyclic(o, "triangular"),
     "CyclicLR-triangular2": lambda o: cyclic(o, "triangular2"),
     "CyclicLR-exp_range": lambda o: cyclic(o, "exp_range"),
-    "CyclicLR-own-scale": lambda o: lrs.CyclicLR(
-        o, 0.01, 0.1, 3, scale_fn=lambda x: 1 / (1 + x), cycle_momentum=False
-    ),
-    "OneCycleLR-cos": lambda o: lrs.OneCycleLR(o, peaks(o), 30, cycle_momentum=False),
-    "OneCycleLR-linear": lambda o: lrs.OneCycleLR(
-        o,
-        peaks(o),
-        30,
-        anneal_strategy="linear",
-        three_phase=True,
-        cycle_momentum=False,
+    "CyclicLR-own-scale": lambda o: cyclic(o, scale_fn=lambda x: 1 / (1 + x)),
+    "OneCycleLR-cos": lambda o: one_cycle(o),
+    "OneCycleLR-linear": lambda o: one_cycle(
+        o, anneal_strategy="linear", three_phase=True
     ),
     "SWALR": lambda o: SWALR(o, 0.01, 5),
     "SWALR-linear": lambda o: SWALR(o, 0.01, 4, "linear"),
@@ -46,28 +38,16 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
         o, [lrs.LinearLR(o, 0.1, 1, 3), lrs.CosineAnnealingLR(o, 6, 1e-3)], [3]
     ),
     "SequentialLR-nested": lambda o: lrs.SequentialLR(
-        o,
-        [
-            lrs.SequentialLR(
-                o, [lrs.ConstantLR(o, 0.5, 9), lrs.LinearLR(o, 0.5, 1, 3)], [2]
-            ),
-            lrs.CosineAnnealingWarmRestarts(o, 4, 1, 1e-3),
-            lrs.ExponentialLR(o, 0.8),
-        ],
-        [5, 12],
+        o, [two(o, 0.5, 2), restarts(o, 4, 1, 1e-3), lrs.ExponentialLR(o, 0.8)], [5, 12]
     ),
     "ChainedScheduler": lambda o: lrs.ChainedScheduler(
         [lrs.ConstantLR(o, 0.1, 3), lrs.ExponentialLR(o, 0.9)]
     ),
     "ChainedScheduler-Sequential": lambda o: lrs.ChainedScheduler(
-        [
-            lrs.SequentialLR(
-                o, [lrs.LinearLR(o, 0.2, 1, 4), lrs.ExponentialLR(o, 0.95)], [4]
-            ),
-            lrs.StepLR(o, 6, 0.5),
-        ]
+        [two(o, 0.2, 4), lrs.StepLR(o, 6, 0.5)]
     ),
 }
+restarts = lrs.CosineAnnealingWarmRestarts
 
 ABSOLUTE = [
     name
@@ -86,10 +66,23 @@ ABSOLUTE = [
 """Those that hold rates of their own beside the group's."""
 
 
-def cyclic(optimizer: Any, mode: Any, **how: Any) -> Any:
+def cyclic(optimizer: Any, mode: Any = "triangular", **how: Any) -> Any:
     bottoms = [rate / 5 for rate in rates(optimizer)]
     how = {"cycle_momentum": False, **how}
     return lrs.CyclicLR(optimizer, bottoms, peaks(optimizer), 3, 4, mode, 0.9, **how)
+
+
+def one_cycle(optimizer: Any, **how: Any) -> Any:
+    return lrs.OneCycleLR(optimizer, peaks(optimizer), 30, cycle_momentum=False, **how)
+
+
+def two(optimizer: Any, share: float, until: int) -> Any:
+    """Two schedulers, one after the other."""
+    first, second = (
+        lrs.LinearLR(optimizer, share, 1, 3),
+        lrs.ConstantLR(optimizer, share, 9),
+    )
+    return lrs.SequentialLR(optimizer, [first, second], [until])
 
 
 def plateau(optimizer: Any) -> Any:
@@ -112,25 +105,15 @@ def rates(optimizer: Any) -> list[float]:
 
 
 class Curve:
-    """An optimizer and its scheduler, stepped by hand.
+    """An optimizer, with a rate for each group, and its scheduler, stepped by hand."""
 
-    Args:
-        name: of the scheduler, in `MAKERS`.
-        first: each group's rate.
-        make_optimizer: of torch's.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        first: Sequence[Any] = (0.05, 0.2),
-        make_optimizer: Callable[..., Any] = SGD,
-    ) -> None:
+    def __init__(self, name: str, first: Sequence[Any] = (0.05, 0.2)) -> None:
+        self.made_of = name, copy.deepcopy(first)
         groups = [
             {"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))], "lr": lr}
             for lr in first
         ]
-        self.optimizer = make_optimizer(groups, lr=1.0)
+        self.optimizer = SGD(groups, lr=1.0)
         self.scheduler = MAKERS[name](self.optimizer)
         self.step = 0
 
@@ -139,7 +122,8 @@ class Curve:
         it, and as `get_last_lr()` says."""
         found = []
         for _ in range(steps):
-            found.append(self.now())
+            said = [float(rate) for rate in self.scheduler.get_last_lr()]
+            found.append([*rates(self.optimizer), *said])
             self.optimizer.step()
             if isinstance(self.scheduler, lrs.ReduceLROnPlateau):
                 # Never better than the first, but for one step.
@@ -149,21 +133,13 @@ class Curve:
             self.step += 1
         return found
 
-    def now(self) -> list[float]:
-        said = [float(rate) for rate in self.scheduler.get_last_lr()]
-        return [*rates(self.optimizer), *said]
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "step": self.step,
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.step = state["step"]
+    def resumed(self) -> Curve:
+        """Made anew at the first rates, with the state loaded, as by a new process."""
+        curve = Curve(*self.made_of)
+        curve.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        curve.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
+        curve.step = self.step
+        return curve
 
 
 def deviation(curve: Any, reference: Any) -> float:

@@ -1,0 +1,1 @@
+"""What is planned before a training: batches, learning rates and stages."""
