@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -153,7 +154,7 @@ class Toy:
         self.parameter = nn.Parameter(torch.ones((), dtype=dtype))
         self.accumulator = Accumulator(GivenWeight(reduction), **options)
 
-    def add(self, loss: Any, weight: Any, **options: Any) -> None:
+    def add(self, loss: Any, weight: Any = None, **options: Any) -> None:
         """Run a micro-batch."""
         self.accumulator.backward(self.parameter * loss, weight, **options)
 
@@ -226,6 +227,13 @@ def big_batch(
 
 def fresh_net(dtype: torch.dtype = torch.float64) -> TokenNet:
     return TokenNet(dtype=dtype)
+
+
+def adding_hook(state, bucket):  # torch reads annotations, and not as text
+    """A communication hook of DDP that adds up."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def whole(tensor: Any) -> Any:

@@ -157,14 +157,6 @@ def test_weight_that_is_no_number_is_refused(weight: Any, text: str) -> None:
         Toy().window((1, weight))
 
 
-@pytest.mark.parametrize("loss", [NAN, INF, -INF])
-def test_nonfinite_micro_batch_is_skipped_with_its_weight_if_asked(loss: float) -> None:
-    """optax's skip_not_finite, for each micro-batch."""
-    toy = Toy(checks="now", nonfinite="skip")
-    stats = toy.window((3, 1), (loss, 50), (6, 2))
-    assert (float(stats.loss), float(stats.weight), toy.gradient) == (5, 3, 5)
-
-
 def test_window_of_skipped_micro_batches_leaves_no_gradient_and_says_so() -> None:
     toy = Toy(checks="now", nonfinite="skip")
     with pytest.warns(UserWarning, match="none of the window's 2 micro-batches"):

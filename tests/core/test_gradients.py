@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.core.common import GivenWeight
-from trainkit import Accumulator, TrainkitError
+from tests.core.conftest import OnRanks
+from trainkit import Accumulator, PerSample, TrainkitError
 from trainkit.core.gradients import parameters_of, scale_, total_norm
 
 
@@ -46,45 +46,60 @@ class Kinds(nn.Module):
         double: dict[str, Any] = {"dtype": torch.float64}
         self.tied = nn.Parameter(torch.ones(2, **double))
         self.again = self.tied
+        self.single = nn.Parameter(torch.ones(2))
         self.complex = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]).to(torch.complex128))
         self.table = nn.Embedding(4, 3, sparse=True, **double)
         self.late = nn.Parameter(torch.ones(2, **double))
         self.unused = nn.Parameter(torch.ones(2, **double))
         self.frozen = nn.Parameter(torch.ones(2, **double), requires_grad=False)
 
-    def loss(self, rows: torch.Tensor) -> torch.Tensor:
-        """The mean over rows; `late` is used by those above 4."""
-        x = rows.double()
-        each = (self.tied.sum() + 2 * self.again.prod()) * x * self.frozen.sum()
-        each = each + self.complex.abs().sum() * x
-        each = each + self.table(rows % 4).square().sum(1)
-        return (
-            (each + self.late.sum() * (x - 4).clamp(0)).mean()
-            if x.max() > 4
-            else (each.mean())
-        )
+    def loss(self, rows: Tensor) -> Tensor:
+        """The mean over rows; those above 4 use `late` and the table."""
+        factor = self.tied.sum() + 2 * self.again.prod() + self.complex.abs().sum()
+        each = rows * (factor + self.single.sum() * self.frozen.sum())
+        if rows.max() > 4:
+            picked = self.table(rows % 4).square().sum(1)
+            each = each + (picked + self.late.sum() * rows) * (rows > 4)
+        return each.double().mean()
 
 
-def test_gradients_of_every_kind_equal_those_of_the_big_batch() -> None:
-    """Tied, complex, sparse; first used in the last micro-batch (pytorch#196996); never
-    used, or frozen: these keep None. Others' are left as they are (keras#19538)."""
-    rows, net, whole = torch.arange(1, 7), Kinds(), Kinds()
-    other = nn.Parameter(torch.ones(2))
+ROWS = torch.arange(1, 7)
+
+
+def window(rank: int, world_size: int, wide: bool) -> dict[str, Any]:
+    """The second window of an accumulator, with each rank's own micro-batches."""
+    net, other = Kinds(), nn.Parameter(torch.ones(2))
     other.grad = torch.full((2,), 7.0)
-    accumulator = Accumulator(GivenWeight())
-    for part in rows.split([1, 3, 2]):
-        accumulator.backward(net.loss(part), len(part))
-    accumulator.finish([*net.parameters(), net.tied, net.again])
-    whole.loss(rows).backward()
-    assert other.grad.tolist() == [7, 7]
-    for (name, found), expected in zip(
-        net.named_parameters(), whole.parameters(), strict=True
-    ):
-        assert (found.grad is None) == (name in ("unused", "frozen")), name
-        if found.grad is not None:
-            assert found.grad.is_sparse == (name == "table.weight")
-            both = [p.grad.to_dense() for p in (found, expected)]  # type: ignore[union-attr]
-            torch.testing.assert_close(*both, rtol=1e-14, atol=0)
+    how: Any = {"aggregation": "none", "wide_gradients": wide}
+    accumulator = Accumulator(PerSample(), module=net, **how)
+    parts = ROWS.split([1, 3, 1, 1])
+    for _ in range(2):
+        net.zero_grad()
+        for part in parts if world_size == 1 else parts[2 * rank : 2 * rank + 2]:
+            accumulator.backward(net.loss(part), part)
+        accumulator.finish([*net.parameters(), net.tied, net.again])
+    assert other.grad.tolist() == [7, 7]  # keras#19538: others are left as they are
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_every_kind_equal_those_of_the_big_batch(
+    world_size: int, wide: bool, on_ranks: OnRanks
+) -> None:
+    """Tied, complex, sparse; first used in a late micro-batch (pytorch#196996), or on
+    another rank; never used, or frozen: these keep None."""
+    whole = Kinds()
+    whole.loss(ROWS).backward()
+    alone = [window(0, 1, wide)] if world_size == 1 else []
+    for found in alone or on_ranks(window, 2, wide):
+        for name, parameter in whole.named_parameters():
+            assert (found[name] is None) == (name in ("unused", "frozen")), name
+            if parameter.grad is not None:
+                is_table = name == "table.weight"
+                assert found[name].is_sparse == (is_table and world_size == 1), name
+                both = [g.to_dense() for g in (found[name], parameter.grad)]
+                torch.testing.assert_close(*both)
 
 
 def test_mixed_dtypes_are_scaled_alike() -> None:

@@ -68,39 +68,6 @@ def test_half_precision_loss_on_float32_weights_equals_what_was_applied(
     assert toy.gradient == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "micro_batches", "windows"),
-    [
-        # LlamaFactory#9769: the scale of the sum stays that of one gradient.
-        (torch.bfloat16, [(1, 3)] * 64, 1),
-        # GradientAccumulator#132: unnormalised sums overflow half precision.
-        (torch.float16, [(6, 1), (6, 0.5), (6, 3)], 3),
-        (torch.float16, [(6, 50_000), (6, 25_000), (6, 150_000)], 3),
-        (torch.float16, [(6, 1e9), (6, 5e8), (6, 3e9)], 3),
-        # Nothing is known of the weights to come after a beginning of weight 0.
-        (torch.float16, [(3, 0), (3, 100_000), (3, 60_000)], 1),
-        (torch.float16, [(6, 60_000), (6, 1), (6, 50_000)], 1),
-        # After a short window r falls by a half, so that a full one may follow.
-        (torch.float16, [(6, 60_000), (6, 60_000)], 1),
-    ],
-)
-def test_sums_in_half_precision_neither_overflow_nor_underflow(
-    dtype: torch.dtype, micro_batches: Any, windows: int
-) -> None:
-    toy = Toy(dtype=dtype, checks="now")
-    for _ in range(windows):
-        toy.window(*micro_batches)
-        assert toy.gradient == pytest.approx(micro_batches[0][0], rel=1e-3)
-
-
-def test_a_full_window_after_a_short_one_does_not_overflow_float16() -> None:
-    """r falls by a half at most: an epoch ends with a short window."""
-    toy = Toy(dtype=torch.float16, checks="now")
-    for weight in (2**16, 2**16, 1, 2**17):
-        toy.window((6, weight))
-        assert toy.gradient == 6
-
-
 @pytest.mark.parametrize("checks", ["late", "now"])
 def test_float16_sum_that_overflows_is_said(checks: Any) -> None:
     """The first window's r follows its first micro-batch, so that much heavier ones

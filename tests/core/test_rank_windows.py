@@ -19,34 +19,24 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.core.common import (
     CASES,
     IGNORED,
-    GivenWeight,
+    Toy,
+    adding_hook,
     cross_entropy,
     fresh_net,
     joined,
     kl_of,
     padded,
-    relative,
-    whole,
-    whole_gradients,
 )
 from tests.core.conftest import OnRanks
-from tests.helpers import (
-    NAIVE,
-    OPTIMIZERS,
-    TOLERANCE,
-    deviation,
-    gradients,
-    ragged_sequences,
-    token_loss,
-    weights,
-)
+from tests.helpers import NAIVE, OPTIMIZERS, TOLERANCE, deviation, ragged_sequences
+from tests.zoo import whole
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError, Uniform
 from trainkit.core.ranks import Ranks
 
 SAMPLES = ragged_sequences(30, longest=30)
 
 
-def deal(backend: str, world_size: int, case: str = "tokens") -> list[list[list[Any]]]:
+def deal(backend: str, world_size: int, case: str) -> list[list[list[Any]]]:
     """For each window and rank its micro-batches: any samples, cut anywhere.
 
     Where no backend communicates, some ranks get none. Where each forward or backward
@@ -74,17 +64,12 @@ def deal(backend: str, world_size: int, case: str = "tokens") -> list[list[list[
 def test_windows_are_ragged() -> None:
     """What they have in common: ranks of unequal tokens, and one that has none."""
     for backend in ("none", "ddp", "fsdp, each"):
-        windows = deal(backend, 2)
         tokens = [
             [sum(int((b["labels"] != -100).sum()) for b in part) for part in window]
-            for window in windows
+            for window in deal(backend, 2, "tokens")
         ]
-        assert all(len(set(of_window)) > 1 for of_window in tokens)
-        assert any(0 in of_window for of_window in tokens)
-    assert any([] in window for window in deal("none", 2))
-
-
-# ---- trainings -----------------------------------------------------------------------
+        assert all(len(set(window)) > 1 for window in tokens)
+        assert any(0 in window for window in tokens)
 
 
 def terms(net: nn.Module, batch: Any, reduction: str) -> dict[str, Tensor]:
@@ -95,42 +80,72 @@ def terms(net: nn.Module, batch: Any, reduction: str) -> dict[str, Tensor]:
 BOTH = {"ce": PerToken(), "kl": PerSample(loss_reduction="total")}
 
 
-def set_up(backend: str, world_size: int, optimizer: str) -> tuple[Any, ...]:
-    """The model, its optimizer, Fabric if it is there, and options."""
-    net: Any = fresh_net()
-    fabric: Any = None
-    options: dict[str, Any] = {}
+class Heavy(PerSample):
+    """Counts each sample 1,000,000 times."""
+
+    def weight(self, batch: Any) -> Any:
+        return super().weight(batch) * 1_000_000
+
+
+def set_up(backend: str, world_size: int, optimizer: str) -> tuple[Any, Any, Any]:
+    """The model, its optimizer, and Fabric if it is there."""
+    is_narrow = "bf16" in backend or "fp16" in backend
+    net: Any = fresh_net(torch.float32 if is_narrow else torch.float64)
     model = net
-    if "ddp" in backend:
-        model = DDP(net)
+    if "twice" in backend:
+        net.embed, net.head = DDP(net.embed), DDP(net.head)
+    elif "ddp" in backend:
+        unused, view = "unused" in backend, "view" in backend
+        how: Any = {"find_unused_parameters": unused, "gradient_as_bucket_view": view}
+        model = DDP(net, **how)
+    if "hook" in backend:
+        model.register_comm_hook(None, adding_hook)
+    if "fp16" in backend:
+        model.register_comm_hook(None, fp16_compress_hook)
     if "fsdp" in backend:
-        fully_shard(net)
+        narrow: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        fully_shard(net, mp_policy=MixedPrecisionPolicy(**narrow if is_narrow else {}))
         for factor in [f for f in (1.0, 2.0) if str(f) in backend]:
             net.set_gradient_divide_factor(factor)
-    for said in ("none", "mean by hand", "sum by hand"):
-        if said in backend:
-            options["aggregation"] = said.split()[0]
-    if "said sum" in backend:
-        options["aggregation"] = "sum"
     steps = OPTIMIZERS[optimizer](net.parameters())
-    if "fabric" in backend:
-        devices = 1 if "alone" in backend else world_size
-        strategy = "auto" if devices == 1 else "ddp"
-        fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
-        fabric.launch()
-        model, steps = fabric.setup(net, steps)
-    return model, net, steps, fabric, {**options, "module": model}
+    if "fabric" not in backend:
+        return model, steps, None
+    strategy = "auto" if world_size == 1 else "ddp"
+    precision: Any = "bf16-mixed" if is_narrow else "32-true"
+    how = {"devices": world_size, "strategy": strategy, "precision": precision}
+    fabric = Fabric(accelerator="cpu", **how)
+    fabric.launch()
+    return *fabric.setup(net, steps), fabric
+
+
+def make_accumulator(
+    backend: str, case: str, reduction: str, model: nn.Module
+) -> Accumulator:
+    strategies: Any = {"uniform": Uniform, "heavy": Heavy, "terms": lambda: BOTH}
+    made = [
+        strategies[n]() for n in strategies if n in f"{backend}, {case}".split(", ")
+    ]
+    made = made or [CASES[case].strategy(loss_reduction=reduction)]
+    said: Any = [a for a in ("none", "mean", "sum") if a in backend.split(", ")]
+    said = said or ["auto"]
+    how: Any = {"aggregation": said[0], "wide_gradients": "wide" in backend}
+    accumulator = Accumulator(made[0], module=model, checks="now", **how)
+    if "rank means" in backend:  # exact on each rank, and blind to the others
+        accumulator.ranks = accumulator.division._ranks = Ranks()
+        accumulator.gradients._ranks = Ranks()
+    return accumulator
 
 
 def not_last(backend: str, model: Any, fabric: Any, is_last: bool) -> Any:
     """The block in which a micro-batch runs."""
     if "fsdp" in backend:
         model.set_requires_gradient_sync(is_last or "each" in backend)
-    if is_last or "each" in backend:
-        return contextlib.nullcontext()
-    if fabric is not None:
-        return fabric.no_backward_sync(model)
-    return model.no_sync() if "ddp" in backend else contextlib.nullcontext()
+    elif not is_last and "each" not in backend:
+        if fabric is not None:
+            return fabric.no_backward_sync(model)
+        if "ddp" in backend:
+            return model.no_sync()
+    return contextlib.nullcontext()
 
 
 def train(
@@ -141,68 +156,58 @@ def train(
     reduction: Any = "mean",
     optimizer: str = "momentum",
     told: bool = False,
-) -> tuple[Tensor, list[tuple[float, int]]]:
-    """Weights after a training, and each window's loss and number of micro-batches."""
-    model, net, steps, fabric, options = set_up(backend, world_size, optimizer)
-    strategy, loss = BOTH, terms
-    if case != "terms":
-        make, loss, _ = CASES[case]
-        strategy = make(loss_reduction=reduction)
-    if "uniform" in backend:
-        strategy = Uniform()
-    accumulator = Accumulator(strategy, checks="now", **options)
-    if "rank means" in backend:  # exact on each rank, and blind to the others
-        accumulator.ranks = accumulator.division._ranks = Ranks()
-        accumulator.gradients._ranks = Ranks()
-    losses = []
-    for window in deal(backend, world_size, case):
-        steps.zero_grad()
-        part = window[rank]
-        if told or case == "terms":
+    alone: int = 0,
+) -> tuple[Tensor, list[tuple[float, int]], list[int]]:
+    """Weights after a training; each window's loss and number of micro-batches; how
+    often ranks added something up. `alone`: on one process, with the batches of so many
+    ranks in one."""
+    dealt = deal(backend, alone or world_size, case)
+    backend = "one batch" if alone else backend
+    model, steps, fabric = set_up(backend, world_size, optimizer)
+    accumulator = make_accumulator(backend, case, reduction, model)
+    loss = terms if case == "terms" else CASES[case].loss
+    apart = "apart" in backend  # no pass communicates
+    losses, calls, add_up = [], [], dist.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[-1] += 1
+        return add_up(*args, **options)
+
+    for window in dealt:
+        calls.append(0)
+        steps.zero_grad(set_to_none="zeros" not in backend)
+        part = [joined([b for p in window for b in p])] if alone else window[rank]
+        if not alone and (told or case == "terms"):
             accumulator.expect(part)
-        for index, batch in enumerate(part):
-            with not_last(backend, model, fabric, index == len(part) - 1):
-                is_mean = reduction == "mean"
-                value = loss(model, batch, "mean" if is_mean else "sum")
-                backward = None if fabric is None else fabric.backward
-                accumulator.backward(value, batch, backward=backward)
-        if "hand" in backend:
-            for parameter in net.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world_size if "mean" in backend else 1
-        stats = accumulator.finish(steps)
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        with mock.patch.object(dist, "all_reduce", counted):
+            for index, batch in enumerate(part):
+                is_last = index == len(part) - 1 and not apart
+                with not_last(backend, model, fabric, is_last):
+                    means = ("mean", "sum") if alone else ("mean",)
+                    reduced = "mean" if reduction in means else "sum"
+                    value: Any = loss(model, batch, reduced)
+                    if alone:
+                        value = sum(value.values()) if case == "terms" else value
+                        value.backward()
+                        losses.append((value.item(), sum(map(len, window))))
+                    else:
+                        backward = None if fabric is None else fabric.backward
+                        accumulator.backward(value, batch, backward=backward)
+            if "by hand" in backend:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    is_mean = "mean" in backend or "averaged" in backend
+                    parameter.grad /= world_size if is_mean else 1
+            if not alone:
+                stats = accumulator.finish(steps, is_apart=apart)
+                losses.append((float(stats.loss), int(stats.num_micro_batches)))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         steps.step()
-        losses.append((float(stats.loss), int(stats.num_micro_batches)))
-    flat = torch.cat([whole(p).detach().flatten() for p in net.parameters()])
-    return flat, losses
+    return whole(model), losses, calls
 
 
-def train_alone(
-    world_size: int,
-    backend: str,
-    case: str,
-    reduction: Any = "mean",
-    optimizer: str = "momentum",
-    told: bool = False,
-) -> tuple[Tensor, list[tuple[float, int]]]:
-    """The same on one process, with one batch for each window."""
-    net, losses = fresh_net(), []
-    _, loss, _ = CASES.get(case, (None, terms, None))
-    steps = OPTIMIZERS[optimizer](net.parameters())
-    for window in deal(backend, world_size, case):
-        steps.zero_grad()
-        batch = joined([batch for part in window for batch in part])
-        value = loss(net, batch, "sum" if reduction == "total" else "mean")
-        if isinstance(value, dict):
-            value = torch.stack([*value.values()]).sum()
-        value.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        steps.step()
-        losses.append((float(value.detach()), sum(map(len, window))))
-    return weights(net), losses
-
-
+WIDE = ["none", "ddp", "ddp, view, each", "ddp, unused, zeros", "ddp, view, apart"]
+WIDE += ["ddp, hook, sum", "fsdp, each"]
 GRID: list[tuple[Any, ...]] = [
     ("none", "tokens"),
     ("none", "tokens", "sum", "adamw"),
@@ -217,233 +222,81 @@ GRID: list[tuple[Any, ...]] = [
     ("ddp", "samples", "mean", "adamw"),
     ("ddp", "terms"),
     ("ddp, each", "tokens"),
+    ("ddp, twice, each", "tokens"),
+    ("ddp, apart", "tokens"),
+    ("ddp, hook, sum", "tokens"),
+    *((f"{backend}, wide", "tokens") for backend in WIDE),
     ("fsdp", "tokens", "mean", "adamw"),
     ("fsdp", "tokens", "sum", "adamw"),
     ("fsdp, each", "tokens", "mean", "adamw"),
     ("fsdp, each", "tokens", "sum", "adamw", True),
     ("fsdp, factor 1.0, each", "tokens", "mean", "adamw"),  # as in torchtitan
-    ("fsdp, factor 1.0, said sum", "tokens", "mean", "adamw"),
+    ("fsdp, factor 1.0, sum", "tokens", "mean", "adamw"),
     ("fsdp, factor 2.0", "tokens", "mean", "adamw"),
     ("fabric", "tokens", "mean", "adamw"),
     ("fabric, each", "tokens", "sum", "adamw"),
-    ("mean by hand", "tokens"),
-    ("sum by hand", "tokens", "sum"),
+    ("mean, by hand", "tokens"),
+    ("sum, by hand", "tokens", "sum"),
+]
+NEAR = {"fsdp, bf16": 2e-2, "fabric, bf16": 2e-2, "ddp, fp16": 5e-3}
+NEAR["ddp, fp16, heavy"] = 5e-3  # with r = 1, such weights would be inf
+NAIVES = [
+    "ddp, uniform",  # torchtune#2980: "no scaling when N = 1" needs equal tokens
+    "mean, by hand, rank means",  # verl#6609: a denominator for each rank
+    "sum, by hand, averaged",  # transformers#37110: half the gradient
 ]
 
 
-def assert_equal_to_one_process(results: Any, world_size: int, how: Any) -> None:
-    expected, losses = train_alone(world_size, *how)
-    for found, found_losses in results:
-        off = deviation(found, expected, fresh_net())
-        assert off <= TOLERANCE[torch.float64]
-        torch.testing.assert_close(found_losses, losses, rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("how", GRID, ids=str)
-def test_two_ranks_equal_one_process(how: Any, on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [
+        *((2, how) for how in GRID),
+        *((3, how) for how in (GRID[0], ("none", "terms"), GRID[4], GRID[9])),
+        (1, ("fabric", "tokens", "mean", "adamw")),
+        (1, ("fabric, bf16", "samples")),
+        *((2, (backend, "samples")) for backend in [*NEAR, *NAIVES]),
+    ],
+    ids=str,
+)
+def test_ranks_equal_one_process_and_naive_ways_do_not(
+    world_size: int, how: Any, on_ranks: OnRanks
+) -> None:
     """transformers#34242, torchtune#2172, torchtitan#1842: ranks of unequal tokens and
     unequal numbers of micro-batches; open-mmlab and torchtitan: a rank with none."""
-    assert_equal_to_one_process(on_ranks(train, 2, *how), 2, how)
-
-
-@pytest.mark.parametrize("how", [GRID[0], ("none", "terms"), GRID[4], GRID[9]], ids=str)
-def test_three_ranks_equal_one_process(how: Any, on_ranks: OnRanks) -> None:
-    assert_equal_to_one_process(on_ranks(train, 3, *how), 3, how)
-
-
-def test_fabric_on_one_process_equals_big_batches() -> None:
-    how: Any = ("fabric, alone", "tokens", "mean", "adamw")
-    assert_equal_to_one_process([train(0, 1, *how)], 1, how)
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "ddp, uniform",  # torchtune#2980: "no scaling when N = 1" needs equal tokens
-        "mean by hand, rank means",  # verl#6609: a denominator for each rank
-        "mean by hand, said sum",  # transformers#37110: half the gradient
-    ],
-)
-def test_naive_ways_differ_from_one_process(backend: str, on_ranks: OnRanks) -> None:
-    """The control."""
-    expected, _ = train_alone(2, backend, "samples")
-    for found, _ in on_ranks(train, 2, backend, "samples"):
-        assert deviation(found, expected, fresh_net()) > NAIVE
-
-
-# ---- up to rounding ------------------------------------------------------------------
-
-
-def narrow(rank: int, world_size: int, backend: str, scale: int) -> Tensor:
-    net: Any = fresh_net(torch.float32)
-    model, backward = net, None
-    if backend == "fsdp":
-        dtypes: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        fully_shard(net, mp_policy=MixedPrecisionPolicy(**dtypes))
-    elif backend == "ddp":
-        model = DDP(net)
-        model.register_comm_hook(None, fp16_compress_hook)
-    else:
-        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-        model = fabric.setup_module(net)
-        backward = fabric.backward
-    accumulator = Accumulator(GivenWeight(), module=model)
-    for window in deal("each", world_size)[:2]:
-        net.zero_grad()
-        for batch in window[rank]:
-            weight = PerToken().weight(batch) * scale
-            loss = token_loss(model, batch)
-            accumulator.backward(loss, weight=weight, backward=backward)
-        accumulator.finish(net.parameters())
-    return whole_gradients(net)
-
-
-@pytest.mark.parametrize(
-    ("backend", "scale", "near"),
-    [("fsdp", 1, 2e-2), ("ddp", 1, 5e-3), ("ddp", 50_000, 5e-3), ("fabric", 1, 2e-2)],
-)
-def test_narrow_messages_equal_one_process_up_to_rounding(
-    backend: str, scale: int, near: float, on_ranks: OnRanks
-) -> None:
-    """With r = 1, 50,000 times the tokens would be inf in a compressing hook."""
-    world_size = 1 if backend == "fabric" else 2
-    net = fresh_net(torch.float32)
-    batches = [b for part in deal("each", world_size)[1] for b in part]
-    token_loss(net, joined(batches)).backward()
-    alone = [narrow(0, 1, backend, scale)] if world_size == 1 else []
-    for found in alone or on_ranks(narrow, 2, backend, scale):
-        assert relative(found, gradients(net)) <= near
-
-
-# ---- parameters that not every rank uses ---------------------------------------------
-
-
-class Parts(nn.Module):
-    """Parameters that not every micro-batch uses, one with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        kinds: dict[str, Any] = {"dtype": torch.float64}
-        self.all = nn.Parameter(torch.ones(2, **kinds))
-        self.first = nn.Parameter(torch.ones(3, **kinds))
-        self.never = nn.Parameter(torch.ones(2, **kinds))
-        self.frozen = nn.Parameter(torch.ones(2, **kinds), requires_grad=False)
-        self.narrow = nn.Parameter(torch.ones(2, dtype=torch.float32))
-        self.table = nn.Embedding(4, 2, sparse=True, **kinds)
-
-    def loss(self, rank: int, x: float) -> Tensor:
-        value = (self.all.sum() + self.narrow.sum()) * x + 0 * self.frozen.sum()
-        if rank == 0:
-            return value + (self.first * x).sum()
-        return value + self.table(torch.tensor([1, 1, 3])).sum() * 0.1 * x
-
-
-def unevenly_used(rank: int, world_size: int) -> dict[str, Any]:
-    parts = Parts()
-    accumulator = Accumulator(GivenWeight(), aggregation="none")
-    for weight, x in [(3, 1.0), (1, 2.0)] if rank == 0 else [(4, 5.0)]:
-        accumulator.backward(parts.loss(rank, x), weight)
-    accumulator.finish(parts.parameters())
-    return {n: p.grad for n, p in parts.named_parameters()}
-
-
-def test_parameters_used_on_some_ranks_equal_big_batch(on_ranks: OnRanks) -> None:
-    parts = Parts()
-    losses = [3 * parts.loss(0, 1.0), parts.loss(0, 2.0), 4 * parts.loss(1, 5.0)]
-    (torch.stack(losses).sum() / 8).backward()
-    for found in on_ranks(unevenly_used, 2):
-        for name, parameter in parts.named_parameters():
-            if parameter.grad is None:
-                assert found[name] is None, name
-            else:
-                both = [g.to_dense() for g in (found[name], parameter.grad)]
-                torch.testing.assert_close(*both)
-
-
-def two_layers(wrap: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    first, last = (nn.Linear(2, 2, dtype=torch.float64) for _ in range(2))
-    return nn.Sequential(wrap(first), nn.Tanh(), wrap(last))
-
-
-def in_two_wrappers(rank: int, world_size: int, x: Tensor) -> Tensor:
-    net = two_layers(DDP)
-    accumulator = Accumulator(PerSample(), module=net)
-    own = x[rank * 2 : 2 + rank * 3]
-    accumulator.backward(net(own).square().mean(), own)
-    accumulator.finish(net.parameters())
-    return gradients(net)
-
-
-def test_two_wrappers_equal_one_process(on_ranks: OnRanks) -> None:
-    net = two_layers(lambda layer: layer)
-    x = torch.arange(10, dtype=torch.float64).view(5, 2)
-    net(x).square().mean().backward()
-    for found in on_ranks(in_two_wrappers, 2, x):
-        assert relative(found, gradients(net)) <= 1e-12
-
-
-# ---- what it costs, and what stops all ranks -----------------------------------------
-
-
-def count_collectives(rank: int, world_size: int) -> list[int]:
-    wrapped = DDP(fresh_net())
-    accumulator = Accumulator(PerToken(), module=wrapped)
-    plain, calls = dist.all_reduce, []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls[-1] += 1
-        return plain(*args, **options)
-
-    with mock.patch.object(dist, "all_reduce", counted):
-        for window in deal("ddp", world_size):
-            calls.append(0)
-            wrapped.zero_grad()
-            for index, batch in enumerate(window[rank]):
-                with not_last("ddp", wrapped, None, index == len(window[rank]) - 1):
-                    accumulator.backward(token_loss(wrapped, batch), batch)
-            accumulator.finish(wrapped.parameters())
-    return calls
+    results = [train(0, 1, *how)] if world_size == 1 else on_ranks(train, 2, *how)
+    if world_size == 3:
+        results = on_ranks(train, 3, *how)
+    expected, losses, _ = train(0, 1, *how, alone=world_size)
+    for found, found_losses, _ in results:
+        off = deviation(found, expected, fresh_net())
+        if how[0] in NAIVES:
+            assert off > NAIVE
+            continue
+        assert off <= NEAR.get(how[0], TOLERANCE[torch.float64])
+        near = NEAR.get(how[0], 1e-10)
+        torch.testing.assert_close(found_losses, losses, rtol=near, atol=0)
 
 
 def test_each_window_after_the_first_makes_one_collective(on_ranks: OnRanks) -> None:
     """The first one agrees on the shared scale as well."""
-    for counts in on_ranks(count_collectives, 2):
-        assert counts == [2, 1, 1, 1, 1, 1]
+    for _, _, calls in on_ranks(train, 2, "ddp", "tokens"):
+        assert calls == [2, 1, 1, 1, 1, 1]
 
 
 def flagged(rank: int, world_size: int, kind: str, checks: Any) -> str:
-    p = nn.Parameter(torch.ones(()))
-    accumulator = Accumulator(GivenWeight(), aggregation="none", checks=checks)
-
-    def window(is_bad: bool) -> None:
-        weight = torch.tensor(-1.0 if is_bad and kind == "weight" else 2.0)
-        loss = float("nan") if is_bad and kind == "loss" else 1.0
-        if not (is_bad and kind == "empty"):
-            accumulator.backward(p * loss, weight)
-        accumulator.finish([p])
-
-    is_bad = rank > 0 or kind == "empty"
-    window(False)
+    toy = Toy(aggregation="none", checks=checks)
+    bad: Any = {"weight": [(1, torch.tensor(-1))], "loss": [(torch.nan, 2)]}
+    mine = bad.get(kind, []) if rank > 0 or kind == "empty" else [(1, 2)]
+    toy.window((1, 2))
     if checks == "late":
-        window(is_bad)
+        toy.window(*mine)
     with pytest.raises(TrainkitError) as error:
-        window(is_bad)
-    assert p.grad is not None
-    if kind == "empty":
-        assert float(p.grad) == 1  # not multiplied by 0 / 0
-    return f"after {accumulator.num_windows} windows: {error.value}"
+        toy.window(*mine)
+    return f"after {toy.accumulator.num_windows} windows: {error.value}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "checks", "seen"),
-    [
-        *(("weight", *when) for when in (("late", 3), ("now", 2))),
-        *(("loss", *when) for when in (("late", 3), ("now", 2))),
-        ("empty", "now", 2),
-    ],
-)
+@pytest.mark.parametrize("kind", ["weight", "loss", "empty"])
+@pytest.mark.parametrize(("checks", "seen"), [("late", 3), ("now", 2)])
 def test_flag_stops_every_rank_and_names_the_one(
     kind: str, checks: Any, seen: int, on_ranks: OnRanks
 ) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.core.common import Toy, fresh_net, padded
+from tests.core.common import Toy, adding_hook, fresh_net, padded, run_window
 from tests.core.conftest import OnRanks
 from tests.helpers import (
     gradients,
@@ -119,62 +119,36 @@ def test_window_of_a_process_group_equals_that_of_its_ranks(on_ranks: OnRanks) -
 # ---- what is refused -----------------------------------------------------------------
 
 
-def step(model: Any, *, factor: Any = 1, more: Any = (), **options: Any) -> None:
-    accumulator = Accumulator(PerToken(), module=model, **options)
-    accumulator.backward(token_loss(model, BATCH) * factor, BATCH)
-    accumulator.finish([*model.parameters(), *more])
-
-
-def with_hook(hook: Any, **options: Any) -> None:
-    ddp = DDP(fresh_net())
-    ddp.register_comm_hook(None, hook)
-    step(ddp, **options)
-
-
-def adding_hook(state, bucket):  # torch reads annotations, and not as text
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-def outside() -> None:
-    other = nn.Parameter(torch.ones((), dtype=torch.float64))
-    step(DDP(fresh_net()), factor=other, more=[other])
-
-
-def frozen_when_wrapped() -> None:
-    net = fresh_net()
-    net.embed.requires_grad_(False)
-    ddp = DDP(net)
-    accumulator = Accumulator(PerToken(), module=ddp)
-    net.embed.requires_grad_()
-    accumulator.backward(token_loss(ddp, BATCH), BATCH)
-    accumulator.finish(net.parameters())
-
-
-def ignored() -> None:
-    net = fresh_net()
-    DDP._set_params_and_buffers_to_ignore_for_model(net, ["embed.weight"])
-    step(DDP(net))
-
-
-def joining() -> None:
-    ddp = DDP(fresh_net())
-    with ddp.join():
-        step(ddp)
-
-
-def ends_under_no_sync() -> None:
-    ddp = DDP(fresh_net())
-    with ddp.no_sync():
-        step(ddp)
+def step(
+    *,
+    hook: Any = None,
+    frozen: bool = False,
+    ignored: bool = False,
+    outside: bool = False,
+    inside: str = "",
+    **options: Any,
+) -> None:
+    """A window of one micro-batch under DDP."""
+    net, other = fresh_net(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    net.embed.requires_grad_(not frozen)
+    if ignored:
+        DDP._set_params_and_buffers_to_ignore_for_model(net, ["embed.weight"])
+    ddp: Any = DDP(net)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    accumulator = Accumulator(PerToken(), module=ddp, **options)
+    net.requires_grad_()
+    with getattr(ddp, inside)() if inside else contextlib.nullcontext():
+        loss = token_loss(ddp, BATCH) * (other if outside else 1)
+        accumulator.backward(loss, BATCH)
+    accumulator.finish([*net.parameters(), *([other] if outside else [])])
 
 
 def static_graph(first: str) -> None:
     """A window of one micro-batch is fine; two are not, nor is one that resumes."""
     ddp = DDP(fresh_net(), static_graph=True)
-    step(ddp)
     accumulator = Accumulator(PerToken(), module=ddp)
+    run_window(ddp, [BATCH], accumulator)
     if first == "told":
         accumulator.expect([BATCH, BATCH])
     accumulator.backward(token_loss(ddp, BATCH), BATCH)
@@ -248,63 +222,40 @@ def saved_too_early() -> None:
     accumulator.state_dict(over_ranks=True)
 
 
+def make(aggregation: Any = "auto", **options: Any) -> Accumulator:
+    return Accumulator(Uniform(), aggregation=aggregation, **options)
+
+
 ASKS = "aggregation: 2 ranks are running, and"
 NOT_AVERAGED = "are not averaged by DistributedDataParallel"
+EMPTY = "the window is empty, so it has no gradient. Call backward() at least once"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     # transformers#37110: to average what is averaged already, or not at all
-    "no module": (lambda: Accumulator(Uniform()), f"{ASKS} no module was given"),
-    "no backend": (
-        lambda: Accumulator(Uniform(), module=fresh_net()),
-        f"{ASKS} TokenNet does not show",
-    ),
-    "a group alone": (
-        lambda: Accumulator(Uniform(), process_group=dist.group.WORLD),
-        "'mean' (the backend averages), 'sum'",
-    ),
-    "no module at all": (
-        lambda: Accumulator(Uniform(), module=object()),
-        f"{ASKS} object does not show",
-    ),
-    "none over DDP": (
-        lambda: Accumulator(Uniform(), module=DDP(fresh_net()), aggregation="none"),
-        "aggregation='none': the module is DistributedDataParallel",
-    ),
-    "sum over DDP": (
-        lambda: step(DDP(fresh_net()), aggregation="sum"),
-        "aggregation='sum': the module is DistributedDataParallel without a",
-    ),
-    "sum by a hook": (lambda: with_hook(adding_hook, aggregation="sum"), "accepted"),
-    "noop hook": (lambda: with_hook(noop_hook), "leaves the ranks' gradients apart"),
-    "own hook": (lambda: with_hook(adding_hook), "is taken to average"),
-    "outside": (outside, f"1 to be stepped, the first of shape [], {NOT_AVERAGED}"),
-    "frozen when wrapped": (frozen_when_wrapped, NOT_AVERAGED),
-    "ignored": (ignored, NOT_AVERAGED),
-    "join": (joining, "DistributedDataParallel.join(): it answers for ranks"),
-    "no_sync": (ends_under_no_sync, "last backward pass ran under no_sync()"),
+    "no module": (make, f"{ASKS} no module was given"),
+    "no backend": (lambda: make(module=fresh_net()), f"{ASKS} TokenNet does not show"),
+    "no net": (lambda: make(module=object()), f"{ASKS} object does not show"),
+    "a group": (lambda: make(process_group=dist.group.WORLD), "averages), 'sum'"),
+    "none": (lambda: step(aggregation="none"), "='none': the module is Distributed"),
+    "sum": (lambda: step(aggregation="sum"), "='sum': the module is Distributed"),
+    "sum by a hook": (lambda: step(hook=adding_hook, aggregation="sum"), "accepted"),
+    "noop hook": (lambda: step(hook=noop_hook), "leaves the ranks' gradients apart"),
+    "own hook": (lambda: step(hook=adding_hook), "is taken to average"),
+    "outside": (lambda: step(outside=True), f"the first of shape [], {NOT_AVERAGED}"),
+    "frozen when wrapped": (lambda: step(frozen=True), NOT_AVERAGED),
+    "ignored": (lambda: step(ignored=True), NOT_AVERAGED),
+    "join": (lambda: step(inside="join"), "Parallel.join(): it answers for ranks"),
+    "no_sync": (lambda: step(inside="no_sync"), "backward pass ran under no_sync()"),
+    "skip": (lambda: step(nonfinite="skip"), "nonfinite='skip': is not possible if"),
     "static": (lambda: static_graph(""), "static_graph=True: DDP cannot"),
     "static, told": (lambda: static_graph("told"), "a window of several micro-batches"),
     "static, resumed": (lambda: static_graph("resumed"), "static_graph=False"),
     "unfinished": (unfinished, "DDPStrategy(find_unused_parameters=True)"),
     # pytorch-lightning#5243: it would hang, or mix up two messages
-    "without a micro-batch": (
-        lambda: Accumulator(Uniform(), module=DDP(fresh_net())).finish([ROWS]),
-        "window is empty, so it has no gradient. Call backward() at least once before "
-        "it. If ranks communicate in their backward passes, each of them needs a micro",
-    ),
-    "skip": (
-        lambda: Accumulator(Uniform(), module=DDP(fresh_net()), nonfinite="skip"),
-        "nonfinite='skip': is not possible if backward passes communicate",
-    ),
+    "empty": (lambda: make(module=DDP(fresh_net())).finish([ROWS]), EMPTY),
     "grid": (unknown_grid, "2 dimensions ('dp', 'tp'), and which of them hold"),
-    "half sharded": (
-        half_sharded,
-        "embed.weight is not sharded over the data-parallel",
-    ),
+    "half sharded": (half_sharded, "embed.weight is not sharded over the data"),
     "divided by 3": (divided_by_3, "makes FSDP divide by ['3.0'] over 2 ranks"),
-    "saved too early": (
-        saved_too_early,
-        "save after a backward pass with set_requires",
-    ),
+    "saved too early": (saved_too_early, "backward pass with set_requires_gradient"),
 }
 
 
@@ -344,32 +295,19 @@ def test_accumulator_made_before_the_ranks_started_is_refused() -> None:
 # ---- what DDP does between the passes ------------------------------------------------
 
 
-def split_no_sync(rank: int, world_size: int, which: str) -> str:
-    """The forward and the backward pass on different sides of `no_sync()`."""
-    layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    nn.init.ones_(layer.weight)
-    ddp = DDP(layer)
+def backward_alone(rank: int, world_size: int) -> float:
+    """The forward pass decides whether ranks are apart, and it is outside."""
+    ddp = DDP(nn.Linear(1, 1, bias=False, dtype=torch.float64))
     accumulator = Accumulator(PerSample(), module=ddp)
-    x = torch.full((1, 1), 1.0 + rank, dtype=torch.float64)
-    with ddp.no_sync() if which == "forward" else contextlib.nullcontext():
-        loss = ddp(x).sum()
-    with ddp.no_sync() if which == "backward" else contextlib.nullcontext():
+    loss = ddp(torch.full((1, 1), 1.0 + rank, dtype=torch.float64)).sum()
+    with ddp.no_sync():
         accumulator.backward(loss, weight=1 + rank)
-    try:
-        accumulator.finish(ddp.parameters())
-    except TrainkitError as error:
-        return str(error)
-    return f"{gradients(ddp).item():.6f}"
+    accumulator.finish(ddp.parameters())
+    return gradients(ddp).item()
 
 
-@pytest.mark.parametrize(
-    ("which", "text"), [("forward", "ran under no_sync()"), ("backward", "1.666667")]
-)
-def test_forward_pass_decides_whether_ranks_are_apart(
-    which: str, text: str, on_ranks: OnRanks
-) -> None:
-    for found in on_ranks(split_no_sync, 2, which):
-        assert text in found
+def test_backward_pass_alone_may_run_under_no_sync(on_ranks: OnRanks) -> None:
+    assert on_ranks(backward_alone, 2) == [pytest.approx(5 / 3)] * 2
 
 
 def messages(rank: int, world: int) -> list[Any]:

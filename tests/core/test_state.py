@@ -253,33 +253,34 @@ class Branching(nn.Module):
         return self.always * x * (self.once if use else 1) + picked
 
 
-def branch(rank: int, world_size: int, resumes: bool) -> Any:
-    net = Branching()
-    ddp = DDP(net, find_unused_parameters=True)
-    accumulator = Accumulator(GivenWeight(), module=ddp)
+def branch(rank: int, world_size: int, resumes: bool, wide: bool) -> Any:
+    def begin() -> tuple[Any, Accumulator]:
+        ddp = DDP(Branching(), find_unused_parameters=True)
+        return ddp, Accumulator(GivenWeight(), module=ddp, wide_gradients=wide)
+
+    ddp, accumulator = begin()
     with ddp.no_sync():
         accumulator.backward(ddp(1.0 + rank, True, [rank, 1]), 2)
     if resumes:
         state = through_a_file(accumulator.state_dict(over_ranks=True))
-        net.zero_grad()
-        accumulator = Accumulator(GivenWeight(), module=ddp)
+        ddp, accumulator = begin()
         accumulator.load_state_dict(state)
     accumulator.backward(ddp(4.0, False, [3 - rank]), 1 + rank)
-    accumulator.finish(net.parameters())
-    *numbers, never, table = (net.always.grad, net.once.grad, net.never.grad, net.table)
-    assert table.weight.grad is not None
-    assert table.weight.grad.is_sparse
-    return [float(n) for n in numbers], never, table.weight.grad.to_dense().flatten()  # type: ignore[arg-type]
+    accumulator.finish(ddp.parameters())
+    always, once, never, table = (p.grad for p in ddp.parameters())
+    assert table.is_sparse != wide
+    return [float(always), float(once)], never, table.to_dense().flatten()
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("resumes", [False, True])
 def test_weight_that_the_rest_of_a_window_does_not_use_equals_big_batch(
-    resumes: bool, on_ranks: OnRanks
+    resumes: bool, wide: bool, on_ranks: OnRanks
 ) -> None:
     """DDP brings together only what the last backward passes have used; pytorch#196996.
     Sparse gradients stay sparse."""
     expected = [(2 * 1 + 2 * 2 + 4 * 1 + 4 * 2) / 7, (2 * 1 + 2 * 2) / 7]
-    for found, never, table in on_ranks(branch, 2, resumes):
+    for found, never, table in on_ranks(branch, 2, resumes, wide):
         assert found == pytest.approx(expected, rel=1e-12)
         assert never is None
         assert table.tolist() == pytest.approx([2 / 7, (2 + 2 * 2) / 7, 2 / 7, 1 / 7])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.core.common import GivenWeight, Toy
+from tests.core.common import GivenWeight
 from trainkit import (
     AccumulationStrategy,
     Accumulator,
@@ -64,16 +63,6 @@ def test_weight_stays_a_tensor_on_its_device() -> None:
     batch = {"labels": LABELS.to("meta"), "mask": torch.ones(3, device="meta")}
     for strategy in (PerToken(), PerToken(mask="mask")):
         assert strategy.weight(batch).device.type == "meta"  # type: ignore[union-attr]
-
-
-WEIGHTS = [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3), torch.tensor([[3.0]])]
-
-
-@pytest.mark.parametrize("three", WEIGHTS, ids=lambda w: f"{type(w).__name__}-{w}")
-def test_weight_of_any_numeric_type_equals_its_value(three: Any) -> None:
-    toy = Toy()
-    assert toy.window((1, three), (5, 1)).weight == 4
-    assert toy.gradient == 2
 
 
 # ---- class weights -------------------------------------------------------------------

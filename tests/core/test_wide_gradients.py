@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from itertools import cycle
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,7 +21,7 @@ from tests.core.common import (
     whole_gradients,
 )
 from tests.core.conftest import OnRanks
-from tests.helpers import TOLERANCE, gradients, ragged_sequences, token_loss
+from tests.helpers import TOLERANCE, gradients, ragged_sequences, token_loss, weights
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError
 from trainkit.core import gradients as of_gradients
 from trainkit.core.ranks import Ranks
@@ -89,37 +86,6 @@ def half(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(*shape, dtype=torch.bfloat16))
 
 
-def test_unused_parameter_keeps_none_and_late_one_gets_its_gradient() -> None:
-    used, late, never = half(3), half(3), half(3)
-    accumulator = of(used, late, never, used)
-    for _ in range(2):  # nothing is left over for the next window
-        for index in range(64):
-            loss = used.sum() + (late.sum() if index == 63 else 0)
-            accumulator.backward(loss, 1)
-        accumulator.finish([used, late, never])
-        assert never.grad is None
-        assert used.grad is not None
-        assert late.grad is not None
-        assert (used.grad.tolist(), late.grad.tolist()) == ([64.0] * 3, [1.0] * 3)
-        used.grad = late.grad = None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-def test_parameters_of_full_precision_take_part_in_their_own_dtype(dtype: Any) -> None:
-    """The scale must reach these gradients too."""
-    narrow, full = half(2), nn.Parameter(torch.ones(2, dtype=dtype))
-    accumulator = of(narrow, full)
-    for factor in (0.25, 3.0, 1e-3):
-        loss = narrow.float().sum() + (full * full.conj()).real.sum() / 2
-        accumulator.backward(loss * factor, 7)
-    accumulator.finish([narrow, full])
-    assert full.grad is not None
-    assert full.grad.dtype == dtype
-    for parameter in (narrow, full):
-        expected = torch.full_like(parameter, 3.251)
-        torch.testing.assert_close(parameter.grad, expected)
-
-
 def test_sparse_gradients_stay_sparse_until_a_dense_one_comes() -> None:
     table = nn.Embedding(5, 2, sparse=True, dtype=torch.bfloat16)
     accumulator = of(table.weight)
@@ -175,33 +141,20 @@ def test_module_and_backend_must_be_known() -> None:
             WideGradients([half(2)], ranks=Ranks(aggregation, size=2))
 
 
-STEPS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.9, weight_decay=0.1),
-    "sgd foreach": lambda ps: torch.optim.SGD(ps, lr=0.5, foreach=True),
-    "sgd fused": lambda ps: torch.optim.SGD(ps, lr=0.5, fused=True),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=False),
-    "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
-    "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-}
-
-
-@pytest.mark.parametrize(("name", "clip"), [*zip(STEPS, cycle([0.01, None]))])
-def test_optimizers_and_clipping_step_with_what_is_handed_over(
-    name: str, clip: float | None
-) -> None:
-    net, reference = (fresh_net(torch.bfloat16) for _ in range(2))
-    _, expected = run(net, PARTS[:8])
-    sizes = [p.numel() for p in reference.parameters()]
-    parts = expected.split(sizes)
-    for parameter, part in zip(reference.parameters(), parts, strict=True):
-        parameter.grad = part.view_as(parameter).to(parameter.dtype)
-    for module in (net, reference):
-        optimizer = STEPS[name](module.parameters())
-        if clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-    for own, other in zip(net.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(own, other)
+def test_optimizers_and_clipping_step_with_what_is_handed_over() -> None:
+    """Fused ones refuse a `grad` of another dtype than the parameter's."""
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        kinds: Any = ({"foreach": False}, {"foreach": True}, {"fused": True})
+        for how in kinds:
+            net, reference = (fresh_net(torch.bfloat16) for _ in range(2))
+            _, expected = run(net, PARTS[:8])
+            parts = expected.split([p.numel() for p in reference.parameters()])
+            for parameter, part in zip(reference.parameters(), parts, strict=True):
+                parameter.grad = part.view_as(parameter).to(parameter.dtype)
+            for module in (net, reference):
+                nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+                make(module.parameters(), lr=0.01, weight_decay=0.1, **how).step()
+            torch.testing.assert_close(weights(net), weights(reference))
 
 
 # ---- parameters that join later ------------------------------------------------------
@@ -255,100 +208,38 @@ def test_who_joins_is_summed_in_float32_too() -> None:
     assert early.grad == late.grad == 320
 
 
-# ---- several ranks -------------------------------------------------------------------
+# ---- several ranks: see test_rank_windows.py too -------------------------------------
 
 
-class Named(nn.Module):
+class Summing(nn.Module):
     """Its gradients are its inputs: sums over ranks can be told by heart."""
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("all", "late", "alone", "never", "last"):
-            setattr(self, name, half(7 if name == "last" else 3))
+        self.all = nn.ParameterList([half(1), half(8)])
 
-    def forward(self, **parts: float) -> Tensor:
-        return torch.stack([getattr(self, n).sum() * v for n, v in parts.items()]).sum()
-
-    def values(self) -> dict[str, float | None]:
-        """The number that all elements of a gradient are."""
-        found = {name: p.grad for name, p in self.named_parameters()}
-        return {n: None if g is None else g.unique().item() for n, g in found.items()}
+    def forward(self, x: float) -> Tensor:
+        return torch.stack([p.sum() * x for p in self.all]).float().sum()
 
 
-# Rank 1 has one micro-batch, of which DDP brings the last together. `late` is first
-# used in the last (pytorch#196996), `alone` by rank 0 and never in a synchronised pass.
-ON_RANKS: list[list[dict[str, float]]] = [
-    [{"all": 256.0, "alone": 256.0}]
-    + 30 * [{"all": 1.0, "alone": 1.0}]
-    + [{"all": 2.0, "late": 3.0, "last": 5.0}],
-    [{"all": 4.0, "late": 1.0, "last": 1.0}],
-]
-# 256 + 30 + 2 + 4, and so on: all of them are numbers of bfloat16.
-EXPECTED = {"all": 292.0, "late": 4.0, "alone": 286.0, "never": None, "last": 6.0}
+def summed_on_ranks(rank: int, world_size: int, backend: str) -> Any:
+    model: Any = Summing() if backend == "none" else DDP(Summing())
+    how: Any = {"module": model, "aggregation": "none" if backend == "none" else "auto"}
+    accumulator = Accumulator(GivenWeight("total"), wide_gradients=True, **how)
+    parts = [256.0, *[1.0] * (64 - 32 * rank)]
+    for index, part in enumerate(parts):
+        apart = backend == "ddp" and index < len(parts) - 1
+        with model.no_sync() if apart else contextlib.nullcontext():
+            accumulator.backward(model(part), 1)
+    with mock.patch.object(of_gradients, "BUCKET", 8):  # several messages
+        accumulator.finish(model.parameters())
+    return [p.grad.unique().tolist() for p in model.parameters()]
 
 
-def adding_hook(state, bucket):  # DDP cannot read annotations that are strings
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda f: f.value()[0])
-
-
-def wide_on_ranks(rank: int, world_size: int, case: dict[str, Any]) -> Any:
-    net = Named()
-    if case.get("all used"):
-        net.alone.requires_grad_(False)  # type: ignore[union-attr]
-        net.never.requires_grad_(False)  # type: ignore[union-attr]
-    unused, view = not case.get("all used"), bool(case.get("view"))
-    alone = bool(case.get("no backend"))
-    model: Any = (
-        net
-        if alone
-        else DDP(net, find_unused_parameters=unused, gradient_as_bucket_view=view)
-    )
-    if case.get("sum"):
-        model.register_comm_hook(None, adding_hook)
-    aggregation: Any = "none" if alone else "sum" if case.get("sum") else "auto"
-    how: Any = {"module": model, "aggregation": aggregation, "wide_gradients": True}
-    accumulator = Accumulator(GivenWeight("total"), **how)
-    shown = []
-    for _ in range(2):
-        model.zero_grad(set_to_none=not case.get("zeros"))
-        for index, parts in enumerate(ON_RANKS[rank]):
-            is_last = index == len(ON_RANKS[rank]) - 1
-            if alone and is_last:  # a checkpoint inside the window
-                state = accumulator.state_dict(over_ranks=True)
-                accumulator = Accumulator(GivenWeight("total"), **how)
-                accumulator.load_state_dict(state)
-            is_shared = alone or (is_last and not case.get("apart"))
-            with contextlib.nullcontext() if is_shared else model.no_sync():
-                loss = model(**parts)
-                accumulator.backward(loss.float(), 1)
-        with mock.patch.object(of_gradients, "BUCKET", 8):  # several messages
-            accumulator.finish(net.parameters(), is_apart=bool(case.get("apart")))
-        shown.append(net.values())
-    return shown
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"zeros": True},
-        {"all used": True},
-        {"all used": True, "view": True},
-        {"view": True},
-        {"apart": True, "view": True},
-        {"sum": True},
-        {"no backend": True},
-    ],
-    ids=str,
-)
-def test_unequal_windows_of_ranks_equal_the_exact_sum(
-    case: dict[str, Any], on_ranks: OnRanks
-) -> None:
-    expected = {**EXPECTED, **({"alone": None} if case.get("all used") else {})}
-    for shown in on_ranks(wide_on_ranks, 2, case):
-        assert shown == [expected, expected]
+@pytest.mark.parametrize("backend", ["none", "ddp"])
+def test_ranks_are_summed_in_float32_too(backend: str, on_ranks: OnRanks) -> None:
+    for found in on_ranks(summed_on_ranks, 2, backend):
+        assert found == [[2 * 256 + 64 + 32]] * 2
 
 
 def wide_over_fsdp(rank: int, world_size: int) -> Any:

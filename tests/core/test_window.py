@@ -1,9 +1,11 @@
-"""What a window was: its totals, exact, and what is said of it."""
+"""What a window was: its gradient and totals, exact, and what is said of it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,21 +13,113 @@ from tests.core.common import Toy, cut, fresh_net, relative, run_window
 from tests.helpers import gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerToken, WindowStats
 
+# ---- windows whose law can be told by heart ------------------------------------------
 
-def test_stats_equal_the_window() -> None:
+LARGE = [2**24 + 1, 1, 1, 3]
+"""float32 cannot count past 16,777,216."""
+
+ONE = torch.tensor(1.0, dtype=torch.bfloat16)
+"""Stacked beside it, 1001 would become 1000."""
+
+THREES = [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3), torch.tensor([[3.0]])]
+BFLOAT16: Any = {"dtype": torch.bfloat16}
+FLOAT16: Any = {"dtype": torch.float16}
+SKIP: Any = {"nonfinite": "skip"}
+WINDOWS: list[tuple[list[tuple[Any, Any]], dict[str, Any]]] = [
+    ([(8, 1), (2, 5), (3, 2)], {}),
+    ([(torch.tensor([4]), 1), (8, 3)], {}),
+    ([*zip((1, 0, 0, 0), LARGE, strict=True)], {}),
+    ([*zip((1, 0, 0, 0), torch.tensor(LARGE), strict=True)], {}),
+    ([(1, torch.tensor(1001)), (0, ONE), (0, torch.tensor([2.0])), (0, 0.5)], {}),
+    *(([(1, three), (5, 1)], {}) for three in THREES),
+    # optax's skip_not_finite, for each micro-batch
+    *(([(3, 1), (bad, 50), (6, 2)], SKIP) for bad in (math.nan, math.inf, -math.inf)),
+    ([(math.nan, 5), (2, 3), (4, 1)], SKIP),
+    # LlamaFactory#9769: the scale of the sum stays that of one gradient.
+    ([(1, 3)] * 64, BFLOAT16),
+    # GradientAccumulator#132: unnormalised sums overflow half precision.
+    *(([(6, w), (6, w / 2), (6, 3 * w)], FLOAT16) for w in (1, 50_000, 1e9)),
+    # Nothing is known of the weights to come after a beginning of weight 0.
+    ([(3, 0), (3, 100_000), (3, 60_000)], FLOAT16),
+    ([(6, 60_000), (6, 1), (6, 50_000)], FLOAT16),
+]
+
+
+@pytest.mark.parametrize(("micro_batches", "options"), WINDOWS)
+def test_windows_equal_the_law(micro_batches: Any, options: Any) -> None:
+    """Also those that come after others: torchtune#1917, what was reduced once is not
+    counted again. In half precision nothing overflows, and nothing is lost."""
+    toy = Toy(checks="now", **options)
+    pairs = [(float(x), float(w)) for x, w in micro_batches if math.isfinite(x)]
+    weight = sum(w for _, w in pairs)
+    loss = sum(x * w for x, w in pairs) / weight
+    near = 1e-14 if toy.parameter.dtype == torch.float64 else 1e-3
+    for _ in range(3):
+        stats = toy.window(*micro_batches)
+        assert isinstance(stats, WindowStats)
+        assert stats.weight.dtype == torch.float64
+        assert (stats.weight, stats.num_micro_batches) == (weight, len(micro_batches))
+        assert toy.gradient == pytest.approx(loss, rel=near)
+        assert float(stats.loss) == pytest.approx(loss, rel=near)
+        toy.window((1, 100))
+
+
+def test_a_full_window_after_a_short_one_does_not_overflow_float16() -> None:
+    """r falls by a half at most: an epoch ends with a short window."""
+    toy = Toy(checks="now", **FLOAT16)
+    for weight in (2**16, 2**16, 1, 2**17):
+        toy.window((6, weight))
+        assert toy.gradient == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16])
+def test_narrow_weight_times_a_divisor_equals_the_law(dtype: torch.dtype) -> None:
+    """For a loop that divides by N: 8 * uint8(200) is 64."""
     toy = Toy()
-    stats = toy.window((8, 1), (2, 5), (3, 2), slots=4)
-    assert isinstance(stats, WindowStats)
-    assert (stats.weight, stats.num_micro_batches) == (8, 3)
-    assert stats.weight.dtype == torch.float64
-    assert float(stats.loss) == toy.gradient == (1 * 8 + 5 * 2 + 2 * 3) / 8
+    for weight, loss in ((100, 1), (50, 4)):
+        divided = toy.parameter * loss / 8
+        narrow = torch.tensor(weight, dtype=dtype)
+        toy.accumulator.weigh(divided, narrow, divided_by=8)
+        divided.backward()
+    assert float(toy.finish().loss) == pytest.approx(2, rel=1e-12)
+    assert toy.gradient == pytest.approx(2, rel=1e-12)
+
+
+def test_buffers_that_are_filled_again_equal_their_first_values() -> None:
+    """A CUDA graph writes each step's loss and count over the last one's."""
+    toy, count = Toy(), torch.zeros((), dtype=torch.float64)
+    for weight, value in ((1, 6), (3, 2)):
+        count.fill_(weight)
+        loss = toy.parameter * value
+        toy.accumulator.backward(loss, count)
+        loss.detach().zero_()
+    stats = toy.finish()
+    assert (float(stats.weight), float(stats.loss), toy.gradient) == (4, 3, 3)
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e-3, 1e30])
+def test_gradient_does_not_depend_on_the_unit_of_weights(unit: float) -> None:
+    parts = cut(ragged_sequences(9), (2, 7))
+    net, reference = fresh_net(), fresh_net()
+    accumulator = Accumulator(PerToken())
+    for batch in parts:
+        weight = PerToken().weight(batch) * unit
+        accumulator.backward(token_loss(net, batch), weight=weight)
+    accumulator.finish(net.parameters())
+    run_window(reference, parts, PerToken())
+    assert relative(gradients(net), gradients(reference)) <= 1e-6
+
+
+# ---- what is said of it --------------------------------------------------------------
+
+
+def test_stats_show_how_much_micro_batches_differ() -> None:
+    stats = Toy().window((8, 1), (2, 5), (3, 2), slots=4)
     assert float(stats.imbalance) == 3 * 5 / 8  # the largest over the mean
     assert stats.weights is not None
     assert stats.weights.tolist() == [1, 5, 2]
-    shares = [1 / 8, 5 / 8, 2 / 8]
-    assert stats.uniform_gap is not None
-    gap = sum(abs(share - 1 / 3) for share in shares) / 2  # the total variation
-    assert float(stats.uniform_gap) == pytest.approx(gap)
+    gap = sum(abs(share - 1 / 3) for share in (1 / 8, 5 / 8, 2 / 8)) / 2
+    assert float(stats.uniform_gap) == pytest.approx(gap)  # type: ignore[arg-type]
 
 
 def test_window_of_equal_weights_is_balanced() -> None:
@@ -56,82 +150,3 @@ def test_window_of_weight_zero_has_loss_zero() -> None:
     toy = Toy()
     stats = toy.window((float("nan"), 0), (1, 0))
     assert float(stats.loss) == float(stats.weight) == 0
-
-
-# ---- exact totals --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_totals_beyond_2_to_24_are_exact(as_tensor: bool) -> None:
-    """float32 cannot count past 16,777,216."""
-    weights: list[Any] = [2**24 + 1, 1, 1, 3]
-    assert torch.tensor(weights, dtype=torch.float32).sum() != sum(weights)
-    if as_tensor:
-        weights = [torch.tensor(weight) for weight in weights]
-    toy = Toy()
-    stats = toy.window(*zip((1, 0, 0, 0), weights, strict=True))
-    assert int(stats.weight) == 2**24 + 6
-    assert toy.gradient == pytest.approx((2**24 + 1) / (2**24 + 6), rel=1e-14)
-
-
-def test_totals_of_windows_do_not_add_up() -> None:
-    """torchtune#1917: what was reduced once is not counted again."""
-    toy = Toy()
-    for weight in (10, 10_000_000, 3):
-        assert int(toy.window((2, weight)).weight) == weight
-        assert toy.gradient == 2
-
-
-def test_mixed_kinds_of_weights_equal_their_values() -> None:
-    """Stacked beside a bfloat16, 1001 would become 1000."""
-    one = torch.tensor(1.0, dtype=torch.bfloat16)
-    kinds = [torch.tensor(1001), one, torch.tensor([2.0]), 4, 0.5]
-    toy = Toy()
-    stats = toy.window(*zip((1, 0, 0, 0, 0), kinds, strict=True))
-    assert float(stats.weight) == 1008.5
-    assert toy.gradient == pytest.approx(1001 / 1008.5, rel=1e-14)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16])
-def test_narrow_weight_times_a_divisor_equals_the_law(dtype: torch.dtype) -> None:
-    """For a loop that divides by N: 8 * uint8(200) is 64."""
-    toy = Toy()
-    for weight, loss in ((100, 1), (50, 4)):
-        divided = toy.parameter * loss / 8
-        narrow = torch.tensor(weight, dtype=dtype)
-        toy.accumulator.weigh(divided, narrow, divided_by=8)
-        divided.backward()
-    assert float(toy.finish().loss) == pytest.approx(2, rel=1e-12)
-    assert toy.gradient == pytest.approx(2, rel=1e-12)
-
-
-def test_buffers_that_are_filled_again_equal_their_first_values() -> None:
-    """A CUDA graph writes each step's loss and count over the last one's."""
-    toy, count = Toy(), torch.zeros((), dtype=torch.float64)
-    for weight, value in ((1, 6), (3, 2)):
-        count.fill_(weight)
-        loss = toy.parameter * value
-        toy.accumulator.backward(loss, count)
-        loss.detach().zero_()
-    stats = toy.finish()
-    assert (float(stats.weight), float(stats.loss), toy.gradient) == (4, 3, 3)
-
-
-def test_loss_of_shape_one_beside_a_scalar_equals_the_law() -> None:
-    toy = Toy()
-    toy.add(torch.tensor([4]), 1)
-    toy.add(8, 3)
-    assert float(toy.finish().loss) == toy.gradient == 7
-
-
-@pytest.mark.parametrize("unit", [1e-30, 1e-3, 1e30])
-def test_gradient_does_not_depend_on_the_unit_of_weights(unit: float) -> None:
-    parts = cut(ragged_sequences(9), (2, 7))
-    net, reference = fresh_net(), fresh_net()
-    accumulator = Accumulator(PerToken())
-    for batch in parts:
-        weight = PerToken().weight(batch) * unit
-        accumulator.backward(token_loss(net, batch), weight=weight)
-    accumulator.finish(net.parameters())
-    run_window(reference, parts, PerToken())
-    assert relative(gradients(net), gradients(reference)) <= 1e-6
