@@ -1,81 +1,178 @@
-"""Losses, cuts and comparisons that the tests of the core share."""
+"""Losses, cuts, windows and comparisons that the tests of the core share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.helpers import VOCABULARY, TokenNet, gradients, pad, token_loss
-from trainkit import AccumulationStrategy, Accumulator, WindowStats
+from tests.zoo import sample_loss
+from trainkit import (
+    AccumulationStrategy,
+    Accumulator,
+    PerClassWeight,
+    PerSample,
+    PerToken,
+    WindowStats,
+)
 
 Loss = Callable[[nn.Module, Any, str], Tensor]
+
+# ---- losses --------------------------------------------------------------------------
 
 CLASS_WEIGHTS = torch.linspace(0.05, 3.0, VOCABULARY, dtype=torch.float64)
 
 
-def token_losses(net: nn.Module, batch: Any, **options: Any) -> Tensor:
-    """The loss of every token, as a table; 0 where the label is ignored."""
-    logits = net(batch["ids"])
-    losses = F.cross_entropy(
-        logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", **options
-    )
-    return losses.view_as(batch["labels"])
-
-
-def sample_loss(net: nn.Module, batch: Any, reduction: str) -> Tensor:
-    """Over samples, of the mean over each one's tokens."""
-    counts = (batch["labels"] != -100).sum(1)
-    means = token_losses(net, batch).sum(1) / counts
-    return means.mean() if reduction == "mean" else means.sum()
-
-
-def class_weighted_loss(net: nn.Module, batch: Any, reduction: str) -> Tensor:
-    """Cross entropy with class weights: "mean" divides by the weights' sum."""
+def cross_entropy(
+    net: nn.Module, batch: Any, reduction: str = "mean", **options: Any
+) -> Tensor:
+    """Cross entropy in the net's own dtype; `weight`, for one, is an option."""
     logits = net(batch["ids"]).flatten(0, 1)
-    return F.cross_entropy(
-        logits,
-        batch["labels"].flatten(),
-        weight=CLASS_WEIGHTS.to(logits.dtype),
-        reduction=reduction,
-    )
-
-
-def smoothed_loss(net: nn.Module, batch: Any, reduction: str) -> Tensor:
-    """Cross entropy with label smoothing."""
-    logits = net(batch["ids"]).flatten(0, 1)
+    if "weight" in options:
+        options["weight"] = options["weight"].to(logits.dtype)
     labels = batch["labels"].flatten()
-    return F.cross_entropy(logits, labels, label_smoothing=0.1, reduction=reduction)
+    return F.cross_entropy(logits, labels, reduction=reduction, **options)
 
 
-class ByClass(AccumulationStrategy):
-    """A strategy of one's own: the denominator of class-weighted cross entropy."""
+def token_losses(net: nn.Module, batch: Any) -> Tensor:
+    """The loss of every token, as a table; 0 where the label is ignored."""
+    return cross_entropy(net, batch, "none").view_as(batch["labels"])
 
-    def __init__(self, loss_reduction: Any = "mean") -> None:
-        self.loss_reduction = loss_reduction
 
-    def weight(self, batch: Any) -> Tensor:
-        labels = batch["labels"]
-        return (CLASS_WEIGHTS[labels.clamp(min=0)] * (labels != -100)).sum()
+def masked_loss(net: nn.Module, batch: Any, reduction: str, *, mask: str) -> Tensor:
+    """A mean with real-valued weights of tokens or of samples divides by their sum."""
+    losses = token_losses(net, batch)
+    losses = losses.sum(1) if mask == "sample_mask" else losses
+    total = (losses * batch[mask]).sum()
+    return total / batch[mask].sum() if reduction == "mean" else total
+
+
+def kl_of(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
+    """Something of each sample: how far its mean output is from a uniform one."""
+    valid = (batch["labels"] != -100).unsqueeze(-1)
+    mean = (net(batch["ids"]) * valid).sum(1) / valid.sum(1)
+    each = -F.log_softmax(mean, -1).mean(-1)
+    return each.mean() if reduction == "mean" else each.sum()
+
+
+class Case(NamedTuple):
+    """A loss, the strategy that counts its denominator, and one that does not."""
+
+    strategy: Callable[..., Any]
+    loss: Loss
+    wrong: AccumulationStrategy
+
+
+CASES = {
+    "tokens": Case(PerToken, token_loss, PerSample()),
+    "samples": Case(PerSample, sample_loss, PerToken()),
+    "class weights": Case(  # pytorch#72047
+        partial(PerClassWeight, weight=CLASS_WEIGHTS),
+        partial(cross_entropy, weight=CLASS_WEIGHTS),
+        PerSample(),
+    ),
+    "label smoothing": Case(  # transformers#46731, #47261
+        PerToken, partial(cross_entropy, label_smoothing=0.1), PerSample()
+    ),
+    "token mask": Case(  # keras#19740, #20410
+        partial(PerToken, mask="token_mask"),
+        partial(masked_loss, mask="token_mask"),
+        PerSample(),
+    ),
+    "sample mask": Case(
+        partial(PerSample, mask="sample_mask"),
+        partial(masked_loss, mask="sample_mask"),
+        PerToken(),
+    ),
+}
+
+# ---- batches -------------------------------------------------------------------------
+
+IGNORED = {"ids": torch.zeros(2, 5).long(), "labels": torch.full((2, 5), -100)}
+"""A micro-batch in which nothing counts."""
+
+
+def padded(samples: Sequence[Any], extra: int = 0) -> dict[str, Tensor]:
+    """`pad`, with columns of nothing but padding appended, and with both masks."""
+    batch = pad(samples)
+    ids = F.pad(batch["ids"], (0, extra))
+    labels = F.pad(batch["labels"], (0, extra), value=-100)
+    token_mask = 0.37 * (1 + ids % 5).double() * (labels != -100)
+    sample_mask = 0.3 + (ids * (labels != -100)).sum(1).double() % 7
+    masks = {"token_mask": token_mask, "sample_mask": sample_mask}
+    return {"ids": ids, "labels": labels, **masks}
+
+
+def cut(samples: Sequence[Any], sizes: Iterable[int]) -> list[dict[str, Tensor]]:
+    """Micro-batches of so many samples."""
+    rest = iter(samples)
+    return [padded([next(rest) for _ in range(size)]) for size in sizes]
+
+
+def joined(micro_batches: Iterable[Any]) -> dict[str, Tensor]:
+    """The rows of several micro-batches as one batch."""
+    return padded(
+        [
+            (ids[labels != -100], labels[labels != -100])
+            for batch in micro_batches
+            for ids, labels in zip(batch["ids"], batch["labels"], strict=True)
+            if (labels != -100).any()
+        ]
+    )
+
+
+# ---- windows -------------------------------------------------------------------------
 
 
 class GivenWeight(AccumulationStrategy):
-    """For tests that say the weight themselves."""
+    """A strategy of one's own, for tests that say the weight themselves."""
+
+    def __init__(self, loss_reduction: Any = "mean") -> None:
+        self.loss_reduction = loss_reduction
 
     def weight(self, batch: Any) -> Any:
         return batch
 
 
-def padded(samples: Sequence[Any], extra: int = 0) -> dict[str, Tensor]:
-    """`pad`, with columns of nothing but padding appended."""
-    batch = pad(samples)
-    return {
-        "ids": F.pad(batch["ids"], (0, extra)),
-        "labels": F.pad(batch["labels"], (0, extra), value=-100),
-    }
+class Toy:
+    """One parameter, whose gradient is the weighted mean of the losses of a window."""
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype = torch.float64,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> None:
+        self.parameter = nn.Parameter(torch.ones((), dtype=dtype))
+        self.accumulator = Accumulator(GivenWeight(reduction), **options)
+
+    def add(self, loss: Any, weight: Any = None, **options: Any) -> None:
+        """Run a micro-batch."""
+        self.accumulator.backward(self.parameter * loss, weight, **options)
+
+    def finish(self, **options: Any) -> WindowStats:
+        """Close the window."""
+        return self.accumulator.finish([self.parameter], **options)
+
+    def window(self, *micro_batches: tuple[Any, Any], **options: Any) -> WindowStats:
+        """Run a window of these losses and weights, from a gradient of None."""
+        self.parameter.grad = None
+        for loss, weight in micro_batches:
+            self.add(loss, weight)
+        return self.finish(**options)
+
+    @property
+    def gradient(self) -> float:
+        assert self.parameter.grad is not None
+        return float(self.parameter.grad)
 
 
 def run_window(
@@ -83,15 +180,31 @@ def run_window(
     micro_batches: Iterable[Any],
     strategy: AccumulationStrategy | Accumulator,
     loss: Loss = token_loss,
+    *,
+    told: bool = False,
 ) -> WindowStats:
     """Accumulate one window; its gradients stay in the net."""
     accumulator = (
         strategy if isinstance(strategy, Accumulator) else Accumulator(strategy)
     )
-    reduction = accumulator.strategy.loss_reduction
-    for batch in micro_batches:
-        accumulator.backward(loss(net, batch, reduction), batch)
+    run_open(accumulator, net, micro_batches, loss, told=told)
     return accumulator.finish(net.parameters())
+
+
+def run_open(
+    accumulator: Accumulator,
+    net: Any,
+    micro_batches: Iterable[Any],
+    loss: Loss = token_loss,
+    *,
+    told: bool = False,
+) -> None:
+    """Run micro-batches, and leave the window open."""
+    if told:
+        accumulator.expect(micro_batches)
+    is_mean = accumulator.strategy.loss_reduction == "mean"
+    for batch in micro_batches:
+        accumulator.backward(loss(net, batch, "mean" if is_mean else "sum"), batch)
 
 
 def average_window(
@@ -104,16 +217,34 @@ def average_window(
 
 
 def big_batch(
-    net: nn.Module, batch: Any, loss: Loss = token_loss
+    net: nn.Module, batch: Any, loss: Loss = token_loss, reduction: str = "mean"
 ) -> tuple[Tensor, Tensor]:
     """The gradient and the loss of everything at once."""
-    value = loss(net, batch, "mean")
+    value = loss(net, batch, reduction)
     value.backward()
     return gradients(net), value.detach()
 
 
 def fresh_net(dtype: torch.dtype = torch.float64) -> TokenNet:
     return TokenNet(dtype=dtype)
+
+
+def adding_hook(state, bucket):  # torch reads annotations, and not as text
+    """A communication hook of DDP that adds up."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor that is gathered from its shards, if it has some."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_gradients(module: nn.Module) -> Tensor:
+    """All gradients as one float64 vector, gathered from their shards."""
+    found = [whole(p.grad) for p in module.parameters() if p.grad is not None]
+    return torch.cat([gradient.double().flatten() for gradient in found])
 
 
 def relative(found: Tensor, reference: Tensor) -> float:

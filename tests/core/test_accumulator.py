@@ -2,135 +2,225 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
 
-from tests.core.common import GivenWeight, fresh_net, padded, relative, run_window
+from tests.core.common import (
+    Toy,
+    big_batch,
+    cut,
+    fresh_net,
+    joined,
+    padded,
+    relative,
+    run_open,
+    run_window,
+)
 from tests.helpers import NAIVE, VOCABULARY, gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerSample, PerToken, TrainkitError
 
 SAMPLES = ragged_sequences(10)
+PARTS = cut(SAMPLES, (3, 7))
+ROWS = torch.randn(4, 2)
 
 
-def parameter() -> nn.Parameter:
-    return nn.Parameter(torch.ones((), dtype=torch.float64))
+def fails(loss: Tensor) -> None:
+    raise RuntimeError("out of memory")
 
 
-# ---- rules ---------------------------------------------------------------------------
-
-
-def test_finishing_an_empty_window_is_refused() -> None:
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
-    for _ in range(2):
-        with pytest.raises(TrainkitError, match=r"finish\(\): the window is empty"):
-            accumulator.finish([p])
-        accumulator.backward(p * 1, 1)
-        accumulator.finish([p])
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda p: torch.stack([p, p]), r"one element, received \[2\].*='mean'"),
-        (lambda p: 3.0, "one element, received 3.0"),
-        (lambda p: p.detach() * 1, "must depend on parameters.*no_grad"),
-        (lambda p: None, "one element, received None"),
-    ],
-)
-def test_loss_that_is_none_is_refused(make: Callable[[Any], Any], text: str) -> None:
-    accumulator = Accumulator(GivenWeight())
-    with pytest.raises(TrainkitError, match=text):
-        accumulator.backward(make(parameter()), 1)
-    assert not accumulator.is_open
+# ---- what equals the law -------------------------------------------------------------
 
 
 def test_dropped_window_leaves_no_trace() -> None:
     """transformers#22098: nothing of one epoch's tail in the next one's first step."""
-    net, reference = fresh_net(), fresh_net()
-    accumulator = Accumulator(PerToken())
-    for samples in (SAMPLES[:2], SAMPLES[2:4]):
-        batch = padded(samples)
-        accumulator.backward(token_loss(net, batch), batch)
+    net, accumulator = fresh_net(), Accumulator(PerToken())
+    run_open(accumulator, net, PARTS)
     assert accumulator.is_open
     assert accumulator.drop() == 2
     assert not accumulator.is_open
     net.zero_grad()
-    stats = run_window(net, [padded(SAMPLES[4:])], accumulator)
-    token_loss(reference, padded(SAMPLES[4:])).backward()
+    stats = run_window(net, PARTS[:1], accumulator)
     assert stats.num_micro_batches == 1
-    assert relative(gradients(net), gradients(reference)) <= 1e-12
+    assert relative(gradients(net), big_batch(fresh_net(), PARTS[0])[0]) <= 1e-12
 
 
 def test_two_windows_side_by_side_share_no_totals() -> None:
     """One loss of a discriminator and one of a generator for each batch."""
-    d, g = parameter(), parameter()
-    of_d, of_g = Accumulator(GivenWeight()), Accumulator(GivenWeight())
-    for weight_d, weight_g in ((1, 5), (3, 2)):
-        of_d.backward(d * weight_d, weight_d)
-        of_g.backward(g * weight_g, weight_g)
-    assert of_d.finish([d]).weight == 4
-    assert of_g.finish([g]).weight == 7
-    assert float(d.grad) == (1 + 9) / 4  # type: ignore[arg-type]
-    assert float(g.grad) == pytest.approx(29 / 7)  # type: ignore[arg-type]
+    one, other = Toy(), Toy()
+    for weight, weight_of_other in ((1, 5), (3, 2)):
+        one.add(weight, weight)
+        other.add(weight_of_other, weight_of_other)
+    assert (one.finish().weight, other.finish().weight) == (4, 7)
+    assert one.gradient == (1 + 9) / 4
+    assert other.gradient == pytest.approx(29 / 7)
 
 
 def test_given_backward_equals_the_own_one() -> None:
-    p, q = parameter(), parameter()
-    for target, backward in ((p, None), (q, lambda loss: loss.backward())):
-        accumulator = Accumulator(GivenWeight())
+    """Accelerate's too, if it does not divide: see accelerate#3533 below."""
+    of_accelerate = Accelerator(cpu=True).backward
+    for backward in (None, Tensor.backward, of_accelerate):
+        toy = Toy()
         for weight in (2, 3):
-            accumulator.backward(target * weight, weight=weight, backward=backward)
-        accumulator.finish([target])
-    assert float(p.grad) == float(q.grad) == (4 + 9) / 5  # type: ignore[arg-type]
+            loss = toy.parameter * weight
+            toy.accumulator.backward(loss, weight=weight, backward=backward)
+        toy.finish()
+        assert toy.gradient == (4 + 9) / 5
 
 
-def test_loss_can_be_used_again_after_its_backward_pass() -> None:
-    """The weighting is taken off: a second pass is the user's own."""
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
-    loss = p * 2
-    accumulator.backward(loss, 3, backward=lambda x: x.backward(retain_graph=True))
-    accumulator.finish([p])
-    p.grad = None
+@pytest.mark.parametrize(
+    "backward", [partial(Tensor.backward, retain_graph=True), fails]
+)
+def test_weighting_is_taken_off_after_the_backward_pass(backward: Any) -> None:
+    """A second pass is the user's own."""
+    toy = Toy()
+    loss = toy.parameter * 2
+    try:
+        toy.accumulator.backward(loss, 3, backward=backward)
+    except RuntimeError:
+        toy.accumulator.drop()
+    toy.parameter.grad = None
     loss.backward()
-    assert float(p.grad) == 2  # type: ignore[arg-type]
+    assert toy.gradient == 2
 
 
-def test_weighting_is_taken_off_after_a_backward_pass_that_failed() -> None:
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
+def test_parameters_that_the_first_micro_batches_do_not_use_equal_the_law() -> None:
+    """One of two heads, say; nothing has been zeroed. The module is not known, so that
+    the first loss shows only a part of the parameters."""
+    toy, head = Toy(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    for _ in range(2):
+        toy.parameter.grad = head.grad = None
+        toy.add(2, 3)
+        toy.add(4 * head, 1)
+        toy.accumulator.finish([head])
+        assert float(head.grad) == 1  # type: ignore[arg-type]
 
-    def fails(loss: Tensor) -> None:
-        raise RuntimeError("out of memory")
 
-    loss = p * 2
+# ---- a gradient scaler ---------------------------------------------------------------
+
+
+def test_windows_that_share_a_scaler_equal_the_law() -> None:
+    """It grows when one of two optimizers steps, inside the other's window."""
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
+    toys = [Toy(scaler=scaler) for _ in range(2)]
+    steps = [torch.optim.SGD([toy.parameter], lr=0.0) for toy in toys]
+    seen: list[list[float]] = [[], []]
+    for index in range(8):
+        for toy, optimizer, every, found in zip(toys, steps, (1, 4), seen, strict=True):
+            toy.add(2, 1 + index, backward=lambda loss: scaler.scale(loss).backward())
+            if (index + 1) % every == 0:
+                toy.finish()
+                scaler.unscale_(optimizer)
+                found.append(toy.gradient)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert seen == [[2.0] * 8, [2.0] * 2]
+
+
+def test_open_window_keeps_the_scalers_factor() -> None:
+    """Half precision would lose gradients without it."""
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    toy = Toy(scaler=scaler)
+    for _ in range(2):
+        toy.parameter.grad = None
+        for _ in range(2):
+            toy.add(3, 5, backward=lambda loss: scaler.scale(loss).backward())
+        assert 2.0**8 < toy.gradient < 2.0**20
+        toy.finish()
+        assert toy.gradient == 3 * 2.0**16
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+
+def tear(toy: Toy) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
-        accumulator.backward(loss, 3, backward=fails)
-    accumulator.drop()
-    loss.backward()
-    assert float(p.grad) == 2  # type: ignore[arg-type]
+        toy.add(2, 3, backward=fails)
 
 
-def test_backward_that_divides_is_refused() -> None:
+def go_own_way(toy: Toy, number: int) -> None:
+    """A backward pass that starts from the loss so often."""
+
+    def backward(loss: Tensor) -> None:
+        for _ in range(number):
+            loss.backward(retain_graph=True)
+
+    toy.add(2, 3, backward=backward)
+    toy.finish()
+
+
+def divide(toy: Toy) -> None:
     """accelerate#3533: the trainer divides and the loss is divided too."""
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
     divides = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    text = r"accelerator.backward: .*steps=4.*gradient_accumulation_steps=1"
-    with pytest.raises(TrainkitError, match=text):
-        accumulator.backward(p * 2, 3, backward=divides.backward)
-    divides.gradient_accumulation_steps = 1
-    for weight in (1, 3):
-        accumulator.backward(p * weight, weight, backward=divides.backward)
-    accumulator.finish([p])
-    assert float(p.grad) == 2.5  # type: ignore[arg-type]
+    try:
+        toy.add(2, 3, backward=divides.backward)
+    finally:
+        divides.gradient_accumulation_steps = 1  # which all of its objects share
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda toy: toy.finish(), r"finish\(\): the window is empty"),
+        (lambda toy: (tear(toy), toy.add(2, 3)), r"in it has failed.*Call drop\(\)"),
+        (lambda toy: (tear(toy), toy.finish()), r"in it has failed.*Call drop\(\)"),
+        (lambda toy: go_own_way(toy, 0), "1 losses were weighted, and 0 backward"),
+        (lambda toy: go_own_way(toy, 2), "1 losses were weighted, and 2 backward"),
+        (divide, "accelerator.backward: .*steps=4.*gradient_accumulation_steps=1"),
+        (
+            lambda toy: (toy.add(2, 3), toy.accumulator.weigh_by(PerToken())),
+            r"weighed by GivenWeight \(mean\), and another strategy",
+        ),
+        (
+            lambda toy: toy.accumulator.backward(toy.parameter.expand(2), 1),
+            r"one element, received \[2\].*='mean'",
+        ),
+        (lambda toy: toy.accumulator.backward(3.0, 1), "element, received 3.0"),
+        (lambda toy: toy.accumulator.backward(None, 1), "element, received None"),
+        (
+            lambda toy: toy.accumulator.backward(toy.parameter.detach() * 1, 1),
+            "must depend on parameters.*no_grad",
+        ),
+    ],
+)
+def test_what_breaks_a_window_is_refused_until_it_is_dropped(
+    wrong: Any, text: str
+) -> None:
+    toy = Toy()
+    for _ in range(2):
+        with pytest.raises(TrainkitError, match=text):
+            wrong(toy)
+        toy.accumulator.drop()
+        toy.window((2, 3), (4, 1))
+        assert toy.gradient == 2.5
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_that_are_frozen_or_unfrozen_inside_a_window_are_refused(
+    trains: bool,
+) -> None:
+    """Their gradient would be that of a part of the window; between two it may be."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    accumulator = Accumulator(PerSample())
+
+    def window(*trains: bool) -> None:
+        net.zero_grad()
+        for each in trains:
+            net[0].requires_grad_(each)
+            accumulator.backward(net(ROWS).square().mean(), ROWS)
+        accumulator.finish(net.parameters())
+
+    window(trains)  # which shows the parameters
+    window(not trains, not trains)
+    with pytest.raises(TrainkitError, match="requires_grad: it has changed for 2 "):
+        window(not trains, trains)
 
 
 # ---- models that others wrote --------------------------------------------------------
@@ -148,31 +238,23 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double()
 
 
-def encoding(samples: Any) -> BatchEncoding:
-    batch = padded(samples)
-    mask = torch.zeros_like(batch["ids"])
-    for row, (ids, _) in enumerate(samples):
-        mask[row, : len(ids)] = 1
-    labels = torch.where(mask == 1, batch["ids"], -100)
-    return BatchEncoding(
-        {"input_ids": batch["ids"], "attention_mask": mask, "labels": labels}
-    )
-
-
-LONG = [s for s in ragged_sequences(40, longest=16) if len(s[0]) > 1][:12]
+def encoding(batch: Any) -> BatchEncoding:
+    ids, mask = batch["ids"], (batch["labels"] != -100).long()
+    labels = torch.where(mask == 1, ids, -100)
+    return BatchEncoding({"input_ids": ids, "attention_mask": mask, "labels": labels})
 
 
 @pytest.mark.parametrize("shift", [True, False])
 def test_causal_model_equals_big_batch_only_with_shift(shift: bool) -> None:
     """transformers#34191, #46204: a model that shifts inside has no target at position
     0; to count labels there is the control, off by one for each row."""
+    samples = [s for s in ragged_sequences(40, longest=16) if len(s[0]) > 1][:12]
     net, reference = llama(), llama()
     accumulator = Accumulator(PerToken(shift=shift))
-    for samples in (LONG[:1], LONG[1:9], LONG[9:]):
-        batch = encoding(samples)
+    for batch in map(encoding, cut(samples, (1, 8, 3))):
         accumulator.backward(net(**batch).loss, batch)
     stats = accumulator.finish(net.parameters())
-    loss = reference(**encoding(LONG)).loss
+    loss = reference(**encoding(padded(samples))).loss
     loss.backward()
     off = relative(gradients(net), gradients(reference))
     if shift:
@@ -182,177 +264,19 @@ def test_causal_model_equals_big_batch_only_with_shift(shift: bool) -> None:
         assert off > NAIVE / 10
 
 
-def test_compiled_model_equals_big_batch() -> None:
-    net, reference = fresh_net(), fresh_net()
-    compiled = torch.compile(net, backend="aot_eager", dynamic=True)
-    cut = [padded(SAMPLES[:3]), padded(SAMPLES[3:])]
-    accumulator = Accumulator(PerToken())
-    for batch in cut:
-        accumulator.backward(token_loss(compiled, batch), batch)  # type: ignore[arg-type]
-    accumulator.finish(net.parameters())
-    token_loss(reference, padded(SAMPLES)).backward()
-    assert relative(gradients(net), gradients(reference)) <= 1e-12
+def recomputed(net: nn.Module, batch: Any, reduction: str) -> Tensor:
+    """Activations are computed again in the backward pass."""
+    value = checkpoint(token_loss, net, batch, reduction, use_reentrant=False)
+    assert isinstance(value, Tensor)
+    return value
 
 
-def test_checkpointed_model_equals_big_batch() -> None:
-    """Activations recomputed in the backward pass change nothing."""
-    from torch.utils.checkpoint import checkpoint
-
-    net, reference = fresh_net(), fresh_net()
-
-    def loss(module: nn.Module, batch: Any, reduction: str) -> Tensor:
-        value = checkpoint(token_loss, module, batch, reduction, use_reentrant=False)
-        assert isinstance(value, Tensor)
-        return value
-
-    run_window(net, [padded(SAMPLES[:3]), padded(SAMPLES[3:])], PerToken(), loss)
-    token_loss(reference, padded(SAMPLES)).backward()
-    assert relative(gradients(net), gradients(reference)) <= 1e-12
-
-
-def test_window_with_a_failed_backward_pass_is_refused_until_dropped() -> None:
-    """Out of memory, caught, and on: nobody knows what was added."""
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
-
-    def fails(loss: Tensor) -> None:
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        accumulator.backward(p * 2, 3, backward=fails)
-    for refused in (
-        lambda: accumulator.backward(p * 2, 3),
-        lambda: accumulator.finish([p]),
-    ):
-        with pytest.raises(TrainkitError, match=r"has failed.*Call drop\(\)"):
-            refused()
-    accumulator.drop()
-    p.grad = None
-    accumulator.backward(p * 2, 3)
-    accumulator.finish([p])
-    assert float(p.grad) == 2  # type: ignore[arg-type]
-
-
-def test_gradients_zeroed_inside_a_window_are_refused() -> None:
-    p = parameter()
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    accumulator = Accumulator(GivenWeight())
-    accumulator.backward(p * 2, 3)
-    accumulator.finish(optimizer)
-    optimizer.zero_grad()
-    accumulator.backward(p * 2, 3)
-    optimizer.zero_grad()
-    with pytest.raises(
-        TrainkitError, match="the gradients of the 1 micro-batches in it"
-    ):
-        accumulator.backward(p * 2, 3)
-
-
-@pytest.mark.parametrize("passes", [0, 2])
-def test_pass_that_does_not_start_from_the_loss_is_refused(passes: int) -> None:
-    """An override of `LightningModule.backward` that goes its own way, say."""
-    p = parameter()
-    accumulator = Accumulator(GivenWeight())
-
-    def own_way(loss: Tensor) -> None:
-        for _ in range(passes):
-            loss.backward(retain_graph=True)
-
-    accumulator.backward(p * 2, 3, backward=own_way)
-    with pytest.raises(TrainkitError, match=f"1 losses were weighted, and {passes} ba"):
-        accumulator.finish([p])
-
-
-def test_windows_that_share_a_scaler_equal_the_law() -> None:
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
-    ps = [parameter(), parameter()]
-    steps = [torch.optim.SGD([p], lr=0.0) for p in ps]
-    both = [Accumulator(GivenWeight(), scaler=scaler) for _ in ps]
-    seen: list[list[float]] = [[], []]
-    for index in range(8):
-        for which, every in enumerate((1, 4)):
-            p, optimizer, accumulator = ps[which], steps[which], both[which]
-            accumulator.backward(
-                2 * p, 1 + index, backward=lambda loss: scaler.scale(loss).backward()
-            )
-            if (index + 1) % every == 0:
-                accumulator.finish(optimizer)
-                scaler.unscale_(optimizer)
-                seen[which].append(float(p.grad))  # type: ignore[arg-type]
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    assert seen == [[2.0] * 8, [2.0] * 2]
-
-
-def test_skipped_first_micro_batch_leaves_the_window_open() -> None:
-    p = parameter()
-    accumulator = Accumulator(GivenWeight(), nonfinite="skip")
-    for _ in range(2):
-        p.grad = None
-        accumulator.backward(p * float("nan"), 5)
-        accumulator.backward(p * 2, 3)
-        accumulator.backward(p * 4, 1)
-        accumulator.finish([p])
-        assert float(p.grad) == 2.5  # type: ignore[arg-type]
-
-
-def test_parameters_that_the_first_micro_batches_do_not_use_equal_the_law() -> None:
-    """One of two heads, say; nothing has been zeroed."""
-    trunk, head = parameter(), parameter()
-    accumulator = Accumulator(GivenWeight())
-    for _ in range(2):
-        trunk.grad = head.grad = None
-        accumulator.backward(trunk * 2, 3)
-        accumulator.backward(trunk * head * 4, 1)
-        accumulator.finish([head])
-        assert float(head.grad) == 1.0  # type: ignore[arg-type]
-
-
-def test_open_window_keeps_the_scalers_factor() -> None:
-    """Half precision would lose gradients without it."""
-    p = parameter()
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    accumulator = Accumulator(GivenWeight(), scaler=scaler)
-    for _ in range(2):
-        p.grad = None
-        for _ in range(2):
-            accumulator.backward(
-                p * 3, 5, backward=lambda loss: scaler.scale(loss).backward()
-            )
-        assert 2.0**8 < float(p.grad) < 2.0**20  # type: ignore[arg-type]
-        accumulator.finish([p])
-        assert float(p.grad) == 3 * 2.0**16  # type: ignore[arg-type]
-
-
-def test_weightless_beginning_in_half_precision_equals_the_law() -> None:
-    """Nothing is known of the weights to come, and they must not overflow."""
-    p = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
-    accumulator = Accumulator(GivenWeight())
-    for weight in (0, 100_000, 60_000):
-        accumulator.backward(p * 3, weight)
-    accumulator.finish([p])
-    assert float(p.grad) == 3.0  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_parameters_that_are_frozen_or_unfrozen_inside_a_window_are_refused(
-    trains: bool,
-) -> None:
-    """Their gradient would be that of a part of the window."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    net[0].requires_grad_(trains)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    accumulator = Accumulator(PerSample(), module=net)
-    accumulator.gradients.parameters = list(net.parameters())
-    for change in (False, True):  # between two windows, and inside of one
-        for number, x in enumerate(torch.randn(4, 2).split(2)):
-            if number and change:
-                net[0].requires_grad_(not trains)
-            accumulator.backward(net(x).square().mean(), x)
-        if change:
-            with pytest.raises(TrainkitError, match="requires_grad: it has changed"):
-                accumulator.finish(optimizer)
-        else:
-            accumulator.finish(optimizer)
-            optimizer.zero_grad()
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+def test_compiled_and_checkpointed_models_equal_big_batch(how: str) -> None:
+    net = fresh_net()
+    if how == "checkpointed":
+        run_window(net, PARTS, PerToken(), recomputed)
+    else:
+        compiled: Any = torch.compile(net, backend="aot_eager", dynamic=True)
+        run_window(compiled, PARTS, PerToken())
+    assert relative(gradients(net), big_batch(fresh_net(), joined(PARTS))[0]) <= 1e-12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,41 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from tests.core.common import (
-    GivenWeight,
+    IGNORED,
+    Toy,
+    big_batch,
+    cut,
     fresh_net,
-    padded,
+    joined,
     relative,
     run_window,
 )
-from tests.helpers import gradients, ragged_sequences, token_loss
+from tests.helpers import gradients, ragged_sequences
 from trainkit import Accumulator, PerToken, TrainkitError
+from trainkit.core import checks as module_of_checks
+from trainkit.core.checks import LateReading
 
-SAMPLES = ragged_sequences(6)
-IGNORED = {"ids": torch.zeros(2, 5).long(), "labels": torch.full((2, 5), -100)}
-
-
-def own_mean(net: nn.Module, batch: Any, reduction: str) -> Tensor:
-    """A loss that divides by its own count: 0/0 where nothing counts."""
-    logs = net(batch["ids"]).log_softmax(-1)
-    counts = batch["labels"] != -100
-    picked = logs.gather(-1, batch["labels"].clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    total = -(picked * counts).sum()
-    return total / counts.sum() if reduction == "mean" else total
-
-
-class Toy:
-    """One parameter, and windows of one micro-batch: loss and weight as told."""
-
-    def __init__(self, **options: Any) -> None:
-        self.parameter = nn.Parameter(torch.ones(()))
-        self.accumulator = Accumulator(GivenWeight(), **options)
-
-    def window(self, *pairs: tuple[Any, Any]) -> Any:
-        self.parameter.grad = None
-        for loss, weight in pairs:
-            self.accumulator.backward(self.parameter * loss, weight)
-        return self.accumulator.finish([self.parameter])
-
+PARTS = cut(ragged_sequences(6), (2, 4))
+WHOLE, WHOLE_LOSS = big_batch(fresh_net(), joined(PARTS))
+NAN, INF = float("nan"), float("inf")
 
 # ---- nothing to count ----------------------------------------------------------------
 
@@ -53,19 +34,18 @@ class Toy:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_ignored_micro_batch_equals_its_absence(reduction: Any, place: int) -> None:
     """Composer, torchtune#1875: a mean over nothing is NaN, and NaN * 0 is NaN."""
-    cut: list[Any] = [padded(SAMPLES[:2]), padded(SAMPLES[2:])]
-    net, reference = fresh_net(), fresh_net()
-    expected = run_window(reference, cut, PerToken())
-    cut.insert(place, IGNORED)
+    net, parts = fresh_net(), [*PARTS]
+    parts.insert(place, IGNORED)
     accumulator = Accumulator(PerToken(loss_reduction=reduction), checks="now")
-    stats = run_window(net, cut, accumulator)
-    assert relative(gradients(net), gradients(reference)) <= 1e-12
-    torch.testing.assert_close(stats.loss, expected.loss, rtol=1e-12, atol=0)
+    stats = run_window(net, parts, accumulator)
+    assert relative(gradients(net), WHOLE) <= 1e-12
+    torch.testing.assert_close(stats.loss, WHOLE_LOSS, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_ignored_window_equals_a_zero_gradient_said_once(reduction: Any) -> None:
-    """Automodel#3797: zeros, not None and not NaN, and a word about it."""
+def test_ignored_window_has_a_zero_gradient_said_once(reduction: Any) -> None:
+    """Automodel#3797: zeros, not None and not NaN, and a word about it. The shared
+    scale keeps its last value where there is none to take."""
     net = fresh_net()
     accumulator = Accumulator(PerToken(loss_reduction=reduction), checks="now")
     text = "optimizer step 0 .*none of the window's 2 micro-batches.*Said once"
@@ -73,88 +53,95 @@ def test_ignored_window_equals_a_zero_gradient_said_once(reduction: Any) -> None
         stats = run_window(net, [IGNORED, IGNORED], accumulator)
     assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
     assert float(stats.loss) == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_window(net, [IGNORED], accumulator)
-        run_window(net, [padded(SAMPLES)], accumulator)
-    assert gradients(net).abs().sum() > 0
-
-
-@pytest.mark.filterwarnings("ignore:.*none of the window")
-def test_window_after_an_ignored_one_equals_big_batch() -> None:
-    """The shared scale keeps its last value where there is none to take."""
-    accumulator = Accumulator(PerToken())
-    for first in ([IGNORED], [padded(SAMPLES)], [IGNORED, IGNORED]):
-        net, reference = fresh_net(), fresh_net()
-        run_window(net, first, accumulator)
+    for parts in ([IGNORED], PARTS, [IGNORED], [PARTS[0], IGNORED, PARTS[1]]):
         net.zero_grad()
-        run_window(
-            net, [padded(SAMPLES[:4]), IGNORED, padded(SAMPLES[4:])], accumulator
-        )
-        token_loss(reference, padded(SAMPLES)).backward()
-        assert relative(gradients(net), gradients(reference)) <= 1e-12
+        run_window(net, parts, accumulator)  # a second warning would be an error
+        if len(parts) > 1:
+            assert relative(gradients(net), WHOLE) <= 1e-12
 
 
-def test_own_mean_over_nothing_is_flagged_with_what_to_do() -> None:
+def test_total_that_weighs_nothing_keeps_its_gradient() -> None:
+    """Nothing is divided, so there is no 0 / 0, and nothing to warn of."""
+    toy = Toy(reduction="total", checks="now")
+    assert float(toy.window((3, 0), (4, 0)).loss) == toy.gradient == 7
+
+
+def own_mean(net: nn.Module, batch: Any, reduction: str) -> Tensor:
+    """A loss that divides by its own count: 0/0 where nothing counts."""
+    counts, labels = batch["labels"] != -100, batch["labels"].clamp(min=0)
+    picked = net(batch["ids"]).log_softmax(-1).gather(-1, labels.unsqueeze(-1))
+    total = -(picked.squeeze(-1) * counts).sum()
+    return total / counts.sum() if reduction == "mean" else total
+
+
+@pytest.mark.parametrize("where", ["before the step", "the next window", "the end"])
+def test_own_mean_over_nothing_is_found_with_what_to_do(where: str) -> None:
     """llama-cookbook#133. Its gradient is NaN, which no weight can undo."""
     net = fresh_net()
-    accumulator = Accumulator(PerToken())
+    checks: Any = "now" if where == "before the step" else "late"
+    accumulator = Accumulator(PerToken(), checks=checks)
     steps = torch.optim.SGD(net.parameters(), lr=0.1)
-    run_window(net, [IGNORED, padded(SAMPLES)], accumulator, own_mean)
-    steps.step()
-    with pytest.raises(TrainkitError, match=r"clamp\(min=1\).*loss_reduction='sum'"):
-        run_window(net, [padded(SAMPLES)], accumulator, own_mean)
 
-
-@pytest.mark.parametrize("cut", [[IGNORED], [IGNORED, padded(SAMPLES)]])
-def test_own_mean_over_nothing_is_refused_before_the_step_if_asked(cut: Any) -> None:
-    accumulator = Accumulator(PerToken(), checks="now")
-    with pytest.raises(TrainkitError, match=r"step 0 .*clamp\(min=1\)"):
-        run_window(fresh_net(), cut, accumulator, own_mean)
-
-
-def test_own_mean_over_nothing_in_the_last_window_is_found() -> None:
-    """Its step is taken, and no loss comes after it that would be NaN."""
-    net = fresh_net()
-    accumulator = Accumulator(PerToken())
-    steps = torch.optim.SGD(net.parameters(), lr=0.1)
-    run_window(net, [IGNORED, padded(SAMPLES)], accumulator, own_mean)
-    steps.step()
-    with pytest.raises(TrainkitError, match=r"step 0 .*clamp\(min=1\)"):
+    def run() -> None:
+        run_window(net, [IGNORED, *PARTS], accumulator, own_mean)
+        steps.step()
+        if where == "the next window":
+            run_window(net, PARTS, accumulator, own_mean)
         accumulator.check()
+
+    with pytest.raises(TrainkitError, match=r"clamp\(min=1\).*loss_reduction='sum'"):
+        run()
+    assert accumulator.num_windows == 1 + (where == "the next window")
 
 
 def test_own_sum_over_nothing_equals_its_absence() -> None:
-    net, reference = fresh_net(), fresh_net()
+    net = fresh_net()
     accumulator = Accumulator(PerToken(loss_reduction="sum"), checks="now")
-    run_window(net, [IGNORED, padded(SAMPLES)], accumulator, own_mean)
-    token_loss(reference, padded(SAMPLES)).backward()
-    assert relative(gradients(net), gradients(reference)) <= 1e-12
+    run_window(net, [IGNORED, *PARTS], accumulator, own_mean)
+    assert relative(gradients(net), WHOLE) <= 1e-12
 
 
-# ---- weights that cannot be ----------------------------------------------------------
+# ---- weights and losses that cannot be -----------------------------------------------
+
+IMPOSSIBLE = [-1, -0.5, NAN, INF]
 
 
-@pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", IMPOSSIBLE)
 def test_impossible_number_is_refused_at_once(weight: float) -> None:
     with pytest.raises(TrainkitError, match="finite and not negative, received"):
-        Toy().window((1.0, weight))
+        Toy().window((1, weight))
 
 
-@pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf")])
-def test_impossible_tensor_is_flagged_one_window_late(weight: float) -> None:
-    toy = Toy()
-    toy.window((1.0, 1))
-    toy.window((1.0, torch.tensor(5.0)), (1.0, torch.tensor(weight)), (1.0, 2))
-    text = r"optimizer step 1 \(counted from 0\), rank 0: .*finite and not negative"
-    with pytest.raises(TrainkitError, match=text):
-        toy.window((1.0, 1))
+@pytest.mark.parametrize("checks", ["late", "now"])
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        *(((1, torch.tensor(w)), "finite and not negative") for w in IMPOSSIBLE),
+        *(((loss, 1), "the loss must be finite") for loss in (NAN, INF, -INF)),
+    ],
+    ids=str,
+)
+def test_what_must_stop_the_run_is_read_a_window_late_or_before_the_step(
+    bad: Any, text: str, checks: Any
+) -> None:
+    toy = Toy(checks=checks)
+    toy.window((1, 1))
+    if checks == "late":
+        toy.window((1, 5), bad, (1, 2))
+        bad = (1, 1)
+    where = r"optimizer step 1 \(counted from 0\), rank 0: "
+    with pytest.raises(TrainkitError, match=f"{where}.*{text}"):
+        toy.window((1, 5), bad, (1, 2))
+    assert toy.accumulator.num_windows == 2 + (checks == "late")
 
 
-@pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf")])
-def test_impossible_tensor_is_refused_before_the_step_if_asked(weight: float) -> None:
-    with pytest.raises(TrainkitError, match="optimizer step 0 .*rank 0: .*negative"):
-        Toy(checks="now").window((1.0, torch.tensor(weight)), (1.0, 100))
+def test_error_says_whether_the_step_was_taken() -> None:
+    now, late = Toy(checks="now"), Toy()
+    with pytest.raises(TrainkitError, match="No step was taken with it"):
+        now.window((NAN, 1))
+    late.window((NAN, 1))
+    with pytest.raises(TrainkitError, match="The step was taken with it"):
+        late.accumulator.check()
 
 
 @pytest.mark.parametrize(
@@ -167,53 +154,83 @@ def test_impossible_tensor_is_refused_before_the_step_if_asked(weight: float) ->
 )
 def test_weight_that_is_no_number_is_refused(weight: Any, text: str) -> None:
     with pytest.raises(TrainkitError, match=text):
-        Toy().window((1.0, weight))
-
-
-# ---- losses that are not finite ------------------------------------------------------
-
-BAD = [float("nan"), float("inf"), -float("inf")]
-
-
-@pytest.mark.parametrize("loss", BAD)
-def test_nonfinite_loss_is_flagged_one_window_late(loss: float) -> None:
-    toy = Toy()
-    toy.window((1.0, 1), (loss, 1), (2.0, 1))
-    with pytest.raises(TrainkitError, match="optimizer step 0 .*rank 0: the loss must"):
-        toy.window((1.0, 1))
-
-
-@pytest.mark.parametrize("loss", BAD)
-def test_nonfinite_loss_is_refused_before_the_step_if_asked(loss: float) -> None:
-    toy = Toy(checks="now")
-    toy.window((1.0, 1))
-    with pytest.raises(TrainkitError, match="optimizer step 1 .*No step was taken"):
-        toy.window((1.0, 1), (loss, 1))
-
-
-def test_nonfinite_loss_is_left_to_a_scaler_if_allowed() -> None:
-    toy = Toy(checks="now", nonfinite="allow")
-    assert not toy.window((1.0, 1), (float("inf"), 1)).loss.isfinite()
-    assert toy.window((3.0, 2)).loss == 3
-
-
-@pytest.mark.parametrize("loss", BAD)
-def test_nonfinite_micro_batch_is_skipped_with_its_weight_if_asked(loss: float) -> None:
-    """optax's skip_not_finite, for each micro-batch."""
-    toy = Toy(checks="now", nonfinite="skip")
-    stats = toy.window((3.0, 1), (loss, 50), (6.0, 2))
-    assert (float(stats.loss), float(stats.weight)) == (5.0, 3.0)
-    assert float(toy.parameter.grad) == 5.0  # type: ignore[arg-type]
+        Toy().window((1, weight))
 
 
 def test_window_of_skipped_micro_batches_leaves_no_gradient_and_says_so() -> None:
     toy = Toy(checks="now", nonfinite="skip")
     with pytest.warns(UserWarning, match="none of the window's 2 micro-batches"):
-        toy.window((float("nan"), 1), (float("nan"), 1))
+        toy.window((NAN, 1), (NAN, 1))
     assert toy.parameter.grad is None
+
+
+def test_nonfinite_loss_is_left_to_a_scaler_if_allowed() -> None:
+    """Beside a micro-batch of weight 0 too, whose gradient may be NaN."""
+    toy = Toy(checks="now", nonfinite="allow")
+    assert not toy.window((1, 1), (INF, 1)).loss.isfinite()
+    toy.window((1, 1), (NAN, 0))
+    assert toy.window((3, 2)).loss == 3
 
 
 @pytest.mark.parametrize("option", ["checks", "nonfinite"])
 def test_unknown_check_is_refused(option: str) -> None:
     with pytest.raises(TrainkitError, match=f"{option}: must be one of .*'never'"):
-        Toy(**{option: "never"})
+        Toy(**{option: "never"})  # type: ignore[arg-type]
+
+
+# ---- readings that are on their way --------------------------------------------------
+
+
+class OnItsWay(LateReading):
+    """A reading as on a GPU, from a CPU tensor: it arrives when the test says so."""
+
+    arrivals = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, self
+
+    def query(self) -> bool:
+        return OnItsWay.arrivals
+
+    def synchronize(self) -> None:
+        OnItsWay.arrivals = True
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnItsWay, "arrivals", False)
+    monkeypatch.setattr(module_of_checks, "LateReading", OnItsWay)
+
+
+def test_cpu_tensor_has_arrived() -> None:
+    reading = LateReading(torch.tensor([1.0, 2.0]))
+    assert reading.arrived
+    assert reading.values() == [1.0, 2.0]
+
+
+def test_window_that_has_not_arrived_is_not_waited_for(late: None) -> None:
+    toy = Toy()
+    for loss in (NAN, 1, 1):
+        toy.window((loss, 1))
+    assert not OnItsWay.arrivals
+    OnItsWay.arrivals = True
+    with pytest.raises(TrainkitError, match="optimizer step 0 "):
+        toy.window((1, 1))
+
+
+@pytest.mark.parametrize("checks", ["late", "now"])
+def test_reading_all_or_reading_now_waits_for_the_last(checks: Any, late: None) -> None:
+    toy = Toy(checks=checks)
+    toy.window((1, 1))
+    with pytest.raises(TrainkitError, match="optimizer step 1 "):
+        _ = toy.window((NAN, 1)), toy.accumulator.check()
+    assert OnItsWay.arrivals
+
+
+def test_windows_before_a_loaded_state_are_forgotten() -> None:
+    toy = Toy()
+    state = toy.accumulator.state_dict()
+    toy.window((NAN, 1))
+    toy.accumulator.load_state_dict(state)
+    toy.accumulator.check()
+    assert toy.accumulator.num_windows == 0

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.core.common import GivenWeight
-from trainkit import Accumulator, TrainkitError
+from tests.core.conftest import OnRanks
+from trainkit import Accumulator, PerSample, TrainkitError
 from trainkit.core.gradients import parameters_of, scale_, total_norm
 
 
 def test_parameters_of_an_optimizer_equal_those_of_its_groups() -> None:
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
     optimizer = torch.optim.SGD([{"params": [a, b]}, {"params": [c], "lr": 1}], lr=0.1)
-    assert [id(p) for p in parameters_of(optimizer)] == [id(a), id(b), id(c)]
-    assert len(parameters_of([a, b, a])) == 2
+    for given in (optimizer, [a, b, a, c], iter([a, b, c])):
+        assert [id(p) for p in parameters_of(given)] == [id(a), id(b), id(c)]
     assert parameters_of(a)[0] is a
-    assert len(parameters_of(nn.Linear(2, 2).parameters())) == 2
 
 
 @pytest.mark.parametrize(
@@ -38,75 +37,69 @@ def test_what_holds_no_parameters_is_refused(given: Any, text: str) -> None:
         parameters_of(given)
 
 
-def test_gradient_of_a_tied_parameter_is_divided_once() -> None:
-    shared = nn.Parameter(torch.ones(2))
-    accumulator = Accumulator(GivenWeight())
-    for weight in (1, 3):
-        accumulator.backward((shared * weight + 2 * shared).sum(), weight)
-    accumulator.finish([shared, shared])
-    assert shared.grad is not None
-    assert shared.grad.tolist() == [(1 * 3 + 3 * 5) / 4] * 2
+class Kinds(nn.Module):
+    """Parameters of every kind, not all of which each micro-batch uses."""
 
-
-def test_sparse_gradient_equals_the_dense_one() -> None:
-    indices = [torch.tensor([0, 2, 2]), torch.tensor([1]), torch.tensor([2, 0])]
-    found = []
-    for sparse in (True, False):
+    def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(0)
-        table = nn.Embedding(4, 3, sparse=sparse, dtype=torch.float64)
-        accumulator = Accumulator(GivenWeight())
-        for index in indices:
-            accumulator.backward(table(index).square().mean(), len(index))
-        accumulator.finish(table.parameters())
-        gradient = table.weight.grad
-        assert gradient is not None
-        assert gradient.is_sparse == sparse
-        found.append(gradient.to_dense())
-    torch.testing.assert_close(found[0], found[1], rtol=1e-14, atol=0)
+        double: dict[str, Any] = {"dtype": torch.float64}
+        self.tied = nn.Parameter(torch.ones(2, **double))
+        self.again = self.tied
+        self.single = nn.Parameter(torch.ones(2))
+        self.complex = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]).to(torch.complex128))
+        self.table = nn.Embedding(4, 3, sparse=True, **double)
+        self.late = nn.Parameter(torch.ones(2, **double))
+        self.unused = nn.Parameter(torch.ones(2, **double))
+        self.frozen = nn.Parameter(torch.ones(2, **double), requires_grad=False)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """The mean over rows; those above 4 use `late` and the table."""
+        factor = self.tied.sum() + 2 * self.again.prod() + self.complex.abs().sum()
+        each = rows * (factor + self.single.sum() * self.frozen.sum())
+        if rows.max() > 4:
+            picked = self.table(rows % 4).square().sum(1)
+            each = each + (picked + self.late.sum() * rows) * (rows > 4)
+        return each.double().mean()
 
 
-def test_complex_gradient_equals_big_batch() -> None:
-    parameter = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
-    data = torch.arange(1.0, 7.0, dtype=torch.float64)
-    accumulator = Accumulator(GivenWeight())
-    for part in data.split([1, 3, 2]):
-        accumulator.backward((parameter.abs().sum() * part).mean(), len(part))
-    accumulator.finish([parameter])
-    (expected,) = torch.autograd.grad((parameter.abs().sum() * data).mean(), parameter)
-    torch.testing.assert_close(parameter.grad, expected, rtol=1e-14, atol=0)
+ROWS = torch.arange(1, 7)
 
 
-def test_parameters_without_a_gradient_keep_none() -> None:
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    accumulator = Accumulator(GivenWeight())
-    accumulator.backward((used * frozen).sum(), 3)
-    accumulator.finish([used, unused, frozen])
-    assert (unused.grad, frozen.grad) == (None, None)
-    assert used.grad is not None
-    assert used.grad.tolist() == [1.0, 1.0]
-
-
-def test_parameter_used_in_one_micro_batch_equals_big_batch() -> None:
-    """pytorch#196996: first used in the window's last micro-batch."""
-    always, late = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-    accumulator = Accumulator(GivenWeight())
-    accumulator.backward(always * 1, 3)
-    accumulator.backward(always * late * 5, 1)
-    accumulator.finish([always, late])
-    assert always.grad is not None
-    assert late.grad is not None
-    assert (float(always.grad), float(late.grad)) == ((3 * 1 + 5) / 4, 5 / 4)
-
-
-def test_gradients_of_other_parameters_are_left_as_they_are() -> None:
-    """keras#19538: a variable that its gradient overwrites must not be averaged."""
-    mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+def window(rank: int, world_size: int, wide: bool) -> dict[str, Any]:
+    """The second window of an accumulator, with each rank's own micro-batches."""
+    net, other = Kinds(), nn.Parameter(torch.ones(2))
     other.grad = torch.full((2,), 7.0)
-    accumulator = Accumulator(GivenWeight())
-    accumulator.backward(mine.sum(), 5)
-    accumulator.finish([mine])
-    assert other.grad.tolist() == [7.0, 7.0]
+    how: Any = {"aggregation": "none", "wide_gradients": wide}
+    accumulator = Accumulator(PerSample(), module=net, **how)
+    parts = ROWS.split([1, 3, 1, 1])
+    for _ in range(2):
+        net.zero_grad()
+        for part in parts if world_size == 1 else parts[2 * rank : 2 * rank + 2]:
+            accumulator.backward(net.loss(part), part)
+        accumulator.finish([*net.parameters(), net.tied, net.again])
+    assert other.grad.tolist() == [7, 7]  # keras#19538: others are left as they are
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_every_kind_equal_those_of_the_big_batch(
+    world_size: int, wide: bool, on_ranks: OnRanks
+) -> None:
+    """Tied, complex, sparse; first used in a late micro-batch (pytorch#196996), or on
+    another rank; never used, or frozen: these keep None."""
+    whole = Kinds()
+    whole.loss(ROWS).backward()
+    alone = [window(0, 1, wide)] if world_size == 1 else []
+    for found in alone or on_ranks(window, 2, wide):
+        for name, parameter in whole.named_parameters():
+            assert (found[name] is None) == (name in ("unused", "frozen")), name
+            if parameter.grad is not None:
+                is_table = name == "table.weight"
+                assert found[name].is_sparse == (is_table and world_size == 1), name
+                both = [g.to_dense() for g in (found[name], parameter.grad)]
+                torch.testing.assert_close(*both)
 
 
 def test_mixed_dtypes_are_scaled_alike() -> None:
@@ -131,10 +124,8 @@ def test_scale_is_not_rounded_to_half_precision(dtype: torch.dtype) -> None:
 def test_total_norm_equals_the_norm_of_all() -> None:
     a, b, none = (nn.Parameter(torch.ones(2)) for _ in range(3))
     a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
-    norm = total_norm([a, b, none], None)
-    assert norm is not None
-    assert float(norm) == 5.0
-    assert total_norm([none], None) is None
     table = nn.Embedding(4, 1, sparse=True)
     table(torch.tensor([1, 1, 3])).sum().backward()
-    assert float(total_norm([table.weight], None) or 0) == pytest.approx(5**0.5)
+    for given, norm in (([a, b, none], 5.0), ([table.weight], 5**0.5)):
+        assert float(total_norm(given, None)) == pytest.approx(norm)  # type: ignore[arg-type]
+    assert total_norm([none], None) is None

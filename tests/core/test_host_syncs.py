@@ -6,21 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.core.common import ByClass, class_weighted_loss, fresh_net, padded
+from tests.core.common import CASES, GivenWeight, cut, fresh_net, run_open
 from tests.helpers import ragged_sequences, token_loss
-from trainkit import (
-    AccumulationStrategy,
-    Accumulator,
-    NoiseMoments,
-    PerSample,
-    PerToken,
-)
+from trainkit import Accumulator, NoiseMoments, PerToken, TrainkitError
 
-SAMPLES = ragged_sequences(12)
-CUT = [padded(SAMPLES[:1]), padded(SAMPLES[1:5]), padded(SAMPLES[5:])]
+PARTS = cut(ragged_sequences(12), (1, 4, 7))
 
 READERS = ["item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy"]
 WAITING = {
@@ -66,53 +59,43 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return waits
 
 
-def window(accumulator: Accumulator, loss: Any, slots: int = 0) -> None:
+def run(waits: Waits, accumulator: Accumulator, loss: Any = token_loss) -> NoiseMoments:
+    """Six windows, of which the noise is measured too."""
     net = fresh_net(torch.float32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for batch in CUT:
-        accumulator.backward(
-            loss(net, batch, accumulator.strategy.loss_reduction), batch
-        )
-    accumulator.finish(optimizer, slots=slots)
-    optimizer.step()
+    moments = NoiseMoments(accumulator, optimizer)
+    waits.found.clear()
+    with waits:
+        for window in range(6):
+            if window:
+                moments.watch()
+            run_open(accumulator, net, PARTS, loss)
+            stats = accumulator.finish(optimizer, slots=4)
+            if window:
+                moments.add(stats, samples=12)
+            optimizer.step()
+            optimizer.zero_grad()
+    return moments
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(
-    ("make", "loss"),
-    [(PerToken, token_loss), (PerSample, token_loss), (ByClass, class_weighted_loss)],
-)
+@pytest.mark.parametrize("case", ["tokens", "samples", "class weights"])
 def test_step_waits_for_nothing(
-    make: Any, loss: Any, reduction: Any, waits: Waits, monkeypatch: pytest.MonkeyPatch
+    case: str, reduction: Any, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchtitan#4099: no `.item()` on the path of a step. The flags are read when
     they have arrived, as a reading on a GPU is."""
-    strategy: AccumulationStrategy = make(loss_reduction=reduction)
-    accumulator = Accumulator(strategy)
+    make, loss, _ = CASES[case]
+    accumulator = Accumulator(make(loss_reduction=reduction))
     monkeypatch.setattr(accumulator.watch, "read_arrived", lambda: None)
-    with waits:
-        for _ in range(3):
-            window(accumulator, loss, slots=4)
-    assert waits.found == []
-
-
-def test_a_measured_window_waits_for_nothing(
-    waits: Waits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = fresh_net(torch.float32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    accumulator = Accumulator(PerToken())
-    moments = NoiseMoments(accumulator, optimizer)
-    monkeypatch.setattr(accumulator.watch, "read_arrived", lambda: None)
-    with waits:
-        for _ in range(6):
-            moments.watch()
-            for batch in CUT:
-                accumulator.backward(token_loss(net, batch), batch)
-            moments.add(accumulator.finish(optimizer), samples=12)
-            optimizer.step()
+    moments = run(waits, accumulator, loss)
     assert waits.found == []
     assert moments.estimate() is not None
+
+
+def test_late_reading_is_one_copy_for_each_window(waits: Waits) -> None:
+    run(waits, Accumulator(PerToken()))
+    assert waits.found == ["tolist"] * 5  # the last one is still waiting
 
 
 def test_counting_waits_finds_one(waits: Waits) -> None:
@@ -124,9 +107,30 @@ def test_counting_waits_finds_one(waits: Waits) -> None:
     assert {"item", "__bool__", "aten::index"} <= set(waits.found)
 
 
-def test_late_reading_is_one_copy_for_each_window(waits: Waits) -> None:
-    accumulator = Accumulator(PerToken())
-    with waits:
-        for _ in range(4):
-            window(accumulator, token_loss)
-    assert waits.found == ["tolist"] * 3  # the last one is still waiting
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_on_a_gpu_wait_for_nothing() -> None:
+    """torchtitan#4099: no micro-batch and no step makes the host wait."""
+    parameter = nn.Parameter(torch.ones(1000, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    accumulator = Accumulator(GivenWeight())
+    weight = torch.tensor(3, device="cuda")
+
+    def window(weight: Any) -> None:
+        optimizer.zero_grad()
+        accumulator.backward(parameter.mean(), weight)
+        accumulator.backward(2 * parameter.mean(), 5)
+        accumulator.finish(optimizer)
+        optimizer.step()
+
+    window(weight)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            window(weight)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    window(torch.tensor(-1.0, device="cuda"))
+    with pytest.raises(TrainkitError, match="optimizer step 6 "):
+        accumulator.check()

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.core.common import (
-    ByClass,
-    Loss,
+    CASES,
     average_window,
     big_batch,
-    class_weighted_loss,
+    cut,
     fresh_net,
+    joined,
     padded,
     relative,
     run_window,
-    sample_loss,
-    smoothed_loss,
 )
-from tests.helpers import NAIVE, TOLERANCE, gradients, ragged_sequences, token_loss
+from tests.helpers import (
+    NAIVE,
+    OPTIMIZERS,
+    TOLERANCE,
+    deviation,
+    gradients,
+    ragged_sequences,
+)
 from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken, Uniform
 
 SAMPLES = ragged_sequences(40, longest=30)
-
-CASES: dict[str, tuple[Any, Loss]] = {
-    "tokens": (PerToken, token_loss),
-    "samples": (PerSample, sample_loss),
-    "class weights": (ByClass, class_weighted_loss),  # pytorch#72047
-    "label smoothing": (PerToken, smoothed_loss),  # transformers#46731, #47261
-}
+RAGGED = cut(SAMPLES, (1, 3, 26, 10))
 
 
 @st.composite
@@ -49,100 +50,166 @@ def cuts(draw: st.DrawFn) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def whole(micro_batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The same rows as one batch."""
-    samples = []
-    for batch in micro_batches:
-        for ids, labels in zip(batch["ids"], batch["labels"], strict=True):
-            counts = labels != -100
-            samples.append((ids[counts], labels[counts]))
-    return padded(samples)
+# ---- one window ----------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("case", CASES)
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(micro_batches=cuts())
-def test_any_cut_equals_big_batch(
-    case: str, reduction: Any, micro_batches: Any
-) -> None:
-    """pytorch-lightning#20350, transformers#34191: ragged micro-batches."""
-    check_cut(case, reduction, torch.float64, micro_batches)
-
-
-NARROW = [dtype for dtype in TOLERANCE if dtype != torch.float64]
+REDUCTIONS = ("mean", "sum", "total")
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "reduction"),
-    [  # the reductions take turns: every pair of values
-        (case, dtype, ["mean", "sum"][(row + column) % 2])
-        for row, case in enumerate(CASES)
-        for column, dtype in enumerate(NARROW)
+    ("case", "dtype", "reduction", "told"),
+    [
+        *((c, torch.float64, r, t) for c in CASES for r in REDUCTIONS for t in (0, 1)),
+        *(  # the other values take turns
+            (case, dtype, REDUCTIONS[(row + column) % 3], (row + column) % 2)
+            for row, case in enumerate(CASES)
+            for column, dtype in enumerate([*TOLERANCE][1:])
+        ),
     ],
     ids=str,
 )
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(micro_batches=cuts())
-def test_cuts_of_narrow_dtypes_equal_big_batch(
-    case: str, reduction: Any, dtype: torch.dtype, micro_batches: Any
+def test_any_cut_equals_big_batch(
+    case: str, dtype: torch.dtype, reduction: Any, told: int, micro_batches: Any
 ) -> None:
-    check_cut(case, reduction, dtype, micro_batches)
-
-
-def check_cut(
-    case: str, reduction: Any, dtype: torch.dtype, micro_batches: Any
-) -> None:
-    make, loss = CASES[case]
+    """pytorch-lightning#20350, transformers#34191: ragged micro-batches. A sum follows
+    the mean; a total stays a sum."""
+    make, loss, _ = CASES[case]
     net, reference = fresh_net(dtype), fresh_net(dtype)
-    stats = run_window(net, micro_batches, make(loss_reduction=reduction), loss)
-    gradient, value = big_batch(reference, whole(micro_batches), loss)
-    assert relative(gradients(net), gradient) <= TOLERANCE[dtype]
-    torch.testing.assert_close(
-        stats.loss, value.double(), rtol=TOLERANCE[dtype], atol=0
-    )
+    strategy = make(loss_reduction=reduction)
+    stats = run_window(net, micro_batches, strategy, loss, told=bool(told))
+    of_whole = "sum" if reduction == "total" else "mean"
+    gradient, value = big_batch(reference, joined(micro_batches), loss, of_whole)
+    near = TOLERANCE[dtype]
+    assert relative(gradients(net), gradient) <= near
+    torch.testing.assert_close(stats.loss, value.double(), rtol=near, atol=0)
     assert int(stats.num_micro_batches) == len(micro_batches)
 
 
-RAGGED_CUT = [SAMPLES[:1], SAMPLES[1:4], SAMPLES[4:30], SAMPLES[30:]]
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_plain_averaging_differs_from_big_batch(case: str) -> None:
-    """The control: without the weights, the same comparison fails."""
-    _, loss = CASES[case]
-    micro_batches = [padded(samples) for samples in RAGGED_CUT]
-    found = average_window(fresh_net(), micro_batches, loss)
-    gradient, _ = big_batch(fresh_net(), whole(micro_batches), loss)
-    assert relative(found, gradient) > NAIVE
-
-
-@pytest.mark.parametrize("wrong", [PerSample(), Uniform()], ids=["samples", "uniform"])
-def test_wrong_weight_differs_from_big_batch(wrong: AccumulationStrategy) -> None:
-    """The weight must be the loss's denominator (mmsegmentation#546)."""
-    micro_batches = [padded(samples) for samples in RAGGED_CUT]
+def test_plain_averages_and_wrong_weights_differ_from_big_batch(case: str) -> None:
+    """The control. The weight must be the loss's denominator (mmsegmentation#546)."""
+    _, loss, wrong = CASES[case]
+    gradient, _ = big_batch(fresh_net(), joined(RAGGED), loss)
+    average = average_window(fresh_net(), RAGGED, loss)
+    assert relative(average, gradient) > NAIVE
     net = fresh_net()
-    run_window(net, micro_batches, wrong)
-    gradient, _ = big_batch(fresh_net(), whole(micro_batches))
+    run_window(net, RAGGED, wrong, loss)
     assert relative(gradients(net), gradient) > NAIVE
+    uniform = fresh_net()
+    run_window(uniform, RAGGED, Uniform(), loss)
+    assert relative(gradients(uniform), average) <= 1e-12  # what its name says
 
 
-def test_uniform_equals_plain_averaging() -> None:
-    micro_batches = [padded(samples) for samples in RAGGED_CUT]
+@pytest.mark.parametrize("sizes", [(8,), (3, 3, 2)], ids=str)
+def test_sum_is_divided_and_differs_from_a_total(sizes: Any) -> None:
+    """What the option says: even a window of one micro-batch is divided."""
+    net, batches = fresh_net(), cut(SAMPLES, sizes)
+    run_window(net, batches, PerSample(loss_reduction="sum"))
+    total, _ = big_batch(fresh_net(), joined(batches), reduction="sum")
+    assert relative(gradients(net), total) == pytest.approx(1 - 1 / 8)
+
+
+class Constant(AccumulationStrategy):
+    """A third of a constant for each of three micro-batches."""
+
+    loss_reduction = "sum"
+
+    def weight(self, batch: Any) -> float:
+        return 64 / 3
+
+
+def test_constant_denominator_equals_that_of_the_whole() -> None:
+    """allenai/open-instruct#1137, fw-ai/cookbook#200: it is no mean over what is in the
+    batch, so that the whole window divides by it."""
     net = fresh_net()
-    run_window(net, micro_batches, Uniform())
-    average = average_window(fresh_net(), micro_batches)
-    assert relative(gradients(net), average) <= 1e-12
+    run_window(net, cut(SAMPLES, (1, 3, 8)), Constant())
+    total, _ = big_batch(fresh_net(), padded(SAMPLES[:12]), reduction="sum")
+    assert relative(gradients(net), total / 64) <= 1e-12
+
+
+# ---- several windows -----------------------------------------------------------------
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(windows=st.lists(cuts(), min_size=2, max_size=5))
+@given(windows=st.lists(st.tuples(cuts(), st.booleans()), min_size=2, max_size=5))
 def test_windows_in_a_row_equal_big_batches(windows: Any) -> None:
-    """The shared scale r moves with earlier windows, and leaves no trace; the total
-    is the optimizer window's own (trl#6024), and nobody else's (torchtune#1917)."""
+    """Announced or not. The shared scale r moves with earlier windows, and leaves no
+    trace; the total is the optimizer window's own (trl#6024), and nobody else's
+    (torchtune#1917)."""
     net, accumulator = fresh_net(), Accumulator(PerToken())
-    for micro_batches in windows:
+    for micro_batches, told in windows:
         net.zero_grad()
-        run_window(net, micro_batches, accumulator)
-        gradient, _ = big_batch(fresh_net(), whole(micro_batches))
+        run_window(net, micro_batches, accumulator, told=told)
+        gradient, _ = big_batch(fresh_net(), joined(micro_batches))
         assert relative(gradients(net), gradient) <= 1e-10
+
+
+MICRO_BATCH, WINDOW = 4, 4
+TRAINED = SAMPLES[:38]  # a short last batch and a short last window
+
+
+def slices(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def train(
+    way: str, case: str, reduction: Any, dtype: torch.dtype, how: dict[str, Any]
+) -> tuple[nn.Module, int]:
+    """A plain loop: gradients, clipping, step; and how many windows were closed."""
+    make, loss, _ = CASES[case]
+    net, clip = fresh_net(dtype), how.get("clip")
+    accumulator = Accumulator(make(loss_reduction=reduction))
+    steps = OPTIMIZERS[how["optimizer"]](net.parameters())
+    for samples in [*slices(TRAINED, MICRO_BATCH * WINDOW)] * how["epochs"]:
+        steps.zero_grad()
+        for part in slices(samples, MICRO_BATCH) if way != "whole" else [samples]:
+            batch = padded(part)
+            if way in ("whole", "averages"):
+                share = 1 if way == "whole" else WINDOW
+                (loss(net, batch, "mean") / share).backward()
+            else:
+                accumulator.backward(loss(net, batch, reduction), batch)
+            if way == "clipped before the division":
+                nn.utils.clip_grad_norm_(net.parameters(), clip or torch.inf)
+        if way not in ("whole", "averages"):
+            accumulator.finish(steps)
+        if clip is not None and way != "clipped before the division":
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        steps.step()
+    return net, accumulator.num_windows
+
+
+ROWS: list[tuple[Any, ...]] = [  # every pair of values
+    ("tokens", "sgd", "mean", None, 2),
+    ("tokens", "momentum", "sum", 0.3, 2),
+    ("tokens", "adamw", "sum", None, 1),
+    ("samples", "sgd", "sum", 0.3, 1),
+    ("samples", "momentum", "mean", None, 1),
+    ("samples", "adamw", "mean", 0.3, 2),
+    ("class weights", "sgd", "mean", 0.3, 1),
+    ("class weights", "momentum", "sum", None, 2),
+    ("class weights", "adamw", "mean", None, 1),
+]
+# Adam's first steps are signs, which rounding turns round.
+NARROW_ROWS = [(*row, torch.float32) for row in ROWS if row[1] != "adamw"]
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer", "reduction", "clip", "epochs", "dtype"),
+    [*((*row, torch.float64) for row in ROWS), *NARROW_ROWS],
+    ids=str,
+)
+def test_training_equals_big_batches_and_the_naive_way_differs(
+    case: str, optimizer: str, reduction: Any, clip: Any, epochs: int, dtype: Any
+) -> None:
+    """pytorch-lightning#19987 (short window), keras#20241 (short batch), keras#19990
+    and super-gradients#653 (clipping, decay and moments once a step)."""
+    how = {"optimizer": optimizer, "clip": clip, "epochs": epochs}
+    whole, _ = train("whole", case, "mean", dtype, how)
+    net, num_windows = train("trainkit", case, reduction, dtype, how)
+    assert deviation(net, whole, fresh_net(dtype)) <= TOLERANCE[dtype]
+    assert num_windows == 3 * epochs  # counted steps: the ceiling
+    naive = "averages" if clip is None else "clipped before the division"
+    control, _ = train(naive, case, reduction, dtype, how)
+    assert deviation(control, whole, fresh_net(dtype)) > NAIVE

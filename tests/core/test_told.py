@@ -1,4 +1,4 @@
-"""Windows that are told beforehand: each loss is scaled exactly, nothing divided."""
+"""Windows that are announced: each loss is scaled exactly, and nothing is divided."""
 
 from __future__ import annotations
 
@@ -6,220 +6,112 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.core.test_terms import ce_of, off
-from tests.helpers import NAIVE, TokenNet, gradients, pad, ragged_sequences
-from trainkit import Accumulator, PerSample, PerToken
-from trainkit.core.division import Division
-from trainkit.core.ranks import Ranks
-from trainkit.core.told import Told, weights_by_term
-from trainkit.errors import TrainkitError
+from tests.core.common import Toy, big_batch, cut, fresh_net, joined, relative
+from tests.helpers import gradients, ragged_sequences, token_loss
+from trainkit import Accumulator, PerToken, TrainkitError
+from trainkit.core.told import weights_by_term
 
-SIZES = (5, 1, 8, 3)
-SEQUENCES = ragged_sequences(sum(SIZES))
+PARTS = cut(ragged_sequences(17), (5, 1, 8, 3))
+WHOLE, LOSS = big_batch(fresh_net(), joined(PARTS))
 
 
-def parts(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Tensor]]:
-    stops = torch.tensor((0, *sizes)).cumsum(0).tolist()
-    return [pad(SEQUENCES[a:b]) for a, b in zip(stops, stops[1:], strict=False)]
-
-
-def whole_gradient() -> Tensor:
-    net = TokenNet(dtype=torch.float64)
-    ce_of(net, pad(SEQUENCES)).backward()
-    return gradients(net)
-
-
-def run_told(
-    accumulator: Accumulator, net: TokenNet, given: Any = None, reduction: str = "mean"
-) -> Any:
-    given = parts() if given is None else given
-    accumulator.expect(given)
-    for batch in given:
-        accumulator.backward(ce_of(net, batch, reduction))
-    return accumulator.finish(net.parameters())
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("sizes", [SIZES, (17,), (1,) * 17, (16, 1)], ids=str)
-def test_told_window_equals_big_batch(sizes: tuple[int, ...], reduction: Any) -> None:
-    net = TokenNet(dtype=torch.float64)
-    accumulator = Accumulator(PerToken(loss_reduction=reduction))
-    stats = run_told(accumulator, net, parts(sizes), reduction)
-    assert off(gradients(net), whole_gradient()) <= 1e-12
-    whole = TokenNet(dtype=torch.float64)
-    expected = ce_of(whole, pad(SEQUENCES)).detach()
-    torch.testing.assert_close(stats.loss, expected)
-    assert int(stats.weight) == int((pad(SEQUENCES)["labels"] != -100).sum())
-    assert int(stats.num_micro_batches) == len(sizes)
-
-
-def test_told_window_equals_a_streamed_one() -> None:
-    told, streamed = TokenNet(dtype=torch.float64), TokenNet(dtype=torch.float64)
-    run_told(Accumulator(PerToken()), told)
-    accumulator = Accumulator(PerToken())
-    for batch in parts():
-        accumulator.backward(ce_of(streamed, batch), batch)
-    accumulator.finish(streamed.parameters())
-    assert off(gradients(told), gradients(streamed)) <= 1e-12
-
-
-def test_mean_of_means_differs() -> None:
-    """Negative control."""
-    net = TokenNet(dtype=torch.float64)
-    for batch in parts():
-        (ce_of(net, batch) / len(SIZES)).backward()
-    assert off(gradients(net), whole_gradient()) > NAIVE
-
-
-def test_gradients_are_exact_before_the_window_is_finished() -> None:
-    """No second pass over them."""
-    net = TokenNet(dtype=torch.float64)
-    accumulator = Accumulator(PerToken())
-    accumulator.expect(parts())
-    for batch in parts():
-        accumulator.backward(ce_of(net, batch))
+@pytest.mark.parametrize("scales", [False, True])
+def test_gradients_are_exact_before_the_window_is_finished(scales: bool) -> None:
+    """No second pass over them. The weights themselves can be announced too."""
+    net = fresh_net()
+    scaler = torch.amp.GradScaler("cpu", enabled=scales)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    accumulator = Accumulator(PerToken(), scaler=scaler)
+    accumulator.expect(weights=weights_by_term({"": PerToken()}, PARTS))
+    for batch in PARTS:
+        loss = token_loss(net, batch)
+        accumulator.backward(loss, backward=lambda x: scaler.scale(x).backward())
+    scaler.unscale_(optimizer)
     before = gradients(net)
-    assert off(before, whole_gradient()) <= 1e-12
-    accumulator.finish(net.parameters())
+    assert relative(before, WHOLE) <= (1e-6 if scales else 1e-12)  # it is in float32
+    stats = accumulator.finish(optimizer)
     assert torch.equal(gradients(net), before)
+    torch.testing.assert_close(stats.loss, LOSS)
 
 
-def test_windows_of_a_training_may_be_told_or_not() -> None:
-    """One after another, with one accumulator; each is exact."""
-    net, accumulator = TokenNet(dtype=torch.float64), Accumulator(PerToken())
-    for tells in (True, False, True, True, False):
-        if tells:
-            run_told(accumulator, net)
-        else:
-            for batch in parts():
-                accumulator.backward(ce_of(net, batch), batch)
-            accumulator.finish(net.parameters())
-        assert off(gradients(net), whole_gradient()) <= 1e-12
-        net.zero_grad()
-
-
-def test_weights_can_be_told_themselves() -> None:
-    net, accumulator = TokenNet(dtype=torch.float64), Accumulator(PerToken())
-    accumulator.expect(weights=weights_by_term({"": PerToken()}, parts()))
-    for batch in parts():
-        accumulator.backward(ce_of(net, batch))
-    accumulator.finish(net.parameters())
-    assert off(gradients(net), whole_gradient()) <= 1e-12
+@pytest.mark.filterwarnings("ignore:.*none of the window")
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "reduction", "gradient"),
+    [
+        ((3, 0, 5), "mean", 3 / 8 + 500 / 8),
+        ((3, 0, 5), "sum", 111 / 8),
+        ((3, 0, 5), "total", 111),
+        ((0, 0, 0), "mean", 0),
+        ((0, 0, 0), "sum", 0),
+        ((0, 0, 0), "total", 111),
+    ],
+)
+def test_factors_are_shares_of_the_total(
+    weights: Any, reduction: Any, gradient: float, as_tensor: bool
+) -> None:
+    """Of losses of 1, 10 and 100, whose factors can be read from their sum."""
+    toy = Toy(reduction=reduction)
+    toy.accumulator.expect([torch.tensor(w) if as_tensor else w for w in weights])
+    for loss in (1, 10, 100):
+        toy.add(loss)
+    assert toy.gradient == gradient
+    toy.finish()
+    assert toy.gradient == gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_are_not_rounded_to_a_loss_in_half_precision(dtype: Any) -> None:
-    """bfloat16(1001) is 1000: with losses in half precision the window is divided at
-    its end, by what the losses were really multiplied by."""
-    values = torch.tensor([0.7, -0.4, 0.2])
-    weights = [1001, 1003, 7]
-    found = torch.zeros(3, requires_grad=True)
-    accumulator = Accumulator(PerSample())
-    accumulator.expect(weights={"": weights})
-    for i in range(3):
-        loss = (found * values).to(dtype)[i]
-        accumulator.backward(loss)
-    accumulator.finish([found])
-    gradient = values.to(dtype).float() * torch.tensor(weights) / sum(weights)
-    assert found.grad is not None
-    torch.testing.assert_close(found.grad, gradient, rtol=2e-2, atol=1e-4)
-
-
-def test_a_scaler_in_a_plain_loop_keeps_the_window_exact() -> None:
-    net, scaler = TokenNet(dtype=torch.float64), torch.amp.GradScaler("cpu")
-    accumulator = Accumulator(PerToken(), scaler=scaler)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    accumulator.expect(parts())
-    for batch in parts():
-        accumulator.backward(
-            ce_of(net, batch), backward=lambda loss: scaler.scale(loss).backward()
-        )
-    scaler.unscale_(optimizer)
-    stats = accumulator.finish(optimizer)
-    assert off(gradients(net), whole_gradient()) <= 1e-6  # the scaler is in float32
-    torch.testing.assert_close(
-        stats.loss, ce_of(TokenNet(dtype=torch.float64), pad(SEQUENCES)).detach()
-    )
-
-
-# ---- what is refused -----------------------------------------------------------------
-
-
-def test_another_micro_batch_than_told_is_refused() -> None:
-    net, accumulator = TokenNet(), Accumulator(PerToken())
-    first, *_ = parts()
-    accumulator.expect([first])
-    accumulator.backward(ce_of(net, first))
-    with pytest.raises(
-        TrainkitError, match="to have 1 micro-batches on this rank, and"
-    ):
-        accumulator.backward(ce_of(net, first))
-
-
-def test_fewer_micro_batches_than_told_are_refused() -> None:
-    net, accumulator = TokenNet(), Accumulator(PerToken())
-    first, *_ = given = parts()
-    accumulator.expect(given)
-    accumulator.backward(ce_of(net, first))
-    with pytest.raises(TrainkitError, match="was to have 4 .* and had 1: its gradient"):
-        accumulator.finish(net.parameters())
-    accumulator.drop()
-    net.zero_grad()
-    run_told(accumulator, net)
-
-
-def test_no_micro_batches_are_refused() -> None:
-    with pytest.raises(TrainkitError, match=r"expect\(\): received no micro-batches"):
-        Accumulator(PerToken()).expect([])
-
-
-def test_telling_an_open_window_is_refused() -> None:
-    net, accumulator = TokenNet(), Accumulator(PerToken())
-    first, second, *_ = parts()
-    accumulator.backward(ce_of(net, first), first)
-    with pytest.raises(TrainkitError, match="expect"):
-        accumulator.expect([second])
-
-
-def test_telling_a_window_that_skips_micro_batches_is_refused() -> None:
-    """What is skipped cannot be taken out of a total that is known."""
-    with pytest.raises(TrainkitError, match="skip"):
-        Accumulator(PerToken(), nonfinite="skip").expect(parts())
-
-
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", None])
-def test_wrong_weights_are_refused(weight: Any) -> None:
-    class Wrong(PerToken):
-        def weight(self, batch: Any) -> Any:
-            return weight
-
-    with pytest.raises(TrainkitError, match="weight"):
-        Accumulator(Wrong()).expect(parts())
-
-
-# ---- the factors ---------------------------------------------------------------------
+    """bfloat16(1001) is 1000: such a window is divided at its end, by what the losses
+    were really multiplied by."""
+    toy, weights = Toy(dtype=torch.float32), [1001, 1003, 7]
+    toy.accumulator.expect(weights)
+    for _ in weights:
+        toy.accumulator.backward(toy.parameter.to(dtype) * 1)
+    toy.finish()
+    assert toy.gradient == pytest.approx(1, rel=1e-6)
+    shares = torch.tensor(weights) / sum(weights)
+    assert float(shares.to(dtype).double().sum()) != pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("weights", "reduction", "factors"),
+    ("announced", "num_run", "text"),
     [
-        ((3, 0, 5), "mean", [3 / 8, 0, 5 / 8]),
-        ((3, 0, 5), "sum", [1 / 8] * 3),
-        ((3, 0, 5), "total", [1] * 3),
-        ((0, 0), "mean", [0, 0]),
-        ((0, 0), "sum", [0, 0]),
+        ([[1]], 2, "to have 1 micro-batches on this rank, and another one came"),
+        ([[1, 1]], 1, "was to have 2 .* and had 1: its gradient"),
+        ([[]], 0, r"expect\(\): received no micro-batches"),
+        ([[1], [1]], 0, r"expect\(\): must announce a window before it begins"),
+        ([None, [1]], 0, r"expect\(\): must announce a window before it begins"),
+        *(([[w]], 1, "weight: must be") for w in (-1, torch.nan, torch.inf, "3", None)),
     ],
 )
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_factors_are_shares_of_the_total(
-    weights: Any, reduction: Any, factors: Any, as_tensor: bool
+def test_another_window_than_announced_is_refused(
+    announced: Any, num_run: int, text: str
 ) -> None:
-    own = [torch.tensor(w) if as_tensor else w for w in weights]
-    told, loss = Told({"": own}, Ranks(), torch.device("cpu")), torch.ones(())
-    division = Division(Ranks(), leaves_room=False, scaler=None)
-    division.open(told, reduction, loss.device)
-    found = [division.factor(loss, told.next_weights()[""], reduction, 1) for _ in own]
-    assert [float(factor) for factor, _ in found] == factors
-    assert division.scale(torch.zeros(10), reduction, 0) is None
+    toy = Toy()
+
+    def run() -> None:
+        for weights in announced:
+            if weights is None:  # a micro-batch, in its place
+                toy.add(2, 1)
+            else:
+                toy.accumulator.expect(weights)
+        for _ in range(num_run):
+            toy.add(2)
+        toy.finish()
+
+    with pytest.raises(TrainkitError, match=text):
+        run()
+    toy.accumulator.drop()
+    toy.parameter.grad = None
+    toy.accumulator.expect([1, 3])
+    toy.add(2)
+    toy.add(6)
+    assert toy.gradient == 5  # which leaves no trace
+
+
+def test_announcing_a_window_that_skips_micro_batches_is_refused() -> None:
+    """What is skipped cannot be taken out of a total that is known."""
+    with pytest.raises(TrainkitError, match="expect.*: nonfinite='skip' leaves"):
+        Toy(nonfinite="skip").accumulator.expect([1])

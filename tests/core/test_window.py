@@ -1,173 +1,152 @@
-"""What a window was: its totals, exact, and what is said of it."""
+"""What a window was: its gradient and totals, exact, and what is said of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from tests.core.common import GivenWeight, fresh_net, padded, run_window
+from tests.core.common import Toy, cut, fresh_net, relative, run_window
 from tests.helpers import gradients, ragged_sequences, token_loss
 from trainkit import Accumulator, PerToken, WindowStats
 
-CPU = torch.device("cpu")
+# ---- windows whose law can be told by heart ------------------------------------------
+
+LARGE = [2**24 + 1, 1, 1, 3]
+"""float32 cannot count past 16,777,216."""
+
+ONE = torch.tensor(1.0, dtype=torch.bfloat16)
+"""Stacked beside it, 1001 would become 1000."""
+
+THREES = [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3), torch.tensor([[3.0]])]
+BFLOAT16: Any = {"dtype": torch.bfloat16}
+FLOAT16: Any = {"dtype": torch.float16}
+SKIP: Any = {"nonfinite": "skip"}
+WINDOWS: list[tuple[list[tuple[Any, Any]], dict[str, Any]]] = [
+    ([(8, 1), (2, 5), (3, 2)], {}),
+    ([(torch.tensor([4]), 1), (8, 3)], {}),
+    ([*zip((1, 0, 0, 0), LARGE, strict=True)], {}),
+    ([*zip((1, 0, 0, 0), torch.tensor(LARGE), strict=True)], {}),
+    ([(1, torch.tensor(1001)), (0, ONE), (0, torch.tensor([2.0])), (0, 0.5)], {}),
+    *(([(1, three), (5, 1)], {}) for three in THREES),
+    # optax's skip_not_finite, for each micro-batch
+    *(([(3, 1), (bad, 50), (6, 2)], SKIP) for bad in (math.nan, math.inf, -math.inf)),
+    ([(math.nan, 5), (2, 3), (4, 1)], SKIP),
+    # LlamaFactory#9769: the scale of the sum stays that of one gradient.
+    ([(1, 3)] * 64, BFLOAT16),
+    # GradientAccumulator#132: unnormalised sums overflow half precision.
+    *(([(6, w), (6, w / 2), (6, 3 * w)], FLOAT16) for w in (1, 50_000, 1e9)),
+    # Nothing is known of the weights to come after a beginning of weight 0.
+    ([(3, 0), (3, 100_000), (3, 60_000)], FLOAT16),
+    ([(6, 60_000), (6, 1), (6, 50_000)], FLOAT16),
+]
 
 
-def window_of(weights: Sequence[Any], losses: Sequence[Any], **options: Any) -> Any:
-    """A window on one parameter whose gradient is the weighted mean of the losses."""
-    parameter = nn.Parameter(torch.ones((), dtype=torch.float64))
-    accumulator = Accumulator(GivenWeight())
-    for weight, loss in zip(weights, losses, strict=True):
-        accumulator.backward(parameter * loss, weight)
-    return accumulator.finish([parameter], **options), parameter.grad
+@pytest.mark.parametrize(("micro_batches", "options"), WINDOWS)
+def test_windows_equal_the_law(micro_batches: Any, options: Any) -> None:
+    """Also those that come after others: torchtune#1917, what was reduced once is not
+    counted again. In half precision nothing overflows, and nothing is lost."""
+    toy = Toy(checks="now", **options)
+    pairs = [(float(x), float(w)) for x, w in micro_batches if math.isfinite(x)]
+    weight = sum(w for _, w in pairs)
+    loss = sum(x * w for x, w in pairs) / weight
+    near = 1e-14 if toy.parameter.dtype == torch.float64 else 1e-3
+    for _ in range(3):
+        stats = toy.window(*micro_batches)
+        assert isinstance(stats, WindowStats)
+        assert stats.weight.dtype == torch.float64
+        assert (stats.weight, stats.num_micro_batches) == (weight, len(micro_batches))
+        assert toy.gradient == pytest.approx(loss, rel=near)
+        assert float(stats.loss) == pytest.approx(loss, rel=near)
+        toy.window((1, 100))
 
 
-def test_stats_equal_the_window() -> None:
-    stats, gradient = window_of([1, 5, 2], [8.0, 2.0, 3.0])
-    assert isinstance(stats, WindowStats)
-    assert stats.weight == 8
-    assert stats.num_micro_batches == 3
-    assert float(stats.loss) == float(gradient) == (1 * 8 + 5 * 2 + 2 * 3) / 8
-    assert stats.weight.dtype == torch.float64
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_totals_beyond_2_to_24_are_exact(as_tensor: bool) -> None:
-    """float32 cannot count past 16,777,216."""
-    weights: list[Any] = [2**24 + 1, 1, 1, 3]
-    assert torch.tensor(weights, dtype=torch.float32).sum() != sum(weights)
-    if as_tensor:
-        weights = [torch.tensor(weight) for weight in weights]
-    stats, gradient = window_of(weights, [1.0, 0.0, 0.0, 0.0])
-    assert int(stats.weight) == 2**24 + 6
-    assert float(gradient) == pytest.approx((2**24 + 1) / (2**24 + 6), rel=1e-14)
-
-
-def test_totals_of_many_large_windows_do_not_add_up() -> None:
-    """torchtune#1917: what was reduced once is not counted again."""
-    parameter = nn.Parameter(torch.ones((), dtype=torch.float64))
-    accumulator = Accumulator(GivenWeight())
-    for weight in (10, 10_000_000, 3):
-        parameter.grad = None
-        accumulator.backward(parameter * 2, weight)
-        stats = accumulator.finish([parameter])
-        assert (int(stats.weight), float(parameter.grad)) == (weight, 2.0)  # type: ignore[arg-type]
-
-
-def test_mixed_kinds_of_weights_equal_their_values() -> None:
-    """Stacked beside a bfloat16, 1001 would become 1000."""
-    kinds = [
-        torch.tensor(1001),
-        torch.tensor(1.0, dtype=torch.bfloat16),
-        torch.tensor([2.0]),
-        4,
-        0.5,
-    ]
-    stats, gradient = window_of(kinds, [1.0, 0.0, 0.0, 0.0, 0.0])
-    assert float(stats.weight) == 1008.5
-    assert float(gradient) == pytest.approx(1001 / 1008.5, rel=1e-14)
+def test_a_full_window_after_a_short_one_does_not_overflow_float16() -> None:
+    """r falls by a half at most: an epoch ends with a short window."""
+    toy = Toy(checks="now", **FLOAT16)
+    for weight in (2**16, 2**16, 1, 2**17):
+        toy.window((6, weight))
+        assert toy.gradient == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16])
 def test_narrow_weight_times_a_divisor_equals_the_law(dtype: torch.dtype) -> None:
     """For a loop that divides by N: 8 * uint8(200) is 64."""
-    parameter = nn.Parameter(torch.ones((), dtype=torch.float64))
-    accumulator = Accumulator(GivenWeight())
-    for weight, loss in ((100, 1.0), (50, 4.0)):
-        divided = parameter * loss / 8
+    toy = Toy()
+    for weight, loss in ((100, 1), (50, 4)):
+        divided = toy.parameter * loss / 8
         narrow = torch.tensor(weight, dtype=dtype)
-        accumulator.weigh(divided, narrow, divided_by=8)
+        toy.accumulator.weigh(divided, narrow, divided_by=8)
         divided.backward()
-    stats = accumulator.finish([parameter])
-    assert float(parameter.grad) == pytest.approx(2.0, rel=1e-12)  # type: ignore[arg-type]
-    assert float(stats.loss) == pytest.approx(2.0, rel=1e-12)
+    assert float(toy.finish().loss) == pytest.approx(2, rel=1e-12)
+    assert toy.gradient == pytest.approx(2, rel=1e-12)
 
 
 def test_buffers_that_are_filled_again_equal_their_first_values() -> None:
     """A CUDA graph writes each step's loss and count over the last one's."""
-    parameter = nn.Parameter(torch.ones((), dtype=torch.float64))
-    accumulator = Accumulator(GivenWeight())
-    count = torch.zeros((), dtype=torch.float64)
-    for weight, value in ((1.0, 6.0), (3.0, 2.0)):
+    toy, count = Toy(), torch.zeros((), dtype=torch.float64)
+    for weight, value in ((1, 6), (3, 2)):
         count.fill_(weight)
-        loss = parameter * value
-        accumulator.backward(loss, count)
+        loss = toy.parameter * value
+        toy.accumulator.backward(loss, count)
         loss.detach().zero_()
-    stats = accumulator.finish([parameter])
-    assert (float(stats.weight), float(stats.loss)) == (4.0, 3.0)
-    assert float(parameter.grad) == 3.0  # type: ignore[arg-type]
+    stats = toy.finish()
+    assert (float(stats.weight), float(stats.loss), toy.gradient) == (4, 3, 3)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_loss_equals_big_batch_in_both_reductions(reduction: Any) -> None:
-    """transformers#35204, trl#2456: what is reported, apart from the gradient."""
-    samples = ragged_sequences(10)
-    net = fresh_net()
-    cut = [padded(samples[:2]), padded(samples[2:3]), padded(samples[3:])]
-    stats = run_window(net, cut, PerToken(loss_reduction=reduction))
-    expected = token_loss(net, padded(samples)).detach()
-    torch.testing.assert_close(stats.loss, expected, rtol=1e-12, atol=0)
+@pytest.mark.parametrize("unit", [1e-30, 1e-3, 1e30])
+def test_gradient_does_not_depend_on_the_unit_of_weights(unit: float) -> None:
+    parts = cut(ragged_sequences(9), (2, 7))
+    net, reference = fresh_net(), fresh_net()
+    accumulator = Accumulator(PerToken())
+    for batch in parts:
+        weight = PerToken().weight(batch) * unit
+        accumulator.backward(token_loss(net, batch), weight=weight)
+    accumulator.finish(net.parameters())
+    run_window(reference, parts, PerToken())
+    assert relative(gradients(net), gradients(reference)) <= 1e-6
 
 
-def test_loss_of_shape_one_beside_a_scalar_equals_the_law() -> None:
-    parameter = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    accumulator = Accumulator(GivenWeight())
-    accumulator.backward(parameter * 4, 1)
-    accumulator.backward((parameter * 8).sum(), 3)
-    stats = accumulator.finish([parameter])
-    assert float(stats.loss) == float(parameter.grad) == 7.0  # type: ignore[arg-type]
+# ---- what is said of it --------------------------------------------------------------
 
 
-def test_imbalance_equals_largest_share_times_number() -> None:
-    assert float(window_of([2, 2, 2], [1.0] * 3)[0].imbalance) == 1
-    assert float(window_of([1, 5, 2], [1.0] * 3)[0].imbalance) == 3 * 5 / 8
-
-
-def test_uniform_gap_equals_total_variation() -> None:
-    stats, _ = window_of([1, 5, 2], [1.0] * 3, slots=4)
-    shares = [1 / 8, 5 / 8, 2 / 8]
-    assert float(stats.uniform_gap) == pytest.approx(
-        sum(abs(s - 1 / 3) for s in shares) / 2
-    )
+def test_stats_show_how_much_micro_batches_differ() -> None:
+    stats = Toy().window((8, 1), (2, 5), (3, 2), slots=4)
+    assert float(stats.imbalance) == 3 * 5 / 8  # the largest over the mean
+    assert stats.weights is not None
     assert stats.weights.tolist() == [1, 5, 2]
-    assert float(window_of([3, 3], [1.0] * 2, slots=2)[0].uniform_gap) == 0
+    gap = sum(abs(share - 1 / 3) for share in (1 / 8, 5 / 8, 2 / 8)) / 2
+    assert float(stats.uniform_gap) == pytest.approx(gap)  # type: ignore[arg-type]
 
 
-def test_uniform_gap_without_all_weights_is_unknown() -> None:
-    assert window_of([1, 5], [1.0] * 2)[0].uniform_gap is None
-    assert window_of([1, 5], [1.0] * 2)[0].weights is None
-    assert window_of([1, 5], [1.0] * 2, slots=1)[0].uniform_gap.isnan()
+def test_window_of_equal_weights_is_balanced() -> None:
+    stats = Toy().window((1, 3), (1, 3), slots=2)
+    assert float(stats.imbalance) == 1
+    assert float(stats.uniform_gap) == 0  # type: ignore[arg-type]
+
+
+def test_what_was_not_kept_or_counted_is_unknown() -> None:
+    none, one = Toy().window((1, 1), (1, 5)), Toy().window((1, 1), (1, 5), slots=1)
+    assert (none.uniform_gap, none.weights) == (None, None)
+    assert one.uniform_gap is not None
+    assert one.uniform_gap.isnan()
+    assert none.padding.isnan()
+    assert none.samples == 0
 
 
 def test_padding_equals_the_share_of_tokens_that_only_pad() -> None:
-    parameter = nn.Parameter(torch.ones(()))
-    accumulator = Accumulator(GivenWeight())
+    toy = Toy()
     for padding, tokens in ((3, 10), (torch.tensor(1), 6)):
-        accumulator.backward(parameter * 1, 1)
-        accumulator.window.count(padding=padding, tokens=tokens)
-    assert float(accumulator.finish([parameter]).padding) == 4 / 16
-    assert window_of([1], [1.0])[0].padding.isnan()
+        toy.add(1, 1)
+        toy.accumulator.window.count(padding=padding, tokens=tokens)
+    assert float(toy.finish().padding) == 4 / 16
 
 
 @pytest.mark.filterwarnings("ignore:.*none of the window")
-def test_reading_a_window_of_weight_zero_gives_loss_zero() -> None:
-    stats, gradient = window_of([0, 0], [float("nan"), 1.0])
+def test_window_of_weight_zero_has_loss_zero() -> None:
+    toy = Toy()
+    stats = toy.window((float("nan"), 0), (1, 0))
     assert float(stats.loss) == float(stats.weight) == 0
-    assert gradient is not None
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
-def test_gradient_does_not_depend_on_the_unit_of_weights(scale: float) -> None:
-    samples = ragged_sequences(9)
-    cut = [padded(samples[:2]), padded(samples[2:])]
-    net, reference = fresh_net(), fresh_net()
-    accumulator = Accumulator(GivenWeight())
-    for batch in cut:
-        weight = PerToken().weight(batch) * scale
-        accumulator.backward(token_loss(net, batch), weight)
-    accumulator.finish(net.parameters())
-    run_window(reference, cut, PerToken())
-    torch.testing.assert_close(gradients(net), gradients(reference), rtol=1e-6, atol=0)

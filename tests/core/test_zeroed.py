@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -10,41 +9,51 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.core.common import relative
-from tests.helpers import TOLERANCE, TokenNet, gradients, pad, ragged_sequences
-from trainkit import Accumulator, PerSample, PerToken
-from trainkit.errors import TrainkitError
+from tests.core.common import (
+    IGNORED,
+    Toy,
+    big_batch,
+    cut,
+    fresh_net,
+    joined,
+    relative,
+    token_losses,
+)
+from tests.core.conftest import OnRanks
+from tests.helpers import NAIVE, TOLERANCE, TokenNet, gradients, ragged_sequences
+from trainkit import Accumulator, PerSample, PerToken, TrainkitError
 
 EXACT = TOLERANCE[torch.float64]
-DATA = ragged_sequences(9)
-PARTS = [pad(DATA[i : i + 3]) for i in (0, 3, 6)]
+PARTS = cut(ragged_sequences(9), (3, 3, 3))
+WHOLE, _ = big_batch(fresh_net(), joined(PARTS))
 GONE = r"the gradients of the \d micro-batches in it are gone"
 
 
 def loss_of(net: nn.Module, batch: Any) -> torch.Tensor:
-    logits = net(batch["ids"]).flatten(0, 1)
-    return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+    """The mean over tokens; 0 if nothing counts."""
+    return token_losses(net, batch).sum() / (batch["labels"] != -100).sum().clamp(1)
 
 
 def run(
     between: Callable[[Any, Any], Any],
     *,
-    after: int | None = 1,
+    after: int | None = None,
     windows: int = 1,
     told: bool = False,
-    **options: Any,
+    shown: bool = False,
+    parts: Any = PARTS,
 ) -> TokenNet:
-    """Windows in whose last one something is done between two passes."""
-    net = TokenNet(dtype=torch.float64)
+    """Windows in whose last one something is done after a pass, or after each."""
+    net = fresh_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    given: Any = {k: net if value == "net" else value for k, value in options.items()}
-    accumulator = Accumulator(PerToken(), **given)
+    accumulator = Accumulator(PerToken(), module=net if shown else None)
     for window in range(windows):
         optimizer.zero_grad()
         if told:
-            accumulator.expect(PARTS)
-        for number, part in enumerate(PARTS, 1):
+            accumulator.expect(parts)
+        for number, part in enumerate(parts, 1):
             accumulator.backward(loss_of(net, part), part)
             if after in (number, None) and window + 1 == windows:
                 between(net, optimizer)
@@ -62,40 +71,48 @@ ZEROINGS: dict[str, Callable[[Any, Any], Any]] = {
         setattr(p, "grad", torch.zeros_like(p)) for p in net.parameters()
     ],
 }
-
-
-NET = {"module": "net"}
-TURNS = cycle([(1, NET), (2, {}), (2, NET), (1, {})])
+TURNS = cycle([(1, 1, 0), (2, 0, 0), (2, 1, 0), (1, 0, 0), (1, 0, 1)])
 
 
 @pytest.mark.parametrize(
-    ("zeroing", "after", "windows", "options"),
-    [  # each zeroing at each place sees both values of the others
+    ("zeroing", "after", "windows", "shown", "told"),
+    [  # each zeroing at each place; the other values take turns
         (zeroing, after, *next(TURNS))
         for zeroing in ZEROINGS
         for after in (1, 2, 3)
         for _ in range(2)
     ],
-    ids=str,
 )
 def test_zeroing_inside_a_window_is_refused(
-    zeroing: str, after: int, windows: int, options: Any
+    zeroing: str, after: int, windows: int, shown: int, told: int
 ) -> None:
     """Also in a plain loop's first window, and after its last micro-batch."""
+    how: Any = {"windows": windows, "shown": bool(shown), "told": bool(told)}
     with pytest.raises(TrainkitError, match=GONE):
-        run(ZEROINGS[zeroing], after=after, windows=windows, **options)
+        run(ZEROINGS[zeroing], after=after, **how)
 
 
-@pytest.mark.parametrize("zeroing", ZEROINGS)
-def test_zeroing_inside_a_told_window_is_refused(zeroing: str) -> None:
-    with pytest.raises(TrainkitError, match=GONE):
-        run(ZEROINGS[zeroing], told=True)
+def zeroed_over_ddp(rank: int, world_size: int) -> str:
+    ddp = DDP(fresh_net())
+    accumulator = Accumulator(PerToken(), module=ddp)
+    for number, part in enumerate(PARTS):
+        with ddp.no_sync():
+            loss = loss_of(ddp, part)
+        if number == 1:
+            ddp.zero_grad(set_to_none=False)
+        try:
+            accumulator.backward(loss, part)
+        except TrainkitError as error:
+            return str(error)
+    return "nothing was refused"
 
 
-def whole() -> torch.Tensor:
-    net = TokenNet(dtype=torch.float64)
-    loss_of(net, pad(DATA)).backward()
-    return gradients(net)
+def test_zeroing_under_ddp_is_refused(on_ranks: OnRanks) -> None:
+    for text in on_ranks(zeroed_over_ddp, 2):
+        assert "the gradients of the 1 micro-batches in it are gone" in text
+
+
+# ---- what is no zeroing --------------------------------------------------------------
 
 
 def nothing(net: Any, optimizer: Any) -> None: ...
@@ -106,53 +123,42 @@ def mended(net: Any, optimizer: Any) -> None:
         p.grad.nan_to_num_()
 
 
+def clipped(net: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+
+
 def masked(net: Any, optimizer: Any) -> None:
     net.embed.weight.grad[0] = 0
 
 
-@pytest.mark.parametrize("between", [nothing, mended])
-def test_gradients_that_are_looked_at_or_mended_equal_the_big_batch(
-    between: Any,
+@pytest.mark.parametrize(
+    ("between", "how"),
+    [
+        (nothing, {"windows": 3}),  # between two windows, zeroing is as ever
+        (mended, {"after": 1}),
+        (clipped, {}),
+        (clipped, {"parts": [IGNORED, *PARTS]}),  # zero, and was zero before
+        (masked, {"after": 3}),
+    ],
+)
+def test_gradients_that_are_written_into_alike_equal_the_big_batch(
+    between: Any, how: Any
 ) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net = run(between)
-    assert relative(gradients(net), whole()) <= EXACT
+    """Whatever is written into gradients is no zeroing, and a warning is an error."""
+    net, expected = run(between, **how), fresh_net()
+    loss_of(expected, joined(PARTS)).backward()
+    if between is masked:
+        masked(expected, None)
+    assert relative(gradients(net), gradients(expected)) <= EXACT
 
 
-def clip(net: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(net.parameters(), 1e9)
-
-
-def window_that_begins_with_nothing(zeroing: Callable[[nn.Module], None]) -> TokenNet:
-    """A micro-batch without labels, then the others; something after each pass."""
-    nothing = {**PARTS[0], "labels": torch.full_like(PARTS[0]["labels"], -100)}
-    net = TokenNet(dtype=torch.float64)
-    accumulator = Accumulator(PerToken())
-    for part in (nothing, *PARTS):
-        logits = net(part["ids"]).flatten(0, 1)
-        total = nn.functional.cross_entropy(
-            logits, part["labels"].flatten(), reduction="sum"
-        )
-        count = (part["labels"] != -100).sum().clamp(min=1)
-        accumulator.backward(total / count, part)
-        zeroing(net)
-    accumulator.finish(net.parameters())
-    return net
-
-
-def test_gradients_that_were_zero_before_are_not_zeroed() -> None:
-    """Clipped after each pass, as in `on_after_backward`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net = window_that_begins_with_nothing(clip)
-    assert relative(gradients(net), whole()) <= EXACT
+def test_zeroing_after_a_beginning_that_weighs_nothing_is_refused() -> None:
     with pytest.raises(TrainkitError, match=GONE):
-        window_that_begins_with_nothing(lambda net: net.zero_grad(set_to_none=False))
+        run(ZEROINGS["module, in place"], parts=[IGNORED, *PARTS])
 
 
-@pytest.mark.parametrize("zeroing", [clip, nn.Module.zero_grad])
-def test_a_part_without_a_gradient_as_in_lora_is_no_zeroing(zeroing: Any) -> None:
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_part_without_a_gradient_as_in_lora_is_no_zeroing(zeroes: bool) -> None:
     """B begins as zeros, so A's gradient is 0 in the first window."""
     torch.manual_seed(0)
     down, up = nn.Linear(4, 2), nn.Linear(2, 3)
@@ -163,62 +169,47 @@ def test_a_part_without_a_gradient_as_in_lora_is_no_zeroing(zeroing: Any) -> Non
 
     def window() -> None:
         for part in rows.split(2):
-            accumulator.backward(lora(part).square().mean(1).sum() / len(part), part)
-            zeroing(lora)
+            accumulator.backward(lora(part).square().mean(1).mean(), part)
+            lora.zero_grad() if zeroes else clipped(lora, None)
         accumulator.finish(lora.parameters())
 
-    if zeroing is not clip:
+    if zeroes:
         with pytest.raises(TrainkitError, match=GONE):
             window()
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        window()
+    window()
     found = gradients(lora)
     lora.zero_grad()
-    (lora(rows).square().mean(1).sum() / len(rows)).backward()
+    lora(rows).square().mean().backward()
     assert relative(found, gradients(lora)) <= EXACT
 
 
-def test_rows_masked_after_each_pass_are_no_zeroing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net = run(masked, after=3)
-    expected = TokenNet(dtype=torch.float64)
-    loss_of(expected, pad(DATA)).backward()
-    masked(expected, None)
-    assert relative(gradients(net), gradients(expected)) <= EXACT
-
-
-def test_zeroing_a_part_of_the_model_is_said() -> None:
+def test_zeroing_a_part_of_the_model_is_said_once() -> None:
     """It may be a mask, which is exact; a forgotten zero_grad() is not. What was zero
     before is known once somebody has written into gradients."""
-    with pytest.warns(UserWarning, match=r"1 of its 3 gradients were written over"):
-        net = run(zero_embedding, after=None)
-    assert relative(gradients(net), whole()) > 1e-2
+
+    def zero_embedding(net: Any, optimizer: Any) -> None:
+        net.embed.zero_grad(set_to_none=False)
+
+    text = r"1 of its 3 gradients were written over"
+    with pytest.warns(UserWarning, match=text) as caught:
+        net = run(zero_embedding)
+    assert len(caught) == 1
+    assert relative(gradients(net), WHOLE) > NAIVE
 
 
-def zero_embedding(net: Any, optimizer: Any) -> None:
-    net.embed.zero_grad(set_to_none=False)
-
-
-def test_gradients_are_read_only_where_somebody_wrote() -> None:
-    """A gradient of zeros is nobody's doing."""
-    p = nn.Parameter(torch.zeros(3))
-    for write, refused in ((lambda: None, False), (lambda: p.grad.add_(0), True)):  # type: ignore[union-attr]
-        accumulator = Accumulator(PerSample())
-        accumulator.backward((p * 0).sum(), weight=2)
-        write()
-        if refused:
-            with pytest.raises(TrainkitError, match=GONE):
-                accumulator.backward((p * 0).sum(), weight=2)
-        else:
-            accumulator.backward((p * 0).sum(), weight=2)
-        p.grad = None
-
-
-def test_between_windows_zeroing_is_as_ever() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net = run(nothing, windows=3)
-    assert relative(gradients(net), whole()) <= EXACT
+def test_gradients_of_zeros_are_nobodys_doing() -> None:
+    """They are read only where somebody wrote, and were not zero before."""
+    toy = Toy()
+    toy.window((0, 2), (0, 2))
+    toy.parameter.grad = None
+    toy.add(0, 2)
+    toy.parameter.grad.add_(0)  # type: ignore[union-attr]
+    with pytest.raises(TrainkitError, match=GONE):
+        toy.add(0, 2)
+    toy.accumulator.drop()
+    toy.parameter.grad = None
+    for _ in range(2):  # it is known by now that somebody writes
+        toy.add(0, 2)
+        toy.parameter.grad.add_(0)  # type: ignore[union-attr]
+    toy.finish()

@@ -36,7 +36,7 @@ from trainkit.core.strategies import (
     checked_weight,
     kind_of,
 )
-from trainkit.core.terms import Joined, join, leading, named_strategies
+from trainkit.core.terms import Joined, join, leading, named_strategies, terms_of
 from trainkit.core.told import Told, weights_by_term
 from trainkit.core.window import Window, WindowStats, default_device, vector
 
@@ -153,10 +153,13 @@ class Accumulator:
         """
         refusals.refuse_dividing_backward(backward)
         window = self.window
-        if len(self.strategies) > 1 or self.told and isinstance(loss, Mapping):
+        if len(self.strategies) > 1:
             loss = self.join(loss)
-        elif weight is None and self.told is None:
-            weight = self.strategy.weight(batch)
+        else:
+            if isinstance(loss, Mapping):
+                (loss,) = terms_of(loss, self.strategies).values()
+            if weight is None and self.told is None:
+                weight = self.strategy.weight(batch)
         refusals.refuse_loss(loss, self.strategy.loss_reduction)
         assert isinstance(loss, Tensor)
         if self.watch.nonfinite == "skip" and not bool(loss.isfinite()):

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.core.common import whole
 from tests.core.conftest import OnRanks
 from tests.core.inside.common import CLASSES, WIDTH, batch, nt_xent, off_by
-from tests.core.test_fsdp import whole
 from trainkit import Chunked, TrainkitError
 from trainkit.core import _compat
 from trainkit.core.inside import forward

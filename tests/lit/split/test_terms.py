@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from tests.core.test_terms import ce_of, kl_of
+from tests.core.common import cross_entropy as ce_of
+from tests.core.common import kl_of
 from tests.helpers import NAIVE, TOLERANCE, deviation, weights
 from tests.lit.fronts import Plain, windows_of
 from tests.lit.split.common import (
