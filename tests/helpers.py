@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from multiprocessing import get_context
@@ -265,8 +265,7 @@ def _rank_main(
         with quiet_lightning():
             result = function(rank, world_size, *args)
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        result = RankError(text)
+        result = _rank_error(error)
     written = Path(folder, f"{rank}.tmp")
     torch.save(result, written)
     written.rename(Path(folder, f"{rank}.pt"))
@@ -280,6 +279,38 @@ def _rank_main(
     ):
         time.sleep(0.005)
     os._exit(0)  # without waiting for a process group whose other ranks have failed
+
+
+Case = tuple[Any, ...]
+"""A function that takes `(rank, world_size, *args)`, and its `args`."""
+
+
+def run_cases(world_size: int, cases: Mapping[Any, Case]) -> dict[Any, list[Any]]:
+    """What each case returns, in the order of the ranks: as `run_ranks` gives it.
+
+    One case runs after the other in the processes of one start. A case that fails
+    comes back as a `RankError`, and must fail on all ranks.
+    """
+    ranks = run_ranks(_all, world_size, list(cases.values()))
+    return {
+        name: [each[index] if isinstance(each, list) else each for each in ranks]
+        for index, name in enumerate(cases)
+    }
+
+
+def _all(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
+    return [_one(rank, world_size, *case) for case in cases]
+
+
+def _one(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(rank, world_size, *args)
+    except Exception as error:
+        return _rank_error(error)
+
+
+def _rank_error(error: BaseException) -> RankError:
+    return RankError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 def start_gloo() -> None:

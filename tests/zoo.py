@@ -252,11 +252,12 @@ class Sharded(Plain):
         if mesh["data_parallel"].size() > 1:
             fully_shard(self.net, mesh=mesh["data_parallel"])
 
-    def whole(self) -> Tensor:
-        """All parameters as one vector, gathered from their shards."""
-        shards = self.parameters()
-        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in shards]
-        return torch.cat([p.detach().double().flatten() for p in full])
+
+def whole(module: nn.Module) -> Tensor:
+    """All parameters as one vector, gathered from their shards."""
+    shards = module.parameters()
+    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in shards]
+    return torch.cat([p.detach().double().flatten() for p in full])
 
 
 class OldPlain(old_pl.LightningModule):

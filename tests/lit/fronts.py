@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -11,10 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import OPTIMIZERS, TokenNet, pad, trainer, weights
-from tests.zoo import Mixed, Plain, plain_token_loss, sample_loss
+from tests.helpers import (
+    NAIVE,
+    OPTIMIZERS,
+    TokenNet,
+    deviation,
+    gradients,
+    pad,
+    ragged_sequences,
+    trainer,
+    weights,
+)
+from tests.zoo import Mixed as Mixed  # for those who train it by these ways
+from tests.zoo import Plain, on_front, plain_token_loss, sample_loss
 from trainkit import (
-    AccumulationCallback,
     AccumulationStrategy,
     Accumulator,
     PerSample,
@@ -33,6 +44,8 @@ WINDOW = 4
 RAGGED = (5, 1, 8, 3, 2, 7, 1, 4, 6, 1)
 """Samples in each of 10 micro-batches: two full windows and a short one."""
 EQUAL = (4,) * 10
+CHOICES = ("strategy", "cut", "options")
+"""Arguments of `on_front` that are not the module's own."""
 
 
 def cut(sequences: Sequence[Any], sizes: Sequence[int]) -> list[list[int]]:
@@ -89,6 +102,9 @@ class Run:
     """The weights after each epoch."""
     losses: list[float] = field(default_factory=list)
     """The mean loss of each window."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """Of each step of a big batch, before clipping."""
+    clipped: list[Tensor] = field(default_factory=list)
 
     @property
     def end(self) -> Tensor:
@@ -104,7 +120,7 @@ class Run:
 
 
 class Recorder(pl.Callback):
-    """Writes down a `Run`."""
+    """Writes down a `Run`; its losses are those of windows."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -112,9 +128,9 @@ class Recorder(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
-        window = windows_of(trainer).last_window
-        assert window is not None
-        self.run.losses.append(float(window.loss))
+        for each in drivers_of(trainer):
+            assert each.last_window is not None
+            self.run.losses.append(float(each.last_window.loss))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.run.ends.append(weights(pl_module))
@@ -122,7 +138,12 @@ class Recorder(pl.Callback):
 
 def windows_of(trainer: Any) -> WindowCallback:
     """The callback that divides."""
-    return next(c for c in trainer.callbacks if isinstance(c, WindowCallback))
+    return drivers_of(trainer)[0]
+
+
+def drivers_of(trainer: Any) -> list[WindowCallback]:
+    """All callbacks that divide: there may be one."""
+    return [c for c in trainer.callbacks if isinstance(c, WindowCallback)]
 
 
 def clip_(net: nn.Module, clip: Clip) -> None:
@@ -165,7 +186,9 @@ def big_batch(
             stepper.zero_grad()
             value = loss(net, batch)
             value.backward()
+            run.gradients.append(gradients(net))
             clip_(net, clip)
+            run.clipped.append(gradients(net))
             stepper.step()
             run.losses.append(value.item())
         run.ends.append(weights(net))
@@ -202,36 +225,114 @@ def by_loop(
 
 
 def by_trainer(
-    front: Front,
+    front: str,
     strategy: AccumulationStrategy,
     sequences: Sequence[Any],
     sizes: Sequence[int] = RAGGED,
     loss: Callable[..., Tensor] = plain_token_loss,
     *,
     window: int = WINDOW,
-    optimizer: str = "sgd",
     clip: Clip = None,
     epochs: int = 2,
-    dtype: torch.dtype = torch.float64,
+    **how: Any,
 ) -> Run:
-    """A Lightning Trainer, with the mixin or the callback."""
-    made = Mixed if front == "mixin" else Plain
-    module = made(
-        loss, optimizer=optimizer, reduction=strategy.loss_reduction, dtype=dtype
-    )
+    """A Lightning Trainer: with the mixin, with the callback, or without trainkit."""
+    how |= {"loss": loss, "reduction": strategy.loss_reduction}
+    module, ours = on_front(front, strategy=strategy, **how)
     run = Run(weights(module))
-    callbacks: list[pl.Callback] = [Recorder(run)]
-    if isinstance(module, Mixed):
-        module.accumulation = strategy
-    else:
-        callbacks.append(AccumulationCallback(strategy))
-    options = {"max_epochs": epochs, "callbacks": callbacks, **clip_options(clip)}
-    trainer(window, **options).fit(module, micro_batches(sequences, sizes))
+    options = {"max_epochs": epochs, **clip_options(clip)}
+    fitted = trainer(window, callbacks=[Recorder(run), *ours], **options)
+    fitted.fit(module, micro_batches(sequences, sizes))
     return run
 
 
-def train(front: Front, strategy: AccumulationStrategy, *data: Any, **how: Any) -> Run:
-    """Train by one of the three fronts."""
-    if front == "loop":
-        return by_loop(strategy, *data, **how)
-    return by_trainer(front, strategy, *data, **how)
+def train(front: str, strategy: AccumulationStrategy, *data: Any, **how: Any) -> Run:
+    """Train by a plain loop, or by a Trainer in one of three ways."""
+    made = by_loop if front == "loop" else partial(by_trainer, front)
+    return made(strategy, *data, **how)
+
+
+# ---- any module, in windows and in big batches ---------------------------------------
+
+
+SEQUENCES = ragged_sequences(sum(RAGGED))
+
+
+def ragged(sizes: Sequence[int]) -> DataLoader[Any]:
+    """Micro-batches of these sizes."""
+    return micro_batches(SEQUENCES, sizes)
+
+
+def fit(
+    front: str,
+    kind: Callable[..., Any] = Plain,
+    *callbacks: Any,
+    batches: Callable[[Sequence[int]], Any] = ragged,
+    validation: Any = None,
+    sizes: Sequence[int] = RAGGED,
+    window: int = WINDOW,
+    made: Mapping[str, Any] | None = None,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> Any:
+    """Train a module, and return its Trainer.
+
+    Args:
+        front: as for `on_front`.
+        kind: knows nothing of trainkit.
+        *callbacks: that stand before ours.
+        batches: makes a loader of micro-batches of given sizes.
+        validation: a loader.
+        sizes: of the micro-batches.
+        window: how many make a window.
+        made: other arguments of `on_front`.
+        ckpt_path: from which it resumes.
+        **options: of the Trainer.
+    """
+    module, ours = on_front(front, kind, **made or {})
+    fitted = trainer(window, callbacks=[*callbacks, *ours], **options)
+    fitted.fit(module, batches(sizes), validation, ckpt_path=ckpt_path)
+    return fitted
+
+
+def assert_big_batch(
+    kind: Callable[..., Any] = Plain,
+    *,
+    callbacks: Callable[[], list[Any]] = list,
+    fronts: Sequence[str] = ("mixin", "callback"),
+    tolerance: float = 1e-10,
+    naive: float = NAIVE,
+    made: Mapping[str, Any] | None = None,
+    in_windows: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> dict[str, Any]:
+    """Check that windows equal the big batches of plain Lightning, by each front; and
+    that by plain Lightning itself, which is the control, they do not.
+
+    Args:
+        kind: as for `fit`.
+        callbacks: makes those of one `fit`.
+        fronts: by which it trains.
+        tolerance: the largest deviation by a front.
+        naive: the least deviation by plain Lightning.
+        made: as for `fit`.
+        in_windows: more arguments of `fit`, where a batch is a part of a window.
+        **how: more arguments of each `fit`.
+
+    Returns:
+        The Trainers, by front.
+    """
+    arguments = {n: v for n, v in (made or {}).items() if n not in CHOICES}
+    start = weights(kind(**arguments))
+    how = {"sizes": RAGGED, "window": WINDOW, **how}
+    whole = {**how, "sizes": merged(how["sizes"], how["window"]), "window": 1}
+    big = fit("plain", kind, *callbacks(), made=arguments, **whole).lightning_module
+    how |= in_windows or {}
+    fits = {
+        front: fit(front, kind, *callbacks(), made=chosen, **how)
+        for front, chosen in {**dict.fromkeys(fronts, made), "plain": arguments}.items()
+    }
+    ends = {f: deviation(fits[f].lightning_module, big, start) for f in fits}
+    assert all(ends[front] <= tolerance for front in fronts), ends
+    assert ends["plain"] > naive, ends
+    return fits

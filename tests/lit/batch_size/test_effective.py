@@ -26,7 +26,7 @@ from tests.lit.schedule.scheduling import (
     make,
     token_counts,
 )
-from tests.lit.windows.test_sharded import ShardedModule
+from tests.zoo import Sharded
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
@@ -311,7 +311,7 @@ def ask_on_ranks(rank: int, world: int, kind: str) -> list[Any]:
     module: Any = Mixed()
     callbacks: list[Any] = []
     if kind == "tensor parallel":
-        module = ShardedModule(dtype=torch.float64)
+        module = Sharded()
         how["strategy"] = ModelParallelStrategy(
             data_parallel_size=1,
             tensor_parallel_size=world,

@@ -18,65 +18,56 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from tests.helpers import deviation, trainer, weights
-from tests.lit.fronts import Plain, plain_token_loss, windows_of
-from tests.lit.split.common import FIXED, START, Split, Table, loader_batches
+from tests.lit.fronts import windows_of
+from tests.lit.rates.scaled import REFERENCE, Scheduled, adamw
+from tests.lit.rates.scaled import fit as fit_scaled
+from tests.lit.split.common import START, loader_batches
+from tests.recording import SENT, Table
+from tests.zoo import Mixed, Plain
 from trainkit import (
     AccumulationCallback,
     AccumulationSchedule,
     BatchNormGuard,
     LRScaling,
+    MicroBatching,
     PerToken,
+    Uniform,
     WindowMonitor,
     read_effective_batch,
 )
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.lit.front.mixin_callback import MixinCallback
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:accumulation. an open window", "ignore:.*BatchNorm:UserWarning"
 )
-
-AUTO = MicroBatching("auto")
+FIXED, AUTO = MicroBatching(size=4), MicroBatching("auto")
 ROOM = 2048
 """Bytes by which a callback may grow: the numbers of a window, and little more."""
 
-LARGE = 100_000
 
-
-class Large:
+class Large(Plain):
     """Has many parameters, and a layer whose statistics a guard looks at."""
 
     error: BaseException | None = None
 
-    def grow(self: Any) -> Any:
-        self.net.more = nn.Linear(LARGE // 100, 100, dtype=torch.float64)
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.net.more = nn.Linear(1000, 100, dtype=torch.float64)
         self.net.norm = nn.BatchNorm1d(8, dtype=torch.float64)
-        return self
 
-    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.error is not None and self.global_step == 2:
             raise self.error
-        self.net.norm(self.net.embed(batch["ids"]).flatten(0, 1))
-        return plain_token_loss(self.net, batch)
+        self.net.norm(self.net.embed(batch["ids"]).flatten(0, 1))  # type: ignore[operator]
+        return self.loss_of(batch)
 
 
-class Own(Large, Split): ...
+class MixedLarge(Mixed, Large): ...
 
 
-class Foreign(Large, Plain): ...
-
-
-def of_callback(cut: MicroBatching | None = None) -> Any:
-    return Foreign().grow(), [AccumulationCallback(PerToken(), micro_batching=cut)]
-
-
-FRONTS: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
-    "split mixin": lambda: (Own().grow(), []),
-    "auto mixin": lambda: (Own(cut=AUTO).grow(), []),
-    "streamed mixin": lambda: (Own(cut=None).grow(), []),
-    "split callback": lambda: of_callback(FIXED),
-    "auto callback": lambda: of_callback(AUTO),
-    "streamed callback": lambda: of_callback(),
+FRONTS: dict[str, Any] = {
+    f"{name} {front}": (front, cut)
+    for name, cut in (("split", FIXED), ("auto", AUTO), ("streamed", None))
+    for front in ("mixin", "callback")
 }
 ENDS: dict[str, dict[str, Any]] = {
     "end": {},
@@ -84,22 +75,22 @@ ENDS: dict[str, dict[str, Any]] = {
     "interrupt": {"error": KeyboardInterrupt()},
     "fast_dev_run": {"fast_dev_run": 2},
 }
+POLICIES = ("warn", "momentum", "recalibrate", "freeze", "renorm")
 OTHERS: dict[str, Callable[[], Any]] = {
     "WindowMonitor": lambda: WindowMonitor(1),
     "AccumulationSchedule": lambda: AccumulationSchedule({0: 1, 30: 2}, unit="tokens"),
     "LRScaling": lambda: LRScaling("linear", reference_batch=4),
-    **{
-        f"BatchNormGuard {policy}": lambda policy=policy: BatchNormGuard(policy)  # type: ignore[misc]
-        for policy in ("warn", "momentum", "recalibrate", "freeze", "renorm")
-    },
+    **{f"Guard {each}": (lambda each=each: BatchNormGuard(each)) for each in POLICIES},
 }
 
 
-def fit(
-    front: str, *callbacks: Any, error: BaseException | None = None, **options: Any
-) -> tuple[Any, pl.Trainer, list[int]]:
+def fit(front: str, *callbacks: Any, error: Any = None, **options: Any) -> Any:
     """The module, the Trainer, and how large its callbacks were before."""
-    module, mine = FRONTS[front]()
+    kind, cut = FRONTS[front]
+    mine = []
+    if kind == "callback":
+        mine = [AccumulationCallback(PerToken(), micro_batching=cut)]
+    module = Large() if mine else MixedLarge(cut=cut)
     module.error = error
     sizes = [len(pickle.dumps(each)) for each in (*mine, *callbacks)]
     fitted = trainer(1, callbacks=[*mine, *callbacks], max_epochs=2, **options)
@@ -109,6 +100,9 @@ def fit(
         if raised is not error and not isinstance(raised, SystemExit):
             raise
     return module, fitted, sizes
+
+
+# ---- what is left --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,38 +136,16 @@ def test_all_can_be_pickled_and_copied_after_a_fit(front: str, end: str) -> None
     [
         *((name, "end") for name in OTHERS),
         *((name, "error") for name in [*OTHERS][:3]),
-        ("BatchNormGuard recalibrate", "error"),
+        ("Guard recalibrate", "error"),
     ],
 )
 def test_other_callbacks_are_small_after_a_fit(name: str, end: str) -> None:
     callback = OTHERS[name]()
     options = {"logger": Table(), "log_every_n_steps": 1, **ENDS[end]}
     _, fitted, before = fit("split callback", callback, **options)
-    assert callback in fitted.callbacks  # type: ignore[attr-defined]
+    assert callback in fitted.callbacks
     assert len(pickle.dumps(callback)) <= before[1] + ROOM
     copy.deepcopy(callback)
-
-
-class Copying(pl.Callback):
-    """Copies the callback that divides, in every batch."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        windows = windows_of(trainer)
-        self.sizes.append(len(pickle.dumps(windows)))
-        copy.deepcopy(windows)
-
-
-@pytest.mark.parametrize("front", FRONTS)
-def test_they_can_be_copied_in_a_fit(front: str) -> None:
-    copying = Copying()
-    module, fitted, _ = fit(front, copying)
-    assert max(copying.sizes) <= len(pickle.dumps(windows_of(fitted))) + ROOM
-    assert weights(module).isfinite().all()
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -191,83 +163,124 @@ def test_the_module_is_free_when_its_trainer_is(front: str) -> None:
 # ---- what stays ----------------------------------------------------------------------
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "pickled": lambda each: pickle.loads(pickle.dumps(each)),
-    "copied": copy.deepcopy,
-    "itself": lambda each: each,
-}
+class Copying(pl.Callback):
+    """Copies the callback that divides, in every batch."""
+
+    largest = 0
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        copied = copy.deepcopy(windows_of(trainer))
+        self.largest = max(self.largest, len(pickle.dumps(copied)))
 
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_what_users_read_after_a_fit_is_there(front: str) -> None:
-    _, fitted, _ = fit(front)
-    windows = windows_of(fitted)
-    expected = windows.last_window
-    assert expected is not None
-    numbers = {
-        "weight": float(expected.weight),
-        "loss": float(expected.loss),
-        "num_micro_batches": int(expected.num_micro_batches),
-        "samples": float(expected.samples),
-    }
-    shown, batch = windows.micro_batch_size, read_effective_batch(fitted)
-    for way, send in WAYS.items():
-        sent = send(fitted)
-        windows = windows_of(sent)
-        last = windows.last_window
-        assert last is not None
-        assert {name: float(getattr(last, name)) for name in numbers} == numbers
-        assert numbers["samples"] == 9
-        assert windows.windows.keys() == {0}
-        assert windows.num_skipped_steps == 0
-        assert windows.micro_batch_size == shown
-        assert (shown is not None) == front.startswith("auto")
+    """In copies too, which may be made within the `fit`."""
+    copying = Copying()
+    module, fitted, _ = fit(front, copying)
+    assert weights(module).isfinite().all()
+    windows, batch = windows_of(fitted), read_effective_batch(fitted)
+    assert 0 < copying.largest <= len(pickle.dumps(windows)) + ROOM
+    names = ("weight", "loss", "num_micro_batches", "samples")
+    numbers = [float(getattr(windows.last_window, name)) for name in names]
+    assert numbers[-1] == 9
+    for way in (*SENT, "itself"):
+        sent = SENT[way](fitted) if way in SENT else fitted
+        found = windows_of(sent)
+        assert [float(getattr(found.last_window, name)) for name in names] == numbers
+        assert found.num_skipped_steps == 0
+        assert found.micro_batch_size == windows.micro_batch_size
+        assert (found.micro_batch_size is not None) == front.startswith("auto")
         if way != "copied":
             assert read_effective_batch(sent) == batch
 
 
-def test_skipped_steps_are_counted_after_a_fit() -> None:
-    callback = AccumulationCallback(PerToken())
-    callback._skipped_before = 3
-    assert pickle.loads(pickle.dumps(callback)).num_skipped_steps == 3
+@cache
+def uncut() -> Plain:
+    fresh = Mixed()
+    trainer(1).fit(fresh, loader_batches())
+    return fresh
 
 
 @pytest.mark.parametrize("front", [f for f in FRONTS if "callback" in f])
 def test_a_callback_that_was_sent_after_a_fit_trains_as_itself(front: str) -> None:
     _, fitted, _ = fit(front)
     itself = windows_of(fitted)
-    for callback in (copy.deepcopy(WAYS["pickled"](itself)), itself):
+    for callback in (copy.deepcopy(SENT["pickled"](itself)), itself):
         module = Plain()
         trainer(1, callbacks=[callback]).fit(module, loader_batches())
         assert deviation(module, uncut(), START) <= 1e-12
 
 
-@cache
-def uncut() -> Split:
-    fresh = Split(cut=None)
-    trainer(1).fit(fresh, loader_batches())
-    return fresh
-
-
-def test_a_checkpoint_saved_after_a_fit_is_as_one_saved_in_it(tmp_path: Any) -> None:
-    for front in FRONTS:
-        saver = ModelCheckpoint(tmp_path / front, filename="end", save_last=False)
-        _, fitted, _ = fit(front, saver, enable_checkpointing=True)
-        fitted.save_checkpoint(tmp_path / front / "after.ckpt")
-        states = [
-            torch.load(tmp_path / front / f"{name}.ckpt", weights_only=True)
-            for name in ("end", "after")
-        ]
-        assert states[0]["trainkit"] == states[1]["trainkit"]
-        key = "trainkit_micro_batching"
-        assert states[0].get(key) == states[1].get(key)
-        assert (key in states[1]) == front.startswith("auto")
-
-
 def test_the_mixin_brings_its_callback_again() -> None:
     module, fitted, _ = fit("split mixin")
-    again = pickle.loads(pickle.dumps(fitted))
-    assert isinstance(windows_of(again), MixinCallback)
+    assert type(windows_of(SENT["pickled"](fitted))) is type(windows_of(fitted))
     fitted.fit_loop.max_epochs = 3
     fitted.fit(module, loader_batches())
     assert fitted.global_step == 9
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_checkpoint_saved_after_a_fit_is_as_one_saved_in_it(
+    front: str, tmp_path: Any
+) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="end", save_last=False)
+    _, fitted, _ = fit(front, saver, enable_checkpointing=True)
+    fitted.save_checkpoint(tmp_path / "after.ckpt")
+    first, second = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        for name in ("end", "after")
+    )
+    assert first["trainkit"] == second["trainkit"]
+    key = "trainkit_micro_batching"
+    assert first.get(key) == second.get(key)
+    assert (key in second) == front.startswith("auto")
+
+
+# ---- sent to another process, as `ddp_spawn` sends them ------------------------------
+
+
+CALLBACKS: dict[str, Callable[[], Any]] = {
+    "AccumulationCallback": lambda: AccumulationCallback(Uniform()),
+    "AccumulationSchedule": lambda: AccumulationSchedule({0: 2, 1: 4}),
+    "BatchNormGuard": BatchNormGuard,
+    "WindowMonitor": lambda: WindowMonitor(every_n_steps=2),
+    "LRScaling": lambda: LRScaling("linear", reference_batch=REFERENCE),
+    "LRScaling of moments": lambda: LRScaling(
+        "adam-sde", reference_batch=REFERENCE, weight_decay="sqrt", warmup_steps=3
+    ),
+    "LRScaling of half-life": lambda: LRScaling("half-life", reference_batch=REFERENCE),
+}
+
+
+def in_every_way(callback: Any) -> Any:
+    """What one way loses, no other brings back: they follow one another."""
+    return SENT["copied"](SENT["pickled"](callback))
+
+
+def trained(name: str, callback: Any) -> Any:
+    windows = [AccumulationCallback(Uniform())] * (name != "AccumulationCallback")
+    size = 1 if name == "AccumulationSchedule" else 2
+    module = Scheduled("CosineAnnealingLR", optimizer=adamw)
+    return fit_scaled(module, callback, *windows, window=size)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callback_that_was_sent_trains_as_itself(name: str) -> None:
+    """Sent before a fit; LRScaling after one as well."""
+    callback = CALLBACKS[name]()
+    sent = [in_every_way(callback)]
+    curve = trained(name, callback).curve
+    if "LRScaling" in name:
+        sent.append(in_every_way(callback))
+        assert sent[-1].k == callback.k
+    for each in sent:
+        assert trained(name, each).curve == curve
+
+
+@pytest.mark.parametrize("way", SENT)
+def test_optimizer_that_stands_scaled_can_be_sent(way: str) -> None:
+    scaling = LRScaling("linear", reference_batch=REFERENCE)
+    module = fit_scaled(Scheduled(None), scaling)
+    sent = SENT[way](module.optimizers().optimizer)
+    assert [group["lr"] for group in sent.param_groups] == module.curve[-1][:2]

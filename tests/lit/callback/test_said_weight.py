@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 import trainkit
 from tests.helpers import trainer
-from tests.lit.front.keeping import (
+from tests.lit.front.test_weighed import (
     ByHand,
     Keeping,
     batches,
@@ -21,7 +21,7 @@ from tests.lit.front.keeping import (
     kept_loss,
     run,
 )
-from tests.lit.fronts import Plain
+from tests.zoo import Plain, hooked
 from trainkit import (
     AccumulationCallback,
     Accumulator,
@@ -36,18 +36,19 @@ from trainkit.core.strategies import weigh_alike
 
 # Each of these errors ends a training within a window.
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
+CUT = MicroBatching(size=4)
 
 
 class Saying(Keeping):
     """Says what a function does."""
 
-    def __init__(self, say: Callable[[Any], None], **how: Any) -> None:
+    def __init__(self, say: Callable[[Any], Any], **how: Any) -> None:
         super().__init__(**how)
         self.say = say
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.say(self)
-        return kept_loss(self.net, batch)
+        return self.loss_of(batch)
 
 
 def twice(module: Any) -> None:
@@ -55,80 +56,123 @@ def twice(module: Any) -> None:
     module.weigh(torch.tensor(3.0))
 
 
-@pytest.mark.parametrize("split", [None, MicroBatching(size=4)], ids=["", "split"])
-@pytest.mark.parametrize(
-    ("say", "text"),
-    [
-        (lambda module: None, "Saying.training_step: .*was not called for this loss"),
-        (twice, r"self.weigh\(3\): this loss was weighed already, with 2"),
-        (lambda m: m.weigh(-1), r"self.weigh\(n\): must be finite .* received -1"),
-        (lambda m: m.weigh(torch.tensor(float("nan"))), "not negative, received nan"),
-        (lambda m: m.weigh(torch.ones(3)), r"torch.float32 and shape \[3\]"),
-        (lambda m: m.weigh(torch.tensor(1j)), "a 0-d tensor, received complex"),
-        (lambda m: m.weigh("many"), "a number or a 0-d tensor, received str"),
-    ],
-    ids=["never", "twice", "negative", "nan", "several", "complex", "text"],
-)
-def test_a_wrong_number_is_refused_by_name(say: Any, text: str, split: Any) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        run(Saying(say, split=split), window=2)
+SAID: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "never": (lambda m: None, "Saying.training_step: .*was not called for this loss"),
+    "twice": (twice, r"self.weigh\(3\): this loss was weighed already, with 2"),
+    "negative": (lambda m: m.weigh(-1), r"must be finite .* received -1"),
+    "nan": (lambda m: m.weigh(torch.tensor(torch.nan)), "not negative, received nan"),
+    "several": (lambda m: m.weigh(torch.ones(3)), r"torch.float32 and shape \[3\]"),
+    "complex": (lambda m: m.weigh(torch.tensor(1j)), "a 0-d tensor, received complex"),
+    "text": (lambda m: m.weigh("many"), "a number or a 0-d tensor, received str"),
+}
+TERMS = r"Weighed\(\) of \['box'\] is known after"
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "text"),
-    [
-        (PerToken(), "weighed by PerToken, which asks the batch"),
-        (Weighed(by=count_kept), r"Weighed\(by=...\) is set"),
-    ],
-)
-def test_a_number_that_nobody_asked_for_is_refused(
-    accumulation: Any, text: str
-) -> None:
+def in_terms(cut: MicroBatching | None = CUT) -> Any:
+    module = Keeping(cut=cut)
+    module.accumulation = {"box": Weighed(), "l2": PerSample()}
+    return module
+
+
+def weighed_by(strategy: Any) -> Any:
     module = Keeping()
-    module.accumulation = accumulation
-    with pytest.raises(TrainkitError, match=text):
-        run(module)
+    module.accumulation = strategy
+    return module
 
 
-class Calling(pl.Callback):
+def calling(hook: str) -> LambdaCallback:
     """Says a weight in a hook."""
 
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, self.call)
+    def call(trainer: Any, module: Any, *args: Any) -> None:
+        module.weigh(1)
 
-    def call(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        pl_module.weigh(1)
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_epoch_end"])
-def test_a_number_outside_of_training_step_is_refused(hook: str) -> None:
-    with pytest.raises(TrainkitError, match="called outside of training_step"):
-        run(Keeping(), Calling(hook))
+    return LambdaCallback(**{hook: call})
 
 
-def test_validation_may_call_training_step() -> None:
-    class Validating(Keeping):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.training_step(batch, batch_idx)
-
-    fitting = trainer(2, max_epochs=1)
-    fitting.fit(Validating(), batches(), batches())
-    assert fitting.state.finished
+def without_number(self: Any, batch: Any, batch_idx: int) -> None:
+    self.log_exact("val", torch.tensor(1.0), batch)
 
 
-def test_without_a_trainer_a_number_is_only_checked() -> None:
-    module = Keeping()
-    module.training_step(next(iter(batches())), 0)
-    with pytest.raises(TrainkitError, match="received -1"):
-        module.weigh(-1)
+class Hidden(Tensor):
+    """Hides its value, as if it were on a device; nothing waits for it."""
+
+    is_cpu = False
 
 
-def test_a_plain_module_needs_a_function() -> None:
-    with pytest.raises(TrainkitError, match=r"Plain has no Accum.*Weighed\(by=count\)"):
-        run(Plain(kept_loss), AccumulationCallback(Weighed()))
-    wrong = AccumulationCallback(Weighed(by=lambda module, batch: None))
-    with pytest.raises(TrainkitError, match="Weighed by=<lambda>: .*received NoneType"):
-        run(Plain(kept_loss), wrong)
+def negative(module: Any, batch: Any) -> Tensor:
+    return (-kept_in(batch).sum()).as_subclass(Hidden)
+
+
+def plainly(strategy: Any) -> Any:
+    return run(Plain(kept_loss), AccumulationCallback(strategy))
+
+
+WITHOUT_NUMBER = hooked(Keeping, validation_step=without_number)
+LATE = hooked(ByHand, says=False)
+LOST = hooked(ByHand, times=2)
+ROWS: dict[str, tuple[Callable[[], Any], str]] = {
+    **{
+        f"{name}{', split' if cut else ''}": (
+            lambda say=say, cut=cut: run(Saying(say, cut=cut), window=2),
+            text,
+        )
+        for name, (say, text) in SAID.items()
+        for cut in (None, CUT)
+    },
+    "nobody asked": (
+        lambda: run(weighed_by(PerToken())),
+        "weighed by PerToken, which asks the batch",
+    ),
+    "a function is asked": (
+        lambda: run(weighed_by(Weighed(by=count_kept))),
+        r"Weighed\(by=...\) is set",
+    ),
+    **{
+        hook: (
+            lambda hook=hook: run(Keeping(), calling(hook)),
+            "called outside of training_step",
+        )
+        for hook in ("on_train_batch_start", "on_train_epoch_end")
+    },
+    "without a mixin": (
+        lambda: plainly(Weighed()),
+        r"Plain has no Accum.*Weighed\(by=count\)",
+    ),
+    "counted wrongly": (
+        lambda: plainly(Weighed(by=lambda module, batch: None)),
+        "Weighed by=<lambda>: .*received NoneType",
+    ),
+    "counted wrongly on a device": (
+        lambda: plainly(Weighed(by=negative)),
+        r"finite and not negative.*self.weigh\(\)",
+    ),
+    "terms": (lambda: run(in_terms(), window=1), TERMS),
+    "terms, checked": (lambda: trainkit.check(in_terms(), batches()), TERMS),
+    # By hand each number is for one loss: `weight=` comes first, and a number that no
+    # loss has taken is an error.
+    "by hand, both": (
+        lambda: run(hooked(ByHand, passes=True)()),
+        "no loss took this weight",
+    ),
+    "by hand, late": (lambda: run(LATE()), "was not called for this loss"),
+    "by hand, lost": (lambda: run(LOST()), "was not called for this"),
+    "logged": (
+        lambda: trainer().fit(WITHOUT_NUMBER(), batches(), batches()),
+        r"log_exact\(\): .* Pass weight=n",
+    ),
+    "without a Trainer": (lambda: Keeping().weigh(-1), "received -1"),
+    "a loop of one's own": (
+        lambda: Accumulator(Weighed()).backward(torch.ones(()), {}),
+        "a batch does not show its weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_wrong_number_is_refused_by_name(name: str) -> None:
+    act, text = ROWS[name]
+    with pytest.raises(TrainkitError, match=text):
+        act()
 
 
 @pytest.mark.parametrize(
@@ -155,8 +199,6 @@ def test_strategies_with_one_function_weigh_alike() -> None:
 
 def test_a_loop_of_ones_own_passes_the_weight() -> None:
     accumulator, weight = Accumulator(Weighed()), torch.ones(1, requires_grad=True)
-    with pytest.raises(TrainkitError, match="a batch does not show its weight"):
-        accumulator.backward(weight.sum(), {"ids": torch.ones(2)})
     accumulator.backward(weight.sum(), weight=torch.tensor(3))
     accumulator.backward((4 * weight).sum(), weight=1)
     stats = accumulator.finish([weight])
@@ -164,72 +206,25 @@ def test_a_loop_of_ones_own_passes_the_weight() -> None:
     assert (float(stats.weight), float(weight.grad)) == (4, (3 + 4) / 4)
 
 
-def test_terms_cannot_be_said() -> None:
-    module = Keeping(split=MicroBatching(size=4))
-    module.accumulation = {"box": Weighed(), "l2": PerSample()}
-    with pytest.raises(TrainkitError, match=r"Weighed\(\) of \['box'\] is known after"):
-        run(module, window=1)
-    with pytest.raises(TrainkitError, match=r"Weighed\(\) of \['box'\] is known after"):
-        trainkit.check(module, batches())
-
-
-@pytest.mark.parametrize("name", ["both", "late", "lost"])
-def test_by_hand_each_number_is_for_one_loss(name: str) -> None:
-    """`weight=` comes first; a number that no loss has taken is an error."""
-
-    class Both(ByHand):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            number = kept_in(batch).sum() + 1
-            if name != "late":
-                self.weigh(number)
-            loss = self.net(batch["ids"]).square().mean()
-            self.accumulate(loss, batch, weight=number if name == "both" else None)
-            if name == "lost":
-                self.accumulate(loss, batch)
-
-    text = {"both": "no loss took this weight", "late": "was not called for this loss"}
-    with pytest.raises(TrainkitError, match=text.get(name, "was not called for this")):
-        run(Both())
-
-
-class Evaluating(Keeping):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log_exact("val", torch.tensor(1.0), batch)
-
-
-def test_a_log_outside_of_training_step_needs_the_number() -> None:
-    with pytest.raises(TrainkitError, match=r"log_exact\(\): .* Pass weight=n"):
-        trainer().fit(Evaluating(), batches(), batches())
-
-
 class Normed(Keeping):
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(8, dtype=torch.float64)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def loss_of(self, batch: Any) -> Tensor:
         self.norm(self.net.embed(batch["ids"]).flatten(0, 1))
-        return super().training_step(batch, batch_idx)
+        return super().loss_of(batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
 
 
 def test_runs_aside_may_say_numbers() -> None:
-    """`training_step` runs once more to compute BatchNorm's statistics."""
+    """Without a Trainer, in validation, and where `training_step` runs once more to
+    compute BatchNorm's statistics."""
+    module = Normed()
+    module.training_step(next(iter(batches())), 0)
     guard = BatchNormGuard("recalibrate", num_batches=2)
-    fitted = trainer(2, callbacks=[guard], max_epochs=1, num_sanity_val_steps=0)
-    fitted.fit(Normed(), batches(), batches())
+    fitted = trainer(2, callbacks=[guard], max_epochs=1)
+    fitted.fit(module, batches(), batches())
     assert fitted.global_step == 5
-
-
-def test_a_number_on_the_device_is_refused_one_window_late() -> None:
-    """Here by a function whose tensor hides its value; nothing waits for it."""
-
-    class Hidden(Tensor):
-        is_cpu = False
-
-    def negative(module: Any, batch: Any) -> Tensor:
-        return (-kept_in(batch).sum()).as_subclass(Hidden)
-
-    with pytest.raises(TrainkitError, match=r"finite and not negative.*self.weigh\(\)"):
-        run(Plain(kept_loss), AccumulationCallback(Weighed(by=negative)))

@@ -1,4 +1,5 @@
-"""The table before training: once, on rank 0, in order, plain or rich."""
+"""The table before training: once, in order, plain or rich; on the first rank alone,
+which `tests/lit/windows/test_ranks.py` shows."""
 
 from __future__ import annotations
 
@@ -9,63 +10,74 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from torch.utils.data import DataLoader
 
-from tests.helpers import pad, ragged_sequences, run_ranks, trainer
-from tests.lit.fronts import Mixed, micro_batches
+from tests.helpers import trainer
+from tests.lit.fronts import micro_batches
 from tests.lit.schedule.scheduling import FRONTS, SEQUENCES, batches, fitted, make
 from trainkit import AccumulationSchedule, BatchNormGuard, StepProgress
 from trainkit.lit.callback.table import say, show
 
-SCHEDULE = {0: 4, 3: 3, 5: 1}
+STEP = "trainkit | step: per-device batch"
+BY = "weighed by PerToken"
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=12. the epoch has only 10")
+@pytest.mark.parametrize(
+    ("schedules", "how", "expected"),
+    [
+        (  # the sizes of windows, then the step
+            lambda: [AccumulationSchedule({0: 4, 3: 3, 5: 1})],
+            {"loader": batches(4), "max_epochs": 2},
+            [
+                "trainkit | accumulation: 4 from epoch 0 on, 3 from epoch 3 on, "
+                "1 from epoch 5 on: 6 steps in all",
+                f"{STEP} 4 x accumulation 4 x ranks 1 = 16 samples a step, {BY}",
+            ],
+        ),
+        (
+            lambda: [AccumulationSchedule.ramp(start=1, end=16, over=15_000)],
+            {},
+            [
+                "trainkit | accumulation: 1 from step 0 on, 2 from step 1,000 on, "
+                "3 from step 2,000 on, ..., 16 from step 15,000 on: 10 steps in all"
+            ],
+        ),
+        (
+            list,
+            {"accumulate": 5},
+            [
+                f"{STEP} not known (measured over the first windows) x accumulation 5 "
+                f"x ranks 1, {BY}",
+                "trainkit | windows: 2 full windows an epoch",
+            ],
+        ),
+        (  # the window is what an epoch can fill (pytorch-lightning#21808)
+            list,
+            {"loader": batches(4), "accumulate": 12},
+            [
+                f"{STEP} 4 x accumulation 10 x ranks 1 = 40 samples a step, {BY}",
+                "trainkit | windows: 1 full window an epoch",
+            ],
+        ),
+    ],
+)
 @pytest.mark.parametrize("front", FRONTS)
 def test_plan_is_printed_once_in_order(
-    front: str, capsys: pytest.CaptureFixture[str]
+    front: str, schedules: Any, how: Any, expected: list[str], capsys: Any
 ) -> None:
-    """The sizes of windows, then the step."""
-    ours = AccumulationSchedule(SCHEDULE)
-    fitted(front, ours, loader=batches(4), max_epochs=2)
-    assert lines(capsys) == [
-        "trainkit | accumulation: 4 from epoch 0 on, 3 from epoch 3 on, "
-        "1 from epoch 5 on: 6 steps in all",
-        "trainkit | step: per-device batch 4 x accumulation 4 x ranks 1 = 16 samples a "
-        "step, weighed by PerToken",
-    ]
+    """By each fit."""
+    for _ in range(2):
+        fitted(front, *schedules(), **{"max_epochs": 1, **how})
+        found = lines(capsys)
+        assert found[: len(expected)] == expected
+        assert sum(STEP in line for line in found) == 1
 
 
-def test_plan_of_an_unknown_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    fitted("mixin", accumulate=5, max_epochs=1)
-    assert lines(capsys) == [
-        "trainkit | step: per-device batch not known (measured over the first windows) "
-        "x accumulation 5 x ranks 1, weighed by PerToken",
-        "trainkit | windows: 2 full windows an epoch",
-    ]
-
-
-def test_plan_of_a_long_schedule_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = AccumulationSchedule.ramp(start=1, end=16, over=15_000)
-    fitted("mixin", ours, max_epochs=1)
-    assert lines(capsys)[0] == (
-        "trainkit | accumulation: 1 from step 0 on, 2 from step 1,000 on, "
-        "3 from step 2,000 on, ..., 16 from step 15,000 on: 10 steps in all"
-    )
-
-
-@pytest.mark.filterwarnings("ignore:accumulate_grad_batches=12. the epoch has only 10")
-def test_plan_of_an_epoch_shorter_than_the_window(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The window is what an epoch can fill (pytorch-lightning#21808)."""
-    fitted("mixin", loader=batches(4), accumulate=12, max_epochs=1)
-    step, epoch = lines(capsys)
-    assert "x accumulation 10 x ranks 1 = 40 samples a step" in step
-    assert epoch == "trainkit | windows: 1 full window an epoch"
+# ---- a terminal, a pipe, or nothing --------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -73,35 +85,30 @@ class Terminal(io.StringIO):
         return True
 
 
+def at_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
+    monkeypatch.setattr(sys, "stdout", found := Terminal())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return found
+
+
 def test_plan_in_a_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "80")
-    show([("step", "64 samples"), ("epoch", "97 windows")])
+    """Brackets are no markup."""
+    terminal = at_terminal(monkeypatch, 80)
+    show([("lr", "[0.1] -> [0.2] [bold]"), ("epoch", "97 windows")])
     text = terminal.getvalue()
     assert "trainkit |" not in text
     title, top, first, second, bottom = text.splitlines()
     assert "trainkit" in title
-    assert "step" in first
+    assert "[0.1] -> [0.2] [bold]" in first
     assert "97 windows" in second
     assert len(top) == len(bottom)
-
-
-def test_plan_of_brackets_is_shown_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are no markup."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    show([("lr", "[0.1] -> [0.2] [bold]")])
-    assert "[0.1] -> [0.2] [bold]" in terminal.getvalue()
 
 
 def test_a_line_of_its_own_is_cut_between_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = "not measured: " + " ".join(["word"] * 20)
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "60")
+    terminal = at_terminal(monkeypatch, 60)
     say(trainer(), ("proof", text))
     cut = terminal.getvalue().splitlines()
     assert len(cut) > 1
@@ -114,50 +121,14 @@ def test_a_line_of_its_own_is_cut_between_words(
     assert pipe.getvalue() == f"{whole}\n"
 
 
-def test_empty_plan_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    show([])
-    assert lines(capsys) == []
-
-
-def test_plan_without_a_standard_output_is_not_shown(
-    monkeypatch: pytest.MonkeyPatch,
+def test_nothing_is_shown_without_rows_or_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As under pythonw, where print() writes nowhere as well."""
+    show([])
+    assert lines(capsys) == []
     monkeypatch.setattr(sys, "stdout", None)
     show([("step", "64 samples")])
-
-
-def train_printing(rank: int, world: int) -> str:
-    sys.stdout = io.StringIO()
-    trainer(
-        2, strategy="ddp", devices=world, max_epochs=1, use_distributed_sampler=True
-    ).fit(Mixed(), even_loader())
-    return sys.stdout.getvalue()
-
-
-def even_loader() -> Any:
-    data: Any = ragged_sequences(36)
-    return DataLoader(data, batch_size=4, collate_fn=pad)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_plan_is_printed_on_the_first_rank_alone() -> None:
-    first, second = run_ranks(train_printing, 2)
-    assert second == ""
-    assert first.splitlines() == [
-        "trainkit | step: per-device batch 4 x accumulation 2 x ranks 2 = 16 samples a "
-        "step, weighed by PerToken",
-        "trainkit | windows: 2 full windows + 1 short one (1 of 2 micro-batches) "
-        "an epoch",
-    ]
-
-
-def test_each_fit_prints_its_own_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    for size in (2, 5):
-        module, ours = make("callback")
-        fit = trainer(size, callbacks=ours, max_epochs=1)
-        fit.fit(module, micro_batches(SEQUENCES))
-    assert len(lines(capsys)) == 4
 
 
 def test_a_resumed_fit_says_from_where(
@@ -165,19 +136,14 @@ def test_a_resumed_fit_says_from_where(
 ) -> None:
     """A run is named by its folder, relative to the current one if it is below it."""
     monkeypatch.chdir(tmp_path)
-    module, ours = make("callback")
-    first = trainer(2, callbacks=ours, max_epochs=1)
-    first.fit(module, micro_batches(SEQUENCES))
+    _, first = fitted("callback", accumulate=2, max_epochs=1)
     assert "resumed" not in capsys.readouterr().out
     for path in ("out/run/checkpoints/last.ckpt", "elsewhere.ckpt"):
         first.save_checkpoint(tmp_path / path)
     step = f"trainkit | training: resumed at step {first.global_step}"
 
     def resumed(path: str) -> str:
-        module, ours = make("callback")
-        trainer(2, callbacks=ours, max_epochs=2).fit(
-            module, micro_batches(SEQUENCES), ckpt_path=path
-        )
+        fitted("callback", accumulate=2, max_epochs=2, resume=path)
         return lines(capsys)[-1]
 
     assert resumed("out/run/checkpoints/last.ckpt") == f"{step} of out/run"
@@ -197,11 +163,10 @@ def test_plan_is_printed_once_beside_every_bar(
     """Before the bar of tqdm is drawn, and after it has closed that of the sanity
     check, its own `print` writes nothing. With the guard the table is printed late."""
     module, ours = make("callback")
-    module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    module.validation_step = lambda batch, batch_idx: None
     data = micro_batches(SEQUENCES)
+    how: dict[str, Any] = {"num_sanity_val_steps": checks, "enable_progress_bar": True}
     for _ in range(2):
-        trainer(
-            2, callbacks=[*ours, *guard, bar()], max_epochs=1,
-            num_sanity_val_steps=checks, enable_progress_bar=True,
-        ).fit(module, data, data)  # fmt: skip
-        assert capsys.readouterr().out.count("trainkit | step: ") == 1
+        callbacks = [*ours, *guard, bar()]
+        trainer(2, callbacks=callbacks, max_epochs=1, **how).fit(module, data, data)
+        assert capsys.readouterr().out.count(STEP) == 1

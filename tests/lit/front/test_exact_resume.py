@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import pickle
-import random
 import signal
-import time
 import warnings
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +14,7 @@ import pytorch_lightning as old_pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.helpers import quiet_lightning
+from tests.helpers import quiet_lightning, trainer
 from tests.lit.resume.interrupting import (
     FIVE,
     Dropping,
@@ -35,6 +29,8 @@ from tests.lit.resume.interrupting import (
     state_of,
     train,
 )
+from tests.recording import SENT
+from tests.zoo import old_trainer
 from trainkit import (
     AccumulationCallback,
     ExactResume,
@@ -69,6 +65,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return state_of(*train(folder, without=FIVE)), rows(folder)
 
 
+def is_whole(whole: Any, found: Any, folder: Path) -> bool:
+    """Whether a run has ended as the whole one, to the bit, with the same rows."""
+    state = differing(whole[0], state_of(*found))
+    return not state and not close(whole[1], rows(folder))
+
+
 # ---- it resumes exactly --------------------------------------------------------------
 
 
@@ -89,29 +91,19 @@ def test_interrupted_run_equals_the_whole_one(
 ) -> None:
     """Killed or asked to stop, in every hook. Each way in each hook is for the parts
     that it brings, which are tested by themselves."""
-    state, all_rows = whole
-    if dies:
-        kill, every = KillAt(hook, batch), 1
-    else:
-        kill, every = ask(hook, batch), 100
+    kill, every = (KillAt(hook, batch), 1) if dies else (ask(hook, batch), 100)
     with suppress(Killed, SystemExit):  # a run may have ended by itself
         train(kill=kill, **alone(tmp_path, every))
     assert kill.has_died
-    found = train(resume=True, **alone(tmp_path, every))
-    assert differing(state, state_of(*found)) == []
-    assert close(all_rows, rows(tmp_path)) == []
+    assert is_whole(whole, train(resume=True, **alone(tmp_path, every)), tmp_path)
 
 
 def test_without_it_the_resumed_run_differs(whole: Any, tmp_path: Path) -> None:
     """Negative control: Lightning's own checkpoint of the very same place."""
 
-    def lightnings() -> dict[str, Any]:
-        saver = ModelCheckpoint(
-            tmp_path / "checkpoints",
-            every_n_train_steps=1,
-            save_last=True,
-            save_top_k=0,
-        )
+    def lightnings() -> Any:
+        how: dict[str, Any] = {"save_last": True, "save_top_k": 0}
+        saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, **how)
         return {"without": FIVE, "others": [saver]}
 
     with pytest.raises(Killed):
@@ -125,74 +117,31 @@ def test_without_it_the_resumed_run_differs(whole: Any, tmp_path: Path) -> None:
 def test_checkpoints_of_the_five_are_its_own(
     whole: Any, tmp_path: Path, is_first: bool
 ) -> None:
-    five: dict[str, Any] = {"folder": tmp_path}
-    ways = [alone(tmp_path), five] if is_first else [five, alone(tmp_path)]
+    """With the same keys; either way resumes what the other has saved."""
+    ways: list[dict[str, Any]] = [alone(tmp_path), {"folder": tmp_path}]
+    first, second = ways if is_first else ways[::-1]
     with warnings.catch_warnings():
         # Lightning's, of a callback whose state is there and which is not
         warnings.filterwarnings("error", message=".*callbacks used to create")
         with pytest.raises(SystemExit):
-            train(kill=ask("on_after_backward", 7), **ways[0])
-        found = train(resume=True, **ways[1])
-    assert differing(whole[0], state_of(*found)) == []
-    assert close(whole[1], rows(tmp_path)) == []
+            train(kill=ask("on_after_backward", 7), **first)
+        keys = keys_in(tmp_path)
+        found = train(resume=True, **second)
+    assert is_whole(whole, found, tmp_path)
+    assert keys == keys_in(tmp_path)
 
 
-def test_checkpoint_has_the_keys_of_the_five(tmp_path: Path) -> None:
-    keys = []
-    five: dict[str, Any] = {"folder": tmp_path / "five"}
-    for how in (five, alone(tmp_path / "it")):
-        train(max_epochs=1, **how)
-        path = how["folder"] / "checkpoints" / "last.ckpt"
-        checkpoint = torch.load(path, weights_only=True)
-        keys.append((sorted(checkpoint), sorted(checkpoint["callbacks"])))
-    assert keys[0] == keys[1]
-
-
-def _run(folder: Path, begun: Any, sent: Any, at: int) -> None:
-    """Waits inside a window for a signal that may come at any moment."""
-
-    class Waits(pl.Callback):
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.fit_loop.total_batch_idx == at:
-                begun.set()
-                assert sent.wait(240)
-
-    torch.set_num_threads(1)
-    with quiet_lightning(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(resume=True, **alone(folder, 100, others=[Waits()]))
-    os._exit(0)
-
-
-def test_process_that_gets_sigterm_inside_windows(whole: Any, tmp_path: Path) -> None:
-    context, draw = get_context("fork"), random.Random(0)
-    for at in (1, 4, 8):
-        begun, sent = context.Event(), context.Event()
-        args = (tmp_path, begun, sent, at)
-        process = context.Process(target=_run, args=args, daemon=True)
-        process.start()
-        try:
-            assert begun.wait(240)
-            time.sleep(draw.uniform(0, 0.05))
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGTERM)
-            sent.set()
-            process.join(240)
-        finally:
-            process.kill()
-        assert process.exitcode == 143
-        saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
-        assert "windows" in saved["trainkit"]  # its gradients so far
-    found = train(resume=True, **alone(tmp_path, 100))
-    assert differing(whole[0], state_of(*found)) == []
-    assert close(whole[1], rows(tmp_path)) == []
+def keys_in(folder: Path) -> Any:
+    path = folder / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    return sorted(checkpoint), sorted(checkpoint["callbacks"])
 
 
 @pytest.mark.parametrize("package", [pl, old_pl], ids=lambda each: each.__name__)
 def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
     class Module(package.LightningModule):
-        training_step = Dropping.training_step
-        _loss, configure_optimizers = Dropping._loss, Dropping.configure_optimizers
+        training_step, _loss = Dropping.training_step, Dropping._loss
+        configure_optimizers = Dropping.configure_optimizers
 
         def __init__(self) -> None:
             super().__init__()
@@ -205,19 +154,12 @@ def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
 
     def fitted(folder: Path, *others: Any, **how: Any) -> Any:
         torch.manual_seed(7)
-        module = Module()
-        trainer = package.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            logger=MetricsCSVLogger(folder),
-            callbacks=[AccumulationCallback(PerToken()), ExactResume(), *others],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=1,
-        )
-        trainer.fit(module, shuffled(), weights_only=True, **how)
+        module, make = Module(), trainer if package is pl else old_trainer
+        callbacks = [AccumulationCallback(PerToken()), ExactResume(), *others]
+        logs: dict[str, Any] = {"logger": MetricsCSVLogger(folder)}
+        logs |= {"log_every_n_steps": 1, "enable_checkpointing": True}
+        fit: Any = make(3, callbacks=callbacks, **logs)
+        fit.fit(module, shuffled(), weights_only=True, **how)
         return module.state_dict()
 
     with warnings.catch_warnings():
@@ -236,58 +178,53 @@ def test_last_is_found_in_both_namespaces(package: Any, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`")
 def test_it_brings_its_parts_once_and_in_their_places(tmp_path: Path) -> None:
-    order = [*("EpochSums", "RandomState", "MetricRows"), "ExactResume", "GracefulStop"]
-    trainer: Any = train(**alone(tmp_path))[1]
+    """Also where the module makes it anew for each fit."""
 
-    def names() -> list[str]:
-        return [type(each).__name__ for each in trainer.callbacks][-5:]
-
-    assert names() == order
-    with pytest.warns(UserWarning, match="the run begins anew, and will replace"):
-        trainer.fit(Dropping(), shuffled())
-    assert names() == order
-    assert len(trainer.callbacks) == 7
-
-
-@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`")
-def test_module_may_make_it_anew_for_each_fit(tmp_path: Path) -> None:
     class Brings(Dropping):
         def configure_callbacks(self) -> Any:
-            return [ExactResume(dirpath=tmp_path, every_n_train_steps=1)]
+            return [ExactResume(dirpath=tmp_path / "brought", every_n_train_steps=1)]
 
-    trainer: Any = train(tmp_path, kind=Brings, without=FIVE)[1]
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(Brings(), shuffled(), ckpt_path=tmp_path / "last.ckpt")
-    counts = [type(each).__name__ for each in trainer.callbacks]
-    assert sorted(name for name in counts if counts.count(name) > 1) == []
+    order = [*("EpochSums", "RandomState", "MetricRows"), "ExactResume", "GracefulStop"]
+    fit: Any = train(**alone(tmp_path))[1]
+    with pytest.warns(UserWarning, match="the run begins anew, and will replace"):
+        fit.fit(Dropping(), shuffled())
+    names = [type(each).__name__ for each in fit.callbacks]
+    assert names[-5:] == order
+    assert len(names) == 7
+    fit = train(tmp_path / "other", kind=Brings, without=FIVE)[1]
+    fit.fit_loop.max_epochs = 3
+    saved = tmp_path / "brought" / "last.ckpt"
+    fit.fit(Brings(), shuffled(), ckpt_path=saved)
+    names = [type(each).__name__ for each in fit.callbacks]
+    assert len(names) == len(set(names))
 
 
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-@pytest.mark.parametrize("way", [pickled, copy.deepcopy])
+@pytest.mark.parametrize("way", SENT)
 def test_it_can_be_sent_before_and_after_a_fit(
-    way: Any, whole: Any, tmp_path: Path
+    way: str, whole: Any, tmp_path: Path
 ) -> None:
-    own = way(ExactResume(every_n_train_steps=1))
+    own = SENT[way](ExactResume(every_n_train_steps=1))
     train(tmp_path / "first", without=FIVE, others=[own], max_epochs=1)
-    sent = way(own)
+    sent = SENT[way](own)
     sent.dirpath = str(tmp_path / "second" / "checkpoints")
     found = train(tmp_path / "second", without=FIVE, others=[sent])
-    assert differing(whole[0], state_of(*found)) == []
+    assert is_whole(whole, found, tmp_path / "second")
     assert (tmp_path / "second" / "checkpoints" / "last.ckpt").exists()
-    assert sent.stop.brought_by is sent
 
 
-def test_it_knows_by_what_it_was_stopped(tmp_path: Path) -> None:
-    own = ExactResume(dirpath=tmp_path)
-    kill = ask("on_train_batch_start", 2, signal.SIGINT)
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_it_knows_by_what_it_was_stopped(
+    tmp_path: Path, number: str, status: int
+) -> None:
+    own, sent = ExactResume(dirpath=tmp_path), signal.Signals[number]
+    kill = ask("on_train_batch_start", 3, sent)
     with pytest.raises(SystemExit) as caught:
         train(tmp_path, without=FIVE, others=[own], kill=kill)
-    assert caught.value.code == 130
-    assert own.stop.stopped_by is signal.SIGINT
+    assert caught.value.code == status
+    assert own.stop.stopped_by is sent
     assert own.stop.checkpoint_path == str(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert "windows" in saved["trainkit"]  # its gradients so far
 
 
 def test_commands_bring_what_is_missing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.helpers import pad, quiet_lightning
-from tests.lit.resume.interrupting import (
-    FIVE,
-    TRAIN,
-    Dropping,
-    alone,
-    ask,
-    train,
-)
+from tests.lit.resume.interrupting import FIVE, TRAIN, Dropping, alone, ask, train
+from tests.recording import told
 from trainkit import (
     EpochSums,
     ExactResume,
@@ -43,6 +36,7 @@ pytestmark = [
     # Killed before its first checkpoint, a run begins again.
     pytest.mark.filterwarnings("ignore:.*held the rows of another:UserWarning"),
 ]
+BARE = [*FIVE, "AccumulationCallback", "WindowMonitor"]
 
 
 @pytest.fixture
@@ -55,49 +49,41 @@ def quiet(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (RandomState, "RandomState"),
-        (EpochSums, "EpochSums"),
-        (MetricRows, "MetricRows"),
-        (GracefulStop, "GracefulStop"),
-        (RunCheckpoint, "RunCheckpoint"),
-        (lambda: ExactResume(every_n_train_steps=9), "ExactResume"),
-    ],
+    "make", [RandomState, EpochSums, MetricRows, GracefulStop, RunCheckpoint, None]
 )
-def test_what_it_does_itself_is_refused_beside_it(
-    make: Callable[[], Any], name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(TrainkitError, match=f"received another {name} beside it"):
-        train(**alone(tmp_path, others=[make()]))
-
-
-def test_a_second_one_is_refused_by_lightning() -> None:
-    with pytest.raises(RuntimeError, match="one stateful callback of type `ExactRes"):
-        pl.Trainer(callbacks=[ExactResume(), ExactResume()])
+def test_what_it_does_itself_is_refused_beside_it(make: Any, tmp_path: Path) -> None:
+    other = make() if make else ExactResume(every_n_train_steps=9)
+    text = f"received another {type(other).__name__} beside it"
+    with pytest.raises(TrainkitError, match=text):
+        train(**alone(tmp_path, others=[other]))
 
 
 @pytest.mark.parametrize("how", [{"save_last": True}, {"filename": "last"}])
-def test_another_that_writes_the_same_file_is_refused(
-    how: dict[str, Any], tmp_path: Path
-) -> None:
-    folder = tmp_path / "checkpoints"
-    other = ModelCheckpoint(folder, **how)
+def test_another_that_writes_the_same_file_is_refused(how: Any, tmp_path: Path) -> None:
+    """A second one of its kind is refused by Lightning."""
+    other = ModelCheckpoint(tmp_path / "checkpoints", **how)
     with pytest.raises(TrainkitError, match="may write .*last.ckpt, and ModelCheckpo"):
         train(**alone(tmp_path, others=[other]))
     elsewhere = ModelCheckpoint(tmp_path / "best", **how)
     train(**alone(tmp_path, others=[elsewhere], max_epochs=1))
+    with pytest.raises(RuntimeError, match="one stateful callback of type `ExactRes"):
+        pl.Trainer(callbacks=[ExactResume(), ExactResume()])
+
+
+@pytest.mark.parametrize("value", [0, 1.5])
+def test_its_interval_is_checked(value: Any) -> None:
+    text = "every_n_train_steps: must be a whole number"
+    with pytest.raises(TrainkitError, match=text):
+        ExactResume(every_n_train_steps=value)
 
 
 # ---- what is missing -----------------------------------------------------------------
 
 
 def complaints(**options: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told("ExactResume: ") as said:
         train(**{"max_epochs": 1, "limit_train_batches": 4, **options})
-    said = [str(each.message) for each in caught]
-    return [text for text in said if text.startswith("ExactResume: ")]
+    return said
 
 
 class Noisy:
@@ -119,58 +105,59 @@ def noisy_collate(sequences: Any) -> Any:
     return pad(sequences)
 
 
-def test_nothing_is_missing_where_all_is_there(tmp_path: Path) -> None:
-    assert complaints(**alone(tmp_path)) == []
+def of(rows: Any, collate: Any = pad, num_workers: int = 1) -> Any:
+    how: dict[str, Any] = {"collate_fn": collate, "num_workers": num_workers}
+    return {"loader": ResumableLoader(rows, 4, seed=5, **how)}
 
 
-@pytest.mark.parametrize(
-    ("rows_of", "collate", "num_workers", "is_said"),
-    [
-        (Noisy(is_seeded=False), pad, 1, True),
-        (TRAIN, noisy_collate, 1, True),
-        (Noisy(is_seeded=False), pad, 0, False),  # RandomState keeps these
-        (Noisy(is_seeded=True), pad, 1, False),
-    ],
-    ids=["rows", "collating", "no-workers", "seeded-by-row"],
-)
-def test_workers_that_draw_are_said(
-    rows_of: Any, collate: Any, num_workers: int, is_said: bool, tmp_path: Path
-) -> None:
-    loader = ResumableLoader(
-        rows_of, 4, collate_fn=collate, num_workers=num_workers, seed=5
-    )
-    before = torch.get_rng_state()
-    assert draws_in_workers(loader) == is_said
-    assert torch.equal(before, torch.get_rng_state())
-    found = complaints(**alone(tmp_path, loader=loader))
-    assert ["worker processes draw" in text for text in found] == [True] * is_said
+def plain_loader() -> Any:
+    return DataLoader(TRAIN, 4, collate_fn=pad)  # type: ignore[arg-type]
+
+
+DRAWS = "worker processes draw"
+ANEW = "starts again at its first batch, since it has no load_state_dict"
+LOST = "leave out the gradients that a window has summed up so far"
+CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], list[str]]] = {
+    "nothing": (lambda path: {}, []),
+    "rows": (lambda path: of(Noisy(is_seeded=False)), [DRAWS]),
+    "collating": (lambda path: of(TRAIN, noisy_collate), [DRAWS]),
+    # RandomState keeps these.
+    "no workers": (lambda path: of(Noisy(is_seeded=False), num_workers=0), []),
+    "seeded by row": (lambda path: of(Noisy(is_seeded=True)), []),
+    "loader": (lambda path: {"loader": plain_loader()}, [ANEW]),
+    "trial run": (lambda path: {"loader": plain_loader(), "fast_dev_run": 2}, []),
+    "windows": (lambda path: {"without": BARE}, [LOST]),
+    "no windows": (lambda path: {"without": BARE, "accumulate_grad_batches": 1}, []),
+    "numbered folder": (
+        lambda path: {"logger": CSVLogger(path)},
+        [
+            "CSVLogger numbers a new folder at each start",
+            "CSVLogger begins its file anew when a run is resumed",
+        ],
+    ),
+    "its own folder": (
+        lambda path: {
+            "logger": CSVLogger(path),
+            "others": [ExactResume(dirpath=path / "mine")],
+        },
+        ["CSVLogger begins its file anew when a run is resumed"],
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*many workers")
-def test_a_loader_that_starts_again_is_said(tmp_path: Path) -> None:
-    loader = DataLoader(TRAIN, 4, collate_fn=pad)  # type: ignore[arg-type]
-    (said,) = complaints(**alone(tmp_path, loader=loader))
-    assert "starts again at its first batch, since it has no load_state_dict" in said
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_missing_is_said(name: str, tmp_path: Path) -> None:
+    how, expected = CASES[name]
+    found = complaints(**{**alone(tmp_path), **how(tmp_path)})
+    assert len(found) == len(expected)
+    assert all(part in said for part, said in zip(expected, found, strict=True))
 
 
-def test_windows_that_nobody_saves_are_said(tmp_path: Path) -> None:
-    bare = [*FIVE, "AccumulationCallback", "WindowMonitor"]
-    (said,) = complaints(**{**alone(tmp_path), "without": bare})
-    assert "leave out the gradients that a window has summed up so far" in said
-    how = {**alone(tmp_path / "one"), "without": bare}
-    assert complaints(**how, accumulate_grad_batches=1) == []
-
-
-def test_a_folder_that_is_numbered_anew_is_said(tmp_path: Path) -> None:
-    def logger() -> CSVLogger:
-        return CSVLogger(tmp_path)
-
-    numbered, begins = complaints(**alone(tmp_path, logger=logger()))
-    assert "CSVLogger numbers a new folder at each start" in numbered
-    assert "CSVLogger begins its file anew when a run is resumed" in begins
-    own = {"without": FIVE, "others": [ExactResume(dirpath=tmp_path / "mine")]}
-    (said,) = complaints(folder=tmp_path, logger=logger(), **own)
-    assert said == begins
+def test_looking_for_draws_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    assert draws_in_workers(of(TRAIN, noisy_collate)["loader"])
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_checkpoint_that_will_be_replaced_is_said(tmp_path: Path) -> None:
@@ -182,27 +169,11 @@ def test_a_checkpoint_that_will_be_replaced_is_said(tmp_path: Path) -> None:
 
 def test_a_thread_that_hears_no_signals_is_said(tmp_path: Path) -> None:
     found: list[str] = []
-
-    def run() -> None:
-        found.extend(complaints(**alone(tmp_path)))
-
+    run = lambda: found.extend(complaints(**alone(tmp_path)))  # noqa: E731
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(240)
     assert ["not in the main thread" in text for text in found] == [True]
-
-
-def test_a_trial_run_complains_of_nothing(tmp_path: Path) -> None:
-    loader = DataLoader(TRAIN, 4, collate_fn=pad)  # type: ignore[arg-type]
-    assert complaints(**alone(tmp_path, loader=loader, fast_dev_run=2)) == []
-
-
-@pytest.mark.parametrize("value", [0, 1.5])
-def test_its_interval_is_checked(value: Any) -> None:
-    with pytest.raises(
-        TrainkitError, match="every_n_train_steps: must be a whole number"
-    ):
-        ExactResume(every_n_train_steps=value)
 
 
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
@@ -213,12 +184,8 @@ def test_hooks_that_lightning_leaves_out_are_said_without_a_window_callback(
         def on_train_epoch_start(self) -> None:
             pass
 
-    def how(**more: Any) -> dict[str, Any]:
-        bare = [*FIVE, "AccumulationCallback", "WindowMonitor"]
-        one = {"accumulate_grad_batches": 1, "kind": Sets, "without": bare}
-        return {**alone(tmp_path), **one, **more}
-
+    how: dict[str, Any] = {"kind": Sets, "without": BARE, "accumulate_grad_batches": 1}
     with pytest.raises(SystemExit):
-        train(kill=ask("on_train_batch_start", 5), **how())
+        train(kill=ask("on_train_batch_start", 5), **{**alone(tmp_path), **how})
     with pytest.warns(UserWarning, match="what Sets sets there is missing"):
-        train(**how(resume=True))
+        train(resume=True, **{**alone(tmp_path), **how})

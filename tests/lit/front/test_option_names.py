@@ -6,9 +6,10 @@ import inspect
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
 
-from tests.lit.fronts import Mixed
+from tests.helpers import trainer
+from tests.lit.fronts import RAGGED, ragged, windows_of
+from tests.zoo import Mixed
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -19,24 +20,16 @@ from trainkit import (
     TrainkitError,
     Uniform,
 )
-from trainkit.lit.front.mixin_callback import MixinCallback
 
 LONGER = {"accumulation_checks", "accumulation_wide_gradients", "accumulation_proof"}
 """For a module that has attributes of the shorter names for itself."""
 OTHERWISE = {"accumulation_aggregation": "aggregation"}
 """A graph network has an `aggregation` of its own, with the very same values, and it
 would change gradients without a word."""
-OF_A_LOOP = {
-    "module": "the Trainer has it",
-    "process_group": "the Trainer's strategy shows it",
-    "nonfinite": "it follows from the Trainer's gradient scaler",
-    "scaler": "the Trainer's precision plugin has it",
-}
-OF_A_TRAINER = {
-    "micro_batching": "a loop cuts its batches itself",
-    "hold_schedulers": "a loop moves its schedulers itself",
-    "proof": "a loop's batches and steps are its own",
-}
+OF_A_LOOP = {"module", "process_group", "nonfinite", "scaler"}
+"""The Trainer and its parts show them."""
+OF_A_TRAINER = {"micro_batching", "hold_schedulers", "proof"}
+"""A loop cuts its batches, moves its schedulers and takes its steps itself."""
 OTHERS: dict[str, Any] = {
     "accumulation": Uniform(),
     "micro_batching": MicroBatching(size=2),
@@ -54,37 +47,29 @@ def arguments(made: Any) -> dict[str, Any]:
     return {each.name: each.default for each in found}
 
 
-def test_mixin_and_callback_have_the_same_options() -> None:
+def test_all_have_the_same_options() -> None:
+    """And the same defaults."""
     names = set(AccumulationMixin.__annotations__)
     assert names == set(OTHERS) | LONGER
     assert all(getattr(AccumulationMixin, name) is None for name in LONGER)
-    mixin = {
-        OTHERWISE.get(name, name): getattr(AccumulationMixin, name)
-        for name in names - LONGER
-    }
-    callback = arguments(AccumulationCallback)
-    assert callback.pop("strategy") is None  # as the accumulator calls it
-    assert mixin == callback  # the defaults too
-
-
-def test_callback_and_accumulator_have_the_same_options() -> None:
+    mixin = {OTHERWISE.get(n, n): getattr(AccumulationMixin, n) for n in names - LONGER}
     callback, loop = arguments(AccumulationCallback), arguments(Accumulator)
-    del callback["accumulation"], callback["strategy"], loop["strategy"]
-    assert set(callback) - set(loop) == set(OF_A_TRAINER)
-    assert set(loop) - set(callback) == set(OF_A_LOOP)
+    assert callback.pop("strategy") is None  # as the accumulator calls it
+    assert mixin == callback
+    del callback["accumulation"], loop["strategy"]
+    assert set(callback) - set(loop) == OF_A_TRAINER
+    assert set(loop) - set(callback) == OF_A_LOOP
     assert all(callback[name] == loop[name] for name in set(callback) & set(loop))
 
 
-def driver_of(**said: Any) -> tuple[Any, MixinCallback]:
-    """A mixin module that says so, and the callback that it brings."""
+def seen_of(said: dict[str, Any], name: str) -> Any:
+    """What the callback that a mixin module brings has been told by it."""
     module: Any = Mixed()
-    for name, value in said.items():
-        setattr(module, name, value)
-    module.trainer = Trainer(logger=False, enable_checkpointing=False)
-    found = (c for c in module.configure_callbacks() if isinstance(c, MixinCallback))
-    driver = next(found)
-    driver._choose(module)
-    return module, driver
+    for option, value in said.items():
+        setattr(module, option, value)
+    fitted = trainer(max_steps=1)
+    fitted.fit(module, ragged(RAGGED))
+    return seen(windows_of(fitted), module, name)
 
 
 def seen(each: Any, module: Any, name: str) -> Any:
@@ -100,20 +85,18 @@ def seen(each: Any, module: Any, name: str) -> Any:
 def test_what_the_mixin_says_is_what_the_callback_is_told(name: str) -> None:
     said = OTHERS[name]
     told = {"accumulation": PerToken(), OTHERWISE.get(name, name): said}
-    module, driver = driver_of(**{name: said})
-    assert seen(driver, module, name) == seen(AccumulationCallback(**told), None, name)
-    module, unsaid = driver_of()  # the control
-    assert seen(unsaid, module, name) != seen(AccumulationCallback(**told), None, name)
+    callback = seen(AccumulationCallback(**told), None, name)
+    assert seen_of({name: said}, name) == callback
+    assert seen_of({}, name) != callback  # the control
 
 
 @pytest.mark.parametrize("name", sorted(LONGER))
 def test_the_longer_name_comes_first(name: str) -> None:
+    """Something of the module's own under the shorter name does no harm then."""
     short = name.removeprefix("accumulation_")
     plain = getattr(AccumulationMixin, short)
-    assert getattr(driver_of(**{name: OTHERS[short]})[1], short) == OTHERS[short]
-    # Something of the module's own under the shorter name does no harm then.
-    own = driver_of(**{name: plain, short: ["its own"]})[1]
-    assert getattr(own, short) == plain
+    assert seen_of({name: OTHERS[short]}, short) == OTHERS[short]
+    assert seen_of({name: plain, short: ["its own"]}, short) == plain
 
 
 def test_strategy_is_another_name_of_accumulation() -> None:

@@ -12,6 +12,8 @@ import torch
 
 from trainkit import AccumulationMixin, PerSample
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 class Forward:
     def __init__(self) -> None:
@@ -52,20 +54,20 @@ class Overrides(New):
 class Below(Unused): ...
 
 
+def with_hooks() -> Any:
+    """With callbacks of its own."""
+    module: Any = New()
+    module.configure_callbacks, module.lr_scheduler_step = list, partial(print)
+    return module
+
+
 INPUT = torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.5, -3.0]])
-
-
-def compiled_by(module: Any, way: str) -> Any:
-    if way == "to_torchscript":
-        return module.to_torchscript()
-    if way == "to_torchscript(trace)":
-        return module.to_torchscript(method="trace")
-    with torch.no_grad():
-        if way == "script":
-            return torch.jit.script(module)
-        return torch.jit.trace(module, INPUT)
-
-
+BY: dict[str, Any] = {
+    "to_torchscript": lambda module: module.to_torchscript(),
+    "to_torchscript(trace)": lambda module: module.to_torchscript(method="trace"),
+    "script": torch.jit.script,
+    "trace": lambda module: torch.jit.trace(module, INPUT),
+}
 WAYS = [
     ("to_torchscript", False),
     ("to_torchscript", True),
@@ -75,7 +77,6 @@ WAYS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "way", "attached"),
     [
@@ -84,6 +85,7 @@ WAYS = [
         *((Unused, *way) for way in WAYS[:1] + WAYS[4:]),
         *((Overrides, *way) for way in WAYS[2:4]),
         *((Below, *way) for way in WAYS[1:3]),
+        (with_hooks, *WAYS[0]),
     ],
 )
 def test_torchscript_gives_what_the_module_gives(
@@ -92,21 +94,12 @@ def test_torchscript_gives_what_the_module_gives(
     module = kind()
     if attached:
         space: Any = old if kind is Old else pl
-        module.trainer = space.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False
-        )
-    scripted = compiled_by(module, way)
+        how: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+        module.trainer = space.Trainer(accelerator="cpu", **how)
+    with torch.no_grad():
+        scripted = BY[way](module)
     assert torch.equal(scripted(INPUT), module(INPUT))
     assert scripted(INPUT).any()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_of_a_module_with_callbacks_of_its_own() -> None:
-    module: Any = New()
-    module.configure_callbacks = list
-    module.lr_scheduler_step = partial(print)
-    scripted: Any = module.to_torchscript()
-    assert torch.equal(scripted(INPUT), module(INPUT))
 
 
 def test_the_property_still_says_why_it_is_not_known() -> None:

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from tests.helpers import NAIVE, deviation, gradients, trainer
-from tests.lit.front.keeping import (
+from tests.helpers import NAIVE, deviation, gradients, trainer, weights
+from tests.lit.fronts import (
+    RAGGED,
     SEQUENCES,
-    ByHand,
-    Foreign,
-    Keeping,
-    batches,
-    count_kept,
-    kept_in,
-    kept_loss,
-    run,
+    WINDOW,
+    Recorder,
+    Run,
+    big_batch,
+    cut,
+    merged,
 )
-from tests.lit.fronts import RAGGED, WINDOW, Plain, big_batch, merged
 from tests.lit.resume.resuming import Resumable, Saving
-from tests.lit.split.common import Table
+from tests.recording import Table
+from tests.zoo import Manual, Mixed, Plain, hooked, pad_and_mask, scaled
 from trainkit import (
     AccumulationCallback,
+    MicroBatching,
     PerSample,
     PerToken,
     PlainComparison,
@@ -36,80 +38,167 @@ from trainkit import (
     Weighed,
     WindowMonitor,
 )
-from trainkit.core.split.micro_batching import MicroBatching
+
+
+def kept_in(batch: Any) -> Tensor:
+    """As a random mask, but for each token by itself; short rows may lose all."""
+    ids, labels = batch["ids"], batch["labels"]
+    return (labels != -100) & (ids % 6 == 1)
+
+
+def kept_loss(net: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
+    """NaN where nothing is kept, as any mean over nothing."""
+    logits = net(batch["ids"]).transpose(1, 2)
+    losses = F.cross_entropy(logits, batch["labels"], reduction="none")
+    kept = losses[kept_in(batch)]
+    return kept.mean() if reduction == "mean" else kept.sum()
+
+
+class Foreign(Plain):
+    """Knows nothing of trainkit, and leaves its count behind."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(kept_loss, **how)
+        self.num_kept: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_kept = kept_in(batch).sum()
+        return self.loss_of(batch)
+
+
+def count_kept(module: Any, batch: Any) -> Tensor:
+    """What `Foreign` has divided by."""
+    return module.num_kept
+
+
+class Keeping(Mixed):
+    """Says what it divides by."""
+
+    number: Any = staticmethod(Tensor.sum)
+
+    def __init__(self, *, reduction: Any = "mean", **how: Any) -> None:
+        super().__init__(kept_loss, reduction=reduction, **how)
+        self.accumulation = Weighed(loss_reduction=reduction)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss_of(batch)
+        self.weigh(self.number(kept_in(batch)))
+        return loss
+
+
+class ByHand(Keeping, Manual):
+    """Runs its own windows, and says the weight or passes it.
+
+    Attributes:
+        says: whether `weigh` is called.
+        passes: whether `accumulate` gets the weight, which comes first.
+        times: how often the loss is accumulated.
+    """
+
+    says, passes, times = True, False, 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, number = self.loss_of(batch), kept_in(batch).sum()
+        if self.says:
+            self.weigh(number)
+        for _ in range(self.times):
+            self.accumulate(loss, batch, weight=number if self.passes else None)
+        if self.window_ends(batch_idx, WINDOW):
+            self.finish_window()
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def batches(sizes: Sequence[int] = RAGGED) -> DataLoader[Any]:
+    return DataLoader(
+        SEQUENCES,  # type: ignore[arg-type]
+        batch_sampler=cut(SEQUENCES, sizes),
+        collate_fn=pad_and_mask,
+    )
+
+
+def run(
+    module: Plain,
+    *callbacks: Callback,
+    sizes: Sequence[int] = RAGGED,
+    window: int = WINDOW,
+    **options: Any,
+) -> Run:
+    """Train for two epochs."""
+    kept = Run(weights(module))
+    if not module.automatic_optimization:
+        window = 1
+    fitted = trainer(window, callbacks=[*callbacks, Recorder(kept)], **options)
+    fitted.fit(module, batches(sizes))
+    return kept
+
 
 EXACT = 1e-10
 BIG = big_batch(SEQUENCES, loss=kept_loss)
-SIZE, AUTO = MicroBatching(size=3), MicroBatching("auto")
+FLOAT: dict[str, Any] = {"dtype": torch.float32}
+CUT = {"cut": MicroBatching(size=3)}
 DOTTED = f"{count_kept.__module__}.count_kept"
-WHOLE = {"sizes": merged(RAGGED), "window": 1}
+WHOLE: dict[str, Any] = {"sizes": merged(RAGGED), "window": 1}
 """Each window is one loader batch."""
-
-
-def test_some_micro_batches_keep_nothing() -> None:
-    kept = [int(kept_in(batch).sum()) for batch in batches()]
-    assert min(kept) == 0
-    assert max(kept) > 5
 
 
 def by(function: Any, **options: Any) -> AccumulationCallback:
     return AccumulationCallback(Weighed(by=function), **options)
 
 
-@pytest.mark.parametrize(
-    ("module", "callbacks", "how"),
-    [
-        (Keeping(), [], {}),
-        (Keeping(number=lambda kept: int(kept.sum())), [], {}),
-        (Keeping(reduction="sum"), [], {}),
-        (Foreign(), [by(count_kept)], {}),
-        (Foreign(), [by(DOTTED)], {}),
-        (ByHand(), [], {}),
-        (Keeping(split=SIZE), [], WHOLE),
-        (Keeping(split=SIZE, reduction="sum"), [], WHOLE),
-        (Keeping(split=MicroBatching(tokens=40)), [], WHOLE),
-        (Keeping(split=AUTO), [], WHOLE),
-        (Keeping(split=SIZE), [], {}),
-        (Foreign(), [by(DOTTED, micro_batching=SIZE)], WHOLE),
-    ],
-    ids=[
-        "tensors",
-        "numbers",
-        "sums",
-        "by a function",
-        "by a dotted path",
-        "by hand",
-        "split",
-        "split sums",
-        "split by tokens",
-        "split as fits",
-        "split, windows of four",
-        "split by a function",
-    ],
-)
-def test_windows_weighed_by_the_module_equal_the_big_batch(
-    module: Any, callbacks: list[Callback], how: dict[str, Any]
-) -> None:
-    ended = run(module, *callbacks, **how)
-    assert max(ended.deviations(BIG)) <= EXACT
+def loss_without_nan(*args: Any) -> Tensor:
+    return kept_loss(*args).nan_to_num()
+
+
+def count(module: Any, batch: Any) -> Tensor:
+    return kept_in(batch).sum()
+
+
+def whole_number(kept: Tensor) -> int:
+    return int(kept.sum())
+
+
+PASSING = hooked(ByHand, says=False, passes=True)
+CASES: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
+    "tensors": (Keeping, None, {}),
+    "numbers": (hooked(Keeping, number=staticmethod(whole_number)), None, {}),
+    "sums": (lambda: Keeping(reduction="sum"), None, {}),
+    "function": (Foreign, by(count_kept), {}),
+    "dotted path": (Foreign, by(DOTTED), {}),
+    "by hand": (ByHand, None, {}),
+    "by hand, passed": (PASSING, None, {}),
+    "split": (lambda: Keeping(**CUT), None, WHOLE),
+    "split sums": (lambda: Keeping(reduction="sum", **CUT), None, WHOLE),
+    "split by tokens": (lambda: Keeping(cut=MicroBatching(tokens=40)), None, WHOLE),
+    "split as fits": (lambda: Keeping(cut=MicroBatching("auto")), None, WHOLE),
+    "split, windows of four": (lambda: Keeping(**CUT), None, {}),
+    "split by a function": (Foreign, by(DOTTED, micro_batching=CUT["cut"]), WHOLE),
+    # The control: what the batch shows is not what this loss divides by.
+    **{
+        f"off by {type(each).__name__}": (
+            lambda: Plain(loss_without_nan),
+            AccumulationCallback(each),
+            {},
+        )
+        for each in (Uniform(), PerToken(), PerSample())
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_windows_weighed_by_the_module_equal_the_big_batch(name: str) -> None:
+    make, callback, how = CASES[name]
+    ended = run(make(), *filter(None, [callback]), **how)
+    off = ended.deviations(BIG)
+    if name.startswith("off"):
+        assert min(off) > NAIVE
+        return
+    assert max(off) <= EXACT
     assert ended.losses == pytest.approx(BIG.losses, rel=1e-12)
-
-
-@pytest.mark.parametrize("strategy", [Uniform(), PerToken(), PerSample()], ids=str)
-def test_no_count_of_the_batch_equals_the_big_batch(strategy: Any) -> None:
-    """The control: what the batch shows is not what this loss divides by."""
-
-    def loss(*args: Any) -> Tensor:
-        return kept_loss(*args).nan_to_num()
-
-    ended = run(Plain(loss), AccumulationCallback(strategy))
-    assert min(ended.deviations(BIG)) > NAIVE
-
-
-def test_accumulate_takes_its_own_weight_first() -> None:
-    module = ByHand()
-    module.says = False
-    assert max(run(module).deviations(BIG)) <= EXACT
+    kept = [int(kept_in(batch).sum()) for batch in batches()]
+    assert min(kept) == 0
+    assert max(kept) > 5
 
 
 # ---- resume, scaler, logs ------------------------------------------------------------
@@ -117,9 +206,8 @@ def test_accumulate_takes_its_own_weight_first() -> None:
 
 @pytest.mark.parametrize("at", [2, 7])
 def test_resumed_inside_a_window_equals_uninterrupted(tmp_path: Path, at: int) -> None:
-    path = tmp_path / "inside.ckpt"
+    path, module = tmp_path / "inside.ckpt", Keeping()
     trainer(WINDOW, callbacks=[Saving(path, at)]).fit(Keeping(), resumable())
-    module = Keeping()
     trainer(WINDOW).fit(module, resumable(), ckpt_path=path, weights_only=True)
     assert deviation(module, BIG.end, BIG.start) <= EXACT
 
@@ -132,24 +220,17 @@ def resumable() -> Resumable:
 
 @pytest.mark.parametrize("how", [{}, WHOLE], ids=["streamed", "split"])
 def test_a_gradient_scaler_changes_nothing(how: dict[str, Any]) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    big = big_batch(SEQUENCES, loss=kept_loss, dtype=torch.float32)
-    split = SIZE if how else None
-    module = Keeping(split=split, dtype=torch.float32)
-    ended = run(module, plugins=plugin, **how)
+    big = big_batch(SEQUENCES, loss=kept_loss, **FLOAT)
+    module = Keeping(**FLOAT, **(CUT if how else {}))
+    ended = run(module, **scaled(), **how)
     assert max(ended.deviations(big)) <= 2e-2  # of float16
-    plain = run(Plain(kept_loss, dtype=torch.float32), by(kept_of))
+    plain = run(Plain(kept_loss, **FLOAT), by(count))
     assert max(plain.deviations(big)) <= 1e-4
-
-
-def kept_of(module: Any, batch: Any) -> Tensor:
-    return kept_in(batch).sum()
 
 
 class Logging(Keeping):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = kept_loss(self.net, batch)
+        loss = self.loss_of(batch)
         self.log("before", loss, on_step=True)
         self.weigh(kept_in(batch).sum())
         self.log("after", 2 * loss, on_step=True)
@@ -159,22 +240,18 @@ class Logging(Keeping):
 
 def test_logs_are_weighed_as_the_loss() -> None:
     table, numbers = Table(), Table()
-    options = {"logger": table, "log_every_n_steps": 1}
-    ended = run(Logging(split=SIZE), **WHOLE, **options)
+    how: dict[str, Any] = {**WHOLE, "log_every_n_steps": 1}
+    ended = run(Logging(**CUT), logger=table, **how)
     monitor = WindowMonitor(every_n_steps=1)
-    run(Logging(split=SIZE), monitor, **WHOLE, logger=numbers, log_every_n_steps=1)
-    before = [row["before"] for row in table.rows if "before" in row]
-    after = [row["after"] for row in table.rows if "after" in row]
-    assert before == pytest.approx(ended.losses)
-    assert after == pytest.approx([2 * loss for loss in ended.losses])
+    run(Logging(**CUT), monitor, logger=numbers, **how)
+    assert table.column("before") == pytest.approx(ended.losses)
+    assert table.column("after") == pytest.approx([2 * x for x in ended.losses])
     kept = [float(kept_in(batch).sum()) for batch in batches(WHOLE["sizes"])]
-    rows = [row for row in numbers.rows if "window/weight" in row]
-    assert [row["window/weight"] for row in rows] == kept * 2
-    assert [row["window/loss"] for row in rows] == pytest.approx(ended.losses)
-    assert all(0 < row["window/uniform_gap"] < 1 for row in rows)
-    exact = next(row["exact"] for row in table.rows if "exact" in row)
+    assert numbers.column("window/weight") == kept * 2
+    assert numbers.column("window/loss") == pytest.approx(ended.losses)
+    assert all(0 < gap < 1 for gap in numbers.column("window/uniform_gap"))
     total = sum(n * loss for n, loss in zip(kept, ended.losses, strict=False))
-    assert exact == pytest.approx(total / sum(kept))
+    assert table.column("exact")[0] == pytest.approx(total / sum(kept))
 
 
 def test_the_comparison_with_plain_lightning_uses_what_was_said() -> None:
@@ -203,17 +280,16 @@ class Metered(Keeping):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        count = kept_in(batch).sum()
-        value = loss.detach().nan_to_num()
-        self.mean(value, weight=count) if self.weighs else self.mean(value)
+        how = {"weight": kept_in(batch).sum()} if self.weighs else {}
+        self.mean(loss.detach().nan_to_num(), **how)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         return loss
 
 
 def test_a_mean_metric_counts_by_rows_or_by_its_own_weight() -> None:
     with pytest.warns(UserWarning, match=r"self.mean.value, weight=n."):
-        run(Metered(weighs=False, split=SIZE), **WHOLE, max_epochs=1)
-    modules = [Metered(weighs=True, split=cut) for cut in (SIZE, None)]
+        run(Metered(weighs=False, **CUT), **WHOLE, max_epochs=1)
+    modules = [Metered(weighs=True, **how) for how in (CUT, {})]
     for each in modules:
         run(each, **WHOLE, max_epochs=1)
     cut, whole = (float(m.trainer.callback_metrics["mean"]) for m in modules)

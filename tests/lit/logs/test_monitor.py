@@ -27,8 +27,7 @@ from tests.helpers import (
     token_loss,
     trainer,
 )
-from tests.lit.front.test_manual import ManualModule
-from tests.lit.front.test_optimizers import Gan
+from tests.zoo import Gan, Manual
 from trainkit import AccumulationCallback, PerSample, PerToken, Uniform, WindowMonitor
 from trainkit.core.checks import LateReading
 from trainkit.errors import TrainkitError
@@ -294,7 +293,7 @@ def test_norm_under_a_scaler_equals_the_unscaled_norm(kind: type[TokenModule]) -
 
 @pytest.mark.parametrize("every", [None, WINDOW])
 def test_manual_window_equals_the_number_computed_by_hand(every: int | None) -> None:
-    module = ManualModule(dtype=torch.float64)
+    module = Manual()
     module.every = every
     accumulate = 1 if every else WINDOW
     record = recorded(module, max_epochs=1, accumulate=accumulate)

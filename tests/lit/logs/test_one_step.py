@@ -10,9 +10,8 @@ import torch
 from lightning.pytorch import Callback
 
 from tests.helpers import TokenModule, loader, pad, ragged_sequences, trainer
-from tests.lit.front.test_manual import ManualModule
-from tests.lit.front.test_optimizers import Gan
 from tests.lit.logs.test_monitor import NeverThere, Record
+from tests.zoo import Gan, Manual
 from trainkit import (
     AccumulationCallback,
     LearningRates,
@@ -132,7 +131,7 @@ def test_steps_of_all_optimizers_count(tmp_path: Path) -> None:
     assert steps(found, "window/1/loss") == [2, 5, 7, 9]
 
 
-class SeveralSteps(ManualModule):
+class SeveralSteps(Manual):
     """One optimizer that steps twice in a batch."""
 
     every = 1

@@ -14,12 +14,12 @@ from tests.helpers import (
     ragged_sequences,
     raise_rank_errors,
     rank_loader,
+    run_cases,
     token_loss,
     trainer,
     weights,
 )
 from tests.lit.noise.keep import KeepTable
-from tests.lit.windows.several import run_cases
 from trainkit import AccumulationCallback, MicroBatching, NoiseScale, PerToken
 
 WORLD, BATCH = 2, 4

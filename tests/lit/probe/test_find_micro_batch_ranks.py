@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from tests.cli.training import SMALL
-from tests.helpers import RankError, raise_rank_errors, run_ranks, weights
+from tests.helpers import RankError, raise_rank_errors, run_cases, run_ranks, weights
 from tests.lit.probe.finding import Data, Limited, Net, exact, found, quick
-from tests.lit.windows.several import run_cases
 from tests.startup import forked
 from trainkit.lit.probe.attempt import Attempts
 

@@ -25,7 +25,7 @@ from tests.helpers import (
     weights,
     windows_over_ranks,
 )
-from tests.lit.front.test_manual import ManualModule
+from tests.zoo import Manual
 from trainkit import AccumulationCallback, PerToken
 
 EXACT = TOLERANCE[torch.float64]
@@ -93,7 +93,7 @@ def train(
 def train_manual(
     rank: int, world: int, resume: str | None, save: Any, skip: int, apart: bool
 ) -> Tensor:
-    module = ManualModule(dtype=torch.float64, optimizer="adamw")
+    module = Manual(optimizer="adamw")
     module.apart = apart
     fit = trainer(
         WINDOW,

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import pytorch_lightning as old_pl
 import torch
 from lightning.pytorch.callbacks import (
     LearningRateMonitor,
@@ -28,7 +27,7 @@ from tests.lit.schedule.scheduling import (
     token_counts,
     windows_of_plan,
 )
-from tests.lit.windows.test_order import QUIET, OldMixed, OldPlain
+from tests.zoo import OldMixed, OldPlain, old_trainer
 from trainkit import AccumulationCallback, AccumulationSchedule, PerToken
 
 EXACT = 1e-10
@@ -271,7 +270,7 @@ def test_schedule_in_the_other_namespace_equals_the_big_batch(front: str) -> Non
     module: Any = OldMixed() if front == "mixin" else OldPlain()
     ours = [] if front == "mixin" else [AccumulationCallback(PerToken())]
     callbacks: Any = [plan(), *ours]
-    fit = old_pl.Trainer(callbacks=callbacks, **{**QUIET, "max_epochs": EPOCHS})  # type: ignore[arg-type]
+    fit = old_trainer(callbacks=callbacks, max_epochs=EPOCHS)
     fit.fit(module, micro_batches(SEQUENCES))
     assert off(module, expected(optimizer="momentum")) <= EXACT
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from tests.helpers import ragged_sequences, trainer, weights
-from tests.lit.fronts import RAGGED, WINDOW, Plain, merged, micro_batches
+from tests.zoo import scaled
 from trainkit import AccumulationStrategy, PerToken
-
-SEQUENCES = ragged_sequences(38)
 
 
 @dataclass(frozen=True)
@@ -31,28 +25,4 @@ def precise(precision: str, **scaler: Any) -> dict[str, Any]:
     """Trainer options; `16-mixed` with a real gradient scaler, on the CPU."""
     if precision != "16-mixed":
         return {"precision": precision}
-    made = torch.amp.GradScaler("cpu", **scaler)
-    return {"plugins": MixedPrecision("16-mixed", "cpu", scaler=made)}
-
-
-def half(made: type[Plain] = Plain, **how: Any) -> Plain:
-    return made(**how, dtype=torch.float32)
-
-
-def fit(
-    module: Plain,
-    precision: str,
-    *callbacks: pl.Callback,
-    window: int = WINDOW,
-    epochs: int = 2,
-    **scaler: Any,
-) -> pl.Trainer:
-    options = {"callbacks": list(callbacks), "max_epochs": epochs}
-    fitted = trainer(window, **options, **precise(precision, **scaler))
-    sizes = RAGGED if window > 1 else merged(RAGGED)
-    fitted.fit(module, micro_batches(SEQUENCES, sizes))
-    return fitted
-
-
-START = weights(half())
-"""In float32."""
+    return scaled(**{"init_scale": 2.0**16, **scaler})

@@ -1,4 +1,4 @@
-"""Training in micro-batches equals training with the big batch."""
+"""Training in micro-batches equals training with the big batch, whoever looks."""
 
 from __future__ import annotations
 
@@ -7,171 +7,236 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
+from torch import Tensor
 
-from tests.helpers import NAIVE, TOLERANCE, deviation, ragged_sequences, trainer
+from tests.helpers import (
+    NAIVE,
+    OPTIMIZERS,
+    TOLERANCE,
+    deviation,
+    gradients,
+    ragged_sequences,
+    trainer,
+    weights,
+)
 from tests.lit.fronts import (
     EQUAL,
     LOSSES,
     RAGGED,
+    SEQUENCES,
     WINDOW,
     Clip,
-    Front,
-    Mixed,
-    Plain,
-    Reduction,
     Run,
+    assert_big_batch,
     big_batch,
     clip_options,
+    fit,
     make_strategy,
     merged,
     micro_batches,
+    ragged,
     train,
 )
-from trainkit import AccumulationCallback, PerToken
+from tests.recording import Gradients
+from tests.zoo import OldMixed, OldPlain, Plain, hooked, old_trainer, on_front
+from trainkit import AccumulationCallback, PerToken, PlainComparison, WindowMonitor
 
-SEQUENCES = ragged_sequences(40)
+EXACT = TOLERANCE[torch.float64]
+MORE = ragged_sequences(40)
 STRATEGIES = ["PerSample", "PerToken", "Uniform"]
-FRONTS: list[Front] = ["mixin", "callback", "loop"]
-OPTIMIZERS = ["sgd", "momentum", "adamw"]
-REDUCTIONS: list[Reduction] = ["mean", "sum"]
+FRONTS = ["mixin", "callback", "loop"]
+NAMES = list(OPTIMIZERS)
 CLIPS: list[Clip] = ["norm", "value", None]
+REDUCTIONS = ["mean", "sum"]
 SQUARE = [
-    (strategy, FRONTS[j], OPTIMIZERS[(i + j) % 3], CLIPS[(i + 2 * j) % 3])
+    (strategy, FRONTS[j], NAMES[(i + j) % 3], CLIPS[(i + 2 * j) % 3])
     for i, strategy in enumerate(STRATEGIES)
     for j in range(3)
 ]
 """Two orthogonal Latin squares: each pair of values of two columns stands once."""
-
-
-def sizes_for(strategy: str) -> tuple[int, ...]:
-    return EQUAL if strategy == "Uniform" else RAGGED
+GRID: list[Any] = [
+    *((*row, reduction, torch.float64) for row in SQUARE for reduction in REDUCTIONS),
+    *(
+        (strategy, front, "sgd", clip, REDUCTIONS[i % 2], torch.float32)
+        for i, (strategy, front, _, clip) in enumerate(SQUARE)
+    ),
+]
 
 
 def data_for(strategy: str) -> tuple[Any, ...]:
-    sizes = sizes_for(strategy)
-    return SEQUENCES[: sum(sizes)], sizes, LOSSES[strategy]
+    sizes = EQUAL if strategy == "Uniform" else RAGGED
+    return MORE[: sum(sizes)], sizes, LOSSES[strategy]
 
 
 @cache
-def reference(
-    strategy: str, optimizer: str, clip: Clip, dtype: torch.dtype = torch.float64
-) -> Run:
+def reference(strategy: str, optimizer: str, clip: Clip, dtype: torch.dtype) -> Run:
     return big_batch(*data_for(strategy), optimizer=optimizer, clip=clip, dtype=dtype)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(("strategy", "front", "optimizer", "clip"), SQUARE)
+@cache
+def plainly(strategy: str, optimizer: str, clip: Clip) -> Run:
+    """Plain Lightning, which divides by the number of micro-batches."""
+    data, how = data_for(strategy), {"optimizer": optimizer, "clip": clip}
+    return train("plain", make_strategy(strategy), *data, **how)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "front", "optimizer", "clip", "reduction", "dtype"), GRID
+)
 def test_every_front_equals_big_batch(
-    strategy: str, front: Front, optimizer: str, clip: Clip, reduction: Reduction
+    strategy: str, front: str, optimizer: str, clip: Clip, reduction: Any, dtype: Any
 ) -> None:
-    """Weights after one and after two epochs, and every window's loss, in float64."""
-    run = train(
-        front,
-        make_strategy(strategy, reduction),
-        *data_for(strategy),
-        optimizer=optimizer,
-        clip=clip,
-    )
-    expected = reference(strategy, optimizer, clip)
-    assert max(run.deviations(expected)) <= TOLERANCE[torch.float64]
-    assert run.losses == pytest.approx(expected.losses, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "front", "clip", "reduction"),
-    [
-        (strategy, front, clip, REDUCTIONS[index % 2])
-        for index, (strategy, front, _, clip) in enumerate(SQUARE)
-    ],
-)
-def test_sgd_in_float32_equals_big_batch(
-    strategy: str, front: Front, clip: Clip, reduction: Reduction
-) -> None:
-    run = train(
-        front,
-        make_strategy(strategy, reduction),
-        *data_for(strategy),
-        clip=clip,
-        dtype=torch.float32,
-    )
-    expected = reference(strategy, "sgd", clip, torch.float32)
-    assert max(run.deviations(expected)) <= TOLERANCE[torch.float32]
-    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
-
-
-def fit_plain(strategy: str, optimizer: str, clip: Clip, accumulate: int) -> Plain:
-    """Plain Lightning; with `accumulate=1` on the big batches."""
-    sequences, sizes, loss = data_for(strategy)
-    module = Plain(loss, optimizer=optimizer)
-    cut = merged(sizes) if accumulate == 1 else sizes
-    trainer(accumulate, **clip_options(clip)).fit(module, micro_batches(sequences, cut))
-    return module
-
-
-@pytest.mark.parametrize(
-    ("strategy", "optimizer", "clip"),
-    [
-        (strategy, OPTIMIZERS[(i + j) % 3], clip)
-        for i, strategy in enumerate(STRATEGIES)
-        for j, clip in enumerate(CLIPS)
-    ],
-)
-def test_plain_lightning_differs_from_big_batch(
-    strategy: str, optimizer: str, clip: Clip
-) -> None:
-    """Negative control (pytorch-lightning#20350, #19987). With equal batches only the
-    length of the short window's gradient is wrong, which clipping to a norm hides."""
-    naive = fit_plain(strategy, optimizer, clip, accumulate=WINDOW)
-    expected = reference(strategy, optimizer, clip)
-    off = deviation(naive, expected.end, expected.start)
+    """Weights after one and after two epochs, and every window's loss. Plain Lightning
+    does not (pytorch-lightning#20350, #19987). With equal batches only the length of
+    the short window's gradient is wrong there, which clipping to a norm hides."""
+    of, data = (strategy, optimizer, clip), data_for(strategy)
+    by = make_strategy(strategy, reduction)
+    run = train(front, by, *data, optimizer=optimizer, clip=clip, dtype=dtype)
+    expected = reference(*of, dtype)
+    assert max(run.deviations(expected)) <= TOLERANCE[dtype]
+    close = 1e-9 if dtype == torch.float64 else 1e-4
+    assert run.losses == pytest.approx(expected.losses, rel=close)
+    off = plainly(*of).deviations(reference(*of, torch.float64))
     is_hidden = strategy == "Uniform" and clip == "norm"
-    assert (off > NAIVE) is not is_hidden
+    assert (off[-1] > NAIVE) is not is_hidden
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", NAMES)
 def test_torch_reference_equals_lightning_with_big_batches(
     optimizer: str, clip: Clip
 ) -> None:
-    """The reference loop is what Lightning does without accumulation."""
-    lightning = fit_plain("PerToken", optimizer, clip, accumulate=1)
-    expected = reference("PerToken", optimizer, clip)
-    assert deviation(lightning, expected.end, expected.start) <= 1e-10
-
-
-@pytest.mark.parametrize("clip", ["norm", "value"])
-def test_clipping_is_not_idle(clip: Clip) -> None:
-    """The grid's clipping changes what is trained, or it would prove nothing."""
-    free, clipped = (reference("PerToken", "sgd", c) for c in (None, clip))
-    assert deviation(clipped.end, free.end, free.start) > 0.1
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 5, 7, 10, 100])
-def test_any_window_length_equals_big_batch(window: int) -> None:
-    """Also one that divides the epoch exactly (transformers#37777), and N = 1."""
-    module = Mixed()
-    start = Plain()
-    run = big_batch(SEQUENCES[:38], RAGGED, window=window)
-    with warned_if(window > len(RAGGED)):
-        trainer(window).fit(module, micro_batches(SEQUENCES[:38]))
-    assert deviation(module, run.end, start) <= 1e-10
-
-
-def warned_if(is_short: bool) -> Any:
-    """An epoch shorter than the window is said (pytorch-lightning#21808)."""
-    if is_short:
-        return pytest.warns(UserWarning, match="the epoch has only 10 batches")
-    return pytest.MonkeyPatch.context()
+    """The reference loop is what Lightning does without accumulation; and clipping
+    changes what is trained, or the grid would prove nothing of it."""
+    made, how = {"optimizer": optimizer}, {"window": 1, **clip_options(clip)}
+    fitted = fit("plain", sizes=merged(RAGGED), made=made, **how)
+    expected = big_batch(SEQUENCES, optimizer=optimizer, clip=clip)
+    start = expected.start
+    assert deviation(fitted.lightning_module, expected.end, start) <= EXACT
+    if clip and optimizer == "sgd":
+        free = big_batch(SEQUENCES, optimizer=optimizer).end
+        assert deviation(expected.end, free, start) > 0.1
 
 
 @pytest.mark.parametrize("front", ["mixin", "callback"])
-def test_steps_counted_equals_number_of_windows(front: Front) -> None:
+def test_steps_counted_equals_number_of_windows(front: str) -> None:
     """pytorch-lightning#1549, NeMo-Automodel#2257, keras#19990: no window is lost and
     no step is taken inside one; Adam's counter agrees."""
-    module = Mixed(optimizer="adamw") if front == "mixin" else Plain(optimizer="adamw")
-    callbacks = [] if front == "mixin" else [AccumulationCallback(PerToken())]
-    fitted = trainer(WINDOW, callbacks=callbacks)
-    fitted.fit(module, micro_batches(SEQUENCES[:38]))
+    fitted = fit(front, made={"optimizer": "adamw"})
     counters = [float(s["step"]) for s in fitted.optimizers[0].state.values()]
     assert fitted.global_step == 2 * 3
     assert set(counters) == {6.0}
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
+def test_pytorch_lightning_equals_big_batch(front: str) -> None:
+    """The other namespace, whose classes are not the same; without trainkit it is off,
+    too."""
+    module: Any = OldMixed() if front == "mixin" else OldPlain()
+    ours: Any = [AccumulationCallback(PerToken())] if front == "callback" else []
+    start, clip = weights(module), clip_options("norm")
+    fitted = old_trainer(WINDOW, callbacks=ours, **clip)
+    fitted.fit(module, micro_batches(SEQUENCES))
+    expected = big_batch(SEQUENCES, optimizer="momentum", clip="norm")
+    assert (deviation(module, expected.end, start) <= EXACT) is (front != "plain")
+
+
+# ---- a batch is weighed as `training_step` gets it -----------------------------------
+
+
+def hide(batch: Any) -> None:
+    """Some labels do not count, more of them in long rows."""
+    batch["labels"][:, 3:] = -100
+
+
+BY_ITSELF = hooked(Plain, on_train_batch_start=lambda module, batch, _: hide(batch))
+
+
+def hides(*args: Any) -> None:
+    """As a hook of a callback."""
+    hide(args[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks"),
+    [(BY_ITSELF, list), (Plain, lambda: [LambdaCallback(on_train_batch_start=hides)])],
+    ids=["module", "callback"],
+)
+def test_batch_edited_before_its_step_equals_the_big_batch(
+    kind: Any, callbacks: Any
+) -> None:
+    """Also where others look at batches and losses."""
+    fits = assert_big_batch(kind, callbacks=callbacks)
+    others = [*callbacks(), WindowMonitor(1), PlainComparison()]
+    watched = fit("callback", kind, *others).lightning_module
+    assert torch.equal(weights(watched), weights(fits["callback"].lightning_module))
+
+
+def test_training_step_is_asked_for_no_argument() -> None:
+    """A new argument breaks those who override the method: transformers#36331."""
+    bare = hooked(Plain, training_step=lambda module, batch: module.loss_of(batch))
+    assert_big_batch(bare)
+
+
+class LastGradients(Gradients, Checkpoint):
+    """One that Lightning sorts behind all others."""
+
+
+def are_same(seen: list[Tensor], expected: list[Tensor]) -> bool:
+    assert len(seen) == len(expected)
+    pairs = zip(seen, expected, strict=True)
+    return all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("reader", [Gradients, LastGradients])
+@pytest.mark.parametrize("front", ["mixin", "before", "after", "plain"])
+def test_gradient_seen_by_any_callback_equals_big_batch(
+    front: str, reader: type[Gradients]
+) -> None:
+    """Wherever it stands in the list (keras#20241's smaller last batch included), and
+    the others keep their order. Plain Lightning shows another."""
+    module, ours = on_front(
+        {"before": "callback", "after": "callback"}.get(front, front)
+    )
+    first, second = reader(), Gradients()
+    listed = [*ours, first, second] if front == "after" else [first, second, *ours]
+    fitted: Any = trainer(
+        WINDOW,
+        max_epochs=1,
+        callbacks=listed,
+        enable_checkpointing=issubclass(reader, Checkpoint),
+    )
+    fitted.fit(module, ragged(RAGGED))
+    exact = big_batch(SEQUENCES, epochs=1).gradients
+    for each in (first, second):
+        assert are_same(each.seen, exact) is (front != "plain")
+    in_order = [first, second] if reader is Gradients else [second, first]
+    assert [c for c in fitted.callbacks if isinstance(c, Gradients)] == in_order
+    assert fitted.callbacks[: len(ours)] == ours
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_gradient_seen_by_module_hooks_equals_big_batch(clip: Clip, front: str) -> None:
+    """Clipping comes once, after the division (nano-world-model#22, keras#19990); the
+    hook before it sees the exact gradient (transformers#35204)."""
+    seen: dict[str, list[Tensor]] = {"before": [], "after": []}
+
+    def on_before_optimizer_step(self: Plain, optimizer: Any) -> None:
+        seen["before"].append(gradients(self).clone())
+
+    def configure_gradient_clipping(self: Plain, *args: Any, **how: Any) -> None:
+        Plain.configure_gradient_clipping(self, *args, **how)
+        seen["after"].append(gradients(self).clone())
+
+    reading = hooked(
+        Plain,
+        on_before_optimizer_step=on_before_optimizer_step,
+        configure_gradient_clipping=configure_gradient_clipping,
+    )
+    fit(front, reading, max_epochs=1, **clip_options(clip))
+    big = big_batch(SEQUENCES, clip=clip, epochs=1)
+    assert are_same(seen["before"], big.gradients) is (front != "plain")
+    assert are_same(seen["after"], big.clipped) is (front != "plain")
+    assert (big.gradients[0] - big.clipped[0]).norm() > 0.01

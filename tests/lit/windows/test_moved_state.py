@@ -1,62 +1,70 @@
-"""What `training_step` moves is found by its values, and nothing else is named."""
+"""What `training_step` moves in streamed windows is named, and nothing else is."""
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from tests.helpers import NAIVE, deviation, trainer, weights
-from tests.lit.fronts import EQUAL, RAGGED, WINDOW, merged, micro_batches
+from tests.lit.fronts import EQUAL, RAGGED, WINDOW, fit, merged, micro_batches
 from tests.lit.split.common import SEQUENCES
-from tests.lit.windows.moving import ONCE, WAYS, Moving
-from trainkit.lit.callback.moved_state import NOT_DUE, MovedState
+from tests.lit.windows.moving import NAMES, ONCE, WAYS, Moving
+from tests.recording import told
+from tests.zoo import Plain, hooked
+
+SAID = "training_step has changed "
+LATER = ("training_step", "on_train_batch_end")
 
 
-def trained(module: Moving, sizes: Any, window: int) -> Moving:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "training_step has changed")
+def trained(
+    where: str, way: str, sizes: Any = RAGGED, window: int = WINDOW, **how: Any
+) -> tuple[Moving, list[str]]:
+    """The module, and what was said of its state."""
+    module = Moving(where, way, **how)
+    with told(SAID) as said:
         trainer(window).fit(module, micro_batches(SEQUENCES, sizes))
-    return module
+    return module, said
 
 
 @pytest.mark.parametrize(
     ("way", "sizes", "wrong"),
-    list(
-        zip(
-            WAYS,
-            itertools.cycle([RAGGED, EQUAL]),
-            itertools.cycle(["training_step", *["on_train_batch_end"] * 2]),
-            strict=False,
-        )
-    ),
+    [(way, (RAGGED, EQUAL)[i % 2], LATER[i % 3 > 0]) for i, way in enumerate(WAYS)],
 )
 def test_moved_before_the_step_equals_the_big_batch_in_streamed_windows(
     way: str, sizes: Any, wrong: str
 ) -> None:
     """As the warning says; in each batch, and at its end, they move too often."""
-    whole = trained(Moving(ONCE, way), merged(sizes), 1)
+    whole, _ = trained(ONCE, way, merged(sizes), 1)
     start = weights(Moving(ONCE, way))
-    assert deviation(trained(Moving(ONCE, way), sizes, WINDOW), whole, start) < 1e-7
-    ours = trained(Moving(wrong, way), sizes, WINDOW)
-    assert deviation(ours, whole, start) > NAIVE
+    ours, said = trained(ONCE, way, sizes)
+    assert deviation(ours, whole, start) < 1e-7
+    assert not said
+    assert deviation(trained(wrong, way, sizes)[0], whole, start) > NAIVE
+    (text,) = trained("training_step", way, sizes)[1]
+    assert text.startswith(f"{SAID}{NAMES.get(way, 'follower.')}")
+    assert ONCE in text
 
 
-class Holder(nn.Module):
-    """Stands for a LightningModule with all sorts of state."""
+def test_windows_of_one_micro_batch_are_not_spoken_of() -> None:
+    assert not trained("training_step", "buffer", window=1)[1]
 
-    global_rank = 0
+
+# ---- what is state, and what is none -------------------------------------------------
+
+
+class Holder(Plain):
+    """Has all sorts of state; a change is made in one micro-batch."""
+
+    change: Callable[[Any], object]
+    at: Callable[[int], bool] = staticmethod(lambda batch: batch == 0)
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 2)
         self.free = nn.Parameter(torch.ones(3))
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
         self.norm = nn.BatchNorm1d(2)
@@ -65,25 +73,31 @@ class Holder(nn.Module):
         self.metrics = MetricCollection([MeanMetric()])
         self.attribute = torch.arange(4)
         self.maybe = torch.tensor([float("nan"), 1])
+        self.attention = torch.zeros(2, 2)
         self.register_buffer("brief", torch.ones(3, dtype=torch.bfloat16))
         self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
         self.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
         self.register_buffer("nothing", None)
         self.register_buffer("sparse", torch.eye(2).to_sparse())
         self.steps, self.rate = 0, 1.0
-        optimizer = torch.optim.SGD(self.net.parameters(), lr=1.0)
-        self.trainer = SimpleNamespace(optimizers=[optimizer])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if type(self).at(batch_idx):
+            with torch.no_grad():
+                type(self).change(self)
+        return self.loss_of(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=1.0)
 
 
-def after(change: Callable[[Any], object], holder: Holder | None = None) -> list[str]:
+def after(change: Callable[[Any], object], **attributes: Any) -> list[str]:
     """What is said where a training_step makes this change."""
-    holder = holder or Holder()
-    moved = MovedState(holder)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with torch.no_grad(), moved.watch():
-            change(holder)
-    return [str(each.message) for each in told]
+    kind = hooked(Holder, change=change, **attributes)
+    sizes = (1,) * 20
+    with told(SAID) as said:
+        fit("callback", kind, sizes=sizes, window=2, max_epochs=1)
+    return said
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -100,8 +114,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_kind_of_state_is_named(name: str) -> None:
+    """Only on the first rank: DDP sends the others its buffers in each forward pass."""
     (said,) = after(CHANGES[name])
     assert f"has changed {name}, which" in said
+    assert not after(CHANGES[name], global_rank=1)
 
 
 def test_three_are_named() -> None:
@@ -116,8 +132,13 @@ def run_parts(m: Any) -> None:
     m.metrics.update(3.0)
 
 
+def attend(m: Any) -> None:
+    with torch.enable_grad():
+        m.attention = m.net.head(torch.ones(2, 8).double())[:, :2].float()
+
+
 QUIET: dict[str, Callable[[Any], object]] = {
-    "what is trained": lambda m: m.net.weight.add_(1),
+    "what is trained": lambda m: m.net.head.weight.add_(1),
     "statistics and metrics": run_parts,
     "a cache as long as the input": lambda m: setattr(m, "attribute", torch.arange(9)),
     "a cache made anew": lambda m: setattr(m, "brief", m.brief.clone()),
@@ -125,6 +146,7 @@ QUIET: dict[str, Callable[[Any], object]] = {
     "the first value": lambda m: setattr(m, "new", torch.ones(2)),
     "taken away": lambda m: delattr(m, "maybe"),
     "counters": lambda m: setattr(m, "steps", 7),
+    "activations with their graph": attend,
 }
 
 
@@ -133,48 +155,24 @@ def test_what_is_no_state_is_not_named(case: str) -> None:
     assert not after(QUIET[case])
 
 
-def test_kept_activations_with_their_graph_are_not_named() -> None:
-    holder = Holder()
-    holder.attention = torch.zeros(2, 2)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.int8, torch.float8_e4m3fn]
+)
+def test_values_of_each_dtype_are_compared(dtype: torch.dtype) -> None:
+    def write(m: Any) -> None:
+        m.attribute.copy_(torch.tensor([0.0, 1, 2, 4]).to(dtype))
 
-    def attend(m: Any) -> None:
-        with torch.enable_grad():
-            m.attention = m.net(torch.ones(2, 2))
+    def make(self: Any, *values: float) -> None:
+        Holder.__init__(self)
+        self.attribute = torch.tensor(values).to(dtype)
 
-    assert not after(attend, holder)
-
-
-def test_only_the_first_rank_looks() -> None:
-    """DDP sends the others its buffers in each forward pass."""
-    holder = Holder()
-    holder.global_rank = 1
-    assert not after(CHANGES["brief"], holder)
+    assert len(after(write, __init__=lambda self: make(self, 0, 1, 2, 3))) == 1
+    assert not after(write, __init__=lambda self: make(self, 0, 1, 2, 4))
 
 
 def test_windows_are_looked_at_more_and_more_rarely_until_something_moves() -> None:
-    holder = Holder()
-    moved = MovedState(holder)
-    looks = [moved.watch() is not NOT_DUE for _ in range(20)]
-    assert [number for number in range(20) if looks[number]] == [0, 1, 2, 4, 8, 16]
-    moved = MovedState(holder)
-    told = []
-    for number in range(9):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            with moved.watch():
-                holder.attribute += int(number >= 3)
-        told += [number] * len(said)
-    assert told == [4]
-
-
-def test_print_of_each_dtype_is_that_of_its_values() -> None:
-    for dtype in (torch.float64, torch.float16, torch.int8, torch.float8_e4m3fn):
-        holder = Holder()
-        holder.attribute = torch.arange(4.0).to(dtype)
-
-        def write(m: Any, dtype: Any = dtype) -> None:
-            m.attribute.copy_(torch.tensor([0.0, 1, 2, 4]).to(dtype))
-
-        assert len(after(write, holder)) == 1
-        assert not after(write, holder)
-        assert isinstance(holder.attribute, Tensor)
+    """What begins to move later is said too, once."""
+    change = CHANGES["attribute"]
+    looks = [n for n in range(10) if after(change, at=lambda b, n=n: b == 2 * n)]
+    assert looks == [0, 1, 2, 4, 8]
+    assert len(after(change, at=lambda batch: batch >= 6)) == 1

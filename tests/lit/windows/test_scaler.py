@@ -3,228 +3,118 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LambdaCallback
 
 from tests.helpers import TOLERANCE, deviation, ragged_sequences, trainer, weights
-from tests.lit.fronts import WINDOW, Mixed, Plain, micro_batches, windows_of
+from tests.lit.fronts import (
+    RAGGED,
+    SEQUENCES,
+    WINDOW,
+    big_batch,
+    fit,
+    micro_batches,
+    ragged,
+    windows_of,
+)
 from tests.lit.resume.resuming import Resumable, Saving
-from tests.lit.windows.half import SEQUENCES, START, Heavy, fit, half, precise
-from trainkit import AccumulationCallback, AccumulationStrategy, PerToken
-from trainkit.errors import TrainkitError
+from tests.lit.windows.half import Heavy, precise
+from tests.lit.windows.test_modules import Wrapper
+from tests.lit.windows.test_windows import of, stepped, without
+from tests.recording import SENT, Gradients, Weights
+from tests.zoo import Mixed, Plain, hooked, on_front, scaled
+from trainkit import AccumulationStrategy, PerToken
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..` before"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*fused=True. under a gradient scaler"),
+]
+HALF = TOLERANCE[torch.float16]
 OVERFLOWS = 2.0**28
-"""A scaler's first factor that costs the first steps, with or without trainkit."""
+"""A scaler's first factor that costs the first steps, with or without trainkit; 2^16
+costs none."""
+FLOAT: dict[str, Any] = {"dtype": torch.float32}
+START = weights(Plain(**FLOAT))
 
 
-class Watching(pl.Callback):
-    """Counts the steps that were taken, by the weights, and keeps the scale."""
+def fit_scaled(
+    front: str,
+    kind: Callable[..., Any] = Plain,
+    *callbacks: Any,
+    precision: str = "16-mixed",
+    init_scale: float = 2.0**16,
+    made: Any = None,
+    **how: Any,
+) -> Any:
+    """As `fit`, in half precision."""
+    how |= precise(precision, init_scale=init_scale)
+    return fit(front, kind, *callbacks, made={**FLOAT, **(made or {})}, **how)
 
-    def __init__(self) -> None:
-        self.num_taken = 0
-        self.scales: list[float] = []
-        self._before: Tensor | None = None
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        now = weights(pl_module)
-        before = START if self._before is None else self._before
-        self.num_taken += not torch.equal(now, before)
-        self._before = now
-        self.scales.append(trainer.precision_plugin.scaler.get_scale())
+def apart(one: Any, other: Any) -> float:
+    """How far two Trainers' modules have ended from each other."""
+    return deviation(one.lightning_module, other.lightning_module, START)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    """Takes the scaler's factor off inside its step."""
+    return torch.optim.SGD(parameters, lr=0.5, fused=True)
+
+
+def fused_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, fused=True)
+
+
+# ---- how many steps are skipped ------------------------------------------------------
 
 
 @cache
-def plainly(init_scale: float) -> Watching:
+def plainly(init_scale: float) -> Weights:
     """What plain Lightning comes to."""
-    plain = Watching()
-    fit(half(), "16-mixed", plain, epochs=4, init_scale=init_scale)
+    plain = Weights()
+    fit_scaled("plain", Plain, plain, max_epochs=4, init_scale=init_scale)
     return plain
 
 
-# 2^16 fits; with 2^28 the first steps overflow, with or without trainkit.
 @pytest.mark.parametrize(
-    ("front", "strategy", "init_scale"),
+    ("front", "strategy", "init_scale", "optimizer"),
     [
-        ("mixin", PerToken(), OVERFLOWS),
-        ("callback", Heavy(), 2.0**16),
-        ("mixin", Heavy(1e8), 2.0**16),
-        ("callback", Heavy(1e8), OVERFLOWS),
+        ("mixin", PerToken(), OVERFLOWS, "sgd"),
+        ("callback", Heavy(), 2.0**16, "sgd"),
+        ("mixin", Heavy(1e8), 2.0**16, "sgd"),
+        ("callback", Heavy(1e8), OVERFLOWS, "sgd"),
+        ("callback", PerToken(), 2.0**10, fused),
+        ("callback", PerToken(), OVERFLOWS, fused),
+        ("mixin", PerToken(), OVERFLOWS, Wrapper),
     ],
-    ids=str,
 )
 def test_steps_lost_to_the_scaler_equal_those_of_plain_lightning(
-    front: str, strategy: AccumulationStrategy, init_scale: float
+    front: str, strategy: AccumulationStrategy, init_scale: float, optimizer: Any
 ) -> None:
-    plain, ours = plainly(init_scale), Watching()
-    module = half(Mixed if front == "mixin" else Plain)
-    callbacks: list[pl.Callback] = [ours]
-    if isinstance(module, Mixed):
-        module.accumulation = strategy
-    else:
-        callbacks.append(AccumulationCallback(strategy))
-    fitted = fit(module, "16-mixed", *callbacks, epochs=4, init_scale=init_scale)
-    skipped = windows_of(fitted).num_skipped_steps
-    assert skipped == fitted.global_step - ours.num_taken
+    """keras#20878: Lightning's own counter goes on; ours tells which were skipped. They
+    are counted afresh in each fit: the scaler has found its factor in the first one."""
+    plain, ours = plainly(init_scale), Weights()
+    made = {"strategy": strategy, "optimizer": optimizer}
+    how: dict[str, Any] = {"max_epochs": 4, "init_scale": init_scale, "made": made}
+    fitted = fit_scaled(front, Plain, ours, **how)
+    windows = windows_of(fitted)
+    assert fitted.global_step == 12
+    assert windows.num_skipped_steps == 12 - ours.num_taken
     assert ours.num_taken >= plain.num_taken
     assert min(ours.scales) >= min(plain.scales)
-    assert bool(skipped) == (init_scale > 2.0**16)
-
-
-SCHEDULER_FIRST = "ignore:Detected call of `lr_scheduler.step..` before:UserWarning"
-
-
-@pytest.mark.filterwarnings(SCHEDULER_FIRST)
-@pytest.mark.parametrize("hold", [True, False])
-def test_scheduler_is_held_back_only_if_asked(hold: bool) -> None:
-    """keras#20878, holocron#504: a skipped step moves Lightning's scheduler."""
-    module = Scheduled()
-    module.hold_schedulers = hold
-    fitted = fit(module, "16-mixed", init_scale=OVERFLOWS, epochs=4)
-    skipped = windows_of(fitted).num_skipped_steps
-    assert 0 < skipped < fitted.global_step == 12
-    moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch  # type: ignore[union-attr]
-    assert moved == 12 - (skipped if hold else 0)
-
-
-@pytest.mark.filterwarnings(SCHEDULER_FIRST)
-@pytest.mark.parametrize("hold", [True, False])
-def test_the_callback_holds_schedulers_too(hold: bool) -> None:
-    class Bare(Plain):
-        configure_optimizers, interval = Scheduled.configure_optimizers, "step"
-
-    module = Bare(dtype=torch.float32)
-    ours = AccumulationCallback(PerToken(), hold_schedulers=hold)
-    fitted = fit(module, "16-mixed", ours, init_scale=OVERFLOWS, epochs=4)
-    skipped = windows_of(fitted).num_skipped_steps
-    assert 0 < skipped < fitted.global_step == 12
-    moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch  # type: ignore[union-attr]
-    assert moved == 12 - (skipped if hold else 0)
-    assert "lr_scheduler_step" not in vars(module)
-
-
-class Scheduled(Mixed):
-    interval = "step"
-
-    def __init__(self) -> None:
-        super().__init__(dtype=torch.float32)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-        config = {"scheduler": scheduler, "interval": self.interval}
-        return {"optimizer": optimizer, "lr_scheduler": config}
-
-
-class ScheduledByEpoch(Scheduled):
-    interval = "epoch"
-
-
-@pytest.mark.filterwarnings(SCHEDULER_FIRST)
-def test_scheduler_by_epoch_is_never_held_back() -> None:
-    module = ScheduledByEpoch()
-    module.hold_schedulers = True
-    fitted = fit(module, "16-mixed", init_scale=2.0**60)
-    assert windows_of(fitted).num_skipped_steps == 6
-    assert fitted.lr_scheduler_configs[0].scheduler.last_epoch == 2  # type: ignore[union-attr]
-
-
-class NoneAt(Mixed):
-    """Returns None for some micro-batches."""
-
-    def __init__(self, *skipped: int) -> None:
-        super().__init__(dtype=torch.float32)
-        self.skipped = skipped
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx in self.skipped:
-            return None
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-def test_none_on_last_micro_batch_under_a_scaler_is_refused() -> None:
-    """Lightning would skip the whole window without a word."""
-    with (
-        pytest.warns(UserWarning, match="an open window of 3 micro-batches"),
-        pytest.raises(TrainkitError, match="returned None on the last micro-batch"),
-    ):
-        fit(NoneAt(3), "16-mixed")
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-@pytest.mark.parametrize("skipped", [(0,), (1, 2), (4, 5, 6, 7)], ids=str)
-def test_none_elsewhere_under_a_scaler_does_not_count(skipped: tuple[int, ...]) -> None:
-    module = NoneAt(*skipped)
-    fit(module, "16-mixed", epochs=1)
-    reference = NoneAt(*skipped)
-    trainer(WINDOW, max_epochs=1).fit(reference, micro_batches(SEQUENCES))
-    assert deviation(module, reference, START) <= TOLERANCE[torch.float16]
-
-
-class Fused(Mixed):
-    """An optimizer that takes the scaler's factor off inside its step."""
-
-    def __init__(self, kind: str, *, fused: bool = True) -> None:
-        super().__init__(dtype=torch.float32)
-        self.kind = kind
-        self.fused = fused
-
-    def configure_optimizers(self) -> Any:
-        make = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[self.kind]
-        return make(self.parameters(), lr=0.05, fused=self.fused)
-
-
-@pytest.mark.parametrize(
-    ("kind", "init_scale"), [("AdamW", OVERFLOWS), ("SGD", 2.0**16)]
-)
-def test_fused_optimizer_under_a_scaler_equals_unfused(
-    kind: str, init_scale: float
-) -> None:
-    """pytorch-lightning#21435: gradients are still scaled at the hook; announced."""
-    module, reference = Fused(kind), Fused(kind, fused=False)
-    announced = f"{kind}\\(fused=True\\) under a gradient scaler"
-    with pytest.warns(UserWarning, match=announced):
-        fitted = fit(module, "16-mixed", init_scale=init_scale, epochs=4)
-    expected = fit(reference, "16-mixed", init_scale=init_scale, epochs=4)
-    skipped = windows_of(fitted).num_skipped_steps
-    assert skipped == windows_of(expected).num_skipped_steps
-    assert bool(skipped) == (init_scale > 2.0**16)
-    assert deviation(module, reference, START) <= 1e-5
-
-
-def test_fused_optimizer_without_a_scaler_is_not_announced() -> None:
-    module, reference = Fused("AdamW"), Fused("AdamW", fused=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*fused=True")
-        trainer(WINDOW).fit(module, micro_batches(SEQUENCES))
-    trainer(WINDOW).fit(reference, micro_batches(SEQUENCES))
-    assert deviation(module, reference, START) <= 1e-5
-
-
-@pytest.mark.filterwarnings(SCHEDULER_FIRST)
-def test_scheduler_is_held_back_under_a_fused_optimizer() -> None:
-    class FusedScheduled(Scheduled):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-            config = {"scheduler": scheduler, "interval": "step"}
-            return {"optimizer": optimizer, "lr_scheduler": config}
-
-    module = FusedScheduled()
-    module.hold_schedulers = True
-    with pytest.warns(UserWarning, match="fused=True"):
-        fitted = fit(module, "16-mixed", init_scale=OVERFLOWS, epochs=4)
-    skipped = windows_of(fitted).num_skipped_steps
-    assert 0 < skipped < 12
-    assert fitted.lr_scheduler_configs[0].scheduler.last_epoch == 12 - skipped  # type: ignore[union-attr]
+    assert bool(windows.num_skipped_steps) == (init_scale > 2.0**16)
+    assert not windows.skipped_last_step()
+    fitted.fit_loop.max_epochs = 8
+    fitted.fit(fitted.lightning_module, micro_batches(SEQUENCES))
+    assert windows_of(fitted).num_skipped_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -233,12 +123,66 @@ def test_scheduler_is_held_back_under_a_fused_optimizer() -> None:
 def test_no_step_is_lost_after_an_uneven_start(sizes: tuple[int, ...]) -> None:
     """A first micro-batch that weighs little; a short last window before a full one."""
     sequences = ragged_sequences(sum(sizes), longest=40)
+    how: dict[str, Any] = {"batches": lambda _: micro_batches(sequences, sizes)}
     window = len(sizes) - 1 if sizes[0] > 1 else len(sizes)
-    module = half(Mixed)
-    fitted = trainer(window, max_epochs=4, **precise("16-mixed"))
-    fitted.fit(module, micro_batches(sequences, sizes))
+    fitted = fit_scaled("mixin", window=window, max_epochs=4, **how)
     assert windows_of(fitted).num_skipped_steps == 0
-    assert fitted.precision_plugin.scaler.get_scale() == 2.0**16  # type: ignore[attr-defined]
+    assert fitted.precision_plugin.scaler.get_scale() == 2.0**16
+
+
+# ---- what the steps are --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1, 2), (4, 5, 6, 7)], ids=str)
+def test_none_elsewhere_under_a_scaler_does_not_count(skipped: tuple[int, ...]) -> None:
+    module = fit_scaled("mixin", without(*skipped), max_epochs=1).lightning_module
+    expected = stepped(of(4, [k for k in range(10) if k not in skipped]))
+    assert deviation(module, expected, START) <= HALF
+
+
+@pytest.mark.parametrize(
+    ("make", "init_scale"), [(fused_adam, OVERFLOWS), (fused, 2.0**16)]
+)
+def test_fused_optimizer_under_a_scaler_equals_unfused(
+    make: Any, init_scale: float
+) -> None:
+    """pytorch-lightning#21435: gradients are still scaled at the hook; announced, and
+    only then."""
+    kind = torch.optim.AdamW if make is fused_adam else torch.optim.SGD
+    lr = 0.05 if make is fused_adam else 0.5
+    made = {"optimizer": make}
+    unfused = {"optimizer": lambda parameters: kind(parameters, lr=lr)}
+    how: dict[str, Any] = {"init_scale": init_scale, "max_epochs": 4}
+    with pytest.warns(
+        UserWarning, match=rf"{kind.__name__}\(fused=True\) under a grad"
+    ):
+        fitted = fit_scaled("mixin", made=made, **how)
+    expected = fit_scaled("mixin", made=unfused, **how)
+    skipped = windows_of(fitted).num_skipped_steps
+    assert skipped == windows_of(expected).num_skipped_steps
+    assert bool(skipped) == (init_scale > 2.0**16)
+    assert apart(fitted, expected) <= 1e-5
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*fused=True")
+        fitted = fit("mixin", made={**FLOAT, **made})
+    expected = fit("mixin", made={**FLOAT, **unfused})
+    assert apart(fitted, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_clipping_comes_after_unscaling(clip: str) -> None:
+    """pytorch-lightning#9599, #9694, #18089: a clip at 0.1 is one at 0.1, not at
+    0.1 / 65536. And the window's loss is without the scaler's factor, undivided."""
+    how: dict[str, Any] = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": clip}
+    mixed, full = (fit_scaled("mixin", precision=p, **how) for p in ("16-mixed", "32"))
+    assert apart(mixed, full) <= HALF
+    once = windows_of(fit_scaled("mixin", max_epochs=1, max_steps=1)).last_window
+    assert once is not None
+    expected = big_batch(SEQUENCES, epochs=1, dtype=torch.float32).losses[0]
+    assert float(once.loss) == pytest.approx(expected, rel=1e-2)
+
+
+# ---- checkpoints inside a window -----------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [1, 5, 12])
@@ -247,22 +191,10 @@ def test_resumed_inside_a_scaled_window_equals_uninterrupted(
 ) -> None:
     """The partial gradients hold the scaler's factor, which is saved as well."""
     path = tmp_path / "inside.ckpt"
-    module, again = half(Mixed), half(Mixed)
-    options = precise("16-mixed", init_scale=2.0**28)
-    trainer(WINDOW, callbacks=[Saving(path, at)], **options).fit(module, Resumable())
-    fitted = trainer(WINDOW, **precise("16-mixed"))
-    fitted.fit(again, Resumable(), ckpt_path=path)
-    assert deviation(again, module, START) <= 1e-6
-
-
-def test_skipped_steps_are_counted_afresh_in_each_fit() -> None:
-    """The scaler has found its factor in the first one."""
-    callback = AccumulationCallback(PerToken())
-    fitted = fit(half(), "16-mixed", callback, epochs=4, init_scale=OVERFLOWS)
-    assert callback.num_skipped_steps > 0
-    fitted.fit_loop.max_epochs = 16
-    fitted.fit(half(), micro_batches(SEQUENCES))
-    assert callback.num_skipped_steps == 0
+    how: dict[str, Any] = {"batches": lambda sizes: Resumable()}
+    saved = fit_scaled("mixin", Plain, Saving(path, at), init_scale=OVERFLOWS, **how)
+    again = fit_scaled("mixin", ckpt_path=path, **how)
+    assert apart(again, saved) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -279,22 +211,141 @@ def test_window_resumed_in_another_precision_keeps_its_scale(
 ) -> None:
     """What was saved carries the scaler's factor, and the rest another or none."""
     path = tmp_path / "inside.ckpt"
-    saved = trainer(WINDOW, callbacks=[Saving(path, 5)], **precise(saved_in))
-    saved.fit(half(Mixed), Resumable())
-    resumed, reference = Norms(), Norms()
-    again = trainer(WINDOW, callbacks=[resumed], **precise(resumed_in))
-    again.fit(half(Mixed), Resumable(), ckpt_path=path)
-    trainer(WINDOW, callbacks=[reference]).fit(half(Mixed), Resumable())
-    expected = reference.seen[-len(resumed.seen) :]
-    assert resumed.seen == pytest.approx(expected, rel=0.02)
+    how: dict[str, Any] = {"batches": lambda sizes: Resumable()}
+    fit_scaled("mixin", Plain, Saving(path, 5), precision=saved_in, **how)
+    found, reference = Gradients(), Gradients()
+    fit_scaled("mixin", Plain, found, precision=resumed_in, ckpt_path=path, **how)
+    fit_scaled("mixin", Plain, reference, precision="32-true", **how)
+    norms = [[float(each.norm()) for each in seen.seen] for seen in (found, reference)]
+    assert norms[0] == pytest.approx(norms[1][-len(norms[0]) :], rel=0.02)
 
 
-class Norms(pl.Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
+MADE: dict[str, Any] = {"dtype": torch.float32, "scheduler": "step"}
+STEP = "lr_scheduler_step"
 
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
-        found = [p.grad.flatten() for p in pl_module.parameters() if p.grad is not None]
-        self.seen.append(float(torch.cat(found).norm()))
+
+class Deaf:
+    """A scheduler that is none of torch's: its step wants a number."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.last_epoch = optimizer, 0
+
+    def step(self, number: int) -> None:
+        self.last_epoch = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def deaf(self: Any) -> Any:
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    config = {"scheduler": Deaf(optimizer), "interval": "step"}
+    return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def own_step(scheduler: Any, metric: Any) -> None:
+    scheduler.step()
+
+
+class OfTheInstance(Plain):
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.lr_scheduler_step = own_step
+
+
+DEAF = hooked(Plain, configure_optimizers=deaf)
+KINDS: dict[str, Any] = {
+    "none": Plain,
+    "with super": hooked(
+        Plain,
+        lr_scheduler_step=lambda self, *args: Plain.lr_scheduler_step(self, *args),
+    ),
+    "without super": hooked(
+        Plain, lr_scheduler_step=lambda self, *args: own_step(*args)
+    ),
+    "of the instance": OfTheInstance,
+    "of another kind": hooked(
+        DEAF, lr_scheduler_step=lambda self, s, metric: s.step(s.last_epoch + 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize(
+    ("front", "kind", "late", "made"),
+    [
+        *(("mixin", kind, False, {}) for kind in KINDS),
+        *(("mixin", kind, True, {}) for kind in list(KINDS)[:4]),
+        ("callback", "none", False, {}),
+        ("mixin", "none", False, {"optimizer": fused}),
+        ("mixin", "none", False, {"scheduler": "epoch"}),
+        ("callback", "none", False, {"scheduler": "epoch"}),
+    ],
+)
+def test_scheduler_is_held_back_only_if_asked(
+    front: str, kind: str, late: bool, made: Any, hold: bool
+) -> None:
+    """keras#20878, holocron#504: a skipped step moves Lightning's scheduler. One that
+    moves by epoch is never held; `late` asks while training runs."""
+
+    def ask(trainer: Any, module: Any) -> None:
+        module.hold_schedulers = hold
+
+    asks = [LambdaCallback(on_train_epoch_start=ask)] if late else []
+    before = vars(KINDS[kind]()).get(STEP)
+    made = {**MADE, **made, "options": {"hold_schedulers": hold is not late}}
+    fitted = fit(front, KINDS[kind], *asks, made=made, max_epochs=4, **scaled(2.0**28))
+    skipped = windows_of(fitted).num_skipped_steps
+    assert 0 < skipped < fitted.global_step == 12
+    moved = fitted.lr_scheduler_configs[0].scheduler.last_epoch
+    by_step = 12 - (skipped if hold else 0)
+    assert moved == (4 if made["scheduler"] == "epoch" else by_step)
+    assert vars(fitted.lightning_module).get(STEP) is before
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_scheduler_of_another_kind_is_refused_before_training(
+    hold: bool, again: bool
+) -> None:
+    """Lightning's own check; nothing of an earlier fit hides it."""
+    module, _ = on_front("mixin", DEAF, options={"hold_schedulers": hold}, **MADE)
+    if again:
+        module.configure_optimizers = lambda: Plain.configure_optimizers(module)
+        trainer(WINDOW, max_epochs=1, **scaled()).fit(module, ragged(RAGGED))
+        del module.configure_optimizers
+    with pytest.raises(MisconfigurationException, match="scheduler `Deaf` doesn't fol"):
+        trainer(WINDOW, **scaled()).fit(module, ragged(RAGGED))
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_nothing_stays_after_an_error(is_scaled: bool) -> None:
+    """And without a scaler nothing is put between."""
+    seen: list[bool] = []
+
+    def fail(trainer: Any, module: Any) -> None:
+        seen.append(STEP in vars(module))
+        raise RuntimeError("on purpose")
+
+    module, _ = on_front("mixin", options={"hold_schedulers": True}, **MADE)
+    fails = LambdaCallback(on_train_epoch_end=fail)
+    how = scaled() if is_scaled else {}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(WINDOW, callbacks=[fails], **how).fit(module, ragged(RAGGED))
+    assert seen == [is_scaled]
+    assert STEP not in vars(module)
+
+
+@pytest.mark.parametrize("way", SENT)
+def test_a_module_copied_within_a_fit_trains_by_itself(way: str) -> None:
+    copies: list[Any] = []
+    copying = LambdaCallback(
+        on_train_epoch_start=lambda trainer, module: copies.append(SENT[way](module))
+    )
+    module: Any = Mixed(**MADE)
+    module.hold_schedulers = True
+    trainer(WINDOW, callbacks=[copying], **scaled()).fit(module, ragged(RAGGED))
+    trainer(WINDOW, **scaled()).fit(copies[-1], ragged(RAGGED))
+    assert STEP not in vars(copies[-1])

@@ -1,220 +1,312 @@
-"""Which micro-batches make a window: schedules, limits, validation inside, None."""
+"""Which micro-batches make a window: schedules, limits, early ends, None."""
 
 from __future__ import annotations
 
+import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
-    LearningRateFinder,
+    LambdaCallback,
+    Timer,
 )
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from tests.helpers import (
-    OPTIMIZERS,
-    TokenNet,
-    deviation,
-    ragged_sequences,
-    trainer,
-    weights,
-)
+from tests.helpers import NAIVE, OPTIMIZERS, TokenNet, deviation, pad, trainer, weights
 from tests.lit.fronts import (
     RAGGED,
+    SEQUENCES,
     WINDOW,
-    Mixed,
-    Plain,
     batches_of,
-    big_batch,
     cut,
+    fit,
     merged,
-    micro_batches,
-    pad,
-    plain_token_loss,
+    ragged,
     windows_of,
 )
 from tests.lit.resume.resuming import Saving
-from trainkit import (
-    AccumulationCallback,
-    AccumulationStrategy,
-    PerToken,
-    Uniform,
-)
-from trainkit.errors import TrainkitError
+from tests.recording import Ending, told
+from tests.zoo import Plain, Stream, hooked, on_front, plain_token_loss
+from trainkit import Uniform
+from trainkit.lit._compat import leaves_fit
 
-SEQUENCES = ragged_sequences(38)
-START = weights(Plain())
+ALL = range(len(RAGGED))
+PARTS = cut(SEQUENCES, RAGGED)
+Windows = list[list[int]]
 
 
-def by_windows(windows: Sequence[Sequence[int]], optimizer: str = "sgd") -> Tensor:
-    """Weights after stepping once with each of these sets of samples."""
+def of(window: int, kept: Sequence[int] = ALL) -> Windows:
+    """An epoch's windows of so many micro-batches, of which only some are kept."""
+    starts = range(0, len(ALL), window)
+    return [[k for k in ALL[start : start + window] if k in kept] for start in starts]
+
+
+def stepped(windows: Windows, optimizer: str = "sgd") -> torch.Tensor:
+    """The reference: the weights after a step with each of these in one batch."""
     net = TokenNet(dtype=torch.float64)
     stepper = OPTIMIZERS[optimizer](net.parameters())
     for window in windows:
         stepper.zero_grad()
-        if window:
-            plain_token_loss(net, pad([SEQUENCES[i] for i in window])).backward()
+        samples = [SEQUENCES[index] for k in window for index in PARTS[k]]
+        if samples:
+            plain_token_loss(net, pad(samples)).backward()
         stepper.step()
     return weights(net)
 
 
-def windows_from(kept: Sequence[int], every: int) -> list[list[int]]:
-    """The samples of windows of `every` micro-batches, only those that are kept."""
-    parts = cut(SEQUENCES, RAGGED)
-    groups = [range(i, min(i + every, len(parts))) for i in range(0, len(parts), every)]
-    return [[s for k in group if k in kept for s in parts[k]] for group in groups]
+@dataclass
+class Case:
+    """A training, the windows that it must take, and what must be said meanwhile."""
+
+    windows: Windows
+    said: str = ""
+    kind: type[Plain] = Plain
+    callbacks: Callable[[], list[Any]] = list
+    optimizer: str = "sgd"
+    is_off: bool = True
+    """Whether plain Lightning ends elsewhere."""
+    strategy: Any = None
+    how: dict[str, Any] = field(default_factory=dict)
 
 
-def assert_exact(module: Any, expected: Tensor) -> None:
-    assert deviation(module, expected, START) <= 1e-10
+def without(*skipped: int) -> type[Plain]:
+    """Returns None for some micro-batches, and of the others a dict."""
 
-
-def test_gradient_accumulation_scheduler_equals_big_batches() -> None:
-    """Lightning's own schedule, listed before or after trainkit's callback."""
-    expected = by_windows(
-        [*windows_from(range(10), 2), *windows_from(range(10), 4)], "momentum"
-    )
-    for order in (1, -1):
-        listed = [GradientAccumulationScheduler({0: 2, 1: 4}), exact()][::order]
-        module = Plain(optimizer="momentum")
-        trainer(1, callbacks=listed).fit(module, micro_batches(SEQUENCES))
-        assert_exact(module, expected)
-
-
-def exact() -> AccumulationCallback:
-    return AccumulationCallback(PerToken())
-
-
-class Validated(Mixed):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        plain_token_loss(self.net, batch)
-
-
-@pytest.mark.parametrize("interval", [1, 3, 5, 0.3])
-def test_validation_inside_a_window_equals_none(interval: float) -> None:
-    """pytorch-lightning#17207: validation comes between micro-batches of a window."""
-    module = Validated(optimizer="momentum")
-    trainer(WINDOW, val_check_interval=interval).fit(
-        module, micro_batches(SEQUENCES), micro_batches(SEQUENCES, [4])
-    )
-    assert_exact(module, big_batch(SEQUENCES, optimizer="momentum").end)
-
-
-@pytest.mark.parametrize("limit", [7, 0.7, 3])
-def test_limit_train_batches_equals_big_batch_of_those(limit: float) -> None:
-    count = round(limit * 10) if isinstance(limit, float) else limit
-    module = Mixed()
-    options = {"limit_train_batches": limit, "max_epochs": 1}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "accumulate_grad_batches=4: the epoch")
-        trainer(WINDOW, **options).fit(module, micro_batches(SEQUENCES))
-    assert_exact(
-        module, by_windows(windows_from(range(count), WINDOW)[: -(-count // 4)])
-    )
-
-
-def test_fast_dev_run_equals_first_batches() -> None:
-    module = Mixed()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "accumulate_grad_batches=4: the epoch")
-        trainer(WINDOW, fast_dev_run=3).fit(module, micro_batches(SEQUENCES))
-    assert_exact(module, by_windows([windows_from(range(3), WINDOW)[0]]))
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_max_steps_equals_so_many_big_batches(steps: int) -> None:
-    """Windows are counted, not micro-batches; the second epoch starts afresh."""
-    module = Mixed()
-    fitted = trainer(WINDOW, max_steps=steps)
-    fitted.fit(module, micro_batches(SEQUENCES))
-    twice = windows_from(range(10), WINDOW) * 2
-    assert fitted.global_step == steps
-    assert_exact(module, by_windows(twice[:steps]))
-
-
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Ready batches, of unknown number."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-@pytest.mark.parametrize("window", [3, 5, 100])
-def test_stream_of_unknown_length_equals_big_batch(window: int) -> None:
-    module = Mixed(optimizer="adamw")
-    stream = Stream(list(batches_of(SEQUENCES, RAGGED)))
-    trainer(window).fit(module, DataLoader(stream, batch_size=None))
-    expected = big_batch(SEQUENCES, window=window, optimizer="adamw")
-    assert_exact(module, expected.end)
-
-
-def test_epoch_shorter_than_window_is_said_and_equals_big_batch() -> None:
-    """pytorch-lightning#21808, pet#25, speculators#859."""
-    module = Mixed()
-    with pytest.warns(UserWarning, match="^accumulate_grad_batches") as said:
-        trainer(64).fit(module, micro_batches(SEQUENCES))
-    texts = [str(w.message) for w in said]
-    assert [t for t in texts if t.startswith("accumulate")] == [
-        "accumulate_grad_batches=64: the epoch has only 10 batches, so no window ever "
-        "fills; every step is divided by the weight of those 10. Lower it, or make the "
-        "epochs longer."
-    ]
-    assert_exact(module, big_batch(SEQUENCES, window=64).end)
-
-
-class SometimesNone(Mixed):
-    """Skips some micro-batches; of the others it returns a dict."""
-
-    def __init__(self, skipped: Sequence[int]) -> None:
-        super().__init__(optimizer="momentum")
-        self.skipped = skipped
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx in self.skipped:
+    def training_step(self: Plain, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in skipped:
             return None
-        return {"loss": super().training_step(batch, batch_idx), "extra": "kept"}
+        return {"loss": self.loss_of(batch), "extra": "kept"}
+
+    return hooked(Plain, training_step=training_step)
 
 
-NONE = "ignore:`training_step` returned `None`:UserWarning"
+def ends_epoch_at(batch: int) -> type[Plain]:
+    """Ends its first epoch from `on_train_batch_start`."""
+
+    def on_train_batch_start(self: Plain, _: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == batch else None
+
+    return hooked(Plain, on_train_batch_start=on_train_batch_start)
 
 
-@pytest.mark.filterwarnings(NONE)
-@pytest.mark.parametrize(
-    "skipped",
-    [(0,), (1, 2), (3,), (9,), (4, 5, 6, 7), (0, 3, 8, 9), range(10)],
-    ids=str,
-)
-def test_none_micro_batches_do_not_count(skipped: Sequence[int]) -> None:
-    """First, middle, last of a window, a whole window, all of them."""
-    module = SometimesNone(skipped)
-    trainer(WINDOW, max_epochs=1).fit(module, micro_batches(SEQUENCES))
-    kept = [i for i in range(10) if i not in skipped]
-    expected = by_windows(windows_from(kept, WINDOW), "momentum")
-    if kept:
-        assert_exact(module, expected)
+def at_start(function: Callable[[Any, int], Any]) -> Callable[[], list[Any]]:
+    """Makes a callback that runs a function of the Trainer before each batch."""
+    hook = lambda trainer, module, batch, index: function(trainer, index)  # noqa: E731
+    return lambda: [LambdaCallback(on_train_batch_start=hook)]
+
+
+def expire(trainer: Any, batch_idx: int) -> None:
+    """Lets the Trainer's timer run out."""
+    if batch_idx == 6:
+        timer = next(c for c in trainer.callbacks if isinstance(c, Timer))
+        timer._duration = 0.0
+
+
+def lengthen(trainer: Any, batch_idx: int) -> None:
+    """Sets the window's length in mid-epoch, as some schedules do."""
+    if batch_idx == 2:
+        trainer.accumulate_grad_batches = 4
+
+
+def shorten(trainer: Any, batch_idx: int) -> None:
+    """Sets another length inside a window."""
+    if batch_idx == 2:
+        trainer.accumulate_grad_batches = 2
+
+
+class ShorterThanItSays(list[Any]):
+    """A loader that claims more batches than it yields."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 3
+
+
+class Fetching(Plain):
+    """Fetches its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss_of(next(dataloader_iter)[0])
+
+
+def stream(*left_out: int) -> Callable[[Any], Any]:
+    """Batches of unknown number, some of them None."""
+
+    def batches(sizes: Sequence[int]) -> Any:
+        all_batches: list[Any] = list(batches_of(SEQUENCES, sizes))
+        for index in left_out:
+            all_batches[index] = None
+        return DataLoader(Stream(all_batches), batch_size=None)
+
+    return batches
+
+
+def dropped(held: int, why: str = "the epoch ended inside it") -> str:
+    batches = "micro-batches" if held > 1 else "micro-batch"
+    return (
+        f"accumulation: an open window of {held} {batches} was dropped, since {why}; "
+        f"no optimizer step was taken with it."
+    )
+
+
+def short(window: int, held: int) -> str:
+    """pytorch-lightning#21808, pet#25, speculators#859."""
+    return (
+        f"accumulate_grad_batches={window}: the epoch has only {held} batches, so no "
+        f"window ever fills; every step is divided by the weight of those {held}. "
+        f"Lower it, or make the epochs longer."
+    )
+
+
+ONCE = {"max_epochs": 1}
+CASES: dict[str, Case] = {
+    # Also one that divides the epoch exactly (transformers#37777), and N = 1.
+    **{
+        f"of {n}": Case(of(n) * 2, is_off=n > 1, how={"window": n})
+        for n in (1, 2, 3, 5, 7, 10)
+    },
+    "longer than an epoch": Case(of(10) * 2, short(64, 10), how={"window": 64}),
+    **{
+        f"a stream in windows of {n}": Case(
+            of(n) * 2, optimizer="adamw", how={"window": n, "batches": stream()}
+        )
+        for n in (3, 5, 100)
+    },
+    "Lightning's own schedule": Case(
+        [*of(2), *of(4)],
+        callbacks=lambda: [GradientAccumulationScheduler({0: 2, 1: 4})],
+        optimizer="momentum",
+        how={"window": 1},
+    ),
+    # pytorch-lightning#17207: validation comes between micro-batches of a window.
+    **{
+        f"validation every {n}": Case(
+            of(WINDOW) * 2,
+            kind=hooked(Plain, validation_step=lambda self, batch, _: None),
+            how={"validation": ragged([4]), "val_check_interval": n},
+        )
+        for n in (1, 3, 5, 0.3)
+    },
+    **{
+        f"limited to {n}": Case(
+            of(WINDOW, range(7))[:2], how={"limit_train_batches": n, **ONCE}
+        )
+        for n in (7, 0.7)
+    },
+    "limited to 3": Case(
+        [[0, 1, 2]], short(4, 3), how={"limit_train_batches": 3, **ONCE}
+    ),
+    "fast_dev_run": Case([[0, 1, 2]], how={"fast_dev_run": 3}),
+    # Windows are counted, not micro-batches; the second epoch starts afresh.
+    **{
+        f"{n} steps": Case((of(WINDOW) * 2)[:n], how={"max_steps": n})
+        for n in (1, 2, 4)
+    },
+    # None for the first, a middle, the last of a window, for a whole one, for many.
+    **{
+        f"without {skipped}": Case(
+            of(WINDOW, [k for k in ALL if k not in skipped]),
+            kind=without(*skipped),
+            optimizer="momentum",
+            how=ONCE,
+        )
+        for skipped in ((0,), (1, 2), (3,), (9,), (4, 5, 6, 7), (0, 3, 8, 9))
+    },
+    "without any": Case([], kind=without(*ALL), is_off=False, how=ONCE),
+    "Uniform() that fetches its batches": Case(
+        of(1) * 2, kind=Fetching, is_off=False, strategy=Uniform(), how={"window": 1}
+    ),
+    # YOLO#225: Lightning steps after batches 0-1, then 2-3 without having zeroed the
+    # gradients of the first step, since 2 % 4 != 0.
+    "lengthened in mid-epoch": Case(
+        [[0, 1], [2, 3], [4, 5, 6, 7]],
+        callbacks=at_start(lengthen),
+        how={"window": 2, "limit_train_batches": 8, **ONCE},
+    ),
+    "shortened inside a window": Case(
+        [[2, 3], [4, 5], [6, 7]],
+        dropped(2, "its gradients were zeroed before its step"),
+        callbacks=at_start(shorten),
+        how={"window": 3, "limit_train_batches": 8, **ONCE},
+    ),
+    # Lightning zeroes gradients with a window's first batch only, which is None.
+    "None from the loader": Case(
+        of(WINDOW, [k for k in ALL if k != 4]), how={"batches": stream(4), **ONCE}
+    ),
+    # `on_train_batch_start` returns -1 in the second window: the next epoch's first
+    # step holds nothing of it (transformers#22082, #22098).
+    **{
+        f"-1 after {held}": Case(
+            [*of(WINDOW)[:1], *of(WINDOW)],
+            dropped(held) if held else "",
+            kind=ends_epoch_at(WINDOW + held),
+        )
+        for held in (0, 1, 2, 3)
+    },
+    "should_stop": Case(of(WINDOW)[:1], dropped(2), callbacks=lambda: [Ending(5)]),
+    "max_time": Case(
+        of(WINDOW)[:1],
+        dropped(3),
+        callbacks=at_start(expire),
+        how={"max_time": timedelta(days=1)},
+    ),
+    # Lightning learns too late that the epoch is over, and takes no step.
+    "a loader shorter than it says": Case(
+        of(WINDOW)[:2],
+        dropped(2),
+        how={"batches": lambda sizes: ShorterThanItSays(ragged(sizes)), **ONCE},
+    ),
+}
+START = weights(Plain())
+
+
+def run(front: str, case: Case) -> Any:
+    made = {"optimizer": case.optimizer}
+    made |= {} if front == "plain" else {"strategy": case.strategy}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*yielded None|.*dataloader_iter")
+        warnings.filterwarnings("ignore", "`training_step` returned `None`")
+        return fit(front, case.kind, *case.callbacks(), made=made, **case.how)
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
+@pytest.mark.parametrize("name", CASES)
+def test_windows_are_big_batches_of_these_micro_batches(name: str, front: str) -> None:
+    """With exactly these messages; plain Lightning, the control, is off."""
+    case = CASES[name]
+    with told("accumul") as said:
+        fitted = run(front, case)
+    expected = stepped(case.windows, case.optimizer)
+    if not case.windows:
+        assert torch.equal(weights(fitted.lightning_module), START)
+    elif front == "plain":
+        off = deviation(fitted.lightning_module, expected, START)
+        assert (off > NAIVE) is case.is_off
     else:
-        assert torch.equal(weights(module), START)
+        assert deviation(fitted.lightning_module, expected, START) <= 1e-10
+        assert said == [case.said] * bool(case.said)
 
 
-@pytest.mark.filterwarnings(NONE)
+def test_each_merged_window_is_a_big_batch() -> None:
+    """The reference of other tests merges the same micro-batches."""
+    sizes = [sum(RAGGED[k] for k in window) for window in of(WINDOW)]
+    assert merged(RAGGED) == sizes
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 def test_loss_of_window_equals_true_mean_undivided() -> None:
     """pytorch-lightning#13243, #2569: what callbacks are shown is the micro-batch's
     loss over N; the window's is the mean over what it holds."""
-    module = SometimesNone([1])
-    fitted = trainer(WINDOW, limit_train_batches=4, max_epochs=1)
-    fitted.fit(module, micro_batches(SEQUENCES))
+    fitted = fit("mixin", without(1), limit_train_batches=4, max_epochs=1)
     window = windows_of(fitted).last_window
-    kept = windows_from([0, 2, 3], WINDOW)[0]
-    batch = pad([SEQUENCES[i] for i in kept])
+    batch = pad([SEQUENCES[index] for k in (0, 2, 3) for index in PARTS[k]])
     assert window is not None
     expected = plain_token_loss(TokenNet(dtype=torch.float64), batch)
     torch.testing.assert_close(window.loss, expected)
@@ -222,93 +314,87 @@ def test_loss_of_window_equals_true_mean_undivided() -> None:
     assert int(window.weight) == int((batch["labels"] != -100).sum())
 
 
-class LoaderIterator(Plain):
-    """Fetches its batches itself."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        batch, _, _ = next(dataloader_iter)
-        return plain_token_loss(self.net, batch)
-
-
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning")
-def test_dataloader_iter_equals_one_step_for_each_batch() -> None:
-    module = LoaderIterator()
-    callbacks = [AccumulationCallback(Uniform())]
-    trainer(1, callbacks=callbacks).fit(module, micro_batches(SEQUENCES))
-    assert_exact(module, big_batch(SEQUENCES, window=1).end)
-
-
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning")
-@pytest.mark.parametrize(
-    ("strategy", "window", "text"),
-    [(PerToken(), 1, "PerToken cannot weigh them"), (Uniform(), 2, "lags behind")],
-)
-def test_dataloader_iter_is_refused_where_it_cannot_be_exact(
-    strategy: AccumulationStrategy, window: int, text: str
-) -> None:
-    with pytest.raises(TrainkitError, match=text):
-        trainer(window, callbacks=[AccumulationCallback(strategy)]).fit(
-            LoaderIterator(), micro_batches(SEQUENCES)
-        )
-
-
-class Changing(pl.Callback):
-    """Sets the window's length in mid-epoch, as some schedules do."""
-
-    def __init__(self, lengths: dict[int, int]) -> None:
-        self.lengths = lengths
-
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        length = self.lengths.get(batch_idx, trainer.accumulate_grad_batches)
-        trainer.accumulate_grad_batches = length
-
-
-def test_window_length_changed_in_mid_epoch_leaks_nothing() -> None:
-    """YOLO#225: Lightning steps after batches 0-1, then 2-3 without having zeroed the
-    gradients of the first step, since 2 % 4 != 0."""
-    module = Mixed()
-    options = {"callbacks": [Changing({2: 4})], "limit_train_batches": 8}
-    trainer(2, max_epochs=1, **options).fit(module, micro_batches(SEQUENCES))
-    parts = cut(SEQUENCES, RAGGED)
-    windows = [parts[0] + parts[1], parts[2] + parts[3], sum(parts[4:8], [])]
-    assert_exact(module, by_windows(windows))
-
-
-@pytest.mark.filterwarnings("ignore:train_dataloader yielded None:UserWarning")
-def test_none_from_the_loader_leaks_nothing() -> None:
-    """Lightning zeroes gradients with a window's first batch only, which is None."""
-    batches: list[Any] = list(batches_of(SEQUENCES, RAGGED))
-    batches[4] = None
-    module = Mixed()
-    trainer(WINDOW, max_epochs=1).fit(module, DataLoader(Stream(batches), None))
-    kept = [i for i in range(10) if i != 4]
-    assert_exact(module, by_windows(windows_from(kept, WINDOW)))
-
-
-def test_big_batch_reference_merges_whole_windows() -> None:
-    assert merged(RAGGED) == [len(w) for w in windows_from(range(10), WINDOW)]
-
-
-def test_finders_are_announced() -> None:
-    """They run without the callbacks, so their trial steps are plain Lightning's."""
-    finder = LearningRateFinder(num_training_steps=3)
-    callback = AccumulationCallback(PerToken())
-    fitted = trainer(2, max_epochs=1, callbacks=[finder, callback])
-    with pytest.warns(UserWarning, match="^LearningRateFinder: Lightning takes all"):
-        callback.setup(fitted, Plain(), "fit")
-
-
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
 def test_rest_of_a_window_from_a_loader_that_starts_again_is_said(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "inside.ckpt"
-    trainer(WINDOW, max_epochs=1, callbacks=[Saving(path, 5)]).fit(
-        Mixed(), micro_batches(SEQUENCES)
-    )
+    fit("mixin", Plain, Saving(path, 5), max_epochs=1)
     with pytest.warns(UserWarning, match="the train_dataloader starts again at its"):
-        trainer(WINDOW, max_epochs=1).fit(
-            Mixed(), micro_batches(SEQUENCES), ckpt_path=path
-        )
+        fit("mixin", ckpt_path=path, max_epochs=1)
+
+
+ENDS: dict[str, tuple[Any, str]] = {
+    "error": (RuntimeError("the disk is full"), "RuntimeError ended training"),
+    "ctrl-c": (KeyboardInterrupt(), "KeyboardInterrupt ended training"),
+    "stop": (None, "the epoch ended inside it"),
+}
+
+
+def end(fitted: Any, module: Any, how: str, *, is_ours: bool = True) -> None:
+    """Fit until batch 5 of the first epoch, with two micro-batches in a window."""
+    before = signal.getsignal(signal.SIGINT)
+    fitted.callbacks = [*fitted.callbacks, Ending(5, ENDS[how][0])]
+    with told("accumulation") as said, suppress(RuntimeError, SystemExit):
+        fitted.fit(module, ragged(RAGGED))
+    signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+    assert said == ([dropped(2, ENDS[how][1])] if is_ours else [])
+
+
+@pytest.mark.parametrize("same_trainer", [True, False])
+@pytest.mark.parametrize("how", ["error", "ctrl-c"])
+@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
+def test_fit_after_an_exception_equals_fresh_fit(
+    front: str, how: str, same_trainer: bool
+) -> None:
+    """Two micro-batches were waiting; the next fit begins as if they had not been."""
+    module, ours = on_front(front)
+    fitted: Any = trainer(WINDOW, callbacks=ours, max_epochs=1)
+    end(fitted, module, how, is_ours=front != "plain")
+    if not same_trainer:
+        fitted = trainer(WINDOW, callbacks=ours, max_epochs=1)
+    fitted.fit(module, ragged(RAGGED))
+    off = deviation(module, stepped([*of(WINDOW)[:1], *of(WINDOW)]), START)
+    assert off > NAIVE if front == "plain" else off <= 1e-10
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback"])
+def test_second_fit_equals_fresh_fit(front: str) -> None:
+    """The same Trainer and module again, with another optimizer state."""
+    fitted = fit(front, max_epochs=1, made={"optimizer": "adamw"})
+    between, ours = on_front(front, optimizer="adamw")
+    between.load_state_dict(fitted.lightning_module.state_dict())
+    fitted.fit_loop.max_epochs = 2
+    fitted.fit(fitted.lightning_module, ragged(RAGGED))
+    fresh = trainer(WINDOW, max_epochs=1, callbacks=ours)
+    fresh.fit(between, ragged(RAGGED))
+    assert deviation(fitted.lightning_module, between, START) <= 1e-12
+    window = windows_of(fitted).last_window
+    assert window is not None
+    assert int(window.num_micro_batches) == 2
+
+
+def leave(trainer: Any, module: Any) -> None:
+    """As Lightning's finders leave `fit`: no hook but `teardown` hears of it."""
+    raise leaves_fit(trainer)
+
+
+@pytest.mark.parametrize("how", ["error", "stop", "left", "whole"])
+def test_optimizer_and_strategy_are_as_before_afterwards(how: str) -> None:
+    """An optimizer that outlives the Trainer can be stepped in a loop of one's own."""
+    kept: list[Any] = []
+
+    def make(parameters: Any) -> Any:
+        kept.append(OPTIMIZERS["sgd"](parameters))
+        return kept[0]
+
+    module, ours = on_front("callback", optimizer=make)
+    leaves = [LambdaCallback(on_train_epoch_start=leave)] if how == "left" else []
+    fitted: Any = trainer(WINDOW, callbacks=[*ours, *leaves])
+    if how in ENDS:
+        end(fitted, module, how)
+    else:
+        fitted.fit(module, ragged(RAGGED))
+    assert not kept[0]._optimizer_step_pre_hooks
+    assert not kept[0]._optimizer_step_post_hooks
+    assert "training_step" not in vars(fitted.strategy)

@@ -1,0 +1,289 @@
+"""Trainings of `test_ranks.py`, each on one of several ranks."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
+from torch.utils.data import DataLoader
+
+from tests.helpers import (
+    TokenModule,
+    deviation,
+    loader,
+    pad,
+    ragged_sequences,
+    raise_rank_errors,
+    rank_loader,
+    train_on_windows,
+    trainer,
+    weights,
+    windows_over_ranks,
+)
+from tests.zoo import Gan, Manual, Plain, Stream, on_front
+from trainkit import PerToken
+from trainkit.errors import TrainkitError
+from trainkit.lit.windows import refusals
+
+DATA = ragged_sequences(36)  # on 2 and on 3 ranks the epoch ends with a short window
+BATCH, WINDOW = 4, 2
+Samples = list[tuple[Tensor, Tensor]]
+
+
+def fit(
+    rank: int,
+    world: int,
+    front: str,
+    kind: Any = Plain,
+    *callbacks: pl.Callback,
+    data: Any = DATA,
+    made: dict[str, Any] | None = None,
+    window: int = WINDOW,
+    **options: Any,
+) -> Any:
+    """Train on this rank's share of samples, or with a loader of its own."""
+    module, ours = on_front(front, kind, **made or {})
+    share = rank_loader(data, BATCH, rank, world) if isinstance(data, list) else data
+    how = {"strategy": "ddp", "devices": world, "use_distributed_sampler": False}
+    fitted = trainer(window, callbacks=[*ours, *callbacks], **{**how, **options})
+    fitted.fit(module, share)
+    return fitted
+
+
+def train(rank: int, world: int, front: str, how: dict[str, Any]) -> Tensor:
+    return weights(fit(rank, world, front, **how).lightning_module)
+
+
+def deviations(
+    ends: list[Any],
+    data: Samples = DATA,
+    optimizer: str = "sgd",
+    clip: Any = None,
+    replicas: int | None = None,
+) -> list[float]:
+    """How far each rank's weights are from those of the big batch on one process."""
+    reference = TokenModule(dtype=torch.float64, optimizer=optimizer)
+    start = weights(reference)
+    windows = windows_over_ranks(data, BATCH, WINDOW, replicas or len(ends))
+    train_on_windows(reference, windows, clip=clip)
+    return [deviation(end, reference, start) for end in raise_rank_errors(ends)]
+
+
+def silenced(number: int, keep: int) -> Samples:
+    """Every rank's labels are ignored, save those of rank `keep`."""
+    return [
+        (ids, labels if i % number == keep else torch.full_like(labels, -100))
+        for i, (ids, labels) in enumerate(DATA)
+    ]
+
+
+GRID = [
+    ("mixin", "sgd", None),
+    ("callback", "sgd", 0.05),
+    ("mixin", "momentum", 0.05),
+    ("callback", "momentum", None),
+    ("mixin", "adamw", None),
+    ("callback", "adamw", 0.05),
+]
+"""Each pair of a front, an optimizer and a clip."""
+SUM = {"reduction": "sum", "strategy": PerToken(loss_reduction="sum")}
+UNUSED = {"strategy": "ddp_find_unused_parameters_true"}
+ADAM, FLOAT = {"optimizer": "adamw"}, {"dtype": torch.float32}
+EVEN = loader(DATA, BATCH)
+
+
+class Apart(Manual):
+    """Its ranks exchange gradients with a window's last batch alone."""
+
+    apart = True
+
+
+class TwoHeads(Plain):
+    """Short batches go through one head, long ones through the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.other = nn.Linear(8, 13, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        head = self.net.head if batch_idx % 2 == 0 else self.other
+        hidden = torch.tanh(self.net.embed(batch["ids"]))
+        logits = head(hidden).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+
+class Hook(pl.Callback):
+    """Lets DDP bring gradients together so, which Lightning does on CUDA only."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook, self.number = hook, 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.model.register_comm_hook(None, self.counted)
+
+    def counted(self, state, bucket):  # torch refuses other annotations than its own
+        self.number += 1
+        return self.hook(state, bucket)
+
+
+class HeavyToken(PerToken):
+    """Windows that weigh some 800,000, beyond half precision."""
+
+    def weight(self, batch: Any) -> Any:
+        return 10_000 * super().weight(batch)
+
+
+class HeavyLoss(Plain):
+    """Weighs its loss by itself, and divides nothing before gradients travel."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return HeavyToken().weight(batch) * self.loss_of(batch)
+
+
+def train_hooked(
+    rank: int, world: int, front: str, kind: Any, made: Any, hook: Any = allreduce_hook
+) -> tuple[Tensor, int]:
+    """Where it ends, and how often gradients were brought together."""
+    hook = Hook(hook)
+    fitted = fit(rank, world, front, kind, hook, made=made)
+    return weights(fitted.lightning_module), hook.number
+
+
+def count_collectives(rank: int, world: int) -> list[int]:
+    """How many all-reduces trainkit starts in each batch."""
+    counts: list[int] = []
+    original = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if counts and "trainkit" in inspect.stack()[1].filename:
+            counts[-1] += 1
+        return original(*args, **kwargs)
+
+    begins = LambdaCallback(on_train_batch_start=lambda *args: counts.append(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        fit(rank, world, "callback", Plain, begins, max_epochs=1)
+    return counts
+
+
+class NanOnRankOne(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        bad = self.global_rank == 1 and batch_idx == 1
+        return self.loss_of(batch) * (torch.nan if bad else 1.0)
+
+
+def train_nan(rank: int, world: int, checks: Any) -> tuple[int, str]:
+    """The steps that were taken, and what has ended them."""
+    steps: list[int] = []
+    ends = LambdaCallback(on_exception=lambda t, *args: steps.append(t.global_step))
+    made = {"options": {"checks": checks}}
+    with pytest.raises(TrainkitError) as error:
+        fit(rank, world, "callback", NanOnRankOne, ends, made=made)
+    return steps[0], str(error.value)
+
+
+def train_printing(rank: int, world: int) -> str:
+    sys.stdout = io.StringIO()
+    fit(rank, world, "mixin", data=EVEN, use_distributed_sampler=True)
+    return sys.stdout.getvalue()
+
+
+# ---- refused, or not -----------------------------------------------------------------
+
+
+def train_ddp(rank: int, world: int, front: str, how: Any, ddp: Any) -> Tensor:
+    backend = DDPStrategy(process_group_backend="gloo", **ddp)
+    return train(rank, world, front, {"strategy": backend, "data": EVEN, **how})
+
+
+class Announced(Stream):
+    """Says that it yields eight, and does not."""
+
+    def __len__(self) -> int:
+        return 8
+
+
+def train_stream(
+    rank: int, world: int, numbers: list[int], kind: Any = Stream, **options: Any
+) -> int:
+    if not options and len(set(numbers)) > 1:  # nobody will come
+        refusals.PATIENCE = timedelta(seconds=0.4)
+    batches = [pad(DATA[2 * i : 2 * i + 2]) for i in range(numbers[rank])]
+    data = DataLoader(kind(batches), batch_size=None)
+    return fit(rank, world, "callback", data=data, **options).global_step
+
+
+def train_limited(rank: int, world: int, numbers: list[int]) -> int:
+    return train_stream(rank, world, numbers, limit_train_batches=4)
+
+
+def train_lists(rank: int, world: int, numbers: list[int]) -> None:
+    fit(rank, world, "callback", data=loader(DATA[: 4 * numbers[rank]], BATCH))
+
+
+class NoneOnRankOne(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if self.global_rank == 1 else self.loss_of(batch)
+
+
+def train_none(rank: int, world: int) -> None:
+    fit(rank, world, "callback", NoneOnRankOne)
+
+
+# ---- the cases of one start of two ranks, and of three ----------------------------
+
+HEAVY = {**FLOAT, "strategy": HeavyToken()}
+STATIC: dict[str, Any] = {"static_graph": True}
+TWO: dict[Any, Any] = {
+    **{
+        (front, optimizer, clip): (
+            train,
+            front,
+            {"made": {"optimizer": optimizer}, "gradient_clip_val": clip},
+        )
+        for front, optimizer, clip in GRID
+    },
+    "plain": (train, "plain", {}),
+    "sum": (train, "callback", {"made": SUM}),
+    0: (train, "callback", {"data": silenced(2, 0)}),
+    1: (train, "callback", {"data": silenced(2, 1)}),
+    "two heads": (train, "callback", {"kind": TwoHeads, **UNUSED}),
+    "compressed": (train_hooked, "callback", Plain, HEAVY, fp16_compress_hook),
+    "compressed plainly": (train_hooked, "plain", HeavyLoss, FLOAT, fp16_compress_hook),
+    "by hand": (train_hooked, "plain", Manual, ADAM),
+    "apart": (train_hooked, "plain", Apart, ADAM),
+    "gan": (train, "plain", {"kind": Gan, "window": 1, **UNUSED}),
+    "collectives": (count_collectives,),
+    "late": (train_nan, "late"),
+    "now": (train_nan, "now"),
+    "printed": (train_printing,),
+    "static graph, 2": (train_ddp, "callback", {}, STATIC),
+    "static graph, 1": (train_ddp, "callback", {"window": 1}, STATIC),
+    "static graph, manual": (train_ddp, "plain", {"kind": Manual}, STATIC),
+    "averaging": (train_ddp, "callback", {}, {"model_averaging_period": 4}),
+    "equal streams": (train_stream, [5, 5]),
+    "cut streams": (train_limited, [4, 6]),
+    "lists": (train_lists, [3, 5]),
+}
+THREE: dict[Any, Any] = {
+    "mixin": (train, "mixin", {}),
+    "callback": (train, "callback", {}),
+    "plain": (train, "plain", {}),
+    2: (train, "callback", {"data": silenced(3, 2)}),
+    "lists": (train_lists, [5, 3, 5]),
+}

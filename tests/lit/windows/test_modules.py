@@ -1,0 +1,364 @@
+"""Whatever a module, its optimizer and callbacks are: windows equal big batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LambdaCallback,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.demos import LightningTransformer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.helpers import TOLERANCE, deviation, trainer, weights
+from tests.lit.fronts import (
+    RAGGED,
+    SEQUENCES,
+    WINDOW,
+    assert_big_batch,
+    big_batch,
+    cut,
+    fit,
+    merged,
+    ragged,
+)
+from tests.recording import SENT, Weights
+from tests.zoo import Mixed, Plain, Rows, hooked, on_front
+from trainkit import PerSample, PerToken
+
+# ---- parameters ----------------------------------------------------------------------
+
+
+class Sparse(Plain):
+    """Embedding gradients with rows for used words only."""
+
+    def __init__(self, adam: bool = False) -> None:
+        super().__init__()
+        self.adam = adam
+        vectors = self.net.embed.weight.detach().clone()
+        self.net.embed = nn.Embedding.from_pretrained(
+            vectors, freeze=False, sparse=True
+        )
+        self.net.head.requires_grad_(not adam)
+
+    def configure_optimizers(self) -> Any:
+        if self.adam:
+            return torch.optim.SparseAdam([self.net.embed.weight], lr=0.05)
+        return super().configure_optimizers()
+
+
+class Partial(Plain):
+    """One layer is frozen, one unused, one left out of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.unused = nn.Linear(2, 2, dtype=torch.float64)
+            self.left_out = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.net.embed.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss_of(batch) * self.left_out
+
+    def configure_optimizers(self) -> Any:
+        trained = [*self.net.parameters(), *self.unused.parameters()]
+        return torch.optim.AdamW(trained, lr=0.01)
+
+
+class Thawing(Plain):
+    """Thaws its embedding for the second epoch and adds it to the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.embed.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.head.parameters(), lr=0.5)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.embed.requires_grad_(True)
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": [self.net.embed.weight]})
+
+
+class Unfreeze(BaseFinetuning):
+    """Lightning's own way to do so."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.embed)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            embed = pl_module.net.embed
+            self.unfreeze_and_add_param_group(embed, optimizer, initial_denom_lr=1)
+
+
+def of_head(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.5)
+
+
+def recomputed(self: Plain, batch: Any, batch_idx: int) -> Any:
+    """Runs its forward pass again in the backward pass."""
+    net = lambda ids: checkpoint(self.net.forward, ids, use_reentrant=False)  # noqa: E731
+    return self.loss(net, batch)
+
+
+# ---- optimizers ----------------------------------------------------------------------
+
+
+def warms_up(
+    self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+) -> None:
+    """Overrides the step as documented (ultralytics)."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * (self.trainer.global_step + 1)
+    optimizer.step(closure=optimizer_closure)
+
+
+class LooksLikeOne:
+    """Has what Lightning asks of an optimizer, and nothing else."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=0.5)
+        self.param_groups = self.inner.param_groups
+        self.defaults = self.inner.defaults
+        self.state = self.inner.state
+        self.step: Any = self.inner.step
+        self.zero_grad: Any = self.inner.zero_grad
+        self.state_dict: Any = self.inner.state_dict
+        self.load_state_dict: Any = self.inner.load_state_dict
+
+
+class Wrapper(LooksLikeOne, torch.optim.Optimizer):
+    """As many published ones: a subclass whose `super().__init__` does not run."""
+
+
+# ---- modules that somebody else wrote ------------------------------------------------
+
+
+def without_dropout() -> LightningTransformer:
+    """Lightning's own demo, without its download."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        quiet = hooked(LightningTransformer, prepare_data=lambda self: None)
+        module = quiet(vocab_size=13).double()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(part, nn.MultiheadAttention):
+            part.dropout = 0.0
+    return module
+
+
+class Boring(BoringModel):
+    """Lightning's own: it returns a dict, and brings a scheduler."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            super().__init__()
+        self.double()
+
+
+class Causal(pl.LightningModule):
+    """What people write around a model of `transformers`."""
+
+    def __init__(self, of: tuple[Any, Any]) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.model = of[0](of[1]).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+LLAMA = LlamaConfig(
+    vocab_size=13, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
+)  # fmt: skip
+GPT2 = GPT2Config(
+    vocab_size=13, n_positions=32, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0,
+    embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+NUMBERS = torch.randn(
+    38, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+)
+
+
+def ready(make: Callable[[list[int]], Any]) -> Callable[[Sequence[int]], Any]:
+    """Micro-batches that are made of the rows' indices."""
+    return lambda sizes: DataLoader(
+        [make(rows) for rows in cut(SEQUENCES, sizes)],  # type: ignore[arg-type]
+        batch_size=None,
+    )
+
+
+def pairs(rows: list[int]) -> Any:
+    """Inputs and targets; every micro-batch has another number of rows."""
+    ids = torch.randint(0, 13, (38, 6), generator=torch.Generator().manual_seed(0))
+    return ids[rows, :-1], ids[rows, 1:].contiguous()
+
+
+def causal(rows: list[int]) -> Any:
+    """Ragged rows, padded to one width: the model shifts labels by itself."""
+    ids, labels = torch.zeros(len(rows), 20).long(), torch.full((len(rows), 20), -100)
+    for row, index in enumerate(rows):
+        sequence = SEQUENCES[index][0]
+        ids[row, : len(sequence)] = labels[row, : len(sequence)] = sequence
+    mask = (labels != -100).long()
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+# ---- the table -----------------------------------------------------------------------
+
+VALIDATED = hooked(Plain, validation_step=lambda self, b, _: self.loss_of(b) and None)
+AVERAGING = {
+    "swa": lambda: [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)],
+    "ema": lambda: [EMAWeightAveraging(decay=0.5)],
+    "mean": lambda: [WeightAveraging()],
+}
+CASES: dict[str, dict[str, Any]] = {
+    "sparse": {"kind": Sparse},
+    "SparseAdam": {"kind": Sparse, "made": {"adam": True}},
+    "frozen, unused, left out": {"kind": Partial},
+    "thawed between epochs": {"kind": Thawing},
+    # 0.75 of their gradient was what parameters of the new group got.
+    **{
+        f"finetuning, {wide=}": {
+            "callbacks": lambda: [Unfreeze()],
+            "made": {"optimizer": of_head, "options": {"wide_gradients": wide}},
+            "max_epochs": 3,
+        }
+        for wide in (True, False)
+    },
+    "checkpointed": {"kind": hooked(Plain, training_step=recomputed)},
+    "warm-up in optimizer_step": {"kind": hooked(Plain, optimizer_step=warms_up)},
+    "no torch optimizer": {"made": {"optimizer": LooksLikeOne}},
+    "no torch optimizer inside": {"made": {"optimizer": Wrapper}},
+    # Exact weights are averaged, also where validation swaps them inside a window.
+    **{
+        f"{name}, {validated=}": {
+            "kind": VALIDATED,
+            "callbacks": averages,
+            "max_epochs": 3,
+            "limit_val_batches": validated,
+            "validation": ragged([4]),
+            "in_windows": {"val_check_interval": 3},
+        }
+        for name, averages in AVERAGING.items()
+        for validated in (0, 1)
+    },
+    "BoringModel": {
+        "kind": Boring,
+        "made": {"strategy": PerSample()},
+        "batches": ready(lambda rows: NUMBERS[rows]),
+        "limit_val_batches": 0,
+    },
+    # Its rate of 0.1 makes the training chaotic: rounding grows with each step.
+    "LightningTransformer": {
+        "kind": without_dropout,
+        "made": {"strategy": PerToken(labels=1)},
+        "batches": ready(pairs),
+        "fronts": ("callback",),
+        "max_epochs": 1,
+        "tolerance": 1e-8,
+    },
+    # transformers#46204, llm-foundry#1610: the first label of a row is no target, and
+    # padding is none. In float64, but these models compute their loss in float32.
+    **{
+        f"{name}, {shift=}": {
+            "kind": Causal,
+            "made": {"of": of, "strategy": PerToken(shift=shift)},
+            "batches": ready(causal),
+            "max_epochs": 1,
+            "tolerance": TOLERANCE[torch.float32],
+        }
+        for name, of in (
+            ("llama", (LlamaForCausalLM, LLAMA)),
+            ("gpt2", (GPT2LMHeadModel, GPT2)),
+        )
+        for shift in (True, False)
+    },
+}
+OFF = ("llama, shift=False", "gpt2, shift=False")
+"""Where the strategy counts what is no target."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_windows_equal_big_batches(name: str) -> None:
+    if name not in OFF:
+        assert_big_batch(**CASES[name])
+        return
+    with pytest.raises(AssertionError, match="'mixin': 0.0"):
+        assert_big_batch(**CASES[name])
+
+
+def test_frozen_and_unused_parameters_do_not_move() -> None:
+    """Without a gradient there is no step: also no weight decay."""
+    before, after = Partial(), fit("callback", Partial).lightning_module
+    for name in ("unused.weight", "net.embed.weight", "left_out"):
+        assert torch.equal(after.get_parameter(name), before.get_parameter(name))
+
+
+@pytest.mark.slow
+def test_compiled_module_equals_big_batch() -> None:
+    exact, ours = on_front("callback")
+    compiled: Any = torch.compile(exact, backend="aot_eager", dynamic=True)
+    trainer(WINDOW, callbacks=ours).fit(compiled, ragged(RAGGED))
+    expected = big_batch(SEQUENCES)
+    assert deviation(exact, expected.end, expected.start) <= 1e-10
+
+
+@pytest.mark.parametrize("front", ["mixin", "callback", "plain"])
+def test_weights_do_not_move_in_batchnorm_epoch(front: str) -> None:
+    """The extra epoch of SWA runs no backward pass, but Lightning steps at its end,
+    with the gradients of the last window."""
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    seen = Weights()
+    made = {"norm": True, **({} if front == "plain" else {"strategy": PerSample()})}
+    rows: Any = DataLoader(NUMBERS[:14, :3], batch_size=3)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"batches": lambda sizes: rows, "window": 2, "max_epochs": 3}
+    fit(front, Rows, averaging, seen, made=made, **how)
+    first, *others = seen.seen[-5:]
+    moved = [not torch.equal(first, other) for other in others]
+    assert len(seen.seen) == 1 + 4 * 5
+    assert any(moved) is (front == "plain")
+
+
+@pytest.mark.parametrize("way", SENT)
+def test_module_copied_inside_a_window_trains_exactly(way: str) -> None:
+    """As averaging and search tools do. The original is not disturbed, and the copy
+    starts a window of its own."""
+    copies: list[Any] = []
+
+    def send(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        copies.extend([SENT[way](module)] * (index == 5))
+
+    sends = LambdaCallback(on_train_batch_end=send)
+    original, expected = Mixed(), big_batch(SEQUENCES, epochs=1)
+    trainer(WINDOW, callbacks=[sends], max_epochs=1).fit(original, ragged(RAGGED))
+    assert deviation(original, expected.end, expected.start) <= 1e-10
+    (copied,) = copies
+    plain, before = Plain(), weights(copied)
+    plain.load_state_dict(copied.state_dict())
+    trainer(WINDOW, max_epochs=1).fit(copied, ragged(RAGGED))
+    trainer(max_epochs=1).fit(plain, ragged(merged(RAGGED)))
+    assert deviation(copied, plain, before) <= 1e-10
