@@ -35,7 +35,7 @@ from trainkit import (
     TrainkitError,
 )
 from trainkit.core.checks import LateReading
-from trainkit.lit.split.transfer import moved
+from trainkit.lit.split.arriving import moved
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
 BEFORE, *AFTER = TRANSFER_HOOKS
@@ -191,30 +191,13 @@ def test_a_mask_may_be_rounded_on_the_way_and_a_count_may_not(is_count: bool) ->
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose numbers have not arrived when they are first asked for."""
-    asked: set[int] = set()
 
     def arrived(reading: Any) -> bool:
-        was_asked = id(reading) in asked
-        asked.add(id(reading))
+        was_asked = hasattr(reading, "was_asked")
+        reading.was_asked = True
         return was_asked
 
     monkeypatch.setattr(LateReading, "arrived", property(arrived))
-
-
-class Hidden(Tensor):
-    """Says that it is on such a device."""
-
-    @property
-    def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
-
-
-@dataclass(frozen=True)
-class OnDevice(AccumulationStrategy):
-    """`PerToken()`, whose counts are on a device."""
-
-    def weight(self, batch: Any) -> Any:
-        return PerToken().weight(batch).as_subclass(Hidden)  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("slow")
@@ -228,19 +211,19 @@ def test_what_is_on_a_device_is_read_in_a_later_window(
     """Or where the epoch ends; the step has been taken by then, which is said. In the
     first window, and with `checks="now"`, nothing is taken."""
     kind = hooked(MASKING[AFTER[1]], begins=begins, checks=checks)
-    module, fitted = kind(strategy=OnDevice()), trainer()
-    match = text(begins).replace("PerToken", "OnDevice")
-    with pytest.raises(TrainkitError, match=match) as raised:
+    module, fitted = kind(), trainer()
+    with pytest.raises(TrainkitError, match=text(begins)) as raised:
         fitted.fit(module, loader_batches())
     is_late = begins > 0 and checks == "late"
     assert begins + is_late <= fitted.global_step <= begins + 2 * is_late
     assert ("The step was taken with it; resume" in str(raised.value)) == is_late
 
 
+@pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("window", [1, 2])
 def test_what_weighs_the_same_on_a_device_trains(window: int) -> None:
     kind = hooked(MASKING[AFTER[1]], begins=1000)
-    fit(module := kind(strategy=OnDevice()), window=window)
+    fit(module := kind(), window=window)
     fit(untouched := Split(), window=window)
     assert deviation(module, untouched, START) <= 1e-12
 

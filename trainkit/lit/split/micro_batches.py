@@ -3,46 +3,98 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from trainkit.core.accumulator import Accumulator
-from trainkit.core.division import weights_by_term
+from trainkit.core.division import quotient, weights_by_term
 from trainkit.core.nested import describe, is_array
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.core.strategies import (
-    AccumulationStrategy,
-    PerToken,
-    Strategies,
-    Uniform,
-    Weight,
-)
+from trainkit.core.strategies import PerToken, Strategies, Uniform, Weight
 from trainkit.core.terms import leading
 from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import says_weights
-from trainkit.lit.split import refusals
-from trainkit.lit.split.sizes import AutoSizes, FixedSizes
+from trainkit.lit.callback.table import say
+from trainkit.lit.split.auto import AutoSizes, Hosts
 
 
-@dataclass(frozen=True)
-class WeighedMicroBatch:
-    """A micro-batch and its weights, by term.
+@dataclass
+class CutBatch:
+    """A loader batch that runs as micro-batches.
 
     Attributes:
-        weights: NaN until `training_step` has run, if that says them.
-        is_filler: whether it only lets all ranks run equally many micro-batches.
-        is_said: whether `training_step` says its weight.
+        parts: its micro-batches, the largest first.
+        weights: what they weigh, by term; NaN until `training_step` has run, if that
+            says them.
+        are_said: whether `training_step` says the weights.
+        num_counting: how many of the parts count. Those behind only let all ranks run
+            equally many: they repeat the last one, with weight 0.
+        trims: whether columns that are only padding in a part are left out.
+        is_told: whether the total of the window is known beforehand.
+        closes: whether the window closes with it.
+        is_forward_only: whether there are no backward passes.
+        index: the micro-batch that is on its way to the device, or runs.
+        on_device: the micro-batches that have arrived there and have not ended.
+        value: the loss of the micro-batch, as reported.
+        terms: for each term, the losses so far.
+        extras: what was returned beside each loss; None beside a plain one.
+        num_nothing: how many micro-batches returned None.
     """
 
-    cut: MicroBatch
-    weights: dict[str, Weight]
-    is_filler: bool = False
-    is_said: bool = False
+    of_micro_batch = ("index",)
+
+    parts: list[MicroBatch]
+    weights: dict[str, list[Weight]]
+    are_said: bool
+    num_counting: int
+    trims: bool
+    is_told: bool = True
+    closes: bool = True
+    is_forward_only: bool = False
+    index: int = 0
+    on_device: dict[int, Any] = field(default_factory=dict)
+    value: Tensor | None = None
+    terms: dict[str, list[Tensor]] = field(default_factory=dict)
+    extras: list[dict[str, Any] | None] = field(default_factory=list)
+    num_nothing: int = 0
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the micro-batch only lets all ranks run equally many."""
+        return self.index >= self.num_counting
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == len(self.parts)
+
+    @property
+    def leading(self) -> list[Weight]:
+        """The weights in the first term."""
+        return next(iter(self.weights.values()))
+
+    @property
+    def num_rows(self) -> int:
+        return sum([len(each.rows) for each in self.parts[: self.num_counting]])
+
+    def share(self) -> Weight:
+        """The micro-batch's part of the loader batch's weight; of its rows, where
+        `training_step` has still to say the weight."""
+        if self.is_filler:
+            return 0
+        if self.are_said:
+            return len(self.parts[self.index].rows) / self.num_rows
+        return quotient(self.leading[self.index], sum(self.leading))
+
+    def add(self, terms: dict[str, Tensor], extras: dict[str, Any] | None) -> None:
+        """Add what `training_step` has returned for a micro-batch."""
+        self.extras.append(extras)
+        for name, value in terms.items():
+            self.terms.setdefault(name, []).append(value.reshape(()))
 
 
 class MicroBatches:
@@ -54,151 +106,138 @@ class MicroBatches:
 
     Args:
         options: how to cut.
-        pl_module: the module that trains.
-        accumulator: has the windows of the micro-batches.
-        sizes: the limit for a micro-batch.
-        is_joined: whether BatchNorm sees the whole window. Then no rank repeats rows,
-            and padding, which counts there, stays.
+        trainer: in `fit`.
+        strategies: weigh micro-batches.
+        sizes: find the limit for a micro-batch, for `"auto"`.
+        hosts: of the ranks that must run equally many, if they must.
+
+    Attributes:
+        cutter: cuts.
     """
 
     def __init__(
         self,
         options: MicroBatching,
-        pl_module: Any,
-        accumulator: Accumulator,
-        sizes: FixedSizes | AutoSizes,
-        *,
-        is_joined: bool = False,
+        trainer: Any,
+        strategies: Strategies,
+        sizes: AutoSizes | None,
+        hosts: Hosts | None,
     ) -> None:
-        self._options, self._strategies = options, accumulator.strategies
-        self._accumulator = accumulator
-        self._cutter = Cutter(options, _that_tells_lengths(self._strategies))
-        self._sizes = sizes
-        self._is_joined = is_joined
-        self._run_alike = not is_joined and refusals.communicates_in_forward(
-            pl_module, accumulator.ranks
-        )
-        self._device = pl_module.device
-        self._is_list = options.collate is not None
-        self._is_first = True
-        self._has_said_too_long = False
+        self._options, self._trainer = options, trainer
+        self._sizes, self.hosts = sizes, hosts
+        self._has_said_shared = self._has_said_too_long = False
+        self.weigh_by(strategies)
 
-    def has_padding(self, batch: Any) -> bool | None:
-        """Whether some rows of a loader batch have columns that only pad; None if
-        nothing tells their lengths."""
-        return self._cutter.has_padding(batch)
+    def weigh_by(self, strategies: Strategies) -> None:
+        """Weigh by these strategies; labels of one tell how long rows are."""
+        tokens = [each for each in strategies.values() if isinstance(each, PerToken)]
+        self.cutter = Cutter(self._options, (*tokens, leading(strategies))[0])
+        self._strategies, self._is_verified = strategies, False
 
-    def of(self, batch: Any, *, trim: bool) -> list[WeighedMicroBatch]:
-        """The micro-batches of a loader batch, the largest first.
+    def of(self, batch: Any, *, trim: bool) -> CutBatch:
+        """The micro-batches of a loader batch.
 
         Args:
             batch: the loader batch.
             trim: leave out columns that are only padding in a micro-batch.
         """
         limit = None
-        if self._sizes.catches:
-            limit = self._sizes.begin(self._cutter.measure(batch))
-        trim = trim and not self._is_joined
-        cut = self._cutter.cut(batch, limit, trim=trim)
-        if self._run_alike:
-            most = self._most(len(cut))
-            if len(cut) < most:
-                cut = self._cutter.cut(batch, limit, at_least=most, trim=trim)
-        else:
-            most = len(cut)
+        if self._sizes is not None:
+            limit = self._sizes.limit_for(self.cutter.measure(batch))
+        parts = self.cutter.cut(batch, limit, trim=trim)
+        number = most = len(parts)
+        if self.hosts is not None:
+            (most,) = map(int, self.hosts.largest([number]))
+            if number < most:
+                parts = self.cutter.cut(batch, limit, at_least=most, trim=trim)
+                number = len(parts)
         self._say_too_long(limit)
-        self._sizes.exchange(cut)
-        micro_batches = self._weighed(batch, cut)
-        if self._is_first:
-            self._is_first = False
-            loader_batch = None if self._is_list else batch
-            _verify_cut(loader_batch, micro_batches, self._strategies)
-        nothing = dict.fromkeys(self._strategies, 0)
-        return micro_batches + [
-            replace(micro_batches[-1], weights=nothing, is_filler=True, is_said=False)
-            for _ in range(most - len(micro_batches))
-        ]
+        weights: dict[str, list[Weight]] = {}
+        if are_said := says_weights(self._strategies):
+            weights |= {term: [math.nan] * number for term in self._strategies}
+        else:
+            of_each = [each.batch for each in parts]
+            weights = weights_by_term(self._strategies, of_each)
+        if not self._is_verified:
+            self._is_verified = True
+            self._verify(batch, weights)
+            self._say_shared()
+        parts += parts[-1:] * (most - number)
+        for each in weights.values():
+            each += [0] * (most - number)
+        return CutBatch(parts, weights, are_said, number, trim)
 
-    def _weighed(
-        self, batch: Any, cut: Sequence[MicroBatch]
-    ) -> list[WeighedMicroBatch]:
-        if says_weights(self._strategies):
-            return [
-                WeighedMicroBatch(
-                    each, dict.fromkeys(self._strategies, math.nan), is_said=True
+    def _verify(self, batch: Any, weights: dict[str, list[Weight]]) -> None:
+        """Refuse weights of the parts that do not add up to the loader batch's. A list
+        of samples has no weight before it is collated."""
+        for term, strategy in self._strategies.items():
+            is_known = not isinstance(strategy, Uniform | Weighed)
+            if not is_known or self._options.collate is not None:
+                continue
+            in_parts = sum(map(float, weights[term]))
+            in_all = float(strategy.weight(batch))
+            if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
+                raise TrainkitError(
+                    f"{type(strategy).__name__}: what micro-batches weigh must add up "
+                    f"to what their batch weighs, and {len(weights[term])} of them "
+                    f"weigh {in_parts:g} together, the batch {in_all:g}. The batch is "
+                    f"{describe(batch)}. Let weight() return a sum over rows."
                 )
-                for each in cut
-            ]
-        batches = [micro_batch.batch for micro_batch in cut]
-        weights = weights_by_term(self._strategies, batches)
-        return [
-            WeighedMicroBatch(micro_batch, dict(zip(weights, each, strict=True)))
-            for micro_batch, *each in zip(cut, *weights.values(), strict=True)
-        ]
 
-    def shared_fields(self) -> list[str]:
-        """The fields that every micro-batch gets whole, which nobody has named."""
+    def _say_shared(self) -> None:
+        """Say once what every micro-batch gets whole, since it is not as long as the
+        batch has rows, and nobody has named it."""
         named = set(map(str, self._options.shared))
-        shared = self._cutter.shared
-        return [path for path, value in shared if is_array(value) and path not in named]
-
-    def _most(self, number: int) -> int:
-        """The largest number of micro-batches on a rank; waits for all."""
-        ranks = self._accumulator.ranks
-        row = torch.tensor([float(number)], device=self._device)
-        return int(ranks.gather_rows(row).wait().amax())
+        shared = [
+            path
+            for path, value in self.cutter.shared
+            if is_array(value) and path not in named
+        ]
+        is_news = shared and not self._has_said_shared
+        if is_news and self._trainer.is_global_zero:
+            names = ", ".join(map(repr, shared))
+            say(self._trainer, ("split", f"every micro-batch gets all of {names}"))
+        self._has_said_shared = True
 
     def _say_too_long(self, limit: Limit | None) -> None:
-        longest = self._cutter.longest_over_budget
+        longest = self.cutter.longest_over_budget
         if longest is not None and limit is None and not self._has_said_too_long:
             self._has_said_too_long = True
-            refusals.announce_too_long(longest)
-
-
-def counts_of(micro_batches: Sequence[WeighedMicroBatch]) -> dict[str, int]:
-    """The arguments of `Window.count`: tokens, padding among them, samples."""
-    counting = [each.cut for each in micro_batches if not each.is_filler]
-    has_lengths = any(m.padded != len(m.rows) for m in counting)
-    return {
-        "padding": sum(m.padded - m.real for m in counting),
-        "tokens": sum(m.padded for m in counting) if has_lengths else 0,
-        "samples": sum(len(m.rows) for m in counting),
-    }
-
-
-def _that_tells_lengths(strategies: Strategies) -> AccumulationStrategy:
-    for strategy in strategies.values():
-        if isinstance(strategy, PerToken):
-            return strategy
-    return leading(strategies)
-
-
-def _verify_cut(
-    loader_batch: Any,
-    micro_batches: Sequence[WeighedMicroBatch],
-    strategies: Strategies,
-) -> None:
-    """Refuse a cut by which rows and weights of the parts do not add up.
-
-    `loader_batch` is None for a list of samples, which has no weight before collating.
-    """
-    rows = sorted(row for micro_batch in micro_batches for row in micro_batch.cut.rows)
-    if rows != list(range(len(rows))):
-        raise TrainkitError(
-            f"MicroBatching: the micro-batches hold the rows {rows}, and each row must "
-            f"be in exactly one. The batch is {describe(loader_batch)}."
-        )
-    if loader_batch is None:
-        return
-    for term, strategy in strategies.items():
-        if isinstance(strategy, Uniform | Weighed):
-            continue  # announced before training, or not known yet
-        in_parts = sum(float(each.weights[term]) for each in micro_batches)
-        in_all = float(strategy.weight(loader_batch))
-        if not math.isclose(in_parts, in_all, rel_tol=1e-6, abs_tol=1e-9):
-            raise TrainkitError(
-                f"{type(strategy).__name__}: what micro-batches weigh must add up to "
-                f"what their batch weighs, and {len(micro_batches)} of them weigh "
-                f"{in_parts:g} together, the batch {in_all:g}. The batch is "
-                f"{describe(loader_batch)}. Let weight() return a sum over rows."
+            warnings.warn(
+                f"MicroBatching: a sample of {longest} tokens alone exceeds the "
+                f"budget, and a sample cannot be cut, so it makes a micro-batch of its "
+                f"own. The step is that of its batch; if memory does not suffice, "
+                f"shorten such samples.",
+                stacklevel=2,
             )
+
+
+def counts_of(parts: Sequence[MicroBatch]) -> dict[str, int]:
+    """The arguments of `Window.count`: tokens, padding among them, samples."""
+    padded = real = num_rows = 0
+    for each in parts:
+        padded, real = padded + each.padded, real + each.real
+        num_rows += len(each.rows)
+    tokens = 0 if padded == num_rows else padded  # equal: rows have no lengths
+    return {"padding": padded - real, "tokens": tokens, "samples": num_rows}
+
+
+def described(options: MicroBatching, *, is_step: bool) -> str:
+    """How loader batches are cut, for the table before training.
+
+    >>> described(MicroBatching(size=4), is_step=False)
+    'each loader batch is cut into micro-batches of at most 4 rows; logged means \
+weighed as the loss'
+
+    Args:
+        options: how to cut.
+        is_step: whether one loader batch makes an optimizer step; otherwise several.
+    """
+    if options.is_auto:
+        how = "into micro-batches that double while that is faster"
+    else:
+        limits = {"rows": options.size, "tokens": options.tokens}
+        said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
+        how = f"into micro-batches of at most {' and '.join(said)}"
+    is_what = "is one step," if is_step else "is"
+    return f"each loader batch {is_what} cut {how}; logged means weighed as the loss"

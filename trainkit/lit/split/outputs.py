@@ -1,118 +1,87 @@
-"""The outputs of `training_step` beside the loss, combined from its micro-batches."""
+"""What `training_step` returned for micro-batches, put together for a loader batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.core.nested import with_tensors
-from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
+from trainkit.core.strategies import Strategies, Weight
 from trainkit.core.terms import (
     leading,
     missing_terms,
     refuse_other_terms,
     refuse_shape,
 )
-from trainkit.core.window import are_numbers, weighted_sum
 from trainkit.core.window_stats import vector
 from trainkit.errors import TrainkitError
-from trainkit.lit.split.micro_batches import WeighedMicroBatch
+from trainkit.lit.split.micro_batches import CutBatch
 
 
-class Returned:
-    """The outputs of a loader batch's micro-batches so far."""
-
-    def __init__(self) -> None:
-        self._losses: dict[str, list[Tensor]] = {}
-        self._extras: list[dict[str, Any]] = []
-        self._num_nothing = 0
-        self._is_dict = False
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether all of them returned None."""
-        return not self._extras
-
-    def add_nothing(self) -> None:
-        self._num_nothing += 1
-
-    def add(
-        self, output: Any, terms: Mapping[str, Tensor], extras: dict[str, Any]
-    ) -> None:
-        self._is_dict = self._is_dict or isinstance(output, Mapping)
-        self._extras.append(extras)
-        for name, term in terms.items():
-            value = term.detach()
-            self._losses.setdefault(name, []).append(
-                value.reshape(()) if value.ndim else value
-            )
-
-    def refuse_some_nothing(self) -> None:
-        if self._extras and self._num_nothing:
+def taken_apart(
+    output: Any, strategies: Strategies
+) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The loss of a micro-batch by its terms, of which a plain one is the only one; and
+    what was returned beside it, without graphs."""
+    extras = None
+    if isinstance(output, Mapping):
+        if output.get("loss") is None:
+            held = {name: type(value).__name__ for name, value in output.items()}
             raise TrainkitError(
-                f"training_step: it returned None for {self._num_nothing} "
-                f"micro-batches of a loader batch and a loss for "
-                f"{len(self._extras)}. Return a loss for all, one that weighs nothing "
-                f"where nothing counts, such as 0.0 * output.sum(), or None for all."
+                f"training_step: a dict must hold the loss under 'loss', received "
+                f"{held}. Return {{'loss': loss, ...}}; a loss of several terms is "
+                f"{{'loss': {{'ce': ce, 'kl': kl}}}}."
             )
-
-    def as_one(
-        self, strategies: Strategies, micro_batches: Sequence[WeighedMicroBatch]
-    ) -> Any:
-        """The output that `training_step` would have returned for the whole batch."""
-        counting = [each for each in micro_batches if not each.is_filler]
-        first = next(iter(strategies))
-        weights = {t: [each.weights[t] for each in counting] for t in strategies}
-        terms = [
-            _whole_loss(losses, weights[name], strategies[name])
-            for name, losses in self._losses.items()
-        ]
-        loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-        if not self._is_dict:
-            return loss
-        rows = [each.cut.rows for each in counting]
-        extras = put_together(self._extras, rows, weights[first])
-        return {"loss": loss, **extras}
-
-
-def _whole_loss(
-    losses: Sequence[Tensor],
-    weights: Sequence[Weight],
-    strategy: AccumulationStrategy,
-) -> Tensor:
-    if strategy.loss_reduction != "mean":
-        return torch.stack(list(losses)).sum()
-    return losses[0] if len(losses) == 1 else weighted_mean(losses, weights)
-
-
-def taken_apart(output: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss (or its terms) of a micro-batch, and the rest, without graphs."""
-    if not isinstance(output, Mapping):
-        return output, {}
-    if output.get("loss") is None:
-        held = {name: type(value).__name__ for name, value in output.items()}
-        raise TrainkitError(
-            f"training_step: a dict must hold the loss under 'loss', received {held}. "
-            f"Return {{'loss': loss, ...}}; a loss of several terms is "
-            f"{{'loss': {{'ce': ce, 'kl': kl}}}}."
-        )
-    extras = {name: value for name, value in output.items() if name != "loss"}
-    return output["loss"], with_tensors(extras, Tensor.detach)
-
-
-def terms_of(loss: Any, strategies: Strategies) -> Mapping[str, Tensor]:
-    """A micro-batch's loss by its terms; a plain one is the only term."""
-    if isinstance(loss, Mapping):
-        refuse_other_terms(loss, strategies)
-        return loss
-    refuse_shape("training_step's loss", loss, leading(strategies).loss_reduction)
+        beside = {name: value for name, value in output.items() if name != "loss"}
+        output, extras = output["loss"], with_tensors(beside, Tensor.detach)
+    if isinstance(output, Mapping):
+        refuse_other_terms(output, strategies)
+        return dict(output), extras
+    refuse_shape("training_step's loss", output, leading(strategies).loss_reduction)
     if len(strategies) > 1:
-        raise missing_terms(loss, strategies)
-    return {next(iter(strategies)): loss}
+        raise missing_terms(output, strategies)
+    return {next(iter(strategies)): output}, extras
+
+
+def as_one(batch: CutBatch, strategies: Strategies) -> Any:
+    """What `training_step` would have returned for the whole loader batch.
+
+    None if it returned None for all micro-batches. Of what it returns beside the loss,
+    a value with one entry for each row is put into the loader batch's order. Single
+    floating numbers become their mean, weighed as the loss is. Anything else, such as
+    logits of micro-batches of unlike widths, becomes a list with the values of all
+    micro-batches, in the order in which they ran.
+
+    Args:
+        batch: the loader batch, of which all micro-batches have run.
+        strategies: weigh the terms of the loss.
+    """
+    if not batch.extras:
+        return None
+    if batch.num_nothing:
+        raise TrainkitError(
+            f"training_step: it returned None for {batch.num_nothing} micro-batches of "
+            f"a loader batch and a loss for {len(batch.extras)}. Return a loss for "
+            f"all, one that weighs nothing where nothing counts, such as "
+            f"0.0 * output.sum(), or None for all."
+        )
+    terms = []
+    for name, losses in batch.terms.items():
+        if strategies[name].loss_reduction != "mean":
+            terms.append(torch.stack(losses).sum())
+        elif len(losses) == 1:
+            terms += losses
+        else:
+            terms.append(weighted_mean(losses, batch.weights[name][: len(losses)]))
+    loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+    extras = [each for each in batch.extras if each is not None]
+    if not extras:
+        return loss
+    rows = [each.rows for each in batch.parts[: batch.num_counting]]
+    return {"loss": loss, **put_together(extras, rows, batch.leading[: len(rows)])}
 
 
 def put_together(
@@ -120,12 +89,7 @@ def put_together(
     rows: Sequence[Sequence[int]],
     weights: Sequence[Weight],
 ) -> dict[str, Any]:
-    """The extras of a window's micro-batches as those of one batch.
-
-    A value with one entry for each row is put into the loader batch's order. Single
-    floating numbers become their mean, weighed as the loss is. Anything else, such as
-    logits of micro-batches of unlike widths, becomes a list with the values of all
-    micro-batches, in the order in which they ran.
+    """The extras of a window's micro-batches as those of one batch, as `as_one` says.
 
     Args:
         extras: what each micro-batch returned.
@@ -142,56 +106,49 @@ def put_together(
 
 
 def _joined(
-    values: list[Any],
-    rows: Sequence[Sequence[int]],
-    weights: Sequence[Weight],
+    values: list[Any], rows: Sequence[Sequence[int]], weights: Sequence[Weight]
 ) -> Any:
     order = [row for each in rows for row in each]
-    if _are_rows(values, rows):
-        whole = torch.cat(values)
-        back = torch.empty(len(order), dtype=torch.long)
-        back[torch.tensor(order)] = torch.arange(len(order))
-        return whole[back.to(whole.device)]
-    if all(
-        isinstance(value, list) and len(value) == len(own)
-        for value, own in zip(values, rows, strict=True)
-    ):
+    places = sorted(range(len(order)), key=order.__getitem__)
+    lengths = [len(each) for each in rows]
+    if all(isinstance(each, list) for each in values):
         flat = [entry for value in values for entry in value]
-        return [
-            entry
-            for _, entry in sorted(zip(order, flat, strict=True), key=itemgetter(0))
-        ]
-    if all(isinstance(v, Tensor) and v.ndim == 0 for v in values):
-        if all(v.is_floating_point() for v in values):
-            return weighted_mean(values, weights)
-    return values
+        is_by_row = lengths == [len(each) for each in values]
+        return [flat[place] for place in places] if is_by_row else values
+    if not all(isinstance(each, Tensor) for each in values):
+        return values
+    if all(each.ndim == 0 and each.is_floating_point() for each in values):
+        return weighted_mean(values, weights)
+    by_row = [(length, *values[0].shape[1:]) for length in lengths]
+    if not values[0].ndim or by_row != [tuple(each.shape) for each in values]:
+        return values
+    whole = torch.cat(values)
+    if places == list(range(len(places))):
+        return whole
+    index = torch.tensor(places, pin_memory=whole.is_cuda)
+    return whole[index.to(whole.device, non_blocking=True)]
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
-    """The mean of 0-d tensors; one that weighs nothing may be NaN."""
-    if values[0].is_cpu and are_numbers(weights):
-        return values[0].new_tensor(_mean_of_numbers(values, weights))
-    numbers = vector(values, values[0].device)
-    by = vector(weights, values[0].device)
-    mean = weighted_sum(numbers, weights, by) / by.sum()
-    return torch.where(by.sum() == 0, numbers.mean(), mean).to(values[0].dtype)
+def weighted_mean(values: Sequence[Any], weights: Sequence[Weight]) -> Tensor:
+    """The mean of numbers and 0-d tensors, in the dtype of the first; one that weighs
+    nothing may be NaN. If all weigh nothing, they count alike."""
+    device, dtype = like(values)
+    if device.type == "cpu" and not any([isinstance(w, Tensor) for w in weights]):
+        # Plain numbers: one tensor operation costs more than all of this.
+        weights = weights if sum(weights) else [1] * len(values)
+        pairs = zip(weights, values, strict=True)
+        mean = sum([w * float(value) for w, value in pairs if w]) / sum(weights)
+        return torch.tensor(mean, dtype=dtype)
+    numbers, by = vector(values, device), vector(weights, device)
+    total = by.sum()
+    mean = numbers.where(by != 0, 0.0).dot(by) / total  # NaN * 0 is NaN
+    return torch.where(total == 0, numbers.mean(), mean).to(dtype)
 
 
-def _mean_of_numbers(values: Sequence[Tensor], weights: Sequence[Any]) -> float:
-    """The mean by plain numbers: one tensor operation costs more than all of them."""
-    pairs = [(w, value.item()) for w, value in zip(weights, values, strict=True)]
-    total = sum(weights)
-    if not total:
-        return sum(value for _, value in pairs) / len(pairs)
-    return sum(w * value for w, value in pairs if w) / total
-
-
-def _are_rows(values: list[Any], rows: Sequence[Sequence[int]]) -> bool:
-    """Whether they are tensors with an entry for each row, of one shape."""
-    return all(
-        isinstance(value, Tensor)
-        and value.ndim > 0
-        and value.shape[0] == len(own)
-        and value.shape[1:] == values[0].shape[1:]
-        for value, own in zip(values, rows, strict=True)
-    )
+def like(values: Sequence[Any]) -> tuple[torch.device, torch.dtype]:
+    """The device and the floating dtype for what is computed of several values."""
+    first = next((each for each in values if isinstance(each, Tensor)), None)
+    if first is None:
+        return torch.device("cpu"), torch.get_default_dtype()
+    is_floating = first.dtype.is_floating_point
+    return first.device, first.dtype if is_floating else torch.get_default_dtype()

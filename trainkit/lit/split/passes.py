@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
-from trainkit.core.accumulator import Accumulator
-from trainkit.core.joins.steps import JoinedSteps
-from trainkit.core.joins.turns import Turns
 from trainkit.core.weighed import Weighed
-from trainkit.lit._compat import replaced, transfers_plainly
+from trainkit.lit._compat import (
+    has_own,
+    has_plain_backward,
+    is_listened_to,
+    scaler_of,
+)
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.moved_state import MovedState
-from trainkit.lit.callback.said_weight import LeftInTurns, left_for_counting
-from trainkit.lit.split import refusals
-from trainkit.lit.split.arriving import Arrivals
-from trainkit.lit.split.current_window import CurrentWindow
-from trainkit.lit.split.micro_batches import WeighedMicroBatch
-from trainkit.lit.split.outputs import taken_apart, terms_of
-from trainkit.lit.split.shortcuts import backward_of, transfer_of
-from trainkit.lit.split.sizes import AutoSizes, FixedSizes
-from trainkit.lit.split.transfer import moved
-from trainkit.lit.split.window_metrics import WindowMetrics
+from trainkit.lit.callback.said_weight import left_for_counting
+from trainkit.lit.split.arriving import Transfer
+from trainkit.lit.split.logs import HeldLogs
+from trainkit.lit.split.micro_batches import CutBatch, counts_of
+from trainkit.lit.split.outputs import taken_apart
+from trainkit.lit.split.refusals import refuse_several_terms
 
 NOTHING = nullcontext()
 
@@ -35,21 +32,18 @@ NOTHING = nullcontext()
 class Passes:
     """Runs the forward and backward passes of micro-batches, one after another.
 
-    With `joined`, the steps of all micro-batches run in turns, and wait for each other
-    where they call a module with BatchNorm.
-
     Args:
         trainer: in `fit`.
         pl_module: the module that trains.
         windows: the callback that divides the windows.
-        sizes: the limit for the next window's micro-batches.
-        metrics: the module's metric objects.
+        logs: hold what micro-batches log.
+        may_repeat: whether windows run again where memory runs out.
 
     Attributes:
-        is_apart: whether the gradients of the window are still on their ranks.
-        arrivals: weighs micro-batches on the device, if hooks may change them there.
-        transfer: brings a micro-batch to the device.
-        joined: lets BatchNorm see the whole window, if somebody asks for it.
+        transfer: brings micro-batches to the device.
+        is_apart: whether gradients stay on their ranks in all passes of a window, so
+            that ranks may run different numbers of micro-batches, and windows again.
+        backward: runs a backward pass as Lightning does.
     """
 
     def __init__(
@@ -57,203 +51,163 @@ class Passes:
         trainer: Any,
         pl_module: Any,
         windows: WindowOwner,
-        sizes: FixedSizes | AutoSizes,
-        metrics: WindowMetrics,
+        logs: HeldLogs,
+        *,
+        may_repeat: bool,
     ) -> None:
-        accumulator: Accumulator = windows.accumulators[0]
-        self.is_apart = False
-        self.joined: JoinedSteps | None = None
-        self.transfer = transfer_of(trainer, pl_module, may_repeat=sizes.catches)
-        is_plain = transfers_plainly(trainer, pl_module)
-        self.arrivals = None if is_plain else Arrivals(accumulator)
         self._trainer, self._module, self._windows = trainer, pl_module, windows
-        self._accumulator, self._sizes, self._metrics = accumulator, sizes, metrics
-        left = left_for_counting(accumulator.strategies)
+        self._logs, self._accumulator = logs, windows.accumulators[0]
+        of = trainer, pl_module, self._accumulator
+        self.transfer = Transfer(*of, may_repeat=may_repeat)
+        self._ranks = self._accumulator.ranks
+        self._has_ranks = self._ranks.backend_sums
+        self.is_apart = may_repeat and self._has_ranks
+        left = left_for_counting(self._accumulator.strategies)
         self._moved_state = MovedState(pl_module, left_out=left)
-        self._several_ranks = accumulator.ranks.backend_sums
-        self._strategy = trainer.strategy
+        self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         self._training_step = trainer.strategy.training_step
-        self._backward = backward_of(trainer, pl_module, windows)
+        self.backward = _backward_of(trainer, pl_module, windows)
 
-    def run(self, current: CurrentWindow, size: int, args: Any, kwargs: Any) -> None:
-        """Run all micro-batches of a loader batch.
+    def announce(self, current: CutBatch) -> None:
+        """Tell the accumulator what comes, so that ranks begin to exchange it."""
+        accumulator, size = self._accumulator, self._trainer.accumulate_grad_batches
+        if current.is_told:
+            accumulator.expect(weights=current.weights)
+        else:
+            refuse_several_terms(accumulator.strategies, size)
+            first = current.leading[0]
+            if current.are_said:
+                first = len(current.parts[0].rows)
+            # Where the weight is said later, the first backward pass does this. But a
+            # rank whose memory runs out would not come there.
+            if self.is_apart or not current.are_said:
+                device = self._trainer.strategy.root_device
+                accumulator.streamed.agree(first, size * len(current.parts), device)
+        accumulator.window.count(**counts_of(current.parts[: current.num_counting]))
 
-        Args:
-            current: the loader batch.
-            size: how many loader batches make a window.
-            args: further arguments of `training_step`.
-            kwargs: further keyword arguments of `training_step`.
-        """
-        if self.joined is not None:
-            self._run_joined(self.joined, current, args, kwargs)
-            return
-        several = len(current.micro_batches) > 1
-        each_moved = zip(current.micro_batches, self._moved(current), strict=True)
-        for micro_batch, on_device in each_moved:
-            self._begin(current, micro_batch, on_device)
-            is_first = micro_batch is current.micro_batches[0]
-            is_looked_at = is_first and (several or size > 1)
-            is_looked_at = is_looked_at and not self._windows.is_measured
-            is_filler = micro_batch.is_filler
-            undone = Kept(self._module, generators=False) if is_filler else NOTHING
-            said = self._windows.said.open()
-            with undone, self._apart_unless_last(current), said:
-                with self._moved_state.watch() if is_looked_at else NOTHING:
-                    output = self._training_step(on_device, *args, **kwargs)
-                self._take(current, on_device, output)
+    def run(self, current: CutBatch, args: Any, kwargs: Any) -> None:
+        """Run all micro-batches of a loader batch, with these further arguments of
+        `training_step`."""
+        for _ in self.transfer.each(current):
+            undone = block = NOTHING
+            if current.is_filler:
+                undone = Kept(self._module, generators=False)
+            # The ranks' gradients meet in the backward pass of the last micro-batch.
+            if self._has_ranks and not self.is_apart and not current.is_last:
+                block = self._block()
+            with undone, block, self.said(current):
+                output = self.step(current, args, kwargs)
+                self.take(current, output, self.backward)
+            current.on_device.clear()
 
-    def _run_joined(
-        self,
-        joined: JoinedSteps,
-        current: CurrentWindow,
-        args: Any,
-        kwargs: Any,
+    def step(self, current: CutBatch, args: Any, kwargs: Any) -> Any:
+        """Run the forward pass of the micro-batch under way."""
+        batch = current.on_device[current.index]
+        is_looked_at = current.index == 0 and not self._windows.is_measured
+        if current.is_told and current.is_last:
+            is_looked_at = False  # a single micro-batch moves state as it should
+        with self._moved_state.watch() if is_looked_at else NOTHING:
+            return self._training_step(batch, *args, **kwargs)
+
+    def said(self, current: CutBatch) -> AbstractContextManager[Any]:
+        """A context in which `training_step` may say what its loss weighs."""
+        return self._windows.said.open() if current.are_said else NOTHING
+
+    def take(
+        self, current: CutBatch, output: Any, backward: Callable[..., Any]
     ) -> None:
-        """Run all micro-batches in turns."""
-        on_device = self._moved(current)
-        arrived: dict[int, Any] = {}
-
-        def step(index: int) -> Any:
-            arrived[index] = next(on_device)
-            micro_batch = current.micro_batches[index]
-            self._begin(current, micro_batch, arrived[index])
-            is_looked_at = index == 0 and len(current.micro_batches) > 1
-            with self._moved_state.watch() if is_looked_at else NOTHING:
-                return self._training_step(arrived[index], *args, **kwargs)
-
-        steps = [partial(step, index) for index in range(len(current.micro_batches))]
-        said = self._windows.said
-        turns = Turns([current, current.logs, said, self._metrics])
-        left = LeftInTurns(self._module, self._accumulator.strategies)
-
-        def switched(index: int) -> None:
-            left.turn(index)
-            turns(index)
-
-        with said.open(), self._apart():
-            results = joined.run(steps, switched)
-            for index, output in enumerate(results):
-                last = index + 1 == len(steps)
-                after = joined.backward if last else None
-                self._take(current, arrived.pop(index), output, after)
-
-    def _begin(
-        self, current: CurrentWindow, micro_batch: WeighedMicroBatch, on_device: Any
-    ) -> None:
-        """Begin a micro-batch."""
-        current.micro_batch = current.at = micro_batch
-        weights, counts = micro_batch.weights, not micro_batch.is_filler
-        if self.arrivals is not None and counts:
-            self.arrivals.check(weights, on_device)
-        current.logs.begin(on_device, weights, is_muted=not counts)
-        by_rows = len(current.micro_batches) > 1 and current.are_said
-        self._metrics.begin(current.share, by_rows=by_rows)
-
-    def _moved(self, current: CurrentWindow) -> Iterator[Any]:
-        coming = iter(current.micro_batches)
-
-        def move(batch: Any) -> Any:
-            current.at = next(coming)
-            try:
-                return self.transfer(batch)
-            except StopIteration as error:
-                raise refusals.stop_iteration("a hook of the transfer") from error
-
-        batches = [micro_batch.cut.batch for micro_batch in current.micro_batches]
-        return moved(batches, move, self._strategy.root_device)
-
-    def _apart_unless_last(self, current: CurrentWindow) -> AbstractContextManager[Any]:
-        """The ranks' gradients meet in the backward pass of the last micro-batch, if
-        nothing in the window can fail on one rank alone."""
-        if not self._several_ranks:
-            return NOTHING
-        if current.is_last:
-            self.is_apart = not self._sizes.is_proven()
-            if not self.is_apart:
-                return NOTHING
-        return getattr(self._strategy, "block_backward_sync", nullcontext)()
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Gradients stay on their ranks, which may run different numbers of
-        micro-batches: no forward or backward pass of DDP waits for other ranks."""
-        self.is_apart = self._several_ranks
-        if not self._several_ranks:
-            yield
-            return
-        ddp = self._accumulator.ranks.ddp
-        if ddp is not None:
-            send_forward_messages(ddp)
-        with getattr(self._strategy, "block_backward_sync", nullcontext)():
-            yield
-        if ddp is not None:
-            owe_forward_messages(ddp)
-
-    def _take(
-        self,
-        current: CurrentWindow,
-        batch: Any,
-        output: Any,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        """Run the backward pass of the micro-batch whose forward pass has run.
-
-        Args:
-            current: the loader batch.
-            batch: the micro-batch as `training_step` got it.
-            output: of `training_step`.
-            after: completes the backward pass.
-        """
-        assert current.micro_batch is not None
-        if current.micro_batch.is_said:
-            self._take_said(current, batch, output)
+        """Take what the forward pass of the micro-batch has returned, and run its
+        backward pass."""
+        accumulator, strategies = self._accumulator, self._accumulator.strategies
+        batch, is_filler = current.on_device[current.index], current.is_filler
+        if current.are_said and not is_filler:
+            ((term, strategy),) = strategies.items()
+            assert isinstance(strategy, Weighed)
+            is_nothing, said = output is None, self._windows.said
+            weight = 0 if is_nothing else said.take(strategy, self._module, batch)
+            current.weights[term][current.index] = weight
         if output is None:
-            current.returned.add_nothing()
+            current.num_nothing += 1
             return
-        loss, extras = taken_apart(output)
-        terms = terms_of(loss, self._accumulator.strategies)
-        if not current.micro_batch.is_filler:
-            current.returned.add(output, terms, extras)
-        current.logs.know_terms(terms, self._accumulator.strategies)
+        terms, extras = taken_apart(output, strategies)
+        values = {name: _value_of(term) for name, term in terms.items()}
+        if not is_filler:
+            self._logs.know_terms(terms, strategies)
+            current.add(values, extras)
         if current.is_forward_only:
             return
-        if len(self._accumulator.strategies) > 1:
-            loss = self._accumulator.window.join(loss)
+        if len(terms) > 1:
+            loss = accumulator.window.join(terms)
+            current.value = _value_of(loss)
         else:
-            (loss,) = terms.values()
-        assert isinstance(loss, Tensor)
-        if current.micro_batch.is_filler:
+            ((name, loss),) = terms.items()
+            current.value = values[name]
+        if is_filler:
             loss = loss * 0  # the weight 0 has no effect on a sum
-        # On a GPU the next step of a CUDA graph overwrites this step's loss.
-        current.value = loss.detach().clone() if loss.is_cuda else loss.detach()
-        if self.joined is None:
-            self._backward(loss, self._trainer.optimizers[0])
-        else:
-            self._backward_joined(self.joined, loss, after)
+        backward(loss, self._trainer.optimizers[0])
 
-    def _backward_joined(
-        self, joined: JoinedSteps, loss: Tensor, after: Callable[[], None] | None
-    ) -> None:
-        """Run a backward pass down to where all micro-batches wait; the last one then
-        completes those of all, before any hook sees the gradients."""
-        own = self._module.backward
+    def weigh(self, current: CutBatch, loss: Tensor, *, as_seed: bool) -> Tensor | None:
+        """Weigh the loss, after a gradient scaler, before its backward pass; with
+        `as_seed`, returns a seed for the pass if it can replace a hook."""
+        accumulator = self._accumulator
+        weigh = accumulator.seed if as_seed else accumulator.weigh
+        weight = current.leading[current.index]
+        expected = self._trainer.accumulate_grad_batches * len(current.parts)
+        assert current.value is not None
+        seed = weigh(loss, weight, value=current.value, expected=expected)
+        if current.closes and current.is_last and not self.is_apart:
+            accumulator.announce(slots=self.slots())
+        return seed if isinstance(seed, Tensor) else None
 
-        def backward(*args: Any, **kwargs: Any) -> None:
-            own(*args, **kwargs)
-            if after is not None:
-                after()
+    def slots(self) -> int:
+        """How many single weights of each rank a closing window has room for."""
+        if not self._windows.slots_of(1):
+            return 0  # else the host would wait for the other ranks' numbers
+        accumulator = self._accumulator
+        if accumulator.window.told is not None:
+            return accumulator.window.told.most_micro_batches()
+        # Ranks do not know each other's numbers, and must ask for as many.
+        return accumulator.num_micro_batches * (accumulator.ranks.size == 1)
 
-        options = {"retain_graph": True} if joined.needs_graph else {}
-        refusals.refuse_backward_without(options, self._module)
-        with replaced(self._module, backward=backward):
-            self._backward(loss, self._trainer.optimizers[0], **options)
+    @contextmanager
+    def apart(self, *, closes: bool) -> Iterator[None]:
+        """A context in which no forward or backward pass of DDP waits for other ranks;
+        `closes`: whether the window closes in it."""
+        ddp = self._ranks.ddp
+        if ddp is not None and not self._accumulator.is_open:
+            send_forward_messages(ddp)
+        with self._block():
+            yield
+        if ddp is not None and closes:
+            owe_forward_messages(ddp)
 
-    def _take_said(self, current: CurrentWindow, batch: Any, output: Any) -> None:
-        """Weigh the micro-batch by what `training_step` has said."""
-        ((term, strategy),) = self._accumulator.strategies.items()
-        assert isinstance(strategy, Weighed)
-        assert current.micro_batch is not None
-        weights, said = current.micro_batch.weights, self._windows.said
-        is_nothing = output is None
-        weights[term] = 0 if is_nothing else said.take(strategy, self._module, batch)
-        current.logs.know_weights()
+
+def _value_of(loss: Tensor) -> Tensor:
+    """A loss to report; on a GPU the next step of a CUDA graph overwrites it."""
+    value = loss.detach()
+    return value.clone() if value.is_cuda else value
+
+
+def _backward_of(trainer: Any, pl_module: Any, windows: Any) -> Callable[..., Any]:
+    """A function that runs a backward pass as Lightning's strategy object does.
+
+    Hooks that nobody has are not called: that would cost as much as a small layer.
+    """
+    hooks = ("on_before_backward", "on_after_backward")
+    if (
+        scaler_of(trainer) is not None
+        or not has_plain_backward(trainer)
+        or is_listened_to(hooks, trainer, pl_module, apart_from=windows)
+    ):
+        return trainer.strategy.backward
+    run = trainer.precision_plugin.backward
+    takes_seed = not has_own(pl_module, "backward")
+
+    def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
+        seed = windows.weigh(loss, as_seed=takes_seed)
+        if seed is not None:
+            options["gradient"] = seed
+        run(loss, pl_module, optimizer, **options)
+        windows.on_after_backward(trainer, pl_module)
+
+    return backward

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -48,7 +46,7 @@ def refuse_before_training(
     if any(isinstance(each, Uniform) for each in strategies.values()):
         _refuse_or_announce_uniform(options)
     refuse_said_terms(strategies)
-    refuse_terms_of_several_batches(trainer, strategies)
+    refuse_several_terms(strategies, trainer.accumulate_grad_batches)
 
 
 def _refuse_or_announce_uniform(options: MicroBatching) -> None:
@@ -67,27 +65,19 @@ def _refuse_or_announce_uniform(options: MicroBatching) -> None:
     )
 
 
-def refuse_terms_of_several_batches(trainer: Any, strategies: Strategies) -> None:
-    """Refuse several terms if several loader batches make a window; called before
-    training and during it, since Lightning's schedule may change their number."""
-    if len(strategies) > 1 and trainer.accumulate_grad_batches != 1:
+def refuse_several_terms(
+    strategies: Strategies, num_loader_batches: int, *, is_split: bool = True
+) -> None:
+    """Refuse a loss of several terms in a streamed window, or in one of several loader
+    batches; called before training and during it, since Lightning's schedule may change
+    their number."""
+    if len(strategies) > 1 and (num_loader_batches != 1 or not is_split):
         raise TrainkitError(
             f"accumulation: the terms {sorted(strategies)} have denominators of their "
             f"own, whose totals must be known before the first backward pass, and with "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} the window's "
-            f"next batches are not there yet. Set it to 1 and let the loader yield the "
-            f"whole batch: micro_batching cuts it."
-        )
-
-
-def refuse_untold_terms(strategies: Strategies) -> None:
-    """Refuse a loss of several terms in a streamed window."""
-    if len(strategies) > 1:
-        raise TrainkitError(
-            f"accumulation: the terms {sorted(strategies)} have denominators of their "
-            f"own, each of which must be known before the first backward pass, and a "
-            f"window of several loader batches tells them only at its end. Let one "
-            f"loader batch be the window: micro_batching = MicroBatching(size=4), say."
+            f"accumulate_grad_batches={num_loader_batches} the window's next batches "
+            f"may not be there yet. Set it to 1, and let one loader batch be the "
+            f"window, which is cut: micro_batching = MicroBatching(size=4), say."
         )
 
 
@@ -109,66 +99,3 @@ def communicates_in_forward(pl_module: Any, ranks: Ranks) -> bool:
     return any(isinstance(m, kinds) for m in pl_module.modules()) or any(
         isinstance(p, DTensor) for p in pl_module.parameters()
     )
-
-
-def other_weight(
-    step: int, strategy: str, expected: float, arrived: float, *, is_late: bool
-) -> TrainkitError:
-    """The error for labels that are made or masked on the device, after the count."""
-    taken = (
-        " The step was taken with it; resume from a checkpoint before, or set "
-        "checks='now' to stop before the step."
-    )
-    return TrainkitError(
-        f"{strategy}: at optimizer step {step} (counted from 0) a micro-batch weighed "
-        f"{expected:g} before it went to the device, and weighs {arrived:g} after "
-        f"transfer_batch_to_device and on_after_batch_transfer, so the window is "
-        f"divided by a wrong total. Make the labels in the dataset, in the collate "
-        f"function or in on_before_batch_transfer, which run before the cut."
-        f"{taken if is_late else ''}"
-    )
-
-
-def stop_iteration(where: str) -> TrainkitError:
-    """The error for a `StopIteration` inside an open window, by which Lightning would
-    end the epoch."""
-    return TrainkitError(
-        f"{where}: it raised StopIteration inside a window, which Lightning takes for "
-        f"the end of the epoch, so that the window's step would be lost without a "
-        f"word. Look for a next() on an iterator that has ended; to end an epoch, "
-        f"return -1 from on_train_batch_start."
-    )
-
-
-def out_of_memory_between_ranks() -> TrainkitError:
-    return TrainkitError(
-        'MicroBatching("auto"): memory ran out on this rank at a size that had fitted '
-        "before. The other ranks are inside this window's backward passes, where they "
-        "communicate, so that it cannot be run again. Resume from the last checkpoint, "
-        "with a smaller MicroBatching(start=...)."
-    )
-
-
-def announce_too_long(longest: int) -> None:
-    warnings.warn(
-        f"MicroBatching: a sample of {longest} tokens alone exceeds the budget, and a "
-        f"sample cannot be cut, so it makes a micro-batch of its own. The step is "
-        f"that of its batch; if memory does not suffice, shorten such samples.",
-        stacklevel=2,
-    )
-
-
-def refuse_backward_without(options: dict[str, Any], pl_module: Any) -> None:
-    """Refuse a `backward` of the module's own that does not take some options."""
-    if not options:
-        return
-    try:
-        inspect.signature(pl_module.backward).bind(None, **options)
-    except TypeError as error:
-        name = type(pl_module).__name__
-        raise TrainkitError(
-            f"{name}.backward: exact BatchNorm calls it with {', '.join(options)}, "
-            f"since what runs before the net is needed again when the window ends, and "
-            f"it takes no such argument. Write it as Lightning's: def backward(self, "
-            f"loss, *args, **kwargs), and hand them on to loss.backward."
-        ) from error

@@ -12,15 +12,11 @@ from torch import Tensor
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import parameters_of
 from trainkit.core.joins.steps import JoinedSteps
+from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.window_stats import WindowStats
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import (
-    current_hook,
-    replaced,
-    skips_backward,
-    uncompiled,
-)
+from trainkit.lit._compat import replaced, skips_backward
 from trainkit.lit.callback.base import (
     OrderedCallback,
     WindowOwner,
@@ -28,22 +24,18 @@ from trainkit.lit.callback.base import (
     say_dropped,
     window_ends,
 )
-from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
-from trainkit.lit.split.current_window import CurrentWindow
-from trainkit.lit.split.cut_note import add_note
-from trainkit.lit.split.gradients import StashedGradients
-from trainkit.lit.split.held_logs import HeldLogs, by_name, is_loggable
-from trainkit.lit.split.micro_batches import MicroBatches, counts_of
-from trainkit.lit.split.passes import Passes
-from trainkit.lit.split.retry import Retry
-from trainkit.lit.split.shortcuts import TRANSFER
-from trainkit.lit.split.sizes import sizes_for
-from trainkit.lit.split.window_metrics import WindowMetrics
+from trainkit.lit.split.auto import AutoSizes, Hosts
+from trainkit.lit.split.errors import add_note, stop_iteration
+from trainkit.lit.split.joined import run_in_turns
+from trainkit.lit.split.logs import HeldLogs, WindowMetrics
+from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
+from trainkit.lit.split.outputs import as_one
+from trainkit.lit.split.passes import NOTHING, Passes
 
-KEPT = ("is_apart", "num_loader_batches", "sizes", "trims", "_patch")
+KEPT = ("num_loader_batches", "sizes", "trims")
 
 KEY = "trainkit_micro_batching"
 """The size that was found, in a checkpoint."""
@@ -68,13 +60,15 @@ class Split:
         found: the size that an earlier run has found, as `state_dict` gives it.
 
     Attributes:
-        sizes: the limit for the next window's micro-batches.
+        sizes: find the limit for micro-batches, for `"auto"`.
         current: the loader batch that is being run, if one is.
-        is_apart: whether the gradients of the window are still on their ranks.
         num_loader_batches: how many loader batches the open window has on this rank.
         trims: whether columns that are only padding are left out; None until the first
             batch that has some.
+        joined: what lets BatchNorm see the whole window, if somebody asks for it.
     """
+
+    is_split = True
 
     def __init__(
         self,
@@ -84,70 +78,56 @@ class Split:
         windows: WindowOwner,
         found: Mapping[str, Any] | None = None,
     ) -> None:
-        accumulator = windows.accumulators[0]
-        self.current: CurrentWindow | None = None
-        self.is_apart = False
+        self._trainer, self._module = trainer, pl_module
+        self._options, self._windows = options, windows
+        self._accumulator = accumulator = windows.accumulators[0]
+        self._refuse()
+        ranks, is_auto = accumulator.ranks, options.is_auto
+        run_alike = refusals.communicates_in_forward(pl_module, ranks)
+        refusals.refuse_auto_between_ranks(trainer, is_auto and run_alike)
+        self.sizes: AutoSizes | None = None
+        if is_auto:
+            device = trainer.strategy.root_device
+            self.sizes = AutoSizes(options.start, found, Hosts(ranks), device)
+        self.current: CutBatch | None = None
         self.num_loader_batches = 0
-        sizes = self.sizes = sizes_for(pl_module, options, accumulator.ranks, found)
         may_trim = True if is_rehearsal(trainer) else None
         self.trims: bool | None = may_trim if options.trim else False
-        self._windows = windows
-        self._trainer = trainer
-        self._module = pl_module
-        self._accumulator = accumulator
-        self._options = options
-        self._metrics = WindowMetrics(pl_module, accumulator.ranks.size)
-        self._passes = Passes(trainer, pl_module, windows, sizes, self._metrics)
-        self.cut_anew()
-        self._retry = Retry(
-            pl_module,
-            accumulator,
-            sizes,
-            parameters=self._parameters,
-            current=lambda: self.current,
-            forget=self._forget,
-        )
+        self.joined: JoinedSteps | None = None
+        hosts = Hosts(ranks) if run_alike else None
+        of = options, trainer, accumulator.strategies
+        self._micro_batches = MicroBatches(*of, self.sizes, hosts)
+        self._logs = HeldLogs(pl_module)
+        self._metrics = WindowMetrics(pl_module, ranks.size)
+        of = trainer, pl_module, windows, self._logs
+        self._passes = Passes(*of, may_repeat=is_auto)
         self._batch_to_device = trainer.strategy.batch_to_device
-        self._log = uncompiled(pl_module, self._hold)
-        self._stash: StashedGradients | None = None
-        self._is_complete = self._has_said_shared = False
+        self._stash: list[tuple[Tensor, Tensor | None]] = []
+        self._is_complete = False
         self._patch = ExitStack()
 
-    def cut_anew(self) -> None:
-        """Cut by the accumulator's strategies, which may have changed."""
-        refusals.refuse_before_training(
-            self._trainer, self._module, self._options, self._accumulator.strategies
-        )
-        self._micro_batches = MicroBatches(
-            self._options,
-            self._module,
-            self._accumulator,
-            self.sizes,
-            is_joined=self.joined is not None,
-        )
+    def _refuse(self) -> None:
+        of = self._trainer, self._module, self._options
+        refusals.refuse_before_training(*of, self._accumulator.strategies)
 
     # ---- what the callback asks ------------------------------------------------------
-
-    is_split = True
 
     @property
     def size(self) -> int | None:
         """The size limit of a micro-batch, if it is to be found."""
-        return self.sizes.shown
+        return None if self.sizes is None else self.sizes.shown
 
     @property
     def fills_up(self) -> bool:
         """Whether the present micro-batch only lets all ranks run equally many."""
-        micro_batch = None if self.current is None else self.current.micro_batch
-        return micro_batch is not None and micro_batch.is_filler
+        return self.current is not None and self.current.is_filler
 
     def rows_now(self) -> tuple[int, Sequence[int]] | None:
         """The number of the micro-batch under way, and its rows."""
         current = self.current
-        if current is None or current.at is None:
+        if current is None:
             return None
-        numbers = [n for n, m in enumerate(current.micro_batches) if m is current.at]
-        return numbers[0], current.at.cut.rows
+        return current.index, current.parts[current.index].rows
 
     def num_torn(self, num_closed: int) -> int:
         """How many loader batches are in the window of the one under way."""
@@ -155,11 +135,20 @@ class Split:
 
     def state_dict(self) -> dict[str, Any] | None:
         """The size that was found, for a checkpoint."""
-        return self.sizes.search.state_dict() if self.sizes.catches else None  # type: ignore[union-attr]
+        return None if self.sizes is None else self.sizes.search.state_dict()
 
     def follow(self) -> None:
-        """Weigh by other strategies."""
-        self.cut_anew()
+        """Weigh by the accumulator's strategies, which have changed."""
+        self._refuse()
+        self._micro_batches.weigh_by(self._accumulator.strategies)
+
+    def has_padding(self, batch: Any) -> bool | None:
+        """Whether some rows of a loader batch have columns that only pad; None if
+        nothing tells their lengths."""
+        try:
+            return self._micro_batches.cutter.has_padding(batch)
+        except TrainkitError:  # a hook may add what is missing before it is cut
+            return False
 
     # ---- Lightning's strategy object -------------------------------------------------
 
@@ -176,103 +165,108 @@ class Split:
         first = first_batches(self._trainer, self._module, self._windows)
         self._patch.enter_context(first)
 
-    def end_epoch(self) -> None:
-        """Compare the weights not read yet."""
-        if hasattr(self, "_passes") and self._passes.arrivals is not None:
-            self._passes.arrivals.read_all()
-
-    @property
-    def joined(self) -> JoinedSteps | None:
-        """What lets BatchNorm see the whole window, if somebody asks for it."""
-        return self._passes.joined
-
     def join(self, joined: JoinedSteps) -> None:
         """Let the steps of a window's micro-batches wait for each other at BatchNorm's
-        layers, until `stop`."""
-        several = self.sizes.catches and self._accumulator.ranks.size > 1
+        layers, until `stop`. No rank repeats rows then, and padding, which counts
+        there, stays."""
+        ranks = self._accumulator.ranks
+        several = self.sizes is not None and ranks.size > 1
         refusals.refuse_auto_between_ranks(self._trainer, several)
-        self._passes.joined = joined
-        self.cut_anew()
+        self.joined, self._micro_batches.hosts = joined, None
+        self._passes.is_apart = ranks.backend_sums
         joined.install()
         self._patch.callback(joined.remove)
 
+    def end_epoch(self) -> None:
+        """Compare the weights that were not read yet."""
+        arrivals = self._passes.transfer.arrivals if hasattr(self, "_passes") else None
+        if arrivals is not None:
+            arrivals.read(wait=True)
+
     def stop(self) -> None:
         """Put Lightning's methods back; only the attributes in `KEPT` stay."""
-        self._patch.close()
-        self.current = None
-        numbers = {name: it for name, it in vars(self).items() if name in KEPT}
+        if hasattr(self, "_patch"):
+            self._patch.close()
+        kept = {name: it for name, it in vars(self).items() if name in KEPT}
         vars(self).clear()
-        vars(self).update(numbers)
+        vars(self).update(kept, current=None, joined=None)
 
     def _leave_on_host(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.training:
             return batch
         return self._batch_to_device(batch, *args, **kwargs)
 
-    def _end_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._stash is not None:
-            self._stash.put_back()
-            self._stash = None
-        return loss
-
     def keeps_gradients(self, optimizer: Any) -> bool:
         """Whether the window is open: its gradients are then put away, before Lightning
         zeroes them."""
-        is_open = self._accumulator.is_open
-        if is_open:
-            self._stash = StashedGradients(parameters_of(optimizer))
-        return is_open
+        if not self._accumulator.is_open:
+            return False
+        self._stash = [(p, p.grad) for p in parameters_of(optimizer)]
+        for parameter, _ in self._stash:
+            parameter.grad = None
+        return True
+
+    def _end_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        stash, self._stash = self._stash, []
+        for parameter, gradient in stash:
+            parameter.grad = gradient
+        return loss
+
+    # ---- a window --------------------------------------------------------------------
+
+    def before_backward(self, loss: Tensor, batch_idx: int, *, is_fresh: bool) -> None:
+        """Weigh the pass that is about to run."""
+        self.weigh(loss)
+
+    def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
+        """Weigh the loss before its backward pass; with `as_seed`, returns a seed for
+        the pass if it can replace a hook."""
+        assert self.current is not None
+        return self._passes.weigh(self.current, loss, as_seed=as_seed)
 
     def finish(
         self, accumulator: Accumulator, parameters: list[Tensor]
     ) -> tuple[WindowStats, int | None]:
         """Divide the window; returns its numbers, and how many loader batches it had on
         all ranks."""
-        stats = accumulator.finish(
-            parameters, slots=self.slots(), is_apart=self.is_apart
-        )
+        slots, is_apart = self._passes.slots(), self._passes.is_apart
+        stats = accumulator.finish(parameters, slots=slots, is_apart=is_apart)
         return stats, self.num_loader_batches * accumulator.ranks.size
-
-    def slots(self) -> int:
-        """How many single weights of each rank a closing window has room for."""
-        accumulator = self._accumulator
-        told = accumulator.window.told
-        if told is not None:
-            return self._windows.slots_of(told.most_micro_batches())
-        # Ranks do not know each other's numbers, and must ask for as many.
-        is_alone = accumulator.ranks.size == 1
-        return self._windows.slots_of(accumulator.num_micro_batches) * is_alone
-
-    # ---- a loader batch --------------------------------------------------------------
-
-    def has_padding(self, batch: Any) -> bool | None:
-        """Whether some rows of a loader batch have columns that only pad; None if
-        nothing tells their lengths."""
-        try:
-            return self._micro_batches.has_padding(batch)
-        except TrainkitError:  # a hook may add what is missing before it is cut
-            return False
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a loader batch in place of `training_step`."""
-        is_forward_only = skips_backward(self._trainer)
+        trainer, accumulator = self._trainer, self._accumulator
         self._windows.follow(self._module)
         self._drop_unstepped()
-        if not self._accumulator.is_open:
+        parameters = self._parameters()
+        if not accumulator.is_open:
             self.num_loader_batches = 0
-            for parameter in self._parameters():
+            for parameter in parameters:
                 parameter.grad = None
+        is_forward_only = skips_backward(trainer)
         self.num_loader_batches += not is_forward_only
+        size = trainer.accumulate_grad_batches
+        closes = window_ends(trainer, trainer.fit_loop.batch_idx, size)
+        attempt = partial(self._attempt, batch, args, kwargs, closes, is_forward_only)
+        apart = self._passes.apart(closes=closes) if self._passes.is_apart else NOTHING
         try:
-            with replaced(self._module, log=self._log):
-                if is_forward_only or not self.sizes.catches:
-                    self._pass(batch, args, kwargs)
+            with replaced(self._module, log=self._logs.log), apart:
+                if is_forward_only or self.sizes is None:
+                    attempt()
                 else:
-                    self._retry.run(partial(self._pass, batch, args, kwargs))
+                    of = self._module, accumulator, parameters
+                    self.sizes.run(attempt, *of, self._forget)
+            self._is_complete = closes
             return self._end()
         finally:
             self.current = None
             self._metrics.close()
+
+    def _parameters(self) -> list[Tensor]:
+        """The tensors that hold the gradients of the window."""
+        own = parameters_of(self._trainer.optimizers[0])
+        wide = self._accumulator.gradients.wide
+        return own if wide is None else [*own, *wide.stand_ins]
 
     def _drop_unstepped(self) -> None:
         """Drop a complete window whose step the module's `optimizer_step` has left out;
@@ -284,117 +278,50 @@ class Split:
                 say_dropped(held, "its gradients were zeroed before its step")
         self._is_complete = False
 
-    def _end(self) -> Any:
-        """Combine the logs and outputs of the micro-batches into one batch's."""
-        assert (current := self.current) is not None
-        self._is_complete = current.closes
-        self._metrics.close()
-        counting = [each.cut for each in current.micro_batches if not each.is_filler]
-        current.logs.log(self._module, num_rows=sum(len(m.rows) for m in counting))
-        if current.returned.is_nothing:
-            if current.is_whole_window:  # else others of the window follow
-                self._accumulator.drop()
-            return None
-        strategies = self._accumulator.strategies
-        return current.returned.as_one(strategies, current.micro_batches)
-
-    def _pass(self, batch: Any, args: Any, kwargs: Any) -> None:
-        """Run forward and backward passes of every micro-batch."""
-        if self._passes.arrivals is not None:
-            self._passes.arrivals.begin()
-        micro_batches = self._micro_batches.of(batch, trim=bool(self.trims))
-        size = self._trainer.accumulate_grad_batches
-        closes = window_ends(self._trainer, self._trainer.fit_loop.batch_idx, size)
-        logs = HeldLogs(self._metrics)
-        current = self.current = CurrentWindow(micro_batches, size == 1, closes, logs)
-        current.is_forward_only = skips_backward(self._trainer)
-        if not current.is_forward_only:
-            self._begin(current, size)
+    def _attempt(
+        self, batch: Any, args: Any, kwargs: Any, closes: bool, is_forward_only: bool
+    ) -> None:
+        """Cut a loader batch, and run all its micro-batches."""
+        trim = bool(self.trims) and self.joined is None
+        current = self.current = self._micro_batches.of(batch, trim=trim)
+        current.closes, current.is_forward_only = closes, is_forward_only
+        is_alone = self._trainer.accumulate_grad_batches == 1
+        current.is_told = is_alone and not current.are_said
+        if not is_forward_only:
+            self._passes.announce(current)
+            for callback in self._trainer.callbacks:
+                if isinstance(callback, OrderedCallback):
+                    callback.on_cut(current.num_counting)
         if self._trainer.fit_loop.batch_idx == 0:
             self._metrics.find()
-            self._say_shared()
-        self._metrics.open(len(micro_batches))
+        self._metrics.open(current)
+        self._logs.open(current)
         try:
-            self._passes.run(current, size, args, kwargs)
-            self.is_apart = self._passes.is_apart
+            if self.joined is None:
+                self._passes.run(current, args, kwargs)
+            else:
+                of = self._passes, self._windows, current, self._module
+                run_in_turns(self.joined, *of, args, kwargs)
         except StopIteration as error:
-            raise refusals.stop_iteration("training_step") from error
+            raise stop_iteration("training_step") from error
         except Exception as error:
             add_note(error, batch, current)
             raise
-        current.returned.refuse_some_nothing()
-        if self._passes.arrivals is not None:
-            self._passes.arrivals.end()
 
-    def _say_shared(self) -> None:
-        """Say once what every micro-batch gets whole, since it is not as long as the
-        batch has rows."""
-        shared, said = self._micro_batches.shared_fields(), self._has_said_shared
-        if shared and not said and self._trainer.is_global_zero:
-            names = ", ".join(map(repr, shared))
-            say(self._trainer, ("split", f"every micro-batch gets all of {names}"))
-        self._has_said_shared = True
-
-    def _hold(
-        self, name: str, value: Any, *args: Any, weight: Any = None, **kwargs: Any
-    ) -> None:
-        """The module's `log` while a window runs."""
-        assert self.current is not None
-        is_moving = current_hook(self._module) in TRANSFER
-        if is_moving or not is_loggable(value):  # Lightning refuses it by name
-            type(self._module).log(self._module, name, value, *args, **kwargs)
-        logs, options = self.current.logs, by_name(args) | kwargs
-        logs.hold(self._module, name, value, weight, options)
-
-    def _begin(self, current: CurrentWindow, size: int) -> None:
-        accumulator, cut = self._accumulator, current.micro_batches
-        if current.are_said:
-            if accumulator.ranks.backend_sums and self.sizes.catches:
-                # A rank whose memory runs out would never say its first weight.
-                first = len(cut[0].cut.rows)
-                device = self._trainer.strategy.root_device
-                accumulator.streamed.agree(first, size * len(cut), device)
-        elif current.is_whole_window:
-            accumulator.expect(
-                weights={t: [each.weights[t] for each in cut] for t in cut[0].weights}
-            )
-        else:
-            refusals.refuse_terms_of_several_batches(
-                self._trainer, accumulator.strategies
-            )
-            first = next(iter(cut[0].weights.values()))
-            device = self._trainer.strategy.root_device
-            accumulator.streamed.agree(first, size * len(cut), device)
-        accumulator.window.count(**counts_of(cut))
-        for callback in self._trainer.callbacks:
-            if isinstance(callback, OrderedCallback):
-                callback.on_cut(sum(not each.is_filler for each in cut))
-
-    def before_backward(self, loss: Tensor, batch_idx: int, *, is_fresh: bool) -> None:
-        """Weigh the pass that is about to run."""
-        self.weigh(loss)
-
-    def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
-        """Weigh the loss, after a gradient scaler, before its backward pass; with
-        `as_seed`, returns a seed for the pass if it can replace a hook."""
-        current, accumulator = self.current, self._accumulator
-        assert current is not None
-        assert current.value is not None
-        weigh = accumulator.seed if as_seed else accumulator.weigh
-        expected = self._trainer.accumulate_grad_batches * len(current.micro_batches)
-        seed = weigh(loss, current.weight, value=current.value, expected=expected)
-        if current.closes and current.is_last and not self._passes.is_apart:
-            accumulator.announce(slots=self.slots())
-        return seed if isinstance(seed, Tensor) else None
-
-    def _forget(self) -> None:
-        """Drop what was collected in a pass in which memory ran out, on some rank."""
-        self.current = None
+    def _forget(self) -> MicroBatch | None:
+        """Drop what was collected in a pass in which memory ran out, on some rank;
+        returns the micro-batch that was under way."""
+        current, self.current = self.current, None
         self._metrics.close()
         self._windows.forget_means()
+        return None if current is None else current.parts[current.index]
 
-    def _parameters(self) -> list[Tensor]:
-        """The tensors that hold the gradients of the window."""
-        own = parameters_of(self._trainer.optimizers[0])
-        wide = self._accumulator.gradients.wide
-        return own if wide is None else [*own, *wide.stand_ins]
+    def _end(self) -> Any:
+        """Combine the logs and outputs of the micro-batches into one batch's."""
+        assert self.current is not None
+        self._metrics.close()
+        found = as_one(self.current, self._accumulator.strategies)
+        self._logs.close()
+        if found is None and self._trainer.accumulate_grad_batches == 1:
+            self._accumulator.drop()  # else others of the window follow
+        return found

@@ -33,8 +33,8 @@ from trainkit.lit.proof.verdict import Proof, checked_proof
 from trainkit.lit.resume import open_window
 from trainkit.lit.resume.mid_epoch import begin_batch, resume
 from trainkit.lit.split.fillers import refuse_fillers_that_count
-from trainkit.lit.split.refusals import refuse_untold_terms, refuse_wrong_type
-from trainkit.lit.split.sizes import describe
+from trainkit.lit.split.micro_batches import described
+from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.held_schedulers import hold_schedulers, release_schedulers
@@ -165,7 +165,7 @@ class WindowCallback(WindowOwner):
             open_window.restore(self._restored, self, trainer, pl_module)
             self._restored = None
         if split is None:
-            refuse_untold_terms(self.strategies)
+            refuse_several_terms(self.strategies, num_expected, is_split=False)
             self.driver = Streamed(trainer, pl_module, self)
         else:
             self.driver = Split(trainer, pl_module, split, self, self._found)
@@ -198,7 +198,7 @@ class WindowCallback(WindowOwner):
         rows += unguarded(trainer, pl_module, self)
         if self.micro_batching is not None and self.is_split:
             is_step = trainer.accumulate_grad_batches == 1
-            rows.append(("split", describe(self.micro_batching, is_step=is_step)))
+            rows.append(("split", described(self.micro_batching, is_step=is_step)))
         if self.inside is not None:
             how = {"has_strategy": self.has_strategy, "num_ranks": trainer.world_size}
             rows.append(self.inside.table_row(**how))

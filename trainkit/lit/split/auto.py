@@ -1,0 +1,196 @@
+"""The size of micro-batches that is found in training, where memory may run out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from trainkit.core.accumulator import Accumulator
+from trainkit.core.out_of_memory import is_out_of_memory, release
+from trainkit.core.ranks import Ranks
+from trainkit.core.split.cutting import Limit, MicroBatch
+from trainkit.core.split.rows import Rows
+from trainkit.core.split.search import SizeSearch
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import as_hook, current_hook
+from trainkit.lit.aside import Kept
+
+NO_SIZE = -torch.inf
+
+
+class Hosts:
+    """The hosts of the ranks, which exchange numbers so that no device waits.
+
+    Args:
+        ranks: that share a window; all of them make this together.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._group = dist.new_group(backend="gloo") if ranks.size > 1 else None
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """The largest of the ranks' numbers, place by place; all of them call this."""
+        if self._group is None:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return found.tolist()
+
+
+Failure = tuple[int, int, str]
+"""The size of the micro-batch in which memory ran out, its rows, and the error's name:
+nothing that holds memory."""
+
+
+class AutoSizes:
+    """Finds the size together with all ranks, for `"auto"`.
+
+    A window in which memory runs out, on any rank, runs again on all of them in smaller
+    micro-batches. So its gradients stay on their ranks until all have come through, and
+    no backward pass communicates.
+
+    Args:
+        start: the size with which the search begins.
+        found: what an earlier run has found, as the search's `state_dict` gives it.
+        hosts: of the ranks, which share what has happened after each window.
+        device: the device on which windows run.
+
+    Attributes:
+        search: finds the size.
+        shown: the size with which the present window is cut.
+    """
+
+    def __init__(
+        self,
+        start: int | None,
+        found: Mapping[str, Any] | None,
+        hosts: Hosts,
+        device: torch.device,
+    ) -> None:
+        self.search = SizeSearch(start=start)
+        if found is not None:
+            self.search.load_state_dict(found)
+        self.shown: int | None = None
+        self._hosts, self._device = hosts, device
+        self._unit = "rows"
+        self._whole = self._real = 0
+        self._since = 0.0
+
+    def limit_for(self, rows: Rows) -> Limit:
+        """The size limit for a loader batch about to be cut; every rank calls this."""
+        whole = self._whole = rows.padded
+        self._real = rows.real_of(range(rows.num_rows))
+        if self.search.limit is None:
+            (whole,) = map(int, self._hosts.largest([whole]))
+        self.search.begin(whole)
+        size = self.shown = self.search.limit
+        self._unit, self._since = "tokens" if rows.has_lengths else "rows", self._now()
+        return Limit(tokens=size) if rows.has_lengths else Limit(size=size)
+
+    def run(
+        self,
+        attempt: Callable[[], None],
+        module: Any,
+        accumulator: Accumulator,
+        parameters: list[Tensor],
+        drop: Callable[[], MicroBatch | None],
+    ) -> None:
+        """Run a loader batch until it fits in memory, on all ranks.
+
+        Before each new attempt everything is put back: the gradients and totals of the
+        window, the module's state, random generators, and what was logged.
+
+        Args:
+            attempt: runs the loader batch.
+            module: the module that trains.
+            accumulator: holds the open window.
+            parameters: what holds the window's gradients.
+            drop: drops what the attempt has collected; returns the micro-batch that was
+                under way, or None if the loader batch was not cut yet.
+        """
+        gradients = KeptGradients(parameters)
+        kept = Kept(module, device=module.device)
+        mark = accumulator.window.copy()
+
+        def failure() -> Failure | None:
+            try:
+                # After an error Lightning would keep the hook's name.
+                with as_hook(module, current_hook(module)):
+                    attempt()
+            except Exception as error:
+                part = drop()
+                if part is None or not is_out_of_memory(error):
+                    raise
+                release(error)
+                return part.padded, len(part.rows), type(error).__name__
+            return None
+
+        while not self._came_through(failure()):
+            accumulator.rewind(mark)
+            gradients.restore()
+            drop()
+            kept.restore()
+
+    def _came_through(self, failure: Failure | None) -> bool:
+        """Whether no rank has run out of memory in the window; every rank calls this.
+
+        Raises:
+            TrainkitError: a single sample does not fit on some rank.
+        """
+        pace = (self._now() - self._since) / max(self._real, 1)
+        size, num_rows, error = failure or (0, 0, "")
+        failed = -size if failure else NO_SIZE
+        single = size if num_rows == 1 else 0
+        numbers = self._hosts.largest([failed, single, pace, self._whole])
+        failed, single, pace, whole = numbers
+        unit = self._unit
+        if single:
+            shown = f" of {single:.0f} tokens" if unit == "tokens" else ""
+            said = f" ({error})" if error else ""
+            raise TrainkitError(
+                f"MicroBatching: memory ran out with a single sample{shown}{said}, and "
+                f"a sample cannot be cut. Shorten it, or use activation checkpointing, "
+                f"a narrower dtype or a smaller model."
+            )
+        before, was_searching = self.search.limit, self.search.is_searching
+        if failed != NO_SIZE:
+            self.search.failed(-int(failed))
+            rank_zero_info(
+                f"MicroBatching: memory ran out in a micro-batch of {-failed:.0f} "
+                f"{unit}, under a limit of {before}; the window is run again under "
+                f"{self.search.limit}."
+            )
+            return False
+        self.search.passed([], whole=int(whole), seconds=pace, real=1)
+        if was_searching and not self.search.is_searching:
+            rank_zero_info(
+                f"MicroBatching: windows are cut into micro-batches of at most "
+                f"{self.search.limit} {unit}; larger ones are no faster."
+            )
+        return True
+
+    def _now(self) -> float:
+        if self._device.type == "cuda" and self.search.is_searching:
+            torch.cuda.synchronize(self._device)  # only while the search times
+        return time.perf_counter()
+
+
+class KeptGradients:
+    """A copy of the gradients of parameters, to begin again with."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._kept = [
+            (p, None if p.grad is None else p.grad.clone()) for p in parameters
+        ]
+
+    def restore(self) -> None:
+        for parameter, _ in self._kept:
+            parameter.grad = None
+        for parameter, gradient in self._kept:
+            parameter.grad = None if gradient is None else gradient.clone()

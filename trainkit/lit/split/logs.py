@@ -1,0 +1,271 @@
+"""What `training_step` logs in micro-batches, and the metrics that it updates."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric
+
+from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
+from trainkit.core.window_stats import vector
+from trainkit.errors import TrainkitError
+from trainkit.lit._compat import (
+    as_hook,
+    current_hook,
+    forget_computed,
+    replaced,
+    uncompiled,
+)
+from trainkit.lit.split.arriving import TRANSFER
+from trainkit.lit.split.micro_batches import CutBatch
+from trainkit.lit.split.outputs import like, weighted_mean
+
+OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
+"""The parameters of Lightning's `log` after the name and the value."""
+
+
+@dataclass
+class _Logged:
+    """A value that a micro-batch has logged.
+
+    Attributes:
+        key: the hook, the name, and which of several logs of that name it is.
+        original: the tensor itself, until the micro-batch has ended.
+        weight: what it weighs; a text is a term, whose weight it has.
+        is_sum: whether it is a loss that is a sum over rows.
+    """
+
+    key: tuple[str, str, int]
+    value: Any
+    original: Tensor | None
+    weight: Weight | str
+    options: dict[str, Any]
+    is_sum: bool = False
+
+
+class HeldLogs:
+    """Combines the values of a window's micro-batches into those of one batch.
+
+    Means are weighed as the loss is, by the strategy, or by `weight=`. Sums are added
+    up, and of several extremes the extreme is taken. A metric object is logged once.
+
+    Args:
+        pl_module: whose logs.
+
+    Attributes:
+        log: what takes the place of the module's `log` while a window runs.
+    """
+
+    def __init__(self, pl_module: Any) -> None:
+        self._module, self._has_said_step = pl_module, False
+        self.log = uncompiled(pl_module, self._hold)
+
+    def open(self, current: CutBatch) -> None:
+        """Begin a loader batch."""
+        self._current = current
+        self._logged: dict[int, list[_Logged]] = {}
+
+    def _hold(
+        self, name: str, value: Any, *args: Any, weight: Any = None, **options: Any
+    ) -> None:
+        hook = current_hook(self._module)
+        if hook in TRANSFER or not is_loggable(value):  # Lightning refuses it by name
+            type(self._module).log(self._module, name, value, *args, **options)
+            return
+        current, original = self._current, None
+        if current.is_filler:
+            return
+        if isinstance(value, Tensor):
+            original = value.detach() if weight is None else None
+            value = value.detach().reshape(()).clone()  # it may be written over
+        logged = self._logged.setdefault(current.index, [])
+        # A name that is logged twice stays two logs.
+        number = sum(each.key[:2] == (hook, name) for each in logged)
+        options |= dict(zip(OPTIONS, args, strict=False))
+        weight = self._weight(name, weight)
+        key = hook, name, number
+        logged.append(_Logged(key, value, original, weight, options))
+
+    def _weight(self, name: str, weight: Any) -> Weight | str:
+        current = self._current
+        if weight is None:
+            return next(iter(current.weights))
+        if isinstance(weight, AccumulationStrategy):
+            return weight.weight(current.on_device[current.index])
+        if isinstance(weight, str) and weight not in current.weights:
+            terms = sorted(filter(None, current.weights)) or "none"
+            raise TrainkitError(
+                f"self.log({name!r}, weight={weight!r}): there is no such term; the "
+                f"terms of self.accumulation are: {terms}. Name one of them, or pass a "
+                f"number or a strategy, such as PerSample()."
+            )
+        return weight
+
+    def know_terms(self, terms: Mapping[str, Tensor], strategies: Strategies) -> None:
+        """Weigh a log of a term's own tensor as the term; add it up if it is a sum."""
+        for each in self._logged.get(self._current.index, ()):
+            original, each.original = each.original, None
+            for term, tensor in terms.items():
+                if original is not None and _is_same(original, tensor):
+                    each.weight = term
+                    each.is_sum = strategies[term].loss_reduction != "mean"
+
+    def close(self) -> None:
+        """End the loader batch: log each name once, as from its hook."""
+        found: dict[tuple[str, str, int], list[tuple[int, _Logged]]] = {}
+        for index, logged in self._logged.items():
+            for each in logged:
+                found.setdefault(each.key, []).append((index, each))
+        for (hook, name, _), several in found.items():
+            options = several[-1][1].options
+            # By it Lightning weighs a mean over the epoch.
+            sizes = [each.options.get("batch_size") for _, each in several]
+            sizes = [size for size in sizes if size is not None]
+            options["batch_size"] = sum(sizes) if sizes else self._current.num_rows
+            with as_hook(self._module, hook):
+                self._module.log(name, self._combined(name, several), **options)
+
+    def _combined(self, name: str, several: list[tuple[int, _Logged]]) -> Any:
+        values = [each.value for _, each in several]
+        last = several[-1][1]
+        if len(values) == 1:
+            return values[0]
+        if isinstance(values[0], Metric):
+            if last.options.get("on_step") is not False:
+                self._say_step(name)
+            return values[-1]
+        reduce_fx = last.options.get("reduce_fx", "mean")
+        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+        kind = "sum" if last.is_sum else kind
+        if kind in ("max", "min", "sum"):
+            device, dtype = like(values)
+            numbers = vector(values, device)
+            reduced = {"max": numbers.amax, "min": numbers.amin, "sum": numbers.sum}
+            return reduced[kind]().to(dtype)
+        weights = self._current.weights
+        return weighted_mean(
+            values,
+            [
+                weights[each.weight][index]
+                if isinstance(each.weight, str)
+                else each.weight
+                for index, each in several
+            ],
+        )
+
+    def _say_step(self, name: str) -> None:
+        """Say once that the step's value of a logged object is the last part's."""
+        if not self._has_said_step:
+            self._has_said_step = True
+            warnings.warn(
+                f"self.log({name!r}): the value of a metric object on a step is that "
+                f"of the last micro-batch; the epoch's is that of all rows. "
+                f"on_step=False logs the latter alone. Said once.",
+                stacklevel=2,
+            )
+
+
+def is_loggable(value: Any) -> bool:
+    """Whether Lightning can log the value; Lightning itself refuses other values."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Number | Metric)
+
+
+def _is_same(value: Tensor, term: Tensor) -> bool:
+    """Whether a value is a term, or the term detached: they share their storage."""
+    return value.data_ptr() == term.data_ptr() and value.dtype == term.dtype
+
+
+class WindowMetrics:
+    """Lets metric objects see the micro-batches of a window, one after another.
+
+    All of them add to one state, so the value of the epoch is right. The value that
+    Lightning logs for a step is that of the last micro-batch, which is said once. A
+    `MeanMetric` that gets one number for a micro-batch, such as a loss, counts it by
+    the micro-batch's share of the loader batch.
+
+    Args:
+        pl_module: the module that has the metrics, on its final device.
+        num_ranks: how many ranks share a window.
+    """
+
+    def __init__(self, pl_module: Any, num_ranks: int) -> None:
+        self._module, self._has_ranks = pl_module, num_ranks > 1
+        self._patch = ExitStack()
+        self._has_said: set[str] = set()
+        self.find()
+
+    def find(self) -> None:
+        """Look for metric objects; a `MetricTracker` makes one for each epoch."""
+        modules = self._module.named_modules()
+        self._metrics = {name: m for name, m in modules if isinstance(m, Metric)}
+        for name, metric in self._metrics.items():
+            if self._has_ranks and metric.dist_sync_on_step:
+                raise TrainkitError(
+                    f"metric {name}: with dist_sync_on_step=True it waits for the "
+                    f"other ranks in every micro-batch, and ranks may have different "
+                    f"numbers of them. Leave it out: the epoch's value is synchronised "
+                    f"all the same."
+                )
+
+    def open(self, current: CutBatch) -> None:
+        """Begin a loader batch."""
+        if len(current.parts) == 1 and not self._has_ranks:
+            return
+        for name, metric in self._metrics.items():
+            if self._has_ranks:  # compute() must not wait for the other ranks
+                alone = replaced(metric, distributed_available_fn=lambda: False)
+                self._patch.enter_context(alone)
+                self._patch.callback(forget_computed, metric)
+            if isinstance(metric, MeanMetric):
+                update = self._weighed(name, metric.update, current)
+                update = uncompiled(self._module, update)
+                self._patch.enter_context(replaced(metric, update=update))
+
+    def close(self) -> None:
+        """End the loader batch."""
+        self._patch.close()
+
+    def _weighed(
+        self, name: str, update: Callable[..., Any], current: CutBatch
+    ) -> Callable[..., Any]:
+        def weighed(value: Any, weight: Any = None) -> None:
+            if weight is not None:
+                update(value, weight)
+            elif isinstance(value, Tensor) and value.ndim:
+                update(value)  # each entry counts once
+            else:
+                if current.are_said and len(current.parts) > 1:
+                    self._say_by_rows(name)
+                share = current.share()
+                update(_unless_nothing(value, share), share)
+
+        return weighed
+
+    def _say_by_rows(self, name: str) -> None:
+        if name not in self._has_said:
+            self._has_said.add(name)
+            warnings.warn(
+                f"metric {name}: the number that it gets for a micro-batch counts by "
+                f"the micro-batch's rows, since training_step has still to say what "
+                f"the loss weighs. Give it the weight: self.{name}(value, weight=n).",
+                stacklevel=2,
+            )
+
+
+def _unless_nothing(value: Any, share: Weight) -> Any:
+    """The mean of a micro-batch; 0 instead of NaN if its share is 0."""
+    if isinstance(share, Tensor):
+        number = torch.as_tensor(value, device=share.device)
+        return torch.where(share == 0, 0, number)
+    return value if share else 0.0
