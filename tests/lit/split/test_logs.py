@@ -91,6 +91,7 @@ class Telling(Split):
         divided_by = self.trainer.accumulate_grad_batches  # by Lightning
         whole = loss if self.micro_batching is not None else loss * divided_by
         self.log("before_backward", whole, **BOTH)
+        self.log("weighed", 0.5, on_epoch=True, weight=PerSample())  # type: ignore[call-arg]
 
     def on_after_backward(self) -> None:
         self.log("after_backward", 1.0)

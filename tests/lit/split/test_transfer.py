@@ -191,11 +191,10 @@ def test_a_mask_may_be_rounded_on_the_way_and_a_count_may_not(is_count: bool) ->
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose numbers have not arrived when they are first asked for."""
-    asked: set[int] = set()
 
     def arrived(reading: Any) -> bool:
-        was_asked = id(reading) in asked
-        asked.add(id(reading))
+        was_asked = hasattr(reading, "was_asked")
+        reading.was_asked = True
         return was_asked
 
     monkeypatch.setattr(LateReading, "arrived", property(arrived))
