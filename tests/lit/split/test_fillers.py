@@ -6,11 +6,10 @@ import random
 import re
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.helpers import (
@@ -22,7 +21,7 @@ from tests.helpers import (
     weights,
 )
 from tests.recording import told
-from tests.zoo import hooked
+from tests.zoo import Rows, hooked
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -56,15 +55,8 @@ def padded(number: int = 10, size: int = 4, **options: Any) -> ResumableLoader:
     return ResumableLoader(rows(number), size, **how)
 
 
-class Weighted(pl.LightningModule):
+class Weighted(Rows):
     """A mean over the rows that count, of one loader or of several together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(3, 1).double()
-        with torch.no_grad():
-            self.net.weight.fill_(0.1)
-            self.net.bias.zero_()
 
     def loss_of(self, batch: Any) -> Tensor:
         if "x" not in batch:
@@ -76,9 +68,6 @@ class Weighted(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss_of(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.02)
 
 
 def fit(
@@ -104,25 +93,20 @@ def off(module: Any, number: int = 10, data: Any = None) -> float:
     return deviation(end, fit(data=data, window=1), Weighted())
 
 
-class ByRows(AccumulationStrategy):
-    """As `PerSample()`, and not known to be."""
-
-    def weight(self, batch: Any) -> int:
-        return len(batch["x"])
+def strategy(name: str, weight: Any) -> Any:
+    hook = {"weight": lambda self, batch: weight(batch)}
+    return type(name, (AccumulationStrategy,), hook)()
 
 
-class Fails(AccumulationStrategy):
-    def weight(self, batch: Any) -> Tensor:
-        if not batch["weight"].any():
-            raise KeyError("no rows")
-        return batch["weight"].sum()
+def fails(batch: Any) -> Tensor:
+    if not batch["weight"].any():
+        raise KeyError("no rows")
+    return batch["weight"].sum()
 
 
-class OfBoth(AccumulationStrategy):
-    """Relies on a batch of each loader, which there is where none ends before all."""
-
-    def weight(self, batch: Any) -> Tensor:
-        return batch["a"]["weight"].sum() + batch["b"]["weight"].sum()
+BY_ROWS = strategy("ByRows", lambda batch: len(batch["x"]))  # not known to be so
+OF_BOTH = strategy("OfBoth", lambda both: sum(both[i]["weight"].sum() for i in "ab"))
+"""Relies on a batch of each loader, which there is where none ends before all."""
 
 
 def on_device(filler: int) -> Any:
@@ -180,7 +164,7 @@ CASES = [
     case("exact", MADE, kind=on_device(-100)),
     *[
         case(f"refused {type(by).__name__}", by, lambda n=n: padded(n), **how)
-        for by in (PerSample(), ByRows())
+        for by in (PerSample(), BY_ROWS)
         for n in (10, 9, 11)
         for how in ({}, IN_ONE)
     ],
@@ -195,10 +179,10 @@ CASES = [
             ("free", PerSample(mask=f"{path}.weight")),
         )
     ],
-    *[case("both", OfBoth(), both(padded, SHORT, mode)) for mode in MODES[1:]],
-    *[case("free", OfBoth(), both(padded, OTHER, mode)) for mode in MODES[1:]],
-    case("told OfBoth: .* this cannot be", OfBoth(), both(padded, SHORT, MODES[0])),
-    case(r"told Fails: .* this cannot be seen \(KeyError", Fails()),
+    *[case("both", OF_BOTH, both(padded, SHORT, mode)) for mode in MODES[1:]],
+    *[case("free", OF_BOTH, both(padded, OTHER, mode)) for mode in MODES[1:]],
+    case("told OfBoth: .* this cannot be", OF_BOTH, both(padded, SHORT, MODES[0])),
+    case(r"told Fails: .* this cannot be seen \(KeyError", strategy("Fails", fails)),
     case("told and exact", kind=Manual),
     case("free", Uniform()),  # which is left to what is said of it
     case("free", limit_train_batches=2),  # the epoch ends before its fillers

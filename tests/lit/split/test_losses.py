@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from torch import Tensor
 
-from tests.helpers import TOLERANCE, deviation, weights
+from tests.helpers import deviation, weights
 from tests.lit.fronts import windows_of
 from tests.lit.split.common import (
     CUTS,
@@ -43,13 +43,6 @@ class Cut(Terms):
         super().__init__(cut=cut, strategy=strategy, **how)
 
 
-class Whole(Terms):
-    """The sum of both terms, of batches that are not cut."""
-
-    is_whole = True
-    accumulation = PerSample()
-
-
 CASES = [
     (cut, coefficients, ["sgd", "momentum", "adamw"][(turn + row) % 3])
     for row, cut in enumerate(CUTS)
@@ -71,22 +64,8 @@ def test_terms_equal_uncut_loss(
 def test_one_strategy_for_both_differs(strategy: Any) -> None:
     """The control: their sum, cut."""
     fit(module := hooked(Terms, is_whole=True)(strategy=strategy, cut=FIXED))
-    fit(whole := Whole())
+    fit(whole := Cut(cut=None))
     assert deviation(module, whole, START) > 1e-2
-
-
-@pytest.mark.filterwarnings("ignore:loss terms .*rounds the factor")
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [({}, 2e-5), (scaled, 1e-2), ({"precision": "bf16-mixed"}, 5e-2)],
-    ids=["float32", "16-mixed", "bf16-mixed"],
-)
-def test_narrow_precision_is_near_uncut_loss(options: Any, tolerance: float) -> None:
-    module, whole = Cut(dtype=torch.float32), Whole(dtype=torch.float32)
-    how: Any = options() if callable(options) else options
-    fit(module, **how)
-    fit(whole)
-    assert deviation(module, whole, weights(Plain(dtype=torch.float32))) <= tolerance
 
 
 def test_a_cut_that_is_the_whole_batch_is_a_window_like_any_other() -> None:
@@ -103,7 +82,7 @@ def test_one_named_term_equals_one_strategy(is_named: bool, window: int) -> None
     kind = hooked(Split, training_step=training_step)
     fit(module := kind(strategy={"ce": PerToken()}), window=window, sizes=(9, 7, 5))
     fit(reference := Split(cut=None), window=window, sizes=(9, 7, 5))
-    assert deviation(module, reference, START) <= TOLERANCE[torch.float64]
+    assert deviation(module, reference, START) <= 1e-10
 
 
 # ---- what is shown -------------------------------------------------------------------
@@ -113,7 +92,7 @@ def test_window_shows_the_whole_loss_in_the_first_terms_unit() -> None:
     seen: list[Tensor] = []
     keep = LambdaCallback(on_before_backward=lambda *args: seen.append(args[-1]))
     fitted = fit(Cut(), max_epochs=1, sizes=(30,))
-    fit(Whole(), keep, max_epochs=1, sizes=(30,))
+    fit(Cut(cut=None), keep, max_epochs=1, sizes=(30,))
     window = windows_of(fitted).last_window
     assert window is not None
     torch.testing.assert_close(window.loss, seen[0].detach())
@@ -165,7 +144,7 @@ def test_a_term_may_weigh_nothing_in_a_window() -> None:
     with pytest.warns(UserWarning, match=text):
         ours, whole = both(relabelled(Long, *range(13)), ROWS, sizes=(14, 9))
     off = deviation(ours.lightning_module, whole.lightning_module, START)
-    assert off <= TOLERANCE[torch.float64]
+    assert off <= 1e-10
 
 
 # ---- what is refused -----------------------------------------------------------------
@@ -223,34 +202,45 @@ def precise(precision: str, init_scale: float = 2.0**12) -> dict[str, Any]:
     return scaled(init_scale) if precision == "16-mixed" else {"precision": precision}
 
 
+class Summing(Split):
+    """Its loss is a sum."""
+
+    def __init__(self, **how: Any) -> None:
+        strategy = PerToken(loss_reduction="sum")
+        super().__init__(reduction="sum", strategy=strategy, **how)
+
+
 LOGGING = hooked(Split, training_step=logging_loss(on_epoch=True))
-SUMS = {"strategy": PerToken(loss_reduction="sum"), "reduction": "sum"}
+HALF = ("bf16-mixed", "16-mixed", "bf16-true")
 
 
+FLOAT: Any = {"dtype": torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore:loss terms .*rounds the factor")
 @pytest.mark.parametrize(
-    ("precision", "cut", "made", "tolerance"),
+    ("kind", "precision", "cut", "expected", "tolerance"),
     [
-        ("64-true", "size", {}, 1e-6),
-        ("bf16-mixed", "tokens", {}, 2e-2),
-        ("16-mixed", "size", {}, 2e-3),
-        ("16-mixed", "tokens", {}, 2e-3),
-        ("16-mixed", "auto", {}, 2e-3),
-        ("bf16-true", "auto", {}, 0.1),
-        ("bf16-mixed", "size", SUMS, 0.1),
-        ("16-mixed", "size", SUMS, 0.1),
-        ("bf16-true", "size", SUMS, 0.1),
+        (Split, "64-true", "size", "64-true", 1e-6),
+        (Split, "bf16-mixed", "tokens", "bf16-mixed", 2e-2),
+        (Split, "16-mixed", "size", "16-mixed", 2e-3),
+        (Split, "16-mixed", "tokens", "16-mixed", 2e-3),
+        (Split, "16-mixed", "auto", "16-mixed", 2e-3),
+        (Split, "bf16-true", "auto", "bf16-true", 0.1),
+        *[(Summing, each, "size", "32-true", 0.1) for each in HALF],
+        (Cut, "32-true", "size", "32-true", 2e-5),
+        (Cut, "16-mixed", "size", "32-true", 1e-2),
+        (Cut, "bf16-mixed", "size", "32-true", 5e-2),
     ],
 )
 def test_precision_equals_whole_batches(
-    precision: str, cut: str, made: dict[str, Any], tolerance: float
+    kind: Any, precision: str, cut: str, expected: str, tolerance: float
 ) -> None:
-    """Sums over many tokens equal float32's means."""
-    ours = Split(cut=CUTS[cut], dtype=torch.float32, **made)
-    fit(ours, **precise(precision))
-    expected = precise("32-true" if made else precision)
-    fit(whole := Split(cut=None, dtype=torch.float32), **expected)
-    single = weights(Plain(dtype=torch.float32))
-    assert deviation(ours, whole, single) <= tolerance
+    """Sums over many tokens equal float32's means, and terms their sum."""
+    fit(ours := kind(cut=CUTS[cut], **FLOAT), **precise(precision))
+    kind = Split if kind is Summing else kind
+    fit(whole := kind(cut=None, **FLOAT), **precise(expected))
+    assert deviation(ours, whole, weights(Plain(**FLOAT))) <= tolerance
 
 
 def test_a_scaler_that_skips_loses_no_more_steps_than_without_the_cut() -> None:
