@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassF1Score
 
-from tests.helpers import (
-    OPTIMIZERS,
-    TokenModule,
-    TokenNet,
-    pad,
-    ragged_sequences,
-    trainer,
-    weights,
-)
+from tests.helpers import OPTIMIZERS, TokenNet, pad, ragged_sequences, trainer, weights
 from tests.lit.fronts import cut as parted
 from tests.lit.fronts import windows_of
 from tests.lit.split.short_of_memory import Memory, Short
-from trainkit import PerSample, PerToken, Weighed
-from trainkit.core.split.micro_batching import MicroBatching
+from tests.zoo import Plain
+from trainkit import MicroBatching, PerSample, PerToken, Weighed
 
 SHARES: dict[int, list[tuple[int, ...]]] = {
     2: [(9, 3, 12, 2), (3, 10, 1, 2)],
     3: [(9, 3, 12, 2), (3, 10, 1, 2), (1, 1, 5, 8)],
 }
 """Rows in each rank's loader batches: micro-batches of 4 are 3 against 1, and so on."""
-
-WEIGHTS = {"ce": 1.0, "kl": 0.5}
 
 
 @dataclass
@@ -49,12 +41,12 @@ class Case:
         cut: how.
         window: loader batches.
         silent: the rank whose labels are ignored but for one.
-        ddp: options of DDP.
+        ddp: options of DDP; None shards the parameters.
         branches: whether long rows go through a part of their own.
         memory: for each rank.
         norm: whether there is a BatchNorm.
         only_short: the loader batches whose rows are all short.
-        metrics: whether a metric object is called.
+        metrics: whether a metric object is asked in each step; "sync" if on all ranks.
         naive: plain Lightning, which averages the ranks' means.
         hook: what brings gradients together.
     """
@@ -63,7 +55,7 @@ class Case:
     cut: MicroBatching | None = field(default_factory=lambda: MicroBatching(size=4))
     window: int = 1
     silent: int | None = None
-    ddp: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] | None = field(default_factory=dict)
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float64
     branches: bool = False
@@ -71,7 +63,7 @@ class Case:
     norm: bool = False
     epochs: int = 1
     only_short: Sequence[int] = ()
-    metrics: bool = False
+    metrics: bool | str = False
     naive: bool = False
     hook: Any = allreduce_hook
 
@@ -93,59 +85,75 @@ class Branches(nn.Module):
         return torch.where(is_long[:, None, None], self.other(hidden), logits)
 
 
-def terms_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over tokens, and over samples of the mean square of their logits."""
-    ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    valid = labels != -100
-    return ce, ((logits.square().sum(2) * valid).sum(1) / valid.sum(1).clamp(1)).sum()
-
-
 class Trained(Short):
-    def __init__(self, case: Case, memory: Memory | None) -> None:
-        super().__init__(memory, cut=case.cut, dtype=case.dtype)
-        self.case, self.optimizer_name = case, case.optimizer
-        self.body = Branches(case.dtype) if case.branches else None
-        if case.branches:
-            del self.net
-        self.norm = nn.BatchNorm1d(13, dtype=case.dtype) if case.norm else None
-        self.called = MeanMetric() if case.metrics else None
-        self.validated: list[Tensor] = []
-        self.accumulation = {
+    """Trains a case, and counts what it is shown."""
+
+    def __init__(self, case: Case, memory: Memory | None = None) -> None:
+        strategy: Any = {
             "tokens": PerToken(),
             "samples": PerSample(),
             "sums": PerToken(loss_reduction="sum"),
             "terms": {"ce": PerToken(), "kl": PerSample()},
             "said": Weighed(),
         }[case.loss]
+        super().__init__(memory, cut=case.cut, dtype=case.dtype, strategy=strategy)
+        self.case, self.optimizer_name = case, case.optimizer
+        self.body = Branches(case.dtype) if case.branches else None
+        if case.branches:
+            del self.net
+        self.norm: Any = nn.BatchNorm1d(13, dtype=case.dtype) if case.norm else None
+        self.metric: Any = None
+        if case.metrics:
+            options: Any = {"dist_sync_on_step": case.metrics == "sync"}
+            self.metric = MulticlassF1Score(13, average="macro", **options)
+        self.rows, self.num_steps = SumMetric(), 0
+        self.cast = nn.BatchNorm1d(1, affine=False)  # changed by a forward pass alone
+        self.validated: list[Tensor] = []
 
-    def logits_of(self, batch: Any) -> Tensor:
-        if self.body is not None:
-            return self.body(batch["ids"], batch["labels"])
-        logits = self.net(batch["ids"])
-        if self.norm is not None:
-            real = batch["labels"] != -100  # else it would see padding
-            logits = logits.masked_scatter(real.unsqueeze(2), self.norm(logits[real]))
-        return logits
+    def configure_model(self) -> None:
+        is_done = any(isinstance(p, DTensor) for p in self.parameters())
+        if self.case.ddp is None and not is_done:
+            assert self.device_mesh is not None
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = len(batch["ids"])
+        self.num_steps += 1
+        self.rows.update(rows)
+        self.log("rows", float(rows), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("counted", self.rows, on_step=False, on_epoch=True)
+        self.cast(torch.ones(rows + 1, 1))
         if self.case.loss != "terms":
             return super().training_step(batch, batch_idx)
-        self.need("forward", batch)
         ce, kl = self.sums_of(batch)
         count = (batch["labels"] != -100).sum()
         return {"loss": {"ce": ce / count, "kl": 0.5 * kl / len(batch["labels"])}}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.norm is not None:
-            assert self.norm.running_mean is not None
             self.validated.append(self.norm.running_mean.clone())
 
+    def on_train_epoch_end(self) -> None:
+        if self.metric is not None:
+            self.log("metric", self.metric.compute())
+            self.metric.reset()
+
     def sums_of(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return terms_of(self.logits_of(batch), self.labels_of(batch))
+        """The sum over tokens, and over samples of the mean square of their logits."""
+        labels = self.labels_of(batch)
+        logits: Any = self.body or self.net
+        logits = logits(batch["ids"], *([batch["labels"]] if self.body else []))
+        valid = batch["labels"] != -100
+        if self.norm is not None:  # else it would see padding
+            logits = logits.masked_scatter(valid.unsqueeze(2), self.norm(logits[valid]))
+        if self.metric is not None:
+            self.metric.update(logits[valid].detach(), batch["labels"][valid])
+            self.metric.compute()  # where ranks have different numbers of parts
+        ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        each = (logits.square().sum(2) * valid).sum(1) / valid.sum(1).clamp(1)
+        return ce, each.sum()
 
     def loss_of(self, batch: Any) -> Tensor:
-        if self.called is not None:
-            self.log("called", self.called(batch["labels"].float()), on_step=True)
         ce, each = self.sums_of(batch)
         if self.case.loss == "samples":
             return each / len(batch["labels"])
@@ -165,135 +173,123 @@ class Trained(Short):
 
 def data_of(case: Case, world: int) -> list[list[Any]]:
     """Each rank's sequences."""
-    shares, drawn = SHARES[world], iter(ragged_sequences(100))
-    data = [[next(drawn) for _ in range(sum(share))] for share in shares]
-    for row in data:
+    drawn = iter(ragged_sequences(100))
+    data = []
+    for rank, share in enumerate(SHARES[world]):
+        row = [next(drawn) for _ in range(sum(share))]
         for batch in case.only_short:
-            first = sum(shares[data.index(row)][:batch])
-            size = shares[data.index(row)][batch]
+            first, size = sum(share[:batch]), share[batch]
             row[first : first + size] = [(x[:9], y[:9]) for x, y in row[first:][:size]]
-    if case.silent is not None:
-        data[case.silent] = [
-            (x, y if i == 0 else torch.full_like(y, -100))
-            for i, (x, y) in enumerate(data[case.silent])
-        ]
+        if case.silent == rank:
+            row[1:] = [(x, torch.full_like(y, -100)) for x, y in row[1:]]
+        data.append(row)
     return data
-
-
-class Hook(pl.Callback):
-    """Lets DDP bring gradients together so, which Lightning does on GPUs alone."""
-
-    def __init__(self, hook: Any) -> None:
-        self.hook = hook
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.model.register_comm_hook(None, self.hook)
 
 
 @dataclass
 class Result:
-    """Of a rank.
+    """Of a rank: where it ended, and what it was shown.
 
     Attributes:
-        weights: at the end.
-        steps: taken.
-        error: what ended it.
         num_reductions: how often DDP has brought gradients together.
-        statistics: BatchNorm's.
-        num_failures: how often memory ran out.
-        limit: the size that was found.
         validated: BatchNorm's running mean, as validations have seen it.
+        forwards: passes that count, and those that a layer has seen.
     """
 
     weights: Tensor
     steps: int
     error: str
-    num_reductions: int
-    statistics: list[Tensor]
-    num_failures: int
-    limit: int | None
-    validated: list[Tensor]
+    num_reductions: int = 0
+    statistics: list[Tensor] = field(default_factory=list)
+    num_failures: int = 0
+    limit: int | None = None
+    validated: list[Tensor] = field(default_factory=list)
+    forwards: tuple[int, int] = (0, 0)
+    samples: list[float] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 def train(rank: int, world: int, case: Case) -> Result:
-    memory = copy.deepcopy(case.memory[rank]) if case.memory else Memory()
+    memory = replace(case.memory[rank]) if case.memory else Memory()
     module: Any = Trained(case, memory)
     if case.naive:
-        module = TokenModule(dtype=case.dtype)
+        module = Plain(dtype=case.dtype)
     count: list[int] = []
+    samples: list[float] = []
 
     def counted(state, bucket):  # torch takes an annotation only as a type
         count.append(bucket.index())
         return case.hook(None, bucket)
 
+    def hook_in(fit: Any, module: Any) -> None:  # which Lightning does on GPUs alone
+        if case.ddp is not None:
+            fit.strategy.model.register_comm_hook(None, counted)
+
+    def keep(fit: Any, *args: Any) -> None:
+        if not case.naive:
+            samples.append(float(windows_of(fit).last_window.samples))  # type: ignore[union-attr]
+
+    backend: Any = DDPStrategy(process_group_backend="gloo", **case.ddp or {})
+    if case.ddp is None:
+        sizes = {"data_parallel_size": world, "tensor_parallel_size": 1}
+        backend = ModelParallelStrategy(**sizes, process_group_backend="gloo")  # type: ignore[arg-type]
     fit = trainer(
         case.window,
-        callbacks=[Hook(counted)],
-        strategy=DDPStrategy(process_group_backend="gloo", **case.ddp),
+        callbacks=[
+            LambdaCallback(on_train_start=hook_in, on_before_optimizer_step=keep)
+        ],
+        strategy=backend,
         devices=world,
         use_distributed_sampler=False,
         max_epochs=case.epochs,
         num_sanity_val_steps=0,
         limit_val_batches=1 if case.norm else 0,
     )
-    data = data_of(case, world)[rank]
-    loader: Any = DataLoader(
-        data,  # type: ignore[arg-type]
-        batch_sampler=parted(data, SHARES[world][rank]),
-        collate_fn=pad,
-    )
-    text = ""
+    data, share = data_of(case, world)[rank], SHARES[world][rank]
+    loader: Any = DataLoader(data, batch_sampler=parted(data, share), collate_fn=pad)  # type: ignore[arg-type]
     try:
         fit.fit(module, loader, loader if case.norm else None)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    return Result(
-        weights(module),
-        fit.global_step,
-        text,
-        len(count),
-        [buffer.double().clone() for buffer in module.buffers()],
-        memory.num_failures,
-        None if case.naive else windows_of(fit).micro_batch_size,
-        [] if case.naive else module.validated,
-    )
+        return Result(torch.empty(0), fit.global_step, text)
+    shards = module.parameters()
+    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in shards]
+    end = torch.cat([p.detach().double().flatten() for p in full])
+    found = Result(end, fit.global_step, "", len(count), samples=samples)
+    if not case.naive:
+        found.statistics = [b.double().clone() for b in module.buffers()]
+        found.num_failures, found.validated = memory.num_failures, module.validated
+        found.limit = windows_of(fit).micro_batch_size
+        found.forwards = module.num_steps, int(module.cast.num_batches_tracked)
+        found.logged = {k: float(v) for k, v in fit.callback_metrics.items()}
+    return found
 
 
 def train_all(rank: int, world: int, cases: dict[str, Case]) -> dict[str, Result]:
     return {name: train(rank, world, case) for name, case in cases.items()}
 
 
-def reference(case: Case, world: int) -> tuple[Tensor, Tensor]:
-    """Where one process begins, and where it ends with each window as one batch."""
-    module = Trained(case, None)
+def reference(case: Case, world: int) -> tuple[Tensor, Tensor, float | None]:
+    """Where one process begins, and where it ends with each window as one batch; and
+    what its metric object says then."""
+    module = Trained(case)
     start, data = weights(module), data_of(case, world)
     optimizer = OPTIMIZERS[case.optimizer](module.parameters())
     for _ in range(case.epochs):
-        for samples in samples_of(case, data, SHARES[world]):
+        if module.metric is not None:
+            module.metric.reset()
+        for first in range(0, len(SHARES[world][0]), case.window):
+            samples = []
+            for own, share in zip(data, SHARES[world], strict=True):
+                low = sum(share[:first])
+                samples += own[low : low + sum(share[first : first + case.window])]
             batch = pad(samples)
             optimizer.zero_grad()
             ce, each = module.sums_of(batch)
-            count = module.count_of(batch)
-            loss = {
-                "tokens": ce / count,
-                "sums": ce / count,
-                "said": ce / count,
-                "samples": each / len(samples),
-                "terms": ce / count + 0.5 * each / len(samples),
-            }[case.loss]
+            loss = ce / module.count_of(batch)
+            each = each / len(samples)
+            loss = {"samples": each, "terms": loss + 0.5 * each}.get(case.loss, loss)
             loss.backward()
             optimizer.step()
-    return start, weights(module)
-
-
-def samples_of(
-    case: Case, data: list[list[Any]], shares: list[tuple[int, ...]]
-) -> list[list[Any]]:
-    windows: list[list[Any]] = []
-    for first in range(0, len(shares[0]), case.window):
-        window = []
-        for own, share in zip(data, shares, strict=True):
-            low = sum(share[:first])
-            window += own[low : low + sum(share[first : first + case.window])]
-        windows.append(window)
-    return windows
+    metric = None if module.metric is None else float(module.metric.compute())
+    return start, weights(module), metric

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy as Accuracy
 
 from tests.helpers import VOCABULARY
-from tests.lit.fronts import plain_token_loss
-from tests.lit.split.common import Split
+from tests.lit.fronts import windows_of
+from tests.lit.split.common import Split, fit
+from trainkit import MicroBatching
 
 Place = Literal["forward", "backward", "transfer", "log"]
 
@@ -33,7 +34,7 @@ def out_of_memory(place: str = "") -> RuntimeError:
 
 @dataclass
 class Memory:
-    """When it runs out.
+    """When it runs out; a copy, which a rehearsal has, has enough.
 
     Attributes:
         fits: from a step on, so many padded tokens fit.
@@ -52,11 +53,14 @@ class Memory:
     num_calls: int = 0
     num_failures: int = 0
 
+    def __deepcopy__(self, memo: Any) -> Memory:
+        return Memory()
+
     def need(self, place: Place, step: int, tokens: int, rows: int) -> None:
         if place != self.place:
             return
         call, self.num_calls = self.num_calls, self.num_calls + 1
-        fits = [tokens for start, tokens in self.fits.items() if start <= step]
+        fits = [most for start, most in self.fits.items() if start <= step]
         if (call in self.calls and rows > 1) or (fits and tokens > fits[-1]):
             self.num_failures += 1
             raise self.make(place)
@@ -75,23 +79,21 @@ class _InBackward(torch.autograd.Function):
 
 
 class Short(Split):
-    """A split module with such a memory."""
+    """A split module with such a memory.
+
+    Attributes:
+        ran: how many padded tokens the micro-batch has that runs.
+    """
+
+    ran = 0
 
     def __init__(self, memory: Memory | None = None, **how: Any) -> None:
         super().__init__(**how)
         self.memory = memory or Memory()
 
     def need(self, place: Place, batch: Any) -> None:
-        if self.is_measured:
-            return
         ids = batch["ids"]
         self.memory.need(place, self.trainer.global_step, ids.numel(), len(ids))
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it only runs with and without padding, to be compared."""
-        splits = (getattr(each, "split", None) for each in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return any(split is not None and split.current is None for split in splits)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer.training:
@@ -99,93 +101,79 @@ class Short(Split):
         return batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.ran = batch["ids"].numel()
         loss = self.loss_of(batch)
         self.need("forward", batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.need("log", batch)
         return _InBackward.apply(loss, lambda: self.need("backward", batch))
 
-    def loss_of(self, batch: Any) -> Tensor:
-        return plain_token_loss(self.net, batch, self.reduction)
+
+class Cuts(pl.Callback):
+    """Writes down the padded tokens of each micro-batch, by loader batch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[list[int]] = []
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.sizes.append([])
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self.sizes[-1].append(pl_module.ran)
 
 
 class Rich(Short):
-    """It has all that a window can change before its step."""
+    """It has what a window can change before its step, one of a kind."""
 
     def __init__(self, memory: Memory | None = None, **how: Any) -> None:
         super().__init__(memory, **how)
         self.norm = nn.BatchNorm1d(VOCABULARY, dtype=torch.float64)
         self.drop = nn.Dropout(0.3)
         self.called = MeanMetric()
-        self.collection = MetricCollection(
-            {
-                average: MulticlassAccuracy(VOCABULARY, average=average)
-                for average in ("micro", "macro")
-            }
-        )
-        self.register_buffer("moving", torch.zeros(()), persistent=True)
-        self.register_buffer("summed", torch.zeros(()), persistent=True)
-        self.seen, self.largest, self.has_begun = 0, 0.0, False
-        self.first: int | None = None
-        self.tensor = torch.zeros(())
+        made: Any = {
+            kind: Accuracy(VOCABULARY, average=kind) for kind in ("micro", "macro")
+        }
+        self.collection = MetricCollection(made)
+        self.register_buffer("moving", torch.zeros(()))
+        self.tensor, self.number = torch.zeros(()), 0
         self.recent: deque[int] = deque(maxlen=3)
-        self.history: dict[str, list[int]] = {"tokens": []}
-        self.drawn: list[float] = []
+        self.history: dict[str, list[float]] = {"drawn": []}
 
     def loss_of(self, batch: Any) -> Tensor:
         tokens = batch["ids"].numel()
-        self.count(tokens)
-        self.drawn.append(random.random() + np.random.rand() + float(torch.rand(())))
+        self.moving = 0.9 * self.moving + tokens  # another tensor in the buffer's place
+        self.tensor += tokens
+        self.number += tokens
+        self.recent.append(tokens)
+        drawn = random.random() + np.random.rand() + float(torch.rand(()))
+        self.history["drawn"].append(drawn)
+        self.made_late = getattr(self, "made_late", 0) + 1
         hidden = self.drop(torch.tanh(self.net.embed(batch["ids"])))
         logits = self.norm(self.net.head(hidden).flatten(0, 1))
         labels = batch["labels"].flatten()
         loss = nn.functional.cross_entropy(logits, labels)
         self.called(loss.detach().float())
         keep = labels != -100
-        self.collection(logits[keep].detach(), labels[keep])
+        found = self.collection(logits[keep].detach(), labels[keep])
+        self.log("step", found["micro"], on_step=True, on_epoch=False)
         self.log_exact("exact", loss.detach(), batch)
         self.log("called", self.called, on_step=False, on_epoch=True)
         self.log_dict(self.collection, on_step=False, on_epoch=True)  # type: ignore[arg-type]
         self.log("tokens", float(tokens), on_epoch=True, reduce_fx="sum")
         return loss
 
-    def count(self, tokens: int) -> None:
-        self.moving = 0.9 * self.moving + tokens  # another tensor in the buffer's place
-        self.summed += tokens
-        self.tensor += tokens
-        self.seen += tokens
-        self.largest = max(self.largest, float(tokens))
-        self.has_begun = True
-        self.first = tokens if self.first is None else self.first
-        self.recent.append(tokens)
-        self.history["tokens"].append(tokens)
-        if not hasattr(self, "made_late"):
-            self.made_late = 0
-        self.made_late += 1
-
-    def state(self) -> dict[str, Any]:
-        """All of it, as plain values, and what the generators would yield next."""
-        own = {
-            name: value
-            for name, value in vars(self).items()
-            if name in ("seen", "largest", "has_begun", "first", "made_late", "tensor")
-        }
-        return (
-            own
-            | {
-                "weights": [p.detach().clone() for p in self.parameters()],
-                "buffers": {n: b.clone() for n, b in self.named_buffers()},
-                "containers": (list(self.recent), list(self.history["tokens"])),
-                "drawn": list(self.drawn),
-                "called": (self.called.update_count, self.called.compute()),
-                "collection": self.collection["micro"].metric_state,
-                "random": (
-                    random.getstate()[1][:8],
-                    np.random.get_state()[1][:8],  # type: ignore[index]
-                    torch.get_rng_state()[:64],
-                ),
-            }
-        )
+    def state(self) -> list[Any]:
+        """All of it, and what the generators would yield next."""
+        numpy: Any = np.random.get_state()
+        return [
+            *(each.clone() for each in self.state_dict().values()),
+            *(self.tensor, self.number, self.made_late, self.recent, self.history),
+            *(self.called.update_count, self.called.compute()),
+            self.collection["micro"].metric_state,
+            *(random.getstate()[1][:8], numpy[1][:8], torch.get_rng_state()),
+        ]
 
 
 def plain(value: Any) -> Any:
@@ -206,14 +194,16 @@ class States(pl.Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        state = pl_module.state() if isinstance(pl_module, Rich) else {}
-        self.seen.append(plain([state, dict(trainer.callback_metrics)]))
+        self.seen.append(plain([pl_module.state(), dict(trainer.callback_metrics)]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.seen.append(plain(dict(trainer.callback_metrics)))
 
 
-def seeded() -> None:
+def states(cut: MicroBatching, memory: Memory | None = None, **how: Any) -> Any:
+    """All that the windows of a `Rich` have changed, and the size that was found."""
     random.seed(7)
     np.random.seed(7)
     torch.manual_seed(7)
+    fitted = fit(Rich(memory, cut=cut), seen := States(), max_epochs=1, **how)
+    return seen.seen, windows_of(fitted).micro_batch_size

@@ -1,47 +1,47 @@
-"""trainkit's own callbacks around cut batches."""
+"""trainkit's own callbacks, and checkpoints, around cut batches."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.callbacks import (
+    LambdaCallback,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import TOLERANCE, deviation, loader, trainer, weights
+from tests.helpers import NAIVE, deviation, trainer, weights
+from tests.lit.fronts import big_batch
+from tests.lit.resume.resuming import START, Resumable, Saving, holds
 from tests.lit.split.common import (
     CUTS,
     FIXED,
     SEQUENCES,
     SIZES,
-    START,
     Split,
-    Table,
+    failing,
     fit,
-    pad_and_mask,
+    samples,
 )
-from trainkit import (
-    AccumulationSchedule,
-    BatchNormGuard,
-    LRScaling,
-    PerSample,
-    WindowMonitor,
-)
-from trainkit.core.split.micro_batching import MicroBatching
+from tests.recording import Table
+from tests.zoo import hooked, pad_and_mask
+from trainkit import BatchNormGuard, LRScaling, MicroBatching, PerSample, WindowMonitor
 from trainkit.lit.batch_size.effective import read_effective_batch
 from trainkit.lit.logs.plain_comparison import PlainComparison
-
-MANY = (9, 7, 12, 11)
+from trainkit.lit.resume.epoch_sums import EpochSums
 
 
 def monitored(module: Split, **options: Any) -> list[dict[str, float]]:
     table = Table()
-    monitor = WindowMonitor(every_n_steps=1)
     quiet = {"logger": table, "log_every_n_steps": 1, "max_epochs": 1}
-    fit(module, monitor, **quiet | options)
+    fit(module, WindowMonitor(every_n_steps=1), **quiet | options)
     rows = [row for row in table.rows if "window/loss" in row]
     return [{k.removeprefix("window/"): v for k, v in row.items()} for row in rows]
 
@@ -56,10 +56,12 @@ def test_monitor_shows_windows_of_whole_loader_batches(cut: str) -> None:
         values = [row[name] for row in whole]
         assert [row[name] for row in ours] == pytest.approx(values)
     assert [row["samples_seen"] for row in ours] == [14, 31, 40]
-    assert all(row["micro_batches"] > 2 for row in ours)
     assert {row["micro_batches"] for row in whole} == {1}
-    assert all(row["padding"] < other["padding"] for row, other in zip(ours, whole))  # noqa: B905
-    assert all(row["uniform_gap"] > 0.01 for row in ours)
+    for row, other in zip(ours, whole, strict=True):
+        assert row["micro_batches"] > 2
+        assert row["uniform_gap"] > 0.01
+        assert row["padding"] < other["padding"]
+        assert "micro_batch_size" not in row  # it was said
 
 
 def test_padding_is_that_of_the_micro_batches() -> None:
@@ -71,20 +73,26 @@ def test_padding_is_that_of_the_micro_batches() -> None:
     assert row["padding"] == pytest.approx(1 - sum(lengths) / (20 * max(lengths)))
 
 
-def test_images_have_no_padding_to_show() -> None:
-    class Images(Split):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch[0].mean() * self.net.head.bias.sum()
+class Normalised(Split):
+    """Learns from rows of numbers, which have no padding."""
 
-    table = Table()
-    module = Images(strategy=PerSample())
-    data = [(torch.ones(3, 4, 4).double(), 1)] * 12
-    monitor = WindowMonitor(every_n_steps=1)
-    fitted = trainer(1, logger=table, callbacks=[monitor], log_every_n_steps=1)
-    fitted.fit(module, DataLoader(data, batch_size=6))  # type: ignore[arg-type]
-    rows = [row for row in table.rows if "window/loss" in row]
+    def __init__(self, **how: Any) -> None:
+        super().__init__(strategy=PerSample(), **how)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.norm(batch[0]).square().mean()
+
+
+def images() -> DataLoader[Any]:
+    data = torch.randn(32, 3, dtype=torch.float64)
+    return DataLoader([(x, 0) for x in data], batch_size=16)  # type: ignore[arg-type]
+
+
+def test_rows_without_lengths_have_no_padding_to_show() -> None:
+    rows = monitored(Normalised(), data=images())
     assert rows
-    assert all("window/padding" not in row for row in rows)
+    assert all("padding" not in row for row in rows)
 
 
 @pytest.mark.parametrize(("window", "said"), [(1, "is one step, cut"), (2, "is cut")])
@@ -97,89 +105,167 @@ def test_the_table_says_what_a_step_is(
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_effective_batch_is_that_of_loader_batches(window: int) -> None:
+def test_effective_batch_and_rates_are_those_of_loader_batches(window: int) -> None:
     """Known from the loader, or measured over the first windows, in both units."""
     found = []
     for cut in (FIXED, None):
-        module = Split(cut=cut)
-        reader = Reader()
-        fit(module, reader, window=window, sizes=(10,) * 4, max_epochs=1)
-        known = trainer(window, max_epochs=1)
-        known.fit(Split(cut=cut), loader(SEQUENCES, 10, collate=pad_and_mask))
-        samples = read_effective_batch(known)
-        found.append((*reader.found, samples.size))
-    assert found[0] == found[1]
-    assert found[0][2] == 10 * window
+        read: list[float] = []
 
+        def keep(fitted: Any, module: Any, read: list[float] = read) -> None:
+            units: Any = ("samples", "tokens")
+            read += [read_effective_batch(fitted, unit=u).size for u in units]
 
-class Reader(pl.Callback):
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        units: Any = ("samples", "tokens")
-        self.found = [read_effective_batch(trainer, unit=u).size for u in units]
-
-
-def test_learning_rate_scaling_goes_by_loader_batches() -> None:
-    rates = []
-    for cut in (FIXED, None):
+        reader = LambdaCallback(on_train_end=keep)
+        fit(Split(cut=cut), reader, window=window, sizes=(10,) * 4, max_epochs=1)
         scaling = LRScaling("linear", reference_batch=4)
-        fitted = trainer(1, callbacks=[scaling], max_epochs=1)
-        fitted.fit(Split(cut=cut), loader(SEQUENCES, 16, collate=pad_and_mask))
-        rates.append(fitted.optimizers[0].param_groups[0]["lr"])
-    assert rates[0] == rates[1] == 0.5 * 16 / 4
-
-
-@pytest.mark.parametrize("sizes", [{0: 2, 1: 1}, {0: 1, 1: 2}], ids=str)
-def test_schedule_of_windows_equals_that_of_whole_batches(sizes: Any) -> None:
-    ends = []
-    for cut in (FIXED, None):
-        module = Split(cut=cut, optimizer="momentum")
-        fitted = fit(module, AccumulationSchedule(sizes), sizes=MANY)
-        ends.append(weights(module))
-        assert fitted.global_step == 6
-    assert deviation(ends[0], ends[1], START) <= TOLERANCE[torch.float64]
+        known = trainer(window, max_epochs=1, callbacks=[scaling])
+        known.fit(Split(cut=cut), samples(10, pad_and_mask))
+        rate = known.optimizers[0].param_groups[0]["lr"]
+        found.append((*read, read_effective_batch(known).size, rate))
+    assert found[0] == found[1]
+    assert found[0][2:] == (10 * window, 0.5 * 10 * window / 4)
 
 
 def test_plain_comparison_measures_no_cut_batches() -> None:
     """Plain Lightning would not have cut them; whatever is shown must not be wrong."""
-    comparison = PlainComparison()
-    fit(Split(), comparison)
+    fit(Split(), comparison := PlainComparison())
     assert not comparison.is_measuring
     assert comparison.deviation is None
-
-
-# ---- BatchNorm -----------------------------------------------------------------------
-
-
-class Normalised(Split):
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
-        self.accumulation = PerSample()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.norm(batch[0]).square().mean()
-
-
-def images() -> DataLoader[Any]:
-    data = torch.randn(32, 3, dtype=torch.float64)
-    return DataLoader([(x, 0) for x in data], batch_size=16)  # type: ignore[arg-type]
 
 
 def test_guard_says_how_many_samples_a_statistic_comes_from() -> None:
     """Those of a micro-batch, though the loader yields sixteen."""
     with pytest.warns(UserWarning, match="BatchNorm") as said:
-        trainer(1, callbacks=[BatchNormGuard()]).fit(Normalised(), images())
+        fit(Normalised(), BatchNormGuard(), data=images())
     (text,) = [str(w.message) for w in said if "BatchNorm" in str(w.message)]
     assert " 4 samples" in text
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*BatchNorm")
-        trainer(1, callbacks=[BatchNormGuard()]).fit(Normalised(cut=None), images())
+        fit(Normalised(cut=None), BatchNormGuard(), data=images())
 
 
 def test_guard_corrects_momentum_for_the_parts_of_a_loader_batch() -> None:
     """m' = 1 - (1 - m)^(1/N), for N micro-batches in a step."""
-    module = Normalised()
-    seen = []
-    module.on_train_batch_end = lambda *args: seen.append(module.norm.momentum)  # type: ignore[method-assign,assignment]
-    trainer(1, callbacks=[BatchNormGuard("momentum")]).fit(module, images())
+    module, seen = Normalised(), list[Any]()
+    keep = LambdaCallback(
+        on_train_batch_end=lambda *args: seen.append(module.norm.momentum)
+    )
+    fit(module, keep, BatchNormGuard("momentum"), data=images())
     assert seen[-1] == pytest.approx(1 - (1 - 0.1) ** (1 / 4))
+
+
+CUT = MicroBatching(size=2)
+ANY_CUT = {"same": CUT, "another": MicroBatching(tokens=24), "none": None}
+ENDS = {  # of two epochs of `Resumable`'s batches that nothing interrupts
+    window: big_batch(SEQUENCES, window=window, optimizer="adamw").end
+    for window in (1, 2, 4)
+}
+
+
+def run(
+    *callbacks: Any,
+    kind: Any = Split,
+    cut: MicroBatching | None = CUT,
+    window: int = 1,
+    replay: int = 0,
+    path: Path | None = None,
+    **options: Any,
+) -> Any:
+    """Train with AdamW, or resume from a path; the Trainer."""
+    fitted = trainer(window, callbacks=list(callbacks), **options)
+    module, loader = kind(cut=cut, optimizer="adamw"), Resumable(replay)
+    is_safe = True if path else None
+    fitted.fit(module, loader, ckpt_path=path, weights_only=is_safe)
+    return fitted
+
+
+def off(window: int = 1, **how: Any) -> float:
+    """How far a resumed run ends from where it would without an interruption."""
+    module = run(window=window, **how).lightning_module
+    return deviation(module, ENDS[window], START)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """Checkpoints of one run for each length of a window, after so many batches."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def path_of(at: int, window: int) -> Path:
+        return folder / f"{window}" / f"{at}.ckpt"
+
+    for window, after in {1: (0, 4, 9, 12), 2: (4, 5, 6), 4: (4, 5, 6)}.items():
+        run(*[Saving(path_of(at, window), at) for at in after], window=window)
+    return path_of
+
+
+@pytest.mark.parametrize(
+    ("at", "cut", "window"),
+    [
+        *[(0, "same", 1), (4, "another", 1), (4, "none", 1), (9, "none", 1)],
+        *[(12, "same", 1), (4, "same", 2), (5, "same", 2)],
+        *[(4, "same", 4), (5, "same", 4), (6, "same", 4)],
+    ],
+)
+def test_resumed_in_mid_epoch_equals_uninterrupted(
+    saved: Callable[[int, int], Path], at: int, cut: str, window: int
+) -> None:
+    """Also with another cut, or without one: the checkpoint knows of none, but inside a
+    window of several loader batches."""
+    path = saved(at, window)
+    assert off(cut=ANY_CUT[cut], path=path, window=window) <= 1e-10
+    assert window > 1 or "windows" not in holds(path)
+
+
+def test_resumed_at_another_batch_it_differs(saved: Any) -> None:
+    """The control: one loader batch is left out."""
+    assert off(path=saved(4, 1), replay=-1) > NAIVE
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_saved_while_a_loader_batch_is_under_way(tmp_path: Path, hook: str) -> None:
+    """The resumed run runs that loader batch again, all of it: nothing is lost."""
+    path = tmp_path / "under_way.ckpt"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "checkpoint")
+        run(Saving(path, 5, hook))
+        assert off(path=path, replay=1) <= 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. an open window")
+@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called:UserWarning")
+@pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set, but:UserWarning')
+@pytest.mark.parametrize("at", [1, 2, 3, 15])
+def test_resumed_after_an_error_in_a_micro_batch(tmp_path: Path, at: int) -> None:
+    """In the first, a middle and the last micro-batch of a loader batch."""
+    saver = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(ValueError, match="mine"):
+        run(saver, kind=failing(at, ValueError("mine")), enable_checkpointing=True)
+    assert off(path=tmp_path / "on_exception.ckpt", replay=1) <= 1e-10
+
+
+def logging(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.log("loss", loss, on_step=False, on_epoch=True)
+    self.log_exact("exact", loss, batch)
+    return loss
+
+
+def test_means_of_a_resumed_epoch_are_those_of_the_whole_epoch(tmp_path: Path) -> None:
+    """With `EpochSums`; `log_exact` goes on by itself."""
+    path, kind = tmp_path / "mid.ckpt", hooked(Split, training_step=logging)
+    whole = run(EpochSums(), Saving(path, 4), max_epochs=1, kind=kind)
+    again = run(EpochSums(), path=path, max_epochs=1, kind=kind)
+    expected = {k: float(v) for k, v in whole.callback_metrics.items()}
+    found = {k: float(v) for k, v in again.callback_metrics.items()}
+    assert found == pytest.approx(expected)
+    assert set(found) == {"loss", "exact"}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_last_checkpoint_of_model_checkpoint_goes_on(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    end = weights(run(saving, enable_checkpointing=True).lightning_module)
+    found = sorted(tmp_path.iterdir())
+    assert len(found) == 6
+    for path in found[::2]:
+        assert deviation(run(path=path).lightning_module, end, START) <= 1e-10

@@ -2,176 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
+from itertools import cycle, product
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from tests.helpers import NAIVE, TOLERANCE, deviation
+from tests.helpers import NAIVE, deviation, weights
 from tests.lit.fronts import (
     LOSSES,
-    Clip,
-    Mixed,
-    Plain,
     Recorder,
-    Reduction,
     Run,
     big_batch,
     clip_options,
     make_strategy,
     windows_of,
 )
-from tests.lit.split.common import CUTS, SEQUENCES, SIZES, START, Split, fit
-from trainkit import AccumulationCallback, PerSample, PerToken
-from trainkit.core.split.micro_batching import MicroBatching
+from tests.lit.split.common import (
+    CUTS,
+    FIXED,
+    SEQUENCES,
+    SIZES,
+    START,
+    Split,
+    assert_as_whole,
+    fit,
+    loader_batches,
+    relabelled,
+    samples,
+)
+from tests.lit.windows.moving import NAMES, ONCE, WAYS, Moving
+from tests.recording import told
+from tests.zoo import Mixed, Plain, Rows, hooked, on_front, pad_and_mask, sample_loss
+from trainkit import AccumulationSchedule, MicroBatching, PerSample, PerToken, Uniform
 
-STRATEGIES = ["PerSample", "PerToken"]
 MANY = (6, 3, 9, 1, 8, 4, 9)
 """Loader batches, of which several make a window; the last window is short."""
 
+NARROW = {torch.float64: (1e-10, 1e-9), torch.float32: (2e-5, 1e-4)}
+"""Of a dtype: how far off weights and losses may be."""
+
+OPTIMIZERS = ("sgd", "momentum", "adamw", "momentum", "sgd")
+CLIPS: Any = ("norm", "value", None)
+MEAN_OR_SUM: Any = ("mean", "sum", "sum", "mean")
+CASES = [  # lengths without a common factor: every value meets every other
+    (*each, OPTIMIZERS[n % 5], CLIPS[n % 3], MEAN_OR_SUM[n % 4], torch.float64)
+    for n, each in enumerate(product(LOSSES, CUTS, (1, 2, 3)))
+    if each[0] != "Uniform"
+] + [
+    (strategy, cut, 1, "sgd", None, reduction, torch.float32)
+    for (strategy, cut), reduction in zip(
+        product(("PerSample", "PerToken"), ("size", "tokens", "auto")),
+        ("sum", "mean", "sum", "mean", "sum", "mean"),
+        strict=True,
+    )
+]
+
 
 @cache
-def reference(
-    strategy: str,
-    optimizer: str = "sgd",
-    clip: Clip = None,
-    dtype: torch.dtype = torch.float64,
-    sizes: tuple[int, ...] = SIZES,
-    window: int = 1,
-) -> Run:
-    return big_batch(
-        SEQUENCES,
-        sizes,
-        LOSSES[strategy],
-        window=window,
-        optimizer=optimizer,
-        clip=clip,
-        dtype=dtype,
-    )
+def reference(strategy: str, window: int = 1, **how: Any) -> Run:
+    """A loop of torch alone, with each window as one batch."""
+    sizes = SIZES if window == 1 else MANY
+    return big_batch(SEQUENCES, sizes, LOSSES[strategy], window=window, **how)
 
 
-def run_split(
-    strategy: str,
-    cut: MicroBatching,
-    *,
-    reduction: Reduction = "mean",
-    clip: Clip = None,
-    sizes: Sequence[int] = SIZES,
-    window: int = 1,
-    **how: Any,
-) -> tuple[Run, int]:
-    """What happened, and the most micro-batches that a window had."""
-    made = make_strategy(strategy, reduction)
-    module = Split(LOSSES[strategy], strategy=made, cut=cut, reduction=reduction, **how)
-    run = Run(START)
-    recorder = Counting(run)
-    fit(module, recorder, window=window, sizes=sizes, **clip_options(clip))
-    return run, recorder.most
-
-
-class Counting(Recorder):
-    """Also counts the micro-batches of the windows."""
-
-    most = 0
-
-    def on_before_optimizer_step(
-        self, trainer: Any, pl_module: Any, optimizer: Any
-    ) -> None:
-        super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        window = windows_of(trainer).last_window
-        assert window is not None
-        self.most = max(self.most, int(window.num_micro_batches))
-
-
+@pytest.mark.filterwarnings("ignore:trainkit . micro_batching. Uniform")
 @pytest.mark.parametrize(
-    ("strategy", "cut", "optimizer", "clip", "reduction"),
-    [  # every pair of values
-        ("PerSample", "size", "sgd", "norm", "sum"),
-        ("PerSample", "size", "momentum", "value", "sum"),
-        ("PerSample", "size", "adamw", None, "mean"),
-        ("PerSample", "tokens", "sgd", "value", "mean"),
-        ("PerSample", "tokens", "momentum", None, "sum"),
-        ("PerToken", "size", "adamw", "norm", "sum"),
-        ("PerToken", "size", "sgd", "value", "sum"),
-        ("PerToken", "tokens", "sgd", None, "sum"),
-        ("PerToken", "tokens", "momentum", "norm", "mean"),
-        ("PerToken", "tokens", "adamw", "value", "mean"),
-    ],
+    ("strategy", "cut", "window", "optimizer", "clip", "reduction", "dtype"),
+    CASES,
+    ids=str,
 )
 def test_every_cut_equals_big_batch(
-    strategy: str, cut: str, optimizer: str, clip: Clip, reduction: Reduction
+    strategy: str,
+    cut: str,
+    window: int,
+    optimizer: str,
+    clip: Any,
+    reduction: Any,
+    dtype: torch.dtype,
 ) -> None:
-    """Weights after one and after two epochs, and every window's loss, in float64."""
-    run, most = run_split(
-        strategy, CUTS[cut], optimizer=optimizer, clip=clip, reduction=reduction
-    )
-    expected = reference(strategy, optimizer, clip)
-    assert most > 2
-    assert max(run.deviations(expected)) <= TOLERANCE[torch.float64]
-    assert run.losses == pytest.approx(expected.losses, rel=1e-9)
+    """Weights after each epoch, and every window's loss; where micro-batches all count
+    alike, the control, they are others."""
+    how: Any = {"optimizer": optimizer, "dtype": dtype}
+    expected = reference(strategy, window, clip=clip, **how)
+    right = {"strategy": make_strategy(strategy, reduction), "reduction": reduction}
+    runs = []
+    for made in ({"cut": CUTS[cut], **right}, {"strategy": Uniform()}):
+        runs.append(Run(expected.start))
+        sizes = SIZES if window == 1 else MANY
+        options = {"window": window, "sizes": sizes, **clip_options(clip)}
+        module = Split(LOSSES[strategy], **made, **how)
+        fitted = fit(module, Recorder(runs[-1]), **options)
+        last = windows_of(fitted).last_window
+        assert last is not None
+        assert int(last.num_micro_batches) >= 2
+    tolerance, of_losses = NARROW[dtype]
+    assert max(runs[0].deviations(expected)) <= tolerance
+    assert runs[0].losses == pytest.approx(expected.losses, rel=of_losses)
+    assert max(runs[1].deviations(expected)) > NAIVE
 
 
-@pytest.mark.parametrize("cut", ["size and tokens", "rows", "auto"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_other_cuts_equal_big_batch(strategy: str, cut: str) -> None:
-    run, _ = run_split(strategy, CUTS[cut], optimizer="adamw")
-    expected = reference(strategy, "adamw")
-    assert max(run.deviations(expected)) <= TOLERANCE[torch.float64]
-    assert run.losses == pytest.approx(expected.losses, rel=1e-9)
+class MeanOfMeans(Plain):
+    """What a naive cut does: each micro-batch counts alike."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = zip(batch["ids"].split(4), batch["labels"].split(4), strict=True)
+        losses = [self.loss_of({"ids": x, "labels": y}) for x, y in parts]
+        return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "cut", "reduction"),
-    [  # every pair of values
-        ("PerSample", "size", "sum"),
-        ("PerSample", "tokens", "mean"),
-        ("PerSample", "auto", "sum"),
-        ("PerToken", "size", "mean"),
-        ("PerToken", "tokens", "sum"),
-        ("PerToken", "auto", "mean"),
-    ],
-)
-def test_sgd_in_float32_equals_big_batch(
-    strategy: str, cut: str, reduction: Reduction
+OTHERS: list[Any] = [
+    # With the callback, no line of somebody else's module changes.
+    ("PerToken", True, lambda how: on_front("callback", cut=CUTS["size"], **how)),
+    ("PerToken", True, lambda how: on_front("callback", cut=CUTS["auto"], **how)),
+    # Controls without trainkit, and with a strategy that is not the loss's.
+    ("PerSample", False, lambda how: (MeanOfMeans(sample_loss, **how), [])),
+    ("PerToken", False, lambda how: (MeanOfMeans(**how), [])),
+    ("PerToken", False, lambda how: (Split(strategy=PerSample(), **how), [])),
+]
+
+
+@pytest.mark.parametrize(("strategy", "is_exact", "make"), OTHERS)
+def test_other_ways_equal_big_batch_or_differ(
+    strategy: str, is_exact: bool, make: Any
 ) -> None:
-    run, _ = run_split(strategy, CUTS[cut], reduction=reduction, dtype=torch.float32)
-    expected = reference(strategy, dtype=torch.float32)
-    assert max(run.deviations(expected)) <= 2e-5
-    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "window", "cut", "reduction"),
-    [  # every pair of values
-        ("PerSample", 2, "size", "mean"),
-        ("PerSample", 2, "auto", "sum"),
-        ("PerSample", 3, "tokens", "sum"),
-        ("PerToken", 2, "tokens", "mean"),
-        ("PerToken", 3, "size", "sum"),
-        ("PerToken", 3, "auto", "mean"),
-    ],
-)
-def test_several_loader_batches_in_a_window_equal_big_batch(
-    strategy: str, window: int, cut: str, reduction: Reduction
-) -> None:
-    """`accumulate_grad_batches` on top: the streamed division, and a short last
-    window."""
-    run, _ = run_split(
-        strategy,
-        CUTS[cut],
-        sizes=MANY,
-        window=window,
-        optimizer="momentum",
-        reduction=reduction,
-        clip="norm",
-    )
-    expected = reference(strategy, "momentum", "norm", sizes=MANY, window=window)
-    assert max(run.deviations(expected)) <= TOLERANCE[torch.float64]
-    assert run.losses == pytest.approx(expected.losses, rel=1e-9)
+    module, ours = make(adamw := {"optimizer": "adamw"})
+    fit(module, *ours)
+    off = deviation(module, reference(strategy, **adamw).end, START)
+    assert off <= 1e-10 if is_exact else off > NAIVE
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 17, 100])
@@ -181,59 +145,228 @@ def test_any_size_takes_one_step_for_each_loader_batch(size: int) -> None:
     counters = {float(s["step"]) for s in fitted.optimizers[0].state.values()}
     assert fitted.global_step == 2 * len(SIZES)
     assert counters == {2.0 * len(SIZES)}
-    expected = reference("PerToken", "adamw")
-    assert deviation(module, expected.end, START) <= TOLERANCE[torch.float64]
-
-
-@pytest.mark.parametrize("cut", ["size", "auto"])
-def test_module_of_somebody_else_equals_big_batch(cut: str) -> None:
-    """With the callback, no line of it changes."""
-    module = Plain(optimizer="adamw")
-    fit(module, AccumulationCallback(PerToken(), micro_batching=CUTS[cut]))
-    expected = reference("PerToken", "adamw")
-    assert deviation(module, expected.end, START) <= TOLERANCE[torch.float64]
-
-
-@pytest.mark.parametrize("schedule", [{0: 1, 1: 2}, {0: 2, 1: 1}], ids=str)
-def test_lightnings_schedule_equals_that_of_whole_batches(schedule: Any) -> None:
-    made = Split(optimizer="momentum"), Split(optimizer="momentum", cut=None)
-    for each in made:
-        fit(each, GradientAccumulationScheduler(schedule), sizes=MANY)
-    assert deviation(*made, START) <= TOLERANCE[torch.float64]
-
-
-class MeanOfMeans(Plain):
-    """What a naive cut does: each micro-batch counts alike."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        parts = zip(batch["ids"].split(4), batch["labels"].split(4), strict=True)
-        losses = [self.loss(self.net, {"ids": x, "labels": y}) for x, y in parts]
-        return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "optimizer"),
-    [("PerSample", "sgd"), ("PerToken", "momentum"), ("PerToken", "adamw")],
-)
-def test_mean_of_micro_batch_means_differs(strategy: str, optimizer: str) -> None:
-    """Negative control."""
-    naive = MeanOfMeans(LOSSES[strategy], optimizer=optimizer)
-    fit(naive)
-    expected = reference(strategy, optimizer)
-    assert deviation(naive, expected.end, START) > NAIVE
-
-
-def test_wrong_strategy_differs() -> None:
-    """Negative control: a mean over tokens that is weighed by samples."""
-    module = Split(strategy=PerSample())
-    fit(module)
-    assert deviation(module, reference("PerToken").end, START) > NAIVE
+    assert deviation(module, reference("PerToken", optimizer="adamw").end, START) < 1e-9
 
 
 def test_without_micro_batching_nothing_is_cut() -> None:
-    module = Mixed()
-    module.accumulation = PerToken()
-    fitted = fit(module)
-    window = windows_of(fitted).last_window
+    window = windows_of(fit(Mixed())).last_window
     assert window is not None
     assert int(window.num_micro_batches) == 1
+
+
+# ---- whatever the module is ----------------------------------------------------------
+
+
+class Checkpointed(Split):
+    """Computes its activations again in the backward pass, with dropout."""
+
+    def __init__(self, *, again: bool = True, p: float = 0.0, **how: Any) -> None:
+        super().__init__(**how)
+        self.again, self.drop = again, nn.Dropout(p)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def logits(ids: Tensor) -> Any:
+            return self.drop(self.net(ids))
+
+        def net(ids: Tensor) -> Any:
+            return checkpoint(logits, ids, use_reentrant=False)
+
+        return self.loss(net if self.again else logits, batch)
+
+
+class Partly(Split):
+    """Has a frozen part, and one that nothing uses."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(optimizer="adamw", **how)
+        self.net.embed.requires_grad_(False)
+        self.idle = nn.Linear(2, 2, dtype=torch.float64).requires_grad_()
+        nn.init.ones_(self.idle.weight)
+        nn.init.ones_(self.idle.bias)
+
+
+class Sometimes(Split):
+    """Uses a part for long rows alone, so in some micro-batches not at all."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(sample_loss, **{"strategy": PerSample(), **how})
+        self.bias = nn.Parameter(torch.zeros(13, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        long = (batch["labels"] != -100).sum(1) > 15
+        loss = super().training_step(batch, batch_idx)
+        if long.any():
+            loss = loss + (self.bias.exp().sum() * long.sum()) / len(long)
+        return loss
+
+
+def without_index(self: Any, batch: Any) -> Any:
+    return self.loss_of(batch)
+
+
+class OfFirst(Split):
+    """Learns from the first of two loaders."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**{"strategy": PerToken(labels="a.labels"), **how})
+
+    def loss_of(self, batch: Any) -> Tensor:
+        return super().loss_of(batch["a"])
+
+
+def closure_twice(
+    self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+) -> None:
+    optimizer_closure()
+    Split.optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=4)
+
+
+TWO_LOADERS = {name: loader_batches((8, 7, 9)) for name in "ab"}
+MOMENTUM = {"optimizer": "momentum"}
+WITHOUT = {
+    "kind": relabelled(Split, 2, 3, 5, 7),
+    "cut": MicroBatching(size=1, trim=False),
+    "naive": 0,  # its loss is NaN, and so refused
+}
+SCHEDULES = [
+    (kind, schedule)
+    for kind in (GradientAccumulationScheduler, AccumulationSchedule)
+    for schedule in ({0: 1, 1: 2}, {0: 2, 1: 1})
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": {"kind": Checkpointed},
+    "frozen and unused parameters": {"kind": Partly},
+    "a parameter that some micro-batches leave out": {"kind": Sometimes},
+    "rows without labels": WITHOUT,
+    "and windows of two": {**WITHOUT, "window": 2, "sizes": (9, 8, 12, 11)},
+    "no index": {"kind": hooked(Split, training_step=without_index)},
+    "several loaders": {"kind": OfFirst, "data": TWO_LOADERS},
+    "an early closure": {"kind": hooked(Split, optimizer_step=closure_twice)},
+    # Its closure runs the whole window again; the control does not settle.
+    "LBFGS": {"made": {"optimizer": lbfgs}, "tolerance": 1e-9, "naive": 0},
+    **{
+        f"{kind.__name__} {schedule}": {
+            "callbacks": lambda k=kind, s=schedule: [k(s)],
+            "made": MOMENTUM,
+            "sizes": MANY,
+        }
+        for kind, schedule in SCHEDULES
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:accumulation. an open window")
+@pytest.mark.parametrize("name", KINDS)
+def test_the_cut_equals_whole_batches(name: str) -> None:
+    ours = assert_as_whole(**KINDS[name])
+    if isinstance(trained := ours.lightning_module, Partly):
+        assert torch.equal(weights(trained.idle), torch.ones(6).double())
+        assert torch.equal(weights(trained.net.embed), weights(Plain().net.embed))
+
+
+def test_gradient_checkpointing_replays_dropout_in_each_micro_batch() -> None:
+    ends = []
+    for again in (True, False):
+        torch.manual_seed(3)
+        fit(module := Checkpointed(again=again, p=0.5))
+        ends.append(weights(module))
+    torch.testing.assert_close(ends[0], ends[1])
+    assert float((ends[0] - START).norm()) > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*barebones:UserWarning")
+def test_barebones_equals_whole_batches() -> None:
+    found = []
+    for cut in (FIXED, None):
+        module = Split(cut=cut)
+        fitted = pl.Trainer(accelerator="cpu", barebones=True, max_epochs=2)
+        fitted.fit(module, loader_batches())
+        found.append((weights(module), fitted.global_step))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def of_a_list(self: Any, batch: Any, batch_idx: int) -> Any:
+    return self.net(torch.stack(list(batch)).double()).square().mean()
+
+
+def test_lists_of_vectors_are_counted_where_they_are_named() -> None:
+    """By default, the control, a list of tensors is one of fields."""
+    rows: Any = [torch.tensor([i, -i, 1.0]) for i in range(7)]
+    named, ends = PerSample(size=""), []
+    for strategy, cut, size, window in (
+        (named, None, 7, 1),
+        (named, None, 3, 3),
+        (named, MicroBatching(size=2), 7, 1),
+        (named, MicroBatching(size=2, collate=list), 4, 2),
+        (PerSample(), None, 3, 3),
+    ):
+        kind = hooked(Rows, training_step=of_a_list)
+        module, _ = on_front("mixin", kind, strategy=strategy, cut=cut)
+        loader: Any = DataLoader(rows, batch_size=size, collate_fn=list)
+        fit(module, window=window, data=loader, max_epochs=1)
+        ends.append(weights(module))
+    whole, *others, wrong = ends
+    assert max(deviation(end, whole, Rows()) for end in others) < 1e-12
+    assert deviation(wrong, whole, Rows()) > NAIVE
+
+
+def test_a_list_of_samples_is_collated_by_micro_batch() -> None:
+    cut = MicroBatching(size=4, collate=pad_and_mask)
+    module, whole = Split(cut=cut), Split(cut=None)
+    fit(module, data=samples())
+    fit(whole, data=samples(collate=pad_and_mask))
+    assert deviation(module, whole, START) <= 1e-10
+
+
+ONCE_A_STEP = cycle([ONCE, "on_train_batch_end"])
+
+
+@pytest.mark.parametrize(
+    ("way", "cut", "where"),
+    [*zip(WAYS, cycle(["size", "auto"]), cycle(["training_step"]))]
+    + [(way, "size", next(ONCE_A_STEP)) for way in WAYS],
+)
+def test_moved_in_training_step_is_said_once_and_is_another_training(
+    way: str, cut: str, where: str
+) -> None:
+    """Moved once a step it equals whole batches, and nothing is said."""
+    ends, said = [], []
+    for each in (CUTS[cut], None):
+        module = Moving(where, way, cut=each)
+        with told("training_step has changed") as texts:
+            fit(module)
+        ends.append(weights(module.net))
+        said.append(texts)
+    off = deviation(ends[0], ends[1], weights(Moving("", "").net))
+    if where == "training_step":
+        (text,) = said[0]
+        assert f"has changed {NAMES.get(way, 'follower.')}" in text
+        assert ONCE in text
+        assert off > NAIVE
+    else:
+        assert not said[0]
+        assert off < 1e-12
+    assert not said[1]
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "times"),
+    [
+        ("by data", {"since": len(SIZES)}, 1),
+        ("by data", {"since": 99}, 0),
+        ("buffer", {"cut": MicroBatching(size=99), "window": 2}, 1),
+    ],
+    ids=["later", "never", "several loader batches that are not cut"],
+)
+def test_what_begins_to_move_later_is_said_too(
+    way: str, options: dict[str, Any], times: int
+) -> None:
+    options = {"cut": CUTS["size"], **options}
+    window = options.pop("window", 1)
+    with told("training_step has changed") as texts:
+        fit(Moving("training_step", way, **options), window=window)
+    assert len(texts) == times

@@ -9,51 +9,40 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers import deviation, trainer, weights
 from tests.lit.fronts import windows_of
+from tests.zoo import Rows
 from trainkit import AccumulationMixin, MicroBatching, PerSample
 
-WIDTH, DEPTH, NUM_FEATURES = 1024, 8, 16
-NUM_ROWS = 2**15
-MIB = 2**20
+NUM_ROWS, MIB = 2**15, 2**20
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:accumulation. an open window"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
 ]
 
 
-def needs_gpu(test: Any) -> Any:
-    """Marks a test that cannot run elsewhere."""
-    for mark in ON_GPU:
-        test = mark(test)
-    return test
-
-
-class Deep(AccumulationMixin, LightningModule):
+class Deep(AccumulationMixin, Rows):
     """Its activations take far more memory than all else: 1 GiB for 2^15 rows."""
 
     accumulation = PerSample()
 
-    def __init__(self, cut: MicroBatching | None, width: int = WIDTH) -> None:
-        super().__init__()
+    def __init__(self, cut: MicroBatching | None, width: int = 1024) -> None:
+        super().__init__(dtype=torch.float32)
         torch.manual_seed(0)
         self.micro_batching = cut
-        layers: list[nn.Module] = [nn.Linear(NUM_FEATURES, width)]
-        for _ in range(DEPTH - 1):
+        layers: list[nn.Module] = [nn.Linear(16, width)]
+        for _ in range(7):
             layers += [nn.Tanh(), nn.Linear(width, width)]
         self.net = nn.Sequential(*layers, nn.Linear(width, 1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return (self.net(x).squeeze(1) - y).square().mean()
 
@@ -62,13 +51,14 @@ class Deep(AccumulationMixin, LightningModule):
 
 
 def fit(
-    module: Deep, accelerator: str, num_rows: int = NUM_ROWS, steps: int = 3
+    module: Deep, accelerator: str = "gpu", num_rows: int = NUM_ROWS, steps: int = 3
 ) -> Any:
+    """Train; the module is on the CPU then."""
     draw = torch.Generator().manual_seed(1)
-    x = torch.randn(steps * num_rows, NUM_FEATURES, generator=draw)
-    loader: Any = DataLoader(TensorDataset(x, x.sum(1)), num_rows)
+    x = torch.randn(steps * num_rows, 16, generator=draw)
     fitted = trainer(accelerator=accelerator, max_epochs=1)
-    fitted.fit(module, loader)
+    fitted.fit(module, DataLoader(TensorDataset(x, x.sum(1)), num_rows))
+    module.cpu()
     return fitted
 
 
@@ -77,9 +67,8 @@ def room_for(num_bytes: int) -> Iterator[None]:
     """Only so much memory, beyond what is in use."""
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(
-        (torch.cuda.memory_reserved() + num_bytes) / whole
-    )
+    most = torch.cuda.memory_reserved() + num_bytes
+    torch.cuda.set_per_process_memory_fraction(most / whole)
     try:
         yield
     finally:
@@ -95,34 +84,28 @@ def test_sizes_that_are_searched_on_a_device_equal_the_whole_batch(
     start = weights(whole)
     for each in (module, whole):
         fit(each, accelerator, num_rows=64, steps=50)
-        each.cpu()
-    assert not search_of(module).is_searching
     assert deviation(module, whole, start) <= 2e-5
 
 
-def search_of(module: Deep) -> Any:
-    return windows_of(module.trainer).split.sizes.search  # type: ignore[attr-defined]
-
-
-@needs_gpu
+@pytest.mark.gpu
+@ON_GPU[1]
 def test_memory_that_runs_out_for_real_equals_the_whole_batch() -> None:
     module, whole = Deep(MicroBatching("auto")), Deep(None)
     start = weights(whole)
-    fit(whole, "gpu")
-    whole.cpu()
+    fit(whole)
     with room_for(600 * MIB):
         with pytest.raises(torch.OutOfMemoryError):  # the control
-            fit(Deep(None), "gpu")
+            fit(Deep(None))
         gc.collect()  # the frames of the error hold its activations
         torch.cuda.empty_cache()
-        fitted = fit(module, "gpu")
-    found = windows_of(fitted).micro_batch_size
+        found = windows_of(fit(module)).micro_batch_size
     assert found is not None
     assert found < NUM_ROWS
-    assert deviation(module.cpu(), whole, start) <= 2e-5
+    assert deviation(module, whole, start) <= 2e-5
 
 
-@needs_gpu
+@pytest.mark.gpu
+@ON_GPU[1]
 def test_peak_memory_is_that_of_a_micro_batch_whatever_the_loader_batch() -> None:
     peaks = {}
     for cut in (MicroBatching(size=2048), None):
@@ -130,7 +113,7 @@ def test_peak_memory_is_that_of_a_micro_batch_whatever_the_loader_batch() -> Non
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            fit(Deep(cut), "gpu", num_rows)
+            fit(Deep(cut), num_rows=num_rows)
             peaks[cut is None, num_rows] = torch.cuda.max_memory_allocated() - before
     assert peaks[False, NUM_ROWS] <= 1.1 * peaks[False, 2048]
     assert peaks[True, NUM_ROWS] > 4 * peaks[True, 2048]  # the control

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -21,32 +18,27 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker
 
-from tests.helpers import (
-    VOCABULARY,
-    pad,
-    ragged_sequences,
-    raise_rank_errors,
-    run_ranks,
-    trainer,
-)
-from tests.lit.fronts import cut as parted
-from tests.lit.split.common import CUTS, Split, assert_same_logs, logged
-from tests.lit.split.short_of_memory import out_of_memory
-from trainkit import PerSample, TrainkitError
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.lit.split.logs import WindowMetrics
+from tests.helpers import VOCABULARY
+from tests.lit.split.common import CUTS, Split, assert_as_whole, fit
+from tests.recording import Table, told
+from tests.zoo import hooked
+from trainkit import PerSample
 
-SAID = "ignore:self.log.*the value of a metric object:UserWarning"
+SAID = "self.log('called'): the value of a metric object"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No (positive|negative) samples:UserWarning"),
     pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning"),
     pytest.mark.filterwarnings("ignore:Metric `\\w+` will save all:UserWarning"),
-    pytest.mark.filterwarnings(SAID),
+    pytest.mark.filterwarnings("ignore:self.log.*the value of a metric object"),
 ]
 
 
 def accuracy() -> MulticlassAccuracy:
     return MulticlassAccuracy(VOCABULARY, ignore_index=-100, average="micro")
+
+
+def macro() -> MulticlassAccuracy:
+    return MulticlassAccuracy(VOCABULARY, average="macro")
 
 
 class FullState(torchmetrics.Metric):
@@ -77,220 +69,119 @@ def collection(**how: Any) -> MetricCollection:
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "accuracy": accuracy,
-    "macro": lambda: MulticlassAccuracy(VOCABULARY, average="macro"),
+    "macro": macro,
     "f1": lambda: MulticlassF1Score(VOCABULARY, average="macro"),
     "list states": lambda: MulticlassAUROC(VOCABULARY, average="macro"),
     "full state": FullState,
     "collection": collection,
     "collection without groups": lambda: collection(compute_groups=False),
     "wrapper": lambda: ClasswiseWrapper(MulticlassAccuracy(VOCABULARY, average="none")),
+    "tracker": lambda: MetricTracker(macro()),  # has a new metric in each epoch
 }
 
 
-class Measured(Split):
-    """Calls one metric object of a kind, and updates another."""
+FEEDS = ("mean_called", "mean_updated", "mean_number", "mean_weighted", "mean_rows")
 
-    def __init__(self, make: Any, **options: Any) -> None:
+
+class Measured(Split):
+    """Calls one metric object of each kind, and updates another; feeds the loss to
+    `MeanMetric`s, as templates do.
+
+    Attributes:
+        most: rows for which there is memory; it runs out after the metrics were asked.
+    """
+
+    most = 99
+
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.called, self.updated = make(), make()
+        self.used: Any = nn.ModuleDict({kind: make() for kind, make in MAKERS.items()})
+        self.updated: Any = nn.ModuleDict({k: make() for k, make in MAKERS.items()})
+        self.means: Any = nn.ModuleDict({way: MeanMetric() for way in FEEDS})
+
+    def on_train_epoch_start(self) -> None:
+        for metrics in (self.used, self.updated):
+            metrics["tracker"].increment()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         keep = batch["labels"] != -100
         data = self.net(batch["ids"]).detach()[keep], batch["labels"][keep]
-        self.called(*data)
-        self.updated.update(*data)
+        for kind in MAKERS:
+            self.used[kind](*data)
+            self.updated[kind].update(*data)
+        self.means["mean_called"](loss)
+        self.means["mean_updated"].update(loss)
+        self.means["mean_number"](loss.item())
+        self.means["mean_weighted"](loss, weight=keep.sum())
+        self.means["mean_rows"](keep.sum(1).float())
+        for name, mean in self.means.items():
+            self.log(name, mean, on_step=False, on_epoch=True)
+        if self.micro_batching is not None and len(batch["ids"]) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return loss
 
     def on_train_epoch_end(self) -> None:
-        for name in ("called", "updated"):
-            metric = getattr(self, name)
-            value = metric.compute()
-            several = value if isinstance(value, dict) else {"": value}
-            self.log_dict({f"{name}/{key}": each for key, each in several.items()})
-            metric.reset()
+        for name in ("used", "updated"):
+            for kind, metric in getattr(self, name).items():
+                value = metric.compute()
+                several = value if isinstance(value, dict) else {"": value}
+                named = {f"{kind}/{name}/{key}": each for key, each in several.items()}
+                self.log_dict(named)
+                metric.reset()
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_the_value_of_an_epoch_is_that_of_whole_batches(kind: str) -> None:
-    ours, whole = (
-        logged(Measured(MAKERS[kind], cut=cut)) for cut in (CUTS["size"], None)
-    )
-    assert_same_logs(ours, whole)
-    assert any(name.startswith("called/") for name in whole[1])
+@pytest.mark.parametrize(("cut", "most"), [("size", 99), ("rows", 99), ("auto", 5)])
+def test_the_value_of_an_epoch_is_that_of_whole_batches(cut: str, most: int) -> None:
+    """Also where memory has run out. With the weights of samples, the control, a mean
+    over tokens is another one."""
+    kind = hooked(Measured, most=most)
+    right = assert_as_whole(kind, CUTS[cut]).callback_metrics
+    assert {name.split("/")[0] for name in right} == {*MAKERS, *FEEDS}
+    wrong = fit(kind(cut=CUTS[cut], strategy=PerSample())).callback_metrics
+    assert abs(wrong["mean_called"] - right["mean_called"]) > 1e-3
+
+
+def test_metric_objects_are_left_as_they_were() -> None:
+    module = Measured()
+    mean: Any = module.means["mean_called"]
+    update = vars(mean)["update"]
+    fit(module)
+    assert vars(mean)["update"] is update
+    assert not mean._forward_hooks
 
 
 class Logged(Split):
     """Logs the metric object itself, as Lightning recommends."""
 
-    def __init__(self, on_step: bool = True, **options: Any) -> None:
+    on_step = True
+
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.metric, self.on_step, self.seen = accuracy(), on_step, list[float]()
+        self.called, self.seen = accuracy(), list[float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         keep = batch["labels"] != -100
         data = self.net(batch["ids"]).detach()[keep], batch["labels"][keep]
-        self.seen.append(float(self.metric(*data)))
-        self.log("metric", self.metric, on_step=self.on_step, on_epoch=True)
+        self.seen.append(float(self.called(*data)))
+        self.log("called", self.called, on_step=self.on_step, on_epoch=True)
         return loss
 
 
-def test_the_value_of_a_step_is_the_last_micro_batchs_which_is_said_once() -> None:
-    module = Logged(cut=CUTS["size"])
-    with pytest.warns(UserWarning, match="the value of a metric object on a") as told:
-        rows, metrics = logged(module, max_epochs=1)
-    assert len([each for each in told if "metric object" in str(each.message)]) == 1
-    steps = [row["metric_step"] for row in rows if "metric_step" in row]
-    assert len(steps) < len(module.seen)
+@pytest.mark.parametrize("on_step", [True, False])
+def test_the_value_of_a_step_is_the_last_micro_batchs_which_is_said_once(
+    on_step: bool,
+) -> None:
+    """And nothing is said where no step is logged."""
+    kind, table = hooked(Logged, on_step=on_step), Table()
+    module = kind()
+    with told(SAID) as said:
+        ours = fit(module, logger=table, log_every_n_steps=1).callback_metrics
+    assert len(said) == on_step
+    steps = table.column("called_step")
+    assert len(steps) == 6 * on_step
     assert all(min(abs(step - v) for v in module.seen) < 1e-6 for step in steps)
-    _, whole = logged(Logged(cut=None), max_epochs=1)
-    assert metrics["metric_epoch"] == pytest.approx(whole["metric_epoch"], rel=1e-6)
-
-
-@pytest.mark.filterwarnings("error:self.log.*the value of a metric object:UserWarning")
-def test_nothing_is_said_where_no_step_is_logged() -> None:
-    ours, whole = (
-        logged(Logged(on_step=False, cut=cut)) for cut in (CUTS["size"], None)
-    )
-    assert_same_logs(ours, whole)
-
-
-class Tracked(Measured):
-    """Has a new metric in each epoch."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(MAKERS["macro"], **options)
-        self.called = MetricTracker(MAKERS["macro"]())
-
-    def on_train_epoch_start(self) -> None:
-        self.called.increment()
-
-
-def test_metrics_made_in_mid_training_are_known() -> None:
-    assert_same_logs(*(logged(Tracked(cut=cut)) for cut in (CUTS["size"], None)))
-
-
-class Averaged(Split):
-    """Feeds the loss to `MeanMetric`s, as templates do, in some ways."""
-
-    FEEDS = ("called", "updated", "number", "weighted", "rows")
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.means = nn.ModuleDict({"mean_" + way: MeanMetric() for way in self.FEEDS})
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        counts = (batch["labels"] != -100).sum(1)
-        means: Any = self.means
-        means["mean_called"](loss)
-        means["mean_updated"].update(loss)
-        means["mean_number"](loss.item())
-        means["mean_weighted"](loss, weight=counts.sum())
-        means["mean_rows"](counts.float())
-        for name, mean in means.items():
-            self.log(name, mean, on_step=False, on_epoch=True)
-        return loss
-
-
-@cache
-def averaged(cut: str | None) -> Any:
-    return logged(Averaged(cut=CUTS[cut] if cut else None))
-
-
-@pytest.mark.parametrize("cut", ["size", "rows"])
-def test_mean_metric_counts_a_loader_batch_once(cut: str) -> None:
-    assert len(averaged(None)[1]) >= len(Averaged.FEEDS)
-    assert_same_logs(averaged(cut), averaged(None))
-
-
-def test_mean_metric_counts_samples_under_per_sample() -> None:
-    made = [Averaged(cut=cut) for cut in (CUTS["size"], None)]
-    for each in made:
-        each.accumulation = PerSample()
-    with pytest.raises(AssertionError):  # a mean over tokens, weighed by samples
-        assert_same_logs(*map(logged, made))
-
-
-def test_metric_objects_are_left_as_they_were() -> None:
-    module = Averaged()
-    mean = module.means["mean_called"]
-    update = vars(mean)["update"]
-    logged(module)
-    assert vars(mean)["update"] is update
-    assert not mean._forward_hooks
-
-
-class Short(Measured):
-    """Its memory runs out after its metrics were asked."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if self.micro_batching is not None and len(batch["ids"]) > 5:
-            raise out_of_memory()
-        return loss
-
-
-@pytest.mark.parametrize("kind", ["macro", "list states"])
-def test_states_are_right_where_memory_runs_out(kind: str) -> None:
-    cuts = MicroBatching("auto"), None
-    assert_same_logs(*(logged(Short(MAKERS[kind], cut=cut)) for cut in cuts))
-
-
-# ---- several ranks -------------------------------------------------------------------
-
-SHARES = [(9, 3, 12, 2), (3, 10, 1, 2)]
-
-
-class Asking(Measured):
-    """Calls `compute` in its step, where ranks have different numbers of parts."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.updated.compute()
-        return loss
-
-
-def data_of(rank: int) -> list[Any]:
-    sequences = iter(ragged_sequences(80))
-    return [[next(sequences) for _ in range(sum(share))] for share in SHARES][rank]
-
-
-def on_a_rank(rank: int, world: int) -> Any:
-    module, data = Asking(MAKERS["f1"], cut=CUTS["size"]), data_of(rank)
-    fitted = trainer(
-        strategy=DDPStrategy(process_group_backend="gloo"),
-        devices=world,
-        use_distributed_sampler=False,
-        max_epochs=1,
-    )
-    batches = parted(data, SHARES[rank])
-    fitted.fit(module, DataLoader(data, batch_sampler=batches, collate_fn=pad))  # type: ignore[arg-type]
-    return float(fitted.callback_metrics["updated/"])
-
-
-def test_ranks_with_different_numbers_of_micro_batches_do_not_wait() -> None:
-    """Their epoch's value is that of all rows; the nets have trained alike."""
-    first, second = raise_rank_errors(run_ranks(on_a_rank, 2))
-    assert first == second
-    joined, sizes = [], []
-    for number in range(len(SHARES[0])):
-        for rank, share in enumerate(SHARES):
-            begin = sum(share[:number])
-            joined += data_of(rank)[begin : begin + share[number]]
-        sizes.append(sum(share[number] for share in SHARES))
-    module = Asking(MAKERS["f1"], cut=None)
-    fitted = trainer(max_epochs=1)
-    batches = parted(joined, sizes)
-    fitted.fit(module, DataLoader(joined, batch_sampler=batches, collate_fn=pad))  # type: ignore[arg-type]
-    whole = float(fitted.callback_metrics["updated/"])
-    assert first == pytest.approx(whole, rel=1e-6)
-
-
-def test_a_metric_that_waits_for_other_ranks_is_refused_on_ranks() -> None:
-    module = nn.Module()
-    module.metric = MulticlassAccuracy(VOCABULARY, dist_sync_on_step=True)
-    WindowMetrics(module, num_ranks=1)
-    with pytest.raises(TrainkitError, match="metric metric: with dist_sync_on_step"):
-        WindowMetrics(module, num_ranks=2)
+    whole = fit(kind(cut=None)).callback_metrics
+    name = "called_epoch" if on_step else "called"
+    torch.testing.assert_close(ours[name], whole[name])

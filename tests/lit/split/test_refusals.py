@@ -1,102 +1,45 @@
-"""What a split window cannot be is refused by name."""
+"""What a split window cannot be is refused by name, and errors say where they arose."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from tests.helpers import NAIVE, TOLERANCE, deviation, trainer, weights
-from tests.lit.fronts import plain_token_loss
 from tests.lit.split.common import (
+    AUTO,
+    CUTS,
     FIXED,
-    SEQUENCES,
-    START,
+    TRANSFER_HOOKS,
     Split,
+    data_module,
+    failing,
     fit,
-    loader_batches,
-    pad_and_mask,
+    on_the_way,
+    samples,
 )
-from trainkit import AccumulationStrategy, PerSample, PerToken, Uniform
-from trainkit.core.split.micro_batching import MicroBatching
-from trainkit.errors import TrainkitError
+from tests.zoo import Manual, hooked, pad_and_mask
+from trainkit import (
+    AccumulationStrategy,
+    MicroBatching,
+    PerSample,
+    PerToken,
+    TrainkitError,
+    Uniform,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:accumulation. an open window")
-
-
-def refused(module: Any, match: str, **options: Any) -> None:
-    with pytest.raises(TrainkitError, match=match):
-        fit(module, **options)
-    assert "log" not in vars(module)
-
-
-# ---- before training -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [4, {"size": 4}, "auto"])
-def test_wrong_type_is_refused(options: Any) -> None:
-    module = Split()
-    module.micro_batching = options
-    refused(module, r"micro_batching: must be a MicroBatching, received .*size=4")
-
-
-class Manual(Split):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = plain_token_loss(self.net, batch)
-        self.accumulate(loss, batch)
-        self.finish_window()
-
-
-def test_manual_optimization_is_refused() -> None:
-    refused(Manual(), "with automatic_optimization=False Manual runs its own")
-
-
-class Fetching(Split):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        batch, _, _ = next(dataloader_iter)
-        return plain_token_loss(self.net, batch)
-
-
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning")
-def test_dataloader_iter_is_refused() -> None:
-    refused(Fetching(strategy=PerSample()), r"training_step\(dataloader_iter\)")
-
-
-def test_uniform_is_refused_where_the_cut_may_change() -> None:
-    """What it counts is what is cut at will."""
-    auto = MicroBatching("auto")
-    refused(Split(strategy=Uniform(), cut=auto), r"Uniform\(\) counts micro-batches")
-    refused(
-        Split(strategy={"ce": PerToken(), "aux": Uniform()}, cut=auto),
-        r"Uniform\(\) counts micro-batches",
-    )
-
-
-def test_uniform_is_announced_and_is_the_mean_of_means() -> None:
-    """For comparison with the big batch, which it is not."""
-    off = {}
-    for name, cut in {"fours": FIXED, "rows": MicroBatching(size=1)}.items():
-        module = Split(strategy=Uniform(), cut=cut)
-        with pytest.warns(UserWarning, match="micro_batching: Uniform.. weighs micro-"):
-            fit(module)
-        exact = Split(cut=cut)
-        fit(exact)
-        off[name] = deviation(module, exact, START)
-    assert min(off.values()) > NAIVE
-    assert off["fours"] != off["rows"]
-
-
-# ---- in the first window -------------------------------------------------------------
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:accumulation. an open window"),
+    pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning"),
+]
 
 
 @dataclass(frozen=True)
@@ -107,184 +50,96 @@ class Longest(AccumulationStrategy):
         return (batch["labels"] != -100).sum(1).max()
 
 
-def test_weights_that_do_not_add_up_are_refused() -> None:
-    text = "Longest: what micro-batches weigh must add up .* Let weight.. return a sum"
-    refused(Split(strategy=Longest()), text)
+def fetching(self: Any, dataloader_iter: Any) -> Any:
+    return self.loss_of(next(dataloader_iter)[0])
 
 
-def test_batch_that_cannot_be_cut_is_refused_with_its_structure() -> None:
-    class Odd(Split):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            batch["other"] = torch.zeros(14).to_sparse()
+def wrong_type(options: Any) -> Any:
+    (module := Split()).micro_batching = options
+    return module
 
-    refused(Odd(), r"field 'other' is a torch.sparse_coo tensor, whose rows cannot be")
+
+def adding(value: Any) -> Any:
+    """The batch has one more field."""
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        batch["other"] = value
+
+    return hooked(Split, on_train_batch_start=on_train_batch_start)()
+
+
+def returning(output: Any) -> Any:
+    """`training_step` returns this, or what a function makes of the batch."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return output(self, batch) if callable(output) else output
+
+    return hooked(Split, training_step=training_step)()
+
+
+def none_for_long_rows(module: Any, batch: Any) -> Any:
+    is_long = batch["attention_mask"].sum(1).max() > 12
+    return None if is_long else module.loss_of(batch)
+
+
+UNIFORM, A_TENSOR = r"Uniform\(\) counts micro-batches", "must be a tensor with one"
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    *[
+        (lambda o=options: wrong_type(o), "must be a MicroBatching, received .*size=4")
+        for options in (4, {"size": 4}, "auto")
+    ],
+    (lambda: Manual(cut=FIXED), "with automatic_optimization=False Manual runs its"),
+    (
+        lambda: hooked(Split, training_step=fetching)(strategy=PerSample()),
+        r"training_step\(dataloader_iter\)",
+    ),
+    # What it counts is what is cut at will.
+    (lambda: Split(strategy=Uniform(), cut=AUTO), UNIFORM),
+    (lambda: Split(strategy={"ce": PerToken(), "aux": Uniform()}, cut=AUTO), UNIFORM),
+    (
+        lambda: Split(strategy=Longest()),
+        "Longest: what micro-batches weigh must add up .* Let weight.. return a sum",
+    ),
+    (
+        lambda: adding(torch.zeros(14).to_sparse()),
+        "field 'other' is a torch.sparse_coo tensor, whose rows cannot be",
+    ),
+    (lambda: returning(none_for_long_rows), "it returned None for [1-9] micro-batches"),
+    (
+        lambda: returning({"logits": 1}),
+        r"must hold the loss under 'loss', received \{'logits': 'int'",
+    ),
+    (lambda: returning({"loss": None}), r"received \{'loss': 'NoneType'\}"),
+    (lambda: returning(torch.ones(3)), rf"{A_TENSOR} element, received \[3\]"),
+    (lambda: returning(1.0), f"{A_TENSOR} element, received 1.0"),
+    (lambda: returning({"loss": 2}), f"{A_TENSOR} element, received 2"),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), REFUSED)
+def test_what_cannot_be_cut_is_refused(make: Callable[[], Any], text: str) -> None:
+    module = make()
+    with pytest.raises(TrainkitError, match=text):
+        fit(module)
+    assert "log" not in vars(module)
+
+
+def test_uniform_is_announced_and_depends_on_the_cut() -> None:
+    """For comparison with the big batch, which it is not."""
+    found = []
+    for cut in (FIXED, MicroBatching(size=1)):
+        with pytest.warns(UserWarning, match="micro_batching: Uniform.. weighs micro-"):
+            fitted = fit(Split(strategy=Uniform(), cut=cut))
+        found.append(fitted.lightning_module.net.head.weight)  # type: ignore[union-attr]
+    assert not torch.allclose(*found)
 
 
 def test_what_every_micro_batch_gets_whole_is_said_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Odd(Split):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            batch["other"] = torch.zeros(3)
-
-    fit(Odd())
+    fit(adding(torch.zeros(3)))
     said = "trainkit | split: every micro-batch gets all of 'other'"
     assert capsys.readouterr().out.count(said) == 1
-
-
-# ---- hooks on the way to the device --------------------------------------------------
-
-
-class Changed(Split):
-    """Changes batches in one of the module's hooks, in a way that rows can bear."""
-
-    hook = "on_after_batch_transfer"
-
-    def changed(self, batch: Any) -> Any:
-        if not isinstance(batch, dict):
-            return batch
-        return {**batch, "ids": (batch["ids"] + 1) % 13}
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.changed(batch) if self.hook.startswith("on_before") else batch
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: Any, dataloader_idx: int
-    ) -> Any:
-        batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return self.changed(batch) if self.hook.startswith("transfer") else batch
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.changed(batch) if self.hook.startswith("on_after") else batch
-
-
-HOOKS = [
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_module_hooks_change_batches_as_without_the_cut(hook: str) -> None:
-    module, whole, untouched = Changed(), Changed(cut=None), Split(cut=None)
-    for each in (module, whole):
-        each.hook = hook
-        fit(each)
-    fit(untouched)
-    assert deviation(module, whole, START) <= TOLERANCE[torch.float64]
-    assert deviation(untouched, whole, START) > 0.01
-
-
-class Data(pl.LightningDataModule):
-    """The same, in the data module, whose hooks then take the module's place."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        self.hook = hook
-
-    def train_dataloader(self) -> Any:
-        return loader_batches()
-
-    changed = Changed.changed
-    on_before_batch_transfer = Changed.on_before_batch_transfer
-    on_after_batch_transfer = Changed.on_after_batch_transfer
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: Any, dataloader_idx: int
-    ) -> Any:
-        moved = {k: v.to(device) for k, v in batch.items()}
-        return self.changed(moved) if self.hook.startswith("transfer") else moved  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_data_module_hooks_change_batches_as_without_the_cut(hook: str) -> None:
-    made = Split(), Split(cut=None)
-    for each in made:
-        trainer(1).fit(each, datamodule=Data(hook))
-    reference = Changed(cut=None)
-    fit(reference)
-    for each in made:
-        assert deviation(each, reference, START) <= TOLERANCE[torch.float64]
-
-
-class Masking(Changed):
-    """Makes another selection of labels on the device, as masked models do."""
-
-    def changed(self, batch: Any) -> Any:
-        labels = batch["labels"].clone()
-        labels[:, ::2] = -100
-        return {**batch, "labels": labels}
-
-
-@pytest.mark.parametrize("hook", HOOKS[1:])
-def test_labels_that_change_on_the_way_are_refused(hook: str) -> None:
-    """They were weighed on the host: the division would be wrong in silence."""
-    module = Masking()
-    module.hook = hook
-    text = r"weighed 72 before it went to the device, and weighs 35 after transfer"
-    refused(module, text)
-    module = Masking()
-    module.hook = HOOKS[0]
-    whole = Masking(cut=None)
-    whole.hook = HOOKS[0]
-    fit(module)
-    fit(whole)
-    assert deviation(module, whole, START) <= TOLERANCE[torch.float64]
-
-
-class Labelling(Changed):
-    """Makes its labels on the device."""
-
-    def changed(self, batch: Any) -> Any:
-        return {"ids": batch["ids"], "labels": batch["targets"]}
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {"ids": batch["ids"], "targets": batch["labels"]}
-
-
-def test_labels_that_are_made_on_the_way_are_refused() -> None:
-    refused(Labelling(), "path 'labels'.*targets")
-
-
-class WithoutIndex(Split):
-    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
-        return plain_token_loss(self.net, batch)
-
-
-def test_training_step_without_an_index_is_cut() -> None:
-    module, whole = WithoutIndex(), Split(cut=None)
-    fit(module)
-    fit(whole)
-    assert deviation(module, whole, START) <= TOLERANCE[torch.float64]
-
-
-def test_a_list_of_samples_is_collated_by_micro_batch() -> None:
-    module = Split(cut=MicroBatching(size=4, collate=pad_and_mask))
-    lists = DataLoader(SEQUENCES, batch_size=16, collate_fn=list)  # type: ignore[arg-type]
-    trainer(1).fit(module, lists)
-    whole = Split(cut=None)
-    batches = DataLoader(SEQUENCES, batch_size=16, collate_fn=pad_and_mask)  # type: ignore[arg-type]
-    trainer(1).fit(whole, batches)
-    assert deviation(module, whole, START) <= TOLERANCE[torch.float64]
-
-
-def test_several_loaders_are_cut_together() -> None:
-    """A dict of loaders yields a dict of batches: one window, of several terms, say."""
-
-    class Two(Split):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return plain_token_loss(self.net, batch["a"])
-
-    made = (
-        Two(strategy=PerToken(labels="a.labels")),
-        Two(strategy=PerToken(labels="a.labels"), cut=None),
-    )
-    for each in made:
-        loaders = {"a": loader_batches((8, 7, 9)), "b": loader_batches((8, 7, 9))}
-        trainer(1).fit(each, loaders)
-    assert deviation(*made, START) <= TOLERANCE[torch.float64]
-    assert weights(made[0]).isfinite().all()
 
 
 def test_nothing_is_said_where_nothing_is_wrong() -> None:
@@ -292,4 +147,106 @@ def test_nothing_is_said_where_nothing_is_wrong() -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".*treespec", FutureWarning)
         warnings.filterwarnings("ignore", "The '\\w+_dataloader' does not have many")
-        fit(Split(cut=FIXED))
+        fit(Split())
+
+
+# ---- self.log, and StopIteration, on the way to the device ---------------------------
+
+
+def logging_on_the_way(module: Any, batch: Any) -> Any:
+    if isinstance(module, pl.LightningDataModule):
+        assert module.trainer is not None
+        module = module.trainer.lightning_module
+    module.log("mine", 1.0)
+    return batch
+
+
+@pytest.mark.parametrize("cut", [FIXED, AUTO, None], ids=["size", "auto", "no"])
+@pytest.mark.parametrize("hook", TRANSFER_HOOKS)
+def test_logs_on_the_way_are_refused_as_lightning_does(hook: str, cut: Any) -> None:
+    kind = hooked(Split, **on_the_way(hook, logging_on_the_way))
+    text = rf"^You can't `self.log\(\)` inside `{hook}`"
+    with pytest.raises(MisconfigurationException, match=text):
+        fit(kind(cut=cut))
+
+
+def test_logs_of_a_data_module_are_refused_as_lightning_does() -> None:
+    hooks = on_the_way(TRANSFER_HOOKS[2], logging_on_the_way)
+    said = []
+    for cut in (FIXED, None):
+        with pytest.raises(RuntimeError, match="batch_to_device") as raised:
+            fit(Split(cut=cut), data=data_module(hooks))
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("at", [1, 4, 5])
+@pytest.mark.parametrize("cut", [FIXED, AUTO], ids=["size", "auto"])
+@pytest.mark.parametrize("hook", [*TRANSFER_HOOKS[1:], "training_step"])
+def test_stop_iteration_is_an_error(hook: str, cut: MicroBatching, at: int) -> None:
+    """In the first micro-batch, a last, and a first again."""
+
+    def ending(module: Any, batch: Any) -> Any:
+        module.calls += 1
+        return batch if module.calls != at else next(iter([]))
+
+    kind, name = hooked(Split, calls=0, **on_the_way(hook, ending)), "a hook of the tr"
+    if hook == "training_step":
+        kind, name = failing(at, StopIteration()), hook
+    with pytest.raises(TrainkitError, match=f"^{name}.*: it raised StopIteration") as r:
+        fit(kind(cut=cut))
+    assert isinstance(r.value.__cause__, StopIteration)
+
+
+# ---- the note ------------------------------------------------------------------------
+
+
+class Slotted(Exception):
+    """Takes no notes, as on Python 3.10."""
+
+    add_note = property()  # type: ignore[assignment]
+
+
+NOTED = (
+    "micro-batch 2 of ",
+    "of a loader batch of 14 rows: dict(ids: int64[",
+    "shared=",
+    "were left out",
+    "trim=False",
+    "lengths=",
+)
+START_60 = MicroBatching("auto", start=60)
+COLLATED = MicroBatching(size=4, collate=pad_and_mask)
+
+
+@pytest.mark.parametrize(
+    ("cut", "error", "parts", "without"),
+    [
+        *[(cut, None, NOTED, "\n") for cut in (CUTS["rows"], FIXED, START_60)],
+        (MicroBatching(size=4, trim=False), None, ["micro-batch 2 of 4"], "trim"),
+        (COLLATED, None, ["micro-batch 2 of 4, the rows"], "trim"),
+        (MicroBatching(size=100), None, [], "micro-batch"),
+        *[
+            (FIXED, error, [], "micro-batch")
+            for error in (
+                TrainkitError("mine"),
+                torch.OutOfMemoryError("CUDA out of memory"),
+                KeyboardInterrupt(),
+                Slotted("mine"),
+            )
+        ],
+    ],
+)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no notes")
+def test_an_error_says_how_its_batch_was_cut(
+    cut: MicroBatching, error: BaseException | None, parts: Any, without: str
+) -> None:
+    """But where nothing was cut, or the cut is not the reason."""
+    data = samples() if cut is COLLATED else None
+    with pytest.raises(BaseException, match="must match|mine|out of|^1?$") as raised:
+        fit(failing(2, error)(cut=cut), data=data)
+    if error is not None and not isinstance(error, KeyboardInterrupt):
+        assert raised.value is error
+    note = "\n".join(getattr(raised.value, "__notes__", []))
+    assert all(part in note for part in parts)
+    assert without not in note
