@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.core.common import (
     CASES,
+    Toy,
     average_window,
     big_batch,
     cut,
@@ -30,7 +31,7 @@ from tests.helpers import (
     gradients,
     ragged_sequences,
 )
-from trainkit import AccumulationStrategy, Accumulator, PerSample, PerToken, Uniform
+from trainkit import Accumulator, PerSample, PerToken, Uniform
 
 SAMPLES = ragged_sequences(40, longest=30)
 RAGGED = cut(SAMPLES, (1, 3, 26, 10))
@@ -110,22 +111,12 @@ def test_sum_is_divided_and_differs_from_a_total(sizes: Any) -> None:
     assert relative(gradients(net), total) == pytest.approx(1 - 1 / 8)
 
 
-class Constant(AccumulationStrategy):
-    """A third of a constant for each of three micro-batches."""
-
-    loss_reduction = "sum"
-
-    def weight(self, batch: Any) -> float:
-        return 64 / 3
-
-
 def test_constant_denominator_equals_that_of_the_whole() -> None:
     """allenai/open-instruct#1137, fw-ai/cookbook#200: it is no mean over what is in the
-    batch, so that the whole window divides by it."""
-    net = fresh_net()
-    run_window(net, cut(SAMPLES, (1, 3, 8)), Constant())
-    total, _ = big_batch(fresh_net(), padded(SAMPLES[:12]), reduction="sum")
-    assert relative(gradients(net), total / 64) <= 1e-12
+    batch, so that each of three micro-batches weighs a third of it."""
+    toy = Toy(reduction="sum")
+    toy.window((1, 64 / 3), (10, 64 / 3), (100, 64 / 3))
+    assert toy.gradient == pytest.approx(111 / 64, rel=1e-14)
 
 
 # ---- several windows -----------------------------------------------------------------

@@ -100,7 +100,7 @@ def ending_early(self: Any, batch: Any, batch_idx: int) -> Any:
             )
         ],
     ],
-    ids=str,
+    ids=lambda options: "-".join(options),
 )
 def test_loop_runs_as_without_the_cut(options: dict[str, Any], tmp_path: Path) -> None:
     """Whatever the Trainer's options and callbacks are."""
