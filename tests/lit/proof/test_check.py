@@ -9,6 +9,7 @@ from torch import nn
 
 import trainkit
 from tests.helpers import quiet_lightning
+from tests.lit.fronts import ragged
 from tests.lit.proof import wrongs, zoo
 from tests.lit.proof.trainers import plain_trainer
 from tests.lit.proof.zoo import (
@@ -26,6 +27,7 @@ from tests.lit.proof.zoo import (
     image_loader,
     token_loader,
 )
+from tests.zoo import OldPlain
 from trainkit import (
     MicroBatching,
     PerClassWeight,
@@ -203,3 +205,10 @@ def test_dropout_and_noise_are_told_apart_from_causes() -> None:
     (cause,) = report.causes
     assert cause.remedy == ("accumulation = PerToken()",)
     assert "left out: dropout" in str(report)
+
+
+def test_module_of_the_older_package_is_checked() -> None:
+    """Its Trainer is that package's, which takes no module of another."""
+    module, data = OldPlain(), ragged([4, 4, 4])
+    assert check_quickly(module, data, strategy=PerToken()).exact
+    assert check_quickly(module, data, strategy=PerSample()).is_off

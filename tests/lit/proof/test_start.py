@@ -321,9 +321,17 @@ def stream(rows: Iterable[Any], size: int = 4) -> Any:
     return DataLoader(Stream(rows), batch_size=size, collate_fn=zoo.padded)
 
 
+def packed() -> list[Any]:
+    """Rows of one length."""
+    return wrongs.all_labels()[:6] * 4
+
+
 DOUBTFUL: dict[str, tuple[Any, ...]] = {
     "one length, another count": (Tokens, lambda: stream(wrongs.all_labels()),
      PerSample(), "PerSample and PerToken look the same"),
+    "one length, seen padding": (wrongs.Bidirectional, lambda: stream(packed()),
+     PerToken(), "count alike, so PerSample and PerToken look the same on them; "
+     "where one ends earlier, the gradient is off"),
     "one draw for all": (lambda: wrongs.Scaling(by_row=False), images, PerSample(),
      "(rand at proof/wrongs.py:"),
     "mixup": (lambda: Images(zoo.mixup), images, PerSample(),
@@ -348,6 +356,39 @@ def test_what_cannot_be_told_is_not_called_exact(
     assert why in text
     with pytest.raises(TrainkitError, match='proof="require": not measured: '):
         fit(module(), data(), strategy, proof="require")
+
+
+def test_stream_of_one_length_is_exact_where_padding_is_not_seen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(Tokens(), stream(packed()), PerToken(), proof="require")
+    assert said(capsys).endswith("left out: the collate function, other lengths")
+
+
+def test_stream_whose_width_may_be_fixed_is_doubtful_and_warns() -> None:
+    """A bidirectional net sees padding, which one width for all makes harmless."""
+    text = "not measured: the model sees its padding: if the batches of this stream"
+    with pytest.warns(UserWarning, match=text):
+        fit(wrongs.Bidirectional(), stream(zoo.sequences(40)), PerToken())
+    with pytest.raises(TrainkitError, match=text):
+        fit(
+            wrongs.Bidirectional(),
+            stream(zoo.sequences(40)),
+            PerToken(),
+            proof="require",
+        )
+
+
+@pytest.mark.parametrize(("size", "is_said"), [(8, False), (3, True)])
+def test_windows_that_are_split_in_name_only_need_no_proof(
+    size: int, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wrong strategy divides nothing wrong where nothing is cut."""
+    options = MicroBatching(size=size)
+    refused = pytest.raises(TrainkitError, match="not the big batch")
+    with refused if is_said else contextlib.nullcontext():
+        fit(Tokens(), tokens(8), PerSample(), options, proof="require")
+    assert not said(capsys)
 
 
 def test_what_the_copy_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -87,7 +88,7 @@ def checked(
     """Check, with remedies in the words of a door."""
     check_whole_number("check rows", rows)
     with without_advice():
-        trainer = trainer or _trainer()
+        trainer = trainer or _trainer_for(module)
         of = module, trainer
         strategy = _option(strategy, "accumulation", "strategy", *of)
         options = _option(micro_batches, "micro_batching", "micro_batching", *of)
@@ -108,8 +109,12 @@ def checked(
     return measure.report
 
 
-def _trainer() -> Trainer:
-    return Trainer(
+def _trainer_for(module: Any) -> Any:
+    """A quiet Trainer of the package that a module's class comes from."""
+    packages = {each.__module__.partition(".")[0] for each in type(module).__mro__}
+    is_older = "pytorch_lightning" in packages
+    kind = sys.modules["pytorch_lightning"].Trainer if is_older else Trainer
+    return kind(
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -16,14 +16,21 @@ from trainkit.lit.proof.parts import shares_of
 from trainkit.lit.proof.rehearse import Taken
 from trainkit.lit.proof.remedies import Door
 from trainkit.lit.proof.report import Cause, Cut, Report
+from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.subject import Subject, check_size, left_out_of
 from trainkit.lit.proof.verdict import ALARM, SURELY_ROUNDING, NotMeasured
 
 CANNOT_TELL = (
-    "these rows all count alike, so PerSample and PerToken look the same on them "
-    "(trainkit.check measures more rows)"
+    "these rows all count alike, so PerSample and PerToken look the same on them"
 )
-ALIKE = "with some labels of one row ignored, the gradient is off by {:.2g} of its size"
+ONE_LENGTH = "these rows all have one length"
+FEWER = "with some labels of one row ignored, the gradient is off by {:.2g} of its size"
+SHORTER = "where one ends earlier, the gradient is off by {:.2g} of its size"
+ONE_WIDTH = (
+    "the model sees its padding: if the batches of this stream are each padded to a "
+    "width of their own, the gradient is off by {:.2g} of its size; if all have one "
+    "width, it is not"
+)
 ONE_CLASS = "all rows of this batch have one class; it is seen with another in one row"
 MAYBE_ROUNDING = (
     "off by {:.0e} in float32, which may be more than rounding, and the step does not "
@@ -43,26 +50,42 @@ def measured(
         precisions: of the arithmetic, that first which is tried first.
         door: in whose words remedies are.
     """
-    changed = None
-    if subject.strategies and _count_alike(subject):
-        changed = subject.rows.with_fewer_labels(subject.parts[0])
-    if changed is None:
-        return _compared(subject, precisions, door)
-    try:
-        unlike = _compared(replace(subject, rows=changed), precisions, door)
-    except Exception:
-        unlike = None
+    unlike, doubt = _unlike(subject, precisions, door)
     if unlike is not None and not unlike.is_off:
         return unlike
     found = _compared(subject, precisions, door)
-    if found.is_off:
+    if not doubt or not found.exact:
         return found
-    if unlike is None:
-        return replace(found, exact=False, doubt=CANNOT_TELL)
-    if changed.has_classes:
-        return replace(unlike, notes=(ONE_CLASS, *unlike.notes))
-    doubt = f"{CANNOT_TELL}; {ALIKE.format(unlike.deviation)}"
+    if unlike is not None and unlike.notes:
+        return unlike
     return replace(found, exact=False, doubt=doubt)
+
+
+def _unlike(
+    subject: Subject, precisions: Sequence[torch.dtype], door: Door
+) -> tuple[Report | None, str]:
+    """What is measured where rows that are all alike are made to differ, and what
+    nobody can say without it; None and "" where they differ anyway."""
+    rows, few, doubt = subject.rows, subject.parts[0], ""
+    made: list[tuple[FewRows | None, str]] = []
+    if subject.strategies and rows.has_one_length:
+        made.append((rows.with_shorter(few), SHORTER))
+    if subject.strategies and _count_alike(subject):
+        made.append((rows.with_fewer_labels(few), FEWER))
+        doubt = CANNOT_TELL if made[-1][0] is not None else ""
+    for changed, off in made:
+        if changed is None:
+            continue
+        try:
+            unlike = _compared(replace(subject, rows=changed), precisions, door)
+        except Exception:  # the step refuses what was changed
+            continue
+        if rows.has_one_length:
+            unlike = replace(unlike, left_out=(*unlike.left_out, "other lengths"))
+        if changed.has_classes:
+            unlike = replace(unlike, notes=(ONE_CLASS, *unlike.notes))
+        return unlike, f"{doubt or ONE_LENGTH}; {off.format(unlike.deviation)}"
+    return None, doubt
 
 
 def _count_alike(subject: Subject) -> bool:
@@ -101,6 +124,8 @@ def _compared(
             )
         off_by_name = _off(whole, window, subject.most_rounding)
         report = replace(report, parameters=off_by_name, causes=_causes(subject, door))
+        if rows.is_stream and [each.kind for each in report.causes] == ["padding"]:
+            report = replace(report, doubt=ONE_WIDTH.format(off))
     elif not report.exact:
         report = replace(report, doubt=MAYBE_ROUNDING.format(off))
     left_out = [*sorted(subject.left_out)]

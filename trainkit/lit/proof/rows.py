@@ -44,6 +44,7 @@ class FewRows:
         samples: rows as the data set has them.
         collate: makes a batch of samples; needed if there are some.
         pads: whether loader batches are each padded to a width of their own.
+        is_stream: whether they are rows of a stream, of which only the first are known.
 
     Attributes:
         num_rows: how many there are.
@@ -51,6 +52,9 @@ class FewRows:
         can_widen: whether rows can also be had as wide as all rows are together, where
             they would be narrower alone.
         varies: whether loader batches are each padded to a width of their own.
+        is_stream: whether nobody can say how wide other batches will be.
+        has_one_length: whether no row that was read is shorter than the others, though
+            rows of other batches may be.
         has_classes: whether rows have one label each, some of which were exchanged.
     """
 
@@ -63,7 +67,9 @@ class FewRows:
         samples: Sequence[Any] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         pads: bool = False,
+        is_stream: bool = False,
     ) -> None:
+        self.is_stream = is_stream
         self._options, self._samples, self._collate = options, samples, collate
         self._strategy = strategy or PerSample()
         self.collates, self.has_classes = collate is not None and bool(samples), False
@@ -89,6 +95,8 @@ class FewRows:
             pads = pads and all(full)
         self.varies, self._narrows = pads, pads or not self.collates and bool(options)
         self.can_widen = self._narrows and is_cut
+        alike = all(len(set(g.lengths)) == 1 for g in self._groups)
+        self.has_one_length = bool(is_stream and pads and self._groups and alike)
 
     def lengths(self) -> list[int]:
         """How long each row is; all alike where nothing tells."""
@@ -169,8 +177,19 @@ class FewRows:
         found.has_classes = all(value.ndim == 1 for value in fields.values())
         return found if fields else None
 
-    def _changed(self, batch: Any, rows: Sequence[int]) -> Any:
-        """A batch of some rows, of which some count less."""
+    def with_shorter(self, rows: Sequence[int]) -> FewRows | None:
+        """Rows of which some end after half of their labels; None if nothing says where
+        a row ends."""
+        shorter = self.with_fewer_labels(rows)
+        if shorter is None or shorter.has_classes:
+            return None
+        batch = shorter._changed(self._batch, range(self.num_rows), is_shorter=True)
+        return FewRows(batch, self._options, self._strategy, pads=True)
+
+    def _changed(
+        self, batch: Any, rows: Sequence[int], *, is_shorter: bool = False
+    ) -> Any:
+        """A batch of some rows, of which some count less, or end earlier."""
         names, fewer = self._fewer
         at = [place for place, row in enumerate(rows) if row in fewer]
         if not at or not names:
@@ -179,6 +198,8 @@ class FewRows:
         fields = {p: v for p, v in take_apart(batch)[0] if p in names}
         own = [v for v in fields.values() if v.ndim > 1]
         stop = max((_half(v[at] != ignored) for v in own), default=0)
+        if is_shorter:
+            stop = min(stop, *(value.shape[1] - 1 for value in own))
         ids = {id(value) for value in fields.values()}
 
         def changed(value: Tensor) -> Tensor:
@@ -239,9 +260,15 @@ def few_rows(
     if own is not None:
         samples = samples or list(batch)
     stacks = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-    pads = collates_by_itself(loader) or not stacks
-    how: dict[str, Any] = {"collate": collate if samples else None, "pads": pads}
-    return FewRows(batch, options, strategy, samples=samples, **how)
+    return FewRows(
+        batch,
+        options,
+        strategy,
+        samples=samples,
+        collate=collate if samples else None,
+        pads=collates_by_itself(loader) or not stacks,
+        is_stream=isinstance(getattr(loader, "dataset", None), IterableDataset),
+    )
 
 
 def _samples_across(loader: Any, number: int, collate: Any) -> list[Any]:

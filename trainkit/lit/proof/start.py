@@ -10,7 +10,7 @@ import torch
 
 from trainkit.core.terms import leading
 from trainkit.errors import TrainkitError
-from trainkit.lit.batch_size.effective import may_have_batches
+from trainkit.lit.batch_size.effective import may_have_batches, micro_batch_of
 from trainkit.lit.callback.base import WindowOwner
 from trainkit.lit.callback.table import say
 from trainkit.lit.proof.measure import measured
@@ -50,6 +50,7 @@ class ProofAtStart:
         """Measure, when the first batch is there, as the loader has yielded it."""
         windows = self._windows
         has_several = has_parts(self._trainer, self._module, windows)
+        has_several &= not self._is_one_micro_batch(batch)
         is_asked = self.is_on and windows.proof != "off"
         if not is_asked or not (windows.inside is not None or has_several):
             return
@@ -58,6 +59,14 @@ class ProofAtStart:
         except Exception as error:
             report = Report.of_nothing(in_one_line(error))
         self.tell(report)
+
+    def _is_one_micro_batch(self, batch: Any) -> bool:
+        """Whether windows are split in name only: each loader batch fits whole."""
+        windows, trainer = self._windows, self._trainer
+        if not windows.is_split or trainer.world_size > 1 or may_have_batches(trainer):
+            return False
+        has_size = micro_batch_of(trainer.train_dataloader) is not None
+        return has_size and windows.split.is_one_micro_batch(batch)
 
     def _subject(self, batch: Any) -> Subject:
         trainer, module, windows = self._trainer, self._module, self._windows
@@ -113,5 +122,5 @@ class ProofAtStart:
         if not trainer.is_global_zero:
             return
         say(trainer, (self.label, line))
-        if worst == 2:
+        if worst == 2 or (report.doubt and report.parameters):
             warnings.warn(f"{self.label}: {line}", stacklevel=2)

@@ -150,6 +150,15 @@ class Split:
         except TrainkitError:  # a hook may add what is missing before it is cut
             return False
 
+    def is_one_micro_batch(self, batch: Any) -> bool:
+        """Whether a size was asked for, and a loader batch has no more rows."""
+        size = self._windows.micro_batching.size
+        try:
+            rows = self._micro_batches.cutter.measure(batch)
+        except TrainkitError:
+            return False
+        return isinstance(size, int) and rows.num_rows <= size
+
     # ---- Lightning's strategy object -------------------------------------------------
 
     def start(self) -> None:
