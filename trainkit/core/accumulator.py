@@ -215,24 +215,6 @@ class Accumulator:
 
         return loss.register_hook(weighted)
 
-    def seed(
-        self,
-        loss: Tensor,
-        weight: Weight | None = None,
-        *,
-        value: Tensor,
-        expected: int = 1,
-    ) -> Tensor | None:
-        """Return the gradient from which the pass on `loss` is to start; None means 1.
-
-        This is `weigh` without a hook, for a loop that can pass on such a gradient.
-        """
-        factor = self._enter(loss, weight, value, 1, expected)
-        self.window.num_passes += 1
-        if isinstance(factor, Tensor):
-            return factor.view_as(loss)
-        return None if factor is None else torch.full_like(loss.detach(), factor)
-
     def _enter(
         self,
         loss: Tensor,
@@ -275,7 +257,7 @@ class Accumulator:
             self.division.open(told, self.window.reduction, loss.device)
 
     def passed(self) -> None:
-        """Finish a backward pass that `weigh` or `seed` has prepared."""
+        """Finish a backward pass that `weigh` has prepared."""
         self.gradients.add()
 
     @property

@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.helpers import trainer
+from tests.lit.fronts import EQUAL, micro_batches
 from tests.lit.proof import zoo
 from tests.lit.proof.test_check import check
 from tests.lit.proof.zoo import Base, Tokens, token_loader
-from trainkit import PerSample, PerToken
+from tests.lit.split.common import SEQUENCES
+from tests.lit.windows.moving import NAMES, ONCE, WAYS, Moving
+from trainkit import PerSample, PerToken, TrainkitError
 
 
 class MadeInFirstPass(Tokens):
@@ -173,3 +177,16 @@ def test_floats_that_collate_makes_are_as_wide_in_every_batch() -> None:
     assert report.exact
     assert report.deviation < 1e-12
     assert not any("collated" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_proof_names_what_each_micro_batch_moves(way: str) -> None:
+    """The control: moved once a step, the same module trains."""
+    module = Moving("training_step", way)
+    module.proof = "require"
+    name = NAMES.get(way, "follower.")
+    with pytest.raises(TrainkitError, match=f"Each micro-batch moves it.*{name}"):
+        trainer(2).fit(module, micro_batches(SEQUENCES, EQUAL))
+    module = Moving(ONCE, way)
+    module.proof = "require"
+    trainer(2).fit(module, micro_batches(SEQUENCES, EQUAL))

@@ -37,8 +37,7 @@ from tests.lit.split.common import (
     relabelled,
     samples,
 )
-from tests.lit.windows.moving import NAMES, ONCE, WAYS, Moving
-from tests.recording import told
+from tests.lit.windows.moving import ONCE, WAYS, Moving
 from tests.zoo import Mixed, Plain, Rows, hooked, on_front, pad_and_mask, sample_loss
 from trainkit import AccumulationSchedule, MicroBatching, PerSample, PerToken, Uniform
 
@@ -330,43 +329,14 @@ ONCE_A_STEP = cycle([ONCE, "on_train_batch_end"])
     [*zip(WAYS, cycle(["size", "auto"]), cycle(["training_step"]))]
     + [(way, "size", next(ONCE_A_STEP)) for way in WAYS],
 )
-def test_moved_in_training_step_is_said_once_and_is_another_training(
+def test_state_is_that_of_whole_batches_if_it_moves_once_a_step(
     way: str, cut: str, where: str
 ) -> None:
-    """Moved once a step it equals whole batches, and nothing is said."""
-    ends, said = [], []
+    """The control: moved in `training_step`, it is another training."""
+    ends = []
     for each in (CUTS[cut], None):
         module = Moving(where, way, cut=each)
-        with told("training_step has changed") as texts:
-            fit(module)
+        fit(module)
         ends.append(weights(module.net))
-        said.append(texts)
     off = deviation(ends[0], ends[1], weights(Moving("", "").net))
-    if where == "training_step":
-        (text,) = said[0]
-        assert f"has changed {NAMES.get(way, 'follower.')}" in text
-        assert ONCE in text
-        assert off > NAIVE
-    else:
-        assert not said[0]
-        assert off < 1e-12
-    assert not said[1]
-
-
-@pytest.mark.parametrize(
-    ("way", "options", "times"),
-    [
-        ("by data", {"since": len(SIZES)}, 1),
-        ("by data", {"since": 99}, 0),
-        ("buffer", {"cut": MicroBatching(size=99), "window": 2}, 1),
-    ],
-    ids=["later", "never", "several loader batches that are not cut"],
-)
-def test_what_begins_to_move_later_is_said_too(
-    way: str, options: dict[str, Any], times: int
-) -> None:
-    options = {"cut": CUTS["size"], **options}
-    window = options.pop("window", 1)
-    with told("training_step has changed") as texts:
-        fit(Moving("training_step", way, **options), window=window)
-    assert len(texts) == times
+    assert off > NAIVE if where == "training_step" else off < 1e-12

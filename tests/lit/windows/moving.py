@@ -35,14 +35,13 @@ class Moving(Mixed):
     Args:
         where: the hook in which it is moved.
         way: what is moved, and how.
-        since: the first optimizer step in which it is.
     """
 
     center: Tensor
 
-    def __init__(self, where: str, way: str, *, since: int = 0, **how: Any) -> None:
+    def __init__(self, where: str, way: str, **how: Any) -> None:
         super().__init__(**how)
-        self.where, self.way, self.since = where, way, since
+        self.where, self.way = where, way
         self.follower = copy.deepcopy(self.net).requires_grad_(False)
         width = self.net.head.out_features
         self.register_buffer("center", torch.zeros(width, dtype=torch.float64))
@@ -75,8 +74,6 @@ class Moving(Mixed):
         sums, numbers = zip(*self.seen, strict=True)
         self.seen.clear()
         mean = torch.stack(sums).sum(0) / sum(numbers)
-        if self.global_step < self.since:
-            return
         if self.way == "buffer":
             self.center.mul_(0.8).add_(mean, alpha=0.2)
         elif self.way == "buffer replaced":

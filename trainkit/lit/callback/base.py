@@ -143,7 +143,6 @@ class WindowOwner(OrderedCallback):
             window is one loader batch of each rank, and these count alike.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
-        is_measured: whether a proof has found how far windows are off.
         sharing: which ranks share BatchNorm's statistics, if micro-batches do, so that
             none has a gradient of its own.
     """
@@ -164,7 +163,6 @@ class WindowOwner(OrderedCallback):
     split: Any = None
     proof: Any = "warn"
     wide_gradients: bool = False
-    is_measured: bool = False
     scaler: Any = None
     driver: Any = None
     _step_watches: list[Any]

@@ -104,7 +104,7 @@ class ProofAtStart:
         Raises:
             TrainkitError: the run requires it to be exact, and it is not.
         """
-        trainer, self._windows.is_measured = self._trainer, report.num_rows > 0
+        trainer = self._trainer
         badness = 2 * report.is_off or int(not report.exact)
         worst = largest(trainer, float(badness))
         off = largest(trainer, report.deviation if badness == 2 else -1.0)

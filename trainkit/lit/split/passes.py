@@ -11,15 +11,12 @@ from torch import Tensor
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
 from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import (
-    has_own,
     has_plain_backward,
     is_listened_to,
     scaler_of,
 )
 from trainkit.lit.aside import Kept
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.moved_state import MovedState
-from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.split.arriving import Transfer
 from trainkit.lit.split.logs import HeldLogs
 from trainkit.lit.split.micro_batches import CutBatch, counts_of
@@ -62,8 +59,6 @@ class Passes:
         self._ranks = self._accumulator.ranks
         self._has_ranks = self._ranks.backend_sums
         self.is_apart = may_repeat and self._has_ranks
-        left = left_for_counting(self._accumulator.strategies)
-        self._moved_state = MovedState(pl_module, left_out=left)
         self._block = getattr(trainer.strategy, "block_backward_sync", nullcontext)
         self._training_step = trainer.strategy.training_step
         self.backward = _backward_of(trainer, pl_module, windows)
@@ -103,11 +98,7 @@ class Passes:
     def step(self, current: CutBatch, args: Any, kwargs: Any) -> Any:
         """Run the forward pass of the micro-batch under way."""
         batch = current.on_device[current.index]
-        is_looked_at = current.index == 0 and not self._windows.is_measured
-        if current.is_told and current.is_last:
-            is_looked_at = False  # a single micro-batch moves state as it should
-        with self._moved_state.watch() if is_looked_at else NOTHING:
-            return self._training_step(batch, *args, **kwargs)
+        return self._training_step(batch, *args, **kwargs)
 
     def said(self, current: CutBatch) -> AbstractContextManager[Any]:
         """A context in which `training_step` may say what its loss weighs."""
@@ -146,16 +137,12 @@ class Passes:
             loss = loss * 0  # the weight 0 has no effect on a sum
         backward(loss, self._trainer.optimizers[0])
 
-    def weigh(self, current: CutBatch, loss: Tensor, *, as_seed: bool) -> Tensor | None:
-        """Weigh the loss, after a gradient scaler, before its backward pass; with
-        `as_seed`, returns a seed for the pass if it can replace a hook."""
-        accumulator = self._accumulator
-        weigh = accumulator.seed if as_seed else accumulator.weigh
+    def weigh(self, current: CutBatch, loss: Tensor) -> None:
+        """Weigh the loss, after a gradient scaler, before its backward pass."""
         weight = current.leading[current.index]
         expected = self._trainer.accumulate_grad_batches * len(current.parts)
         assert current.value is not None
-        seed = weigh(loss, weight, value=current.value, expected=expected)
-        return seed if isinstance(seed, Tensor) else None
+        self._accumulator.weigh(loss, weight, value=current.value, expected=expected)
 
     def slots(self) -> int:
         """How many single weights of each rank a closing window has room for."""
@@ -199,12 +186,9 @@ def _backward_of(trainer: Any, pl_module: Any, windows: Any) -> Callable[..., An
     ):
         return trainer.strategy.backward
     run = trainer.precision_plugin.backward
-    takes_seed = not has_own(pl_module, "backward")
 
     def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
-        seed = windows.weigh(loss, as_seed=takes_seed)
-        if seed is not None:
-            options["gradient"] = seed
+        windows.weigh(loss)
         run(loss, pl_module, optimizer, **options)
         windows.on_after_backward(trainer, pl_module)
 

@@ -227,11 +227,10 @@ class Split:
         """Weigh the pass that is about to run."""
         self.weigh(loss)
 
-    def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
-        """Weigh the loss before its backward pass; with `as_seed`, returns a seed for
-        the pass if it can replace a hook."""
+    def weigh(self, loss: Tensor) -> None:
+        """Weigh the loss before its backward pass."""
         assert self.current is not None
-        return self._passes.weigh(self.current, loss, as_seed=as_seed)
+        self._passes.weigh(self.current, loss)
 
     def finish(
         self, accumulator: Accumulator, parameters: list[Tensor]

@@ -101,7 +101,6 @@ class WindowCallback(WindowOwner):
         self.longest_window = 0
         self._warned_short_epoch = False
         self._skipped_before, self._shown = 0, None
-        self.is_measured = False
         self._joined, self.sharing = Joined(), None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,11 +242,11 @@ class WindowCallback(WindowOwner):
         is_fresh = self._gradients_are_fresh
         self.driver.before_backward(loss, self._batch_idx, is_fresh=is_fresh)
 
-    def weigh(self, loss: Tensor, *, as_seed: bool = False) -> Tensor | None:
+    def weigh(self, loss: Tensor) -> None:
         """Weigh a micro-batch's loss before its backward pass in a split window."""
         assert self.split is not None
         self._batch_is_unfinished = True
-        return self.split.weigh(loss, as_seed=as_seed)
+        self.split.weigh(loss)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if pl_module.automatic_optimization:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +16,6 @@ from trainkit.core.weighed import Weighed
 from trainkit.core.window import WindowStats
 from trainkit.lit.batch_size.unlike import Unlike, counts_alike
 from trainkit.lit.callback.base import WindowOwner
-from trainkit.lit.callback.moved_state import MovedState
-from trainkit.lit.callback.said_weight import left_for_counting
 from trainkit.lit.callback.table import say
 from trainkit.lit.callback.taken_calls import taken_calls
 from trainkit.lit.proof.first_batch import first_batches
@@ -39,8 +37,6 @@ class Streamed:
         self._trainer: Any = trainer
         self._module: Any = module
         self._training_step: Any = trainer.strategy.training_step
-        left = left_for_counting(windows.strategies)
-        self._moved: Any = MovedState(module, left_out=left)
         self._unlike, self._patch = Unlike(), ExitStack()
         self.follow()
 
@@ -56,8 +52,7 @@ class Streamed:
     def stop(self) -> None:
         """Give Lightning's calls back, and hold nothing that has trained."""
         self._patch.close()
-        self._training_step = self._moved = None
-        self._module = self._trainer = None
+        self._training_step = self._module = self._trainer = None
 
     def end_epoch(self) -> None:
         """Do what waits for an epoch's end: nothing."""
@@ -75,7 +70,7 @@ class Streamed:
         windows.follow(self._module)
         strategy = windows.strategy
         is_said = isinstance(strategy, Weighed)
-        with self._watched(), windows.said.open() if is_said else nullcontext():
+        with windows.said.open() if is_said else nullcontext():
             self._weigh(batch, strategy)
             output = self._training_step(batch, *args, **kwargs)
             if is_said:
@@ -83,15 +78,6 @@ class Streamed:
         if windows.inside is not None:
             windows.inside.check_called(batch)
         return output
-
-    def _watched(self) -> AbstractContextManager[Any]:
-        """A context that detects state moved by the first of several micro-batches."""
-        if self._trainer.accumulate_grad_batches == 1 or self._windows.is_measured:
-            return nullcontext()
-        for accumulator in self._windows.accumulators.values():
-            if accumulator.is_open:
-                return nullcontext()
-        return self._moved.watch()
 
     def _weigh(self, batch: Any, strategy: AccumulationStrategy) -> None:
         windows, is_automatic = self._windows, self._module.automatic_optimization
