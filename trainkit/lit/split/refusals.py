@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from trainkit.core._compat import communication_hooks
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import Strategies, Uniform
@@ -88,6 +89,18 @@ def refuse_auto_between_ranks(trainer: Any, communicates: bool) -> None:
             f"passes communicate, and a rank whose memory runs out inside one leaves "
             f"the others waiting, so a size cannot be tried. Say it: "
             f"MicroBatching(size=4) or MicroBatching(tokens=4096)."
+        )
+
+
+def refuse_auto_with_hooks(ranks: Ranks) -> None:
+    """Refuse DDP's communication hooks where its backward passes do not communicate."""
+    hooks = communication_hooks(ranks.ddp) if ranks.ddp is not None else []
+    if hooks:
+        raise TrainkitError(
+            f'MicroBatching("auto"): a window runs again where memory runs out, so '
+            f"gradients are added up over ranks after its last backward pass, and the "
+            f"communication hook {hooks[0].__qualname__} would not be called. Say a "
+            f"size, MicroBatching(size=4), or leave the hook out."
         )
 
 

@@ -87,6 +87,7 @@ class Split:
         refusals.refuse_auto_between_ranks(trainer, is_auto and run_alike)
         self.sizes: AutoSizes | None = None
         if is_auto:
+            refusals.refuse_auto_with_hooks(ranks)
             device = trainer.strategy.root_device
             self.sizes = AutoSizes(options.start, found, Hosts(ranks), device)
         self.current: CutBatch | None = None
