@@ -32,6 +32,7 @@ ONE_WIDTH = (
     "width, it is not"
 )
 ONE_CLASS = "all rows of this batch have one class; it is seen with another in one row"
+BY_CHANCE = "Uniform() weighs parts of unequal sizes alike, which is right by chance"
 MAYBE_ROUNDING = (
     "off by {:.0e} in float32, which may be more than rounding, and the step does not "
     "run in float64"
@@ -128,9 +129,18 @@ def _compared(
             report = replace(report, doubt=ONE_WIDTH.format(off))
     elif not report.exact:
         report = replace(report, doubt=MAYBE_ROUNDING.format(off))
+    elif _is_uniform_by_chance(subject):
+        report = replace(report, exact=False, doubt=BY_CHANCE)
     left_out = [*sorted(subject.left_out)]
     left_out += left_out_of(subject.trainer, collates=subject.rows.collates)
     return replace(report, left_out=tuple(left_out))
+
+
+def _is_uniform_by_chance(subject: Subject) -> bool:
+    """Whether parts of unequal sizes weigh alike, as on other rows they would not."""
+    own = leading(subject.strategies) if subject.strategies else None
+    is_mean = isinstance(own, Uniform) and own.loss_reduction == "mean"
+    return is_mean and len(set(map(len, subject.parts))) > 1
 
 
 def _rehearsed(

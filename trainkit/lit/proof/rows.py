@@ -179,12 +179,14 @@ class FewRows:
 
     def with_shorter(self, rows: Sequence[int]) -> FewRows | None:
         """Rows of which some end after half of their labels; None if nothing says where
-        a row ends."""
+        a row ends, or nothing would be left of them that counts."""
         shorter = self.with_fewer_labels(rows)
         if shorter is None or shorter.has_classes:
             return None
         batch = shorter._changed(self._batch, range(self.num_rows), is_shorter=True)
-        return FewRows(batch, self._options, self._strategy, pads=True)
+        found = FewRows(batch, self._options, self._strategy, pads=True)
+        counts = found.counts(rows, [self._strategy.weight])
+        return found if bool((counts > 0).all()) else None
 
     def _changed(
         self, batch: Any, rows: Sequence[int], *, is_shorter: bool = False
