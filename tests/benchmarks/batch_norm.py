@@ -123,7 +123,6 @@ def guards() -> dict[str, Any]:
         "`recalibrate`, one pass": lambda: BatchNormGuard("recalibrate", exact=False),
         "`freeze` (as initialised)": lambda: BatchNormGuard("freeze"),
         "`group_norm`": lambda: BatchNormGuard("group_norm"),
-        "`renorm`": lambda: BatchNormGuard("renorm", ramp_steps=20),
     }
 
 

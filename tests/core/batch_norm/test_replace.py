@@ -10,16 +10,8 @@ from torch import nn
 
 from tests.core.batch_norm.nets import ResNet, images
 from trainkit.core.batch_norm.layers import every_layer
-from trainkit.core.batch_norm.renorm import BatchRenorm
-from trainkit.core.batch_norm.replace import (
-    num_groups,
-    to_group_norm,
-    to_renorm,
-    to_sync,
-)
+from trainkit.core.batch_norm.replace import num_groups, to_group_norm
 from trainkit.errors import TrainkitError
-
-LIMITS = {"r_max": 3.0, "d_max": 5.0, "ramp": 10}
 
 
 @pytest.mark.parametrize("at_most", [1, 2, 8, 32, 100])
@@ -97,14 +89,11 @@ def test_replaced_layers_keep_the_mode_of_the_old() -> None:
     assert not any(layer.training for layer in made.values())
 
 
-@pytest.mark.parametrize(
-    "replace", [to_group_norm, lambda m: to_renorm(m, **LIMITS), to_sync]
-)
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d])
-def test_lazy_layer_is_refused_by_name(replace, lazy) -> None:
+def test_lazy_layer_is_refused_by_name(lazy: Any) -> None:
     net = nn.Sequential(nn.Sequential(lazy()))
     with pytest.raises(TrainkitError, match=r"0\.0 is lazy \(LazyBatchNorm"):
-        replace(net)
+        to_group_norm(net)
 
 
 def test_lazy_layer_without_weights_is_refused() -> None:
@@ -116,36 +105,3 @@ def test_lazy_layer_that_has_seen_a_batch_is_replaced() -> None:
     net = nn.Sequential(nn.LazyBatchNorm2d())
     net(torch.randn(2, 8, 3, 3))
     assert isinstance(to_group_norm(net)["0"], nn.GroupNorm)
-
-
-def test_renorm_of_a_resnet_holds_the_same_tensors() -> None:
-    net = ResNet()
-    net(images())
-    layers = every_layer(net)
-    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    pointers = {name: t.data_ptr() for name, t in net.state_dict().items()}
-    made = to_renorm(net, **LIMITS)
-    assert all(isinstance(layer, BatchRenorm) for layer in made.values())
-    assert len(made) == 9
-    for name, tensor in net.state_dict().items():
-        assert torch.equal(tensor, state[name])
-        assert tensor.data_ptr() == pointers[name]
-    for name, layer in layers.items():
-        new = made[name]
-        assert (new.momentum, new.eps) == (layer.momentum, layer.eps)
-
-
-def test_renorm_twice_equals_once() -> None:
-    net = ResNet()
-    once = to_renorm(net, **LIMITS)
-    assert to_renorm(net, r_max=1, d_max=0, ramp=0) == once
-
-
-def test_sync_replaces_each_layer_and_keeps_its_weights() -> None:
-    net = ResNet()
-    weights = {n: layer.weight for n, layer in every_layer(net).items()}
-    made = to_sync(net)
-    assert all(isinstance(layer, nn.SyncBatchNorm) for layer in made.values())
-    for name, weight in weights.items():
-        assert made[name].weight is weight
-    assert to_sync(net) == made

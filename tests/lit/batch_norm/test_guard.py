@@ -30,14 +30,9 @@ def test_unknown_policy_is_refused() -> None:
         ("min_samples", -3, 1),
         ("num_batches", 0, 1),
         ("groups", 0, 1),
-        ("r_max", 0.5, 1),
-        ("r_max", float("nan"), 1),
-        ("d_max", -0.1, 0),
-        ("d_max", float("nan"), 0),
-        ("ramp_steps", -1, 0),
     ],
 )
-@pytest.mark.parametrize("policy", ["warn", "renorm"])
+@pytest.mark.parametrize("policy", ["warn", "group_norm"])
 def test_numbers_out_of_range_are_refused(
     policy: Any, name: str, value: float, least: int
 ) -> None:
@@ -49,7 +44,6 @@ def test_numbers_out_of_range_are_refused(
 SMALLEST: dict[str, dict[str, Any]] = {
     "recalibrate": {"num_batches": 1},
     "group_norm": {"groups": 1},
-    "renorm": {"r_max": 1, "d_max": 0, "ramp_steps": 0},
 }
 
 
@@ -66,7 +60,6 @@ def test_smallest_numbers_are_taken(policy: Any) -> None:
         ({"exact": False}, "recalibrate"),
         ({"forward": print}, "recalibrate"),
         ({"groups": 8}, "group_norm"),
-        ({"ramp_steps": 8}, "renorm"),
     ],
 )
 def test_option_of_another_policy_is_refused(option: Any, owner: str) -> None:
@@ -87,6 +80,15 @@ def test_option_of_another_policy_is_refused(option: Any, owner: str) -> None:
 def test_number_that_must_be_whole_is_refused(policy: Any, option: Any) -> None:
     with pytest.raises(TrainkitError, match="must be a whole number of at least 1"):
         BatchNormGuard(policy, **option)
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [("sync", r"Trainer\(sync_batchnorm=True\)"), ("renorm", "take 'group_norm'")],
+)
+def test_policy_that_is_elsewhere_or_gone_says_so(policy: Any, text: str) -> None:
+    with pytest.raises(TrainkitError, match=text):
+        BatchNormGuard(policy)
 
 
 def test_options_are_given_by_name() -> None:

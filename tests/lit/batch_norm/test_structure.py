@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -18,12 +17,10 @@ from tests.lit.batch_norm.fits import At, ConvModule, ConvNet, Validated, batche
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
-    AccumulationSchedule,
     BatchNormGuard,
     PerSample,
 )
 from trainkit.core.batch_norm.layers import every_layer
-from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.errors import TrainkitError
 
 pytestmark = [
@@ -32,10 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
-REPLACING: dict[str, type[nn.Module]] = {
-    "group_norm": nn.GroupNorm,
-    "renorm": BatchRenorm,
-}
+REPLACING: dict[str, type[nn.Module]] = {"group_norm": nn.GroupNorm}
 each_policy = pytest.mark.parametrize("policy", REPLACING)
 
 
@@ -293,84 +287,6 @@ def test_averaging_with_recalibrate_is_told() -> None:
         fit("recalibrate", EMAWeightAveraging(decay=0.5))
 
 
-# ---- renorm --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", [False, True])
-def test_ramp_counts_optimizer_steps(schedule: bool) -> None:
-    guard = BatchNormGuard("renorm", ramp_steps=10, r_max=2.0, d_max=1.0)
-    how: Any = {"accumulate": 1} if schedule else {"accumulate": 4}
-    more = [AccumulationSchedule({0: 4})] if schedule else []
-    module = fit(guard, *more, **how)
-    layer = module.net.bn1
-    assert (layer.ramp, layer.r_max, layer.d_max) == (40, 2.0, 1.0)
-
-
-def test_ramp_resumed_in_a_later_stage_is_that_of_the_beginning(tmp_path: Path) -> None:
-    def trained(num_epochs: int, path: Path | None = None) -> tuple[Any, Any]:
-        guard = BatchNormGuard("renorm", ramp_steps=10)
-        schedule = AccumulationSchedule({0: 4, 1: 1})
-        ours = [AccumulationCallback(PerSample()), schedule, guard]
-        each, module = trainer(callbacks=ours, max_epochs=num_epochs), ConvModule()
-        each.fit(module, batches(), ckpt_path=path)
-        return each, module
-
-    first, _ = trained(1)
-    first.save_checkpoint(tmp_path / "one.ckpt")
-    _, resumed = trained(2, tmp_path / "one.ckpt")
-    _, whole = trained(2)
-    assert whole.net.bn1.ramp == resumed.net.bn1.ramp == 40
-    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-# ---- sync ----------------------------------------------------------------------------
-
-
-def test_one_rank_has_nothing_to_synchronise(capsys: Any) -> None:
-    module = fit("sync")
-    assert count(module, nn.SyncBatchNorm) == 0
-    assert "left as it is, since there is one rank" in capsys.readouterr().out
-
-
-class Faked:
-    """A Trainer of two ranks, on a device of one's choice."""
-
-    def __init__(self, device: str) -> None:
-        self.distributed_sampler_kwargs = {"num_replicas": 2, "rank": 0}
-        self.strategy = self
-        self.root_device = torch.device(device)
-        self.callbacks: list[Any] = []
-
-
-def test_several_ranks_of_an_accelerator_are_synchronised() -> None:
-    module = ConvModule()
-    weight = module.net.bn1.weight
-    guard = BatchNormGuard("sync")
-    guard.convert(module, Faked("cuda"))
-    guard.convert(module, Faked("cuda"))
-    assert count(module, nn.SyncBatchNorm) == 3
-    assert module.net.bn1.weight is weight
-    guard._num_layers, guard._has_started = len(every_layer(module)), True
-    ((_, text),) = guard.table_rows(Faked("cuda"), module)
-    assert text == "3 layers synchronised over 2 ranks"
-
-
-def test_several_ranks_of_a_cpu_are_refused() -> None:
-    with pytest.raises(TrainkitError, match="SyncBatchNorm runs on accelerators only"):
-        BatchNormGuard("sync").convert(ConvModule(), Faked("cpu"))
-    without = pl.LightningModule()
-    BatchNormGuard("sync").convert(without, Faked("cpu"))  # nothing to refuse
-
-
-def test_layers_that_came_too_late_to_be_synchronised_are_refused() -> None:
-    guard = BatchNormGuard("sync")
-    guard.convert(nn.Linear(1, 1), Faked("cuda"))
-    module = ConvModule()
-    with pytest.raises(TrainkitError, match=r"BatchNormGuard\('sync'\): net\.bn1"):
-        guard._policy.start(Faked("cuda"), module, every_layer(module))
-
-
 # ---- the table -----------------------------------------------------------------------
 
 
@@ -382,11 +298,6 @@ def test_layers_that_came_too_late_to_be_synchronised_are_refused() -> None:
             r"\(1 with 1 group, 2 with 2 groups\)",
         ),
         (BatchNormGuard("group_norm", groups=1), r"GroupNorm \(3 with 1 group\)"),
-        (
-            BatchNormGuard("renorm", ramp_steps=7),
-            r"3 layers replaced by Batch Renormalization \(r up to 3, d up to 5, "
-            "opened over 7 steps",
-        ),
     ],
 )
 def test_table_says_what_was_replaced(policy: Any, text: str, capsys: Any) -> None:

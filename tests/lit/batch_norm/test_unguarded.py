@@ -23,7 +23,6 @@ from trainkit import (
 )
 from trainkit.core.batch_norm.freeze import freeze
 from trainkit.core.batch_norm.layers import normalising_by_batch
-from trainkit.core.batch_norm.renorm import BatchRenorm
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start"),
@@ -107,7 +106,6 @@ STATES: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
     "without gradients": (lambda: nn.BatchNorm1d(5).requires_grad_(False), [], True),
     "frozen by finetuning": (lambda: nn.BatchNorm1d(5), [Frozen()], True),
     "synchronised": (lambda: nn.SyncBatchNorm(5), [], True),
-    "renormalised": (lambda: BatchRenorm(5), [], True),
     "evaluating": (lambda: evaluating(nn.BatchNorm1d(5)), [], False),
     "frozen": (kept, [], False),
     "group": (lambda: nn.GroupNorm(1, 5), [], False),

@@ -75,7 +75,7 @@ ENDS: dict[str, dict[str, Any]] = {
     "interrupt": {"error": KeyboardInterrupt()},
     "fast_dev_run": {"fast_dev_run": 2},
 }
-POLICIES = ("warn", "momentum", "recalibrate", "freeze", "renorm")
+POLICIES = ("warn", "momentum", "recalibrate", "freeze")
 OTHERS: dict[str, Callable[[], Any]] = {
     "WindowMonitor": lambda: WindowMonitor(1),
     "AccumulationSchedule": lambda: AccumulationSchedule({0: 1, 30: 2}, unit="tokens"),

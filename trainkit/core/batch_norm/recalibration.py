@@ -136,25 +136,19 @@ def recalibrate(
 
 
 def _layer_by_layer(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> int:
-    calls = _calls_of_each_pass(layers, batches, forward)
-    order = _agreed_order(layers, calls, ranks)
+    order = _agreed_order(layers, batches, forward, ranks)
     found: dict[str, Statistics] = {}
     for name in order:
-        layer = layers[name]
-        statistics = _empty(layer)
-        # The pass can end at the layer, unless some pass calls the layer again.
-        stop = all(called.count(name) <= 1 for called in calls)
+        found[name] = _empty(layers[name])
 
-        def collect(module: Any, x: Tensor, stop: bool = stop) -> None:
-            nonlocal statistics
-            statistics = statistics.merged(Statistics.of(x))
-            if stop:
-                raise _EnoughError
+        def collect(layer: Any, x: Tensor, name: str = name) -> None:
+            found[name] = found[name].merged(Statistics.of(x))
 
-        with _hooked([layer], collect):
-            _run(batches, forward)
-        found[name] = statistics.over(ranks)
-        found[name].put(layer, unbiased=False)
+        with _hooked([layers[name]], collect):
+            for batch in batches():
+                forward(batch)
+        found[name] = found[name].over(ranks)
+        found[name].put(layers[name], unbiased=False)
     for name, statistics in found.items():
         statistics.put(layers[name], unbiased=True)
     return len(order)
@@ -171,42 +165,28 @@ def _in_one_pass(layers: Layers, batches: Any, forward: Any, ranks: Ranks) -> No
         own.put(layer, unbiased=False)  # so that it normalises by this micro-batch
 
     with _hooked(layers.values(), collect):
-        _run(batches, forward)
+        for batch in batches():
+            forward(batch)
     for name, statistics in found.items():
         total = statistics.over(ranks)
         if total.count > 0:  # a layer that was never called keeps its statistics
             total.put(layers[name], unbiased=True)
 
 
-class _EnoughError(BaseException):
-    """Ends a forward pass early; `except Exception` does not catch it."""
+def _agreed_order(
+    layers: Layers, batches: Any, forward: Any, ranks: Ranks
+) -> list[str]:
+    """An order, equal on all ranks, in which layers come after those that feed them.
 
-
-def _run(batches: Any, forward: Any) -> None:
-    for batch in batches():
-        try:
-            forward(batch)
-        except _EnoughError:
-            pass
-
-
-def _calls_of_each_pass(layers: Layers, batches: Any, forward: Any) -> list[list[str]]:
-    """The layers that each forward pass calls, in order, with repetitions."""
+    A batch may leave layers out, and a rank may have no batch. So the order is made
+    from the pairs of layers that followed each other in any forward pass.
+    """
     names = {id(layer): name for name, layer in layers.items()}
     calls: list[list[str]] = []
     with _hooked(layers.values(), lambda m, x: calls[-1].append(names[id(m)])):
         for batch in batches():
             calls.append([])
             forward(batch)
-    return calls
-
-
-def _agreed_order(layers: Layers, calls: list[list[str]], ranks: Ranks) -> list[str]:
-    """An order, equal on all ranks, in which layers come after those that feed them.
-
-    A batch may leave layers out, and a rank may have no batch. So the order is made
-    from the pairs of layers that followed each other in any forward pass.
-    """
     device = _buffers(next(iter(layers.values())))[0].device
     index = {name: i for i, name in enumerate(layers)}
     follows = torch.zeros(len(layers), len(layers), dtype=totals_dtype(device))

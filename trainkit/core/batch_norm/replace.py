@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from trainkit.core.batch_norm.layers import BatchNorm, layers_to_train
-from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.errors import TrainkitError
 
 LEAST_CHANNELS_IN_A_GROUP = 4
@@ -76,41 +75,6 @@ def to_group_norm(module: nn.Module, *, groups: int = 32) -> dict[str, nn.Module
     return replace_layers(module, make)
 
 
-def to_renorm(
-    module: nn.Module, *, r_max: float, d_max: float, ramp: int
-) -> dict[str, nn.Module]:
-    """Replace BatchNorm by `BatchRenorm`, which has the same checkpoint keys."""
-
-    def make(layer: BatchNorm) -> nn.Module:
-        if isinstance(layer, BatchRenorm):
-            return layer
-        new = BatchRenorm(
-            layer.num_features,
-            eps=layer.eps,
-            momentum=layer.momentum,
-            affine=layer.affine,
-            r_max=r_max,
-            d_max=d_max,
-            ramp=ramp,
-        )
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(new, name, getattr(layer, name))
-        return _carried_over(layer, new)
-
-    return replace_layers(module, make)
-
-
-def to_sync(module: nn.Module) -> dict[str, nn.Module]:
-    """Replace BatchNorm by SyncBatchNorm, whose ranks share their statistics."""
-
-    def make(layer: BatchNorm) -> nn.Module:
-        if isinstance(layer, nn.SyncBatchNorm):
-            return layer
-        return nn.SyncBatchNorm.convert_sync_batchnorm(layer)
-
-    return replace_layers(module, make)
-
-
 def _carried_over(layer: BatchNorm, new: nn.Module) -> nn.Module:
     # The parameters themselves, not copies: an optimizer that holds one keeps it.
     new.weight, new.bias = layer.weight, layer.bias
@@ -119,7 +83,7 @@ def _carried_over(layer: BatchNorm, new: nn.Module) -> nn.Module:
 
 def _refuse_own_forward(path: str, layer: BatchNorm) -> None:
     """Refuse a layer that does more than BatchNorm, such as timm's with activation."""
-    known = (BatchNorm.forward, nn.SyncBatchNorm.forward, BatchRenorm.forward)
+    known = (BatchNorm.forward, nn.SyncBatchNorm.forward)
     if type(layer).forward not in known:
         raise TrainkitError(
             f"BatchNormGuard: {path} is a {type(layer).__name__}. Its forward() does "

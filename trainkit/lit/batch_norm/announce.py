@@ -15,10 +15,11 @@ from trainkit.lit.batch_size.effective import find_effective_batch
 REMEDIES = (
     "For the running statistics: BatchNormGuard('momentum') makes them forget as "
     "slowly as the big batch's, 'recalibrate' computes them from the data before they "
-    "are used. For the noise: 'group_norm' and 'renorm' replace the layers, 'sync' "
-    "computes statistics over all ranks. For both: 'exact' normalises by the whole "
-    "window, which must be one loader batch that MicroBatching cuts; 'freeze' keeps "
-    "the statistics of a pretrained model. 'ignore' gives no warning."
+    "are used. For the noise: 'group_norm' replaces the layers, and "
+    "Trainer(sync_batchnorm=True) computes statistics over all ranks. For both: "
+    "'exact' normalises by the whole window, which must be one loader batch that "
+    "MicroBatching cuts; 'freeze' keeps the statistics of a pretrained model. "
+    "'ignore' gives no warning."
 )
 
 

@@ -11,7 +11,6 @@ from trainkit.core.batch_norm.layers import (
     is_training,
     num_sharing_ranks,
 )
-from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.core.joins.engine import Memory
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
@@ -26,7 +25,7 @@ from trainkit.lit.batch_norm.momentum import Momentum
 from trainkit.lit.batch_norm.options import PolicyName, check_options
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
-from trainkit.lit.batch_norm.structure import GroupNormInstead, Renorm, Sync
+from trainkit.lit.batch_norm.structure import GroupNormInstead
 from trainkit.lit.batch_norm.watch import ShapeWatch
 from trainkit.lit.batch_size.effective import (
     longest_window,
@@ -60,11 +59,9 @@ class BatchNormGuard(OrderedCallback):
       callback is called when `trainer.save_checkpoint(weights_only=True)` writes in
       mid-epoch, so that file has the old statistics.
     - `"freeze"`: keeps the statistics, for fine-tuning.
-    - `"sync"`: replaces the layers by SyncBatchNorm, if there are several ranks.
     - `"group_norm"`: replaces the layers by GroupNorm, with their weights.
-    - `"renorm"`: replaces the layers by Batch Renormalization (Ioffe 2017).
 
-    The last three change the module before its optimizer is made. They do so in every
+    The last one changes the module before its optimizer is made. It does so in every
     stage, so that checkpoints fit. Without a Trainer, call `convert`.
 
     Args:
@@ -78,10 +75,6 @@ class BatchNormGuard(OrderedCallback):
         forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
             default: `training_step`.
         groups: with `"group_norm"`: the most groups; each has at least 4 channels.
-        r_max: with `"renorm"`: the largest correction of the scale.
-        d_max: with `"renorm"`: the largest correction of the mean.
-        ramp_steps: with `"renorm"`: the number of optimizer steps over which both
-            limits open.
         memory: with `"exact"`: `"device"` keeps one graph of all micro-batches;
             `"flat"` splits the net at its layers and runs each segment once more in
             the backward pass, in the memory of one micro-batch; `"auto"` does so on
@@ -100,9 +93,6 @@ class BatchNormGuard(OrderedCallback):
         exact: bool = True,
         forward: Callable[[Any, Any], object] | None = None,
         groups: int = 32,
-        r_max: float = 3.0,
-        d_max: float = 5.0,
-        ramp_steps: int = 1000,
         memory: Memory = "auto",
     ) -> None:
         super().__init__()
@@ -114,9 +104,6 @@ class BatchNormGuard(OrderedCallback):
             exact=exact,
             forward=forward,
             groups=groups,
-            r_max=r_max,
-            d_max=d_max,
-            ramp_steps=ramp_steps,
             memory=memory,
         )
         made: dict[str, Callable[[], Policy]] = {
@@ -129,9 +116,7 @@ class BatchNormGuard(OrderedCallback):
             "recalibrate": lambda: Recalibrate(
                 num_batches=num_batches, exact=exact, forward=forward
             ),
-            "sync": Sync,
             "group_norm": lambda: GroupNormInstead(groups=groups),
-            "renorm": lambda: Renorm(r_max=r_max, d_max=d_max, ramp_steps=ramp_steps),
         }
         self.policy = policy
         self._policy = made[policy]()
@@ -270,11 +255,9 @@ class BatchNormGuard(OrderedCallback):
         if self._chunks > 1:
             self._window = None  # the next batch opens a window that counts them
         if num_rows is not None and micro_batch is not None and seen == micro_batch:
-            # Batch renormalisation can normalise one value; torch cannot.
             values = {
                 name: value * num_sharing_ranks(self._layers[name])
                 for name, value in watch.values.items()
-                if not isinstance(self._layers[name], BatchRenorm)
             }
             check_last_batch(how, trainer, values, num_rows)
         if isinstance(self._policy, Announce):

@@ -15,20 +15,21 @@ PolicyName = Literal[
     "freeze",
     "momentum",
     "recalibrate",
-    "sync",
     "group_norm",
-    "renorm",
 ]
+
+ELSEWHERE = {
+    "sync": "Lightning does it: Trainer(sync_batchnorm=True)",
+    "renorm": "Batch Renormalization is no longer part of trainkit; take 'group_norm', "
+    "or 'exact', which needs no correction",
+}
+"""Where to go for what was a policy, or might be taken for one."""
 
 LEAST = {
     "min_samples": 1,
     "num_batches": 1,
     "groups": 1,
-    "r_max": 1,
-    "d_max": 0,
-    "ramp_steps": 0,
 }
-LIMITS = ("r_max", "d_max")  # they need not be whole numbers
 
 # The options that belong to one policy, with their defaults.
 OWN: dict[str, dict[str, Any]] = {
@@ -36,7 +37,6 @@ OWN: dict[str, dict[str, Any]] = {
     "freeze": {"freeze_affine": False},
     "recalibrate": {"num_batches": 200, "exact": True, "forward": None},
     "group_norm": {"groups": 32},
-    "renorm": {"r_max": 3.0, "d_max": 5.0, "ramp_steps": 1000},
 }
 
 
@@ -47,6 +47,8 @@ def check_options(policy: str, **options: Any) -> None:
         TrainkitError: there is no such policy, an option is not a number as it should
             be, or it belongs to another policy.
     """
+    if policy in ELSEWHERE:
+        raise TrainkitError(f"BatchNormGuard({policy!r}): {ELSEWHERE[policy]}.")
     if policy not in get_args(PolicyName):
         raise TrainkitError(
             f"BatchNormGuard policy: must be one of {list(get_args(PolicyName))}, "
@@ -54,11 +56,9 @@ def check_options(policy: str, **options: Any) -> None:
         )
     for name, least in LEAST.items():
         value = options[name]
-        kind = numbers.Real if name in LIMITS else numbers.Integral
-        if not isinstance(value, kind) or not float(value) >= least:  # NaN is refused
-            whole = "" if name in LIMITS else "whole "
+        if not isinstance(value, numbers.Integral) or value < least:
             raise TrainkitError(
-                f"BatchNormGuard {name}: must be a {whole}number of at least {least}, "
+                f"BatchNormGuard {name}: must be a whole number of at least {least}, "
                 f"received {value!r}."
             )
     for owner, defaults in OWN.items():

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
-from trainkit.core.batch_norm.renorm import BatchRenorm
 from trainkit.core.nested import leaves, tensors
 from trainkit.lit.aside import FRAMEWORK
 
@@ -212,7 +211,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     """Copies of what a module keeps, by path; of normalisation and metrics nothing."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules():
-        if isinstance(each, _NormBase | Metric) and not isinstance(each, BatchRenorm):
+        if isinstance(each, _NormBase | Metric):
             continue
         own = {n: v for n, v in vars(each).items() if n not in FRAMEWORK}
         held = {**each._parameters, **each._buffers, **own}

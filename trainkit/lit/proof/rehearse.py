@@ -314,7 +314,7 @@ def _matters(callback: Any, plan: Plan) -> bool:
     if isinstance(callback, BatchNormGuard):
         if callback.policy == "exact":
             return plan.has_driver
-        return callback.policy in ("freeze", "renorm", "group_norm")
+        return callback.policy in ("freeze", "group_norm")
     return may_change_steps(callback)
 
 
