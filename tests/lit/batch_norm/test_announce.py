@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 from typing import Any
@@ -13,11 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.data.sharing import rank_of
 from tests.helpers import run_ranks, trainer
 from tests.lit.batch_norm.fits import (
     BATCH,
-    WINDOW,
     At,
     ConvModule,
     ConvNet,
@@ -30,7 +27,6 @@ from trainkit import (
     AccumulationSchedule,
     BatchNormGuard,
     PerSample,
-    ResumableLoader,
 )
 from trainkit.core.batch_norm.layers import every_layer
 from trainkit.errors import TrainkitError
@@ -252,101 +248,8 @@ def test_nothing_stays_on_the_layers_after_an_exception() -> None:
 
     module = Fails()
     with pytest.raises(KeyError, match="a user's mistake"):
-        fit("momentum", module=module)
+        fit("warn", accumulate=1, module=module)
     assert not any(x._forward_pre_hooks for x in every_layer(module).values())
-
-
-# ---- the last batch ------------------------------------------------------------------
-
-LONELY = (
-    r"BatchNorm: the last batch of the epoch has 1 row, which leaves net\.bn3 with one "
-    r"value per channel"
-)
-POLICIES = ["warn", "error", "momentum", "recalibrate"]
-
-
-def stopped_early(policy: str, **how: Any) -> tuple[list[str], int, str]:
-    """What is warned of, at which batch training ends, and why."""
-    reached, why = [], ""
-    count = At("on_train_batch_start", lambda t, m: reached.append(t.global_step))
-    guard = BatchNormGuard(policy, min_samples=1)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            fit(guard, count, max_epochs=1, **how)
-        except (ValueError, TrainkitError) as error:
-            why = str(error)
-    texts = [str(w.message) for w in caught if "BatchNorm: " in str(w.message)]
-    return texts, len(reached), why
-
-
-@pytest.mark.parametrize(
-    ("policy", "accumulate"),
-    list(zip(POLICIES, itertools.cycle([1, WINDOW]), strict=False)),
-)
-def test_last_batch_of_one_row_is_told_in_the_first(
-    policy: str, accumulate: int
-) -> None:
-    """And torch raises at the end of the epoch, hours later."""
-    texts, reached, why = stopped_early(
-        policy, data=batches(rows=25), accumulate=accumulate
-    )
-    if policy == "error":
-        assert re.match(LONELY, why)
-        assert reached == 1
-        return
-    (text,) = texts
-    assert re.match(LONELY, text)
-    assert "drop_last=True" in text
-    assert reached == 7
-    assert "Expected more than 1 value per channel" in why
-
-
-@pytest.mark.parametrize("policy", ["ignore", "freeze", "group_norm"])
-def test_last_batch_of_one_row_is_not_told_where_it_does_no_harm(policy: str) -> None:
-    texts, reached, why = stopped_early(policy, data=batches(rows=25))
-    assert texts == []
-    assert reached == 7
-    assert bool(why) is (policy == "ignore")
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"data": batches(rows=26)},
-        {"data": batches(rows=25, drop_last=True)},
-        {"data": batches(rows=25), "limit_train_batches": 6},
-        {"data": batches(rows=25), "limit_train_batches": 0.9},
-        {"data": batches(rows=25), "module": with_layers(nn.BatchNorm2d)},
-    ],
-)
-def test_other_last_batches_are_not_told(how: Any) -> None:
-    """Layers with many pixels have many values per channel, of one row too."""
-    texts, reached, why = stopped_early("error", **how)
-    assert (texts, why) == ([], "")
-    assert reached >= 6
-
-
-def test_last_batch_of_one_row_on_another_rank_is_told_on_this_one() -> None:
-    """Ranks of a ResumableLoader may differ by a row: of the last three the first of
-    two ranks has two. If one refused alone, the other would wait for it."""
-    for number, says in ((27, LONELY), (28, "$")):
-        with rank_of(0, 2):
-            data = ResumableLoader(dataset(number), BATCH)
-            assert len([*data][-1][0]) == 2
-            _, _, why = stopped_early("error", data=data)
-        assert re.match(says, why)
-
-
-class TwoViews(ConvModule):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = torch.cat([batch[0], -batch[0]]), batch[1].repeat(2)
-        return F.cross_entropy(self.net(x), y)
-
-
-def test_last_row_that_the_module_doubles_is_not_told() -> None:
-    texts, reached, why = stopped_early("error", data=batches(25), module=TwoViews())
-    assert (texts, reached, why) == ([], 7, "")
 
 
 # ---- ranks ---------------------------------------------------------------------------

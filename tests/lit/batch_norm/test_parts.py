@@ -12,26 +12,6 @@ from torch import nn
 from tests.lit.batch_norm.fits import At, ConvModule, batches, fit
 
 
-class Cuts(ConvModule):
-    """Runs its net on parts of four of the loader's batch, as split windows do."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        parts = zip(batch[0].split(4), batch[1].split(4), strict=True)
-        return torch.stack([F.cross_entropy(self.net(x), y) for x, y in parts]).mean()
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_momentum_counts_the_parts_of_a_batch(accumulate: int) -> None:
-    """From the second batch on: the first has shown how it is cut."""
-    seen: list[float] = []
-    note = At("on_train_batch_end", lambda t, m: seen.append(m.net.bn1.momentum))
-    data = batches(rows=80, batch_size=20)
-    module = fit("momentum", note, module=Cuts(), data=data, accumulate=accumulate)
-    assert seen[0] == pytest.approx(1 - 0.9 ** (1 / accumulate))
-    assert seen[1:] == pytest.approx([1 - 0.9 ** (1 / (5 * accumulate))] * 7)
-    assert module.net.bn1.momentum == 0.1
-
-
 class SomeRows(ConvModule):
     """A layer for the few rows that are routed to it."""
 

@@ -159,25 +159,6 @@ def test_forgetting_of_a_window_that_is_run_again(
     assert set(momenta(module).values()) == {M}
 
 
-class Chunks(Constant):
-    """Runs each micro-batch in chunks of two rows by itself."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        step = super().training_step
-        return sum(step([x], batch_idx) for x in batch[0].split(2))
-
-
-def test_chunks_of_the_module_are_counted_from_the_second_batch_on() -> None:
-    rows: Any = torch.utils.data.TensorDataset(torch.ones(24, 2, dtype=torch.double))
-    module = Chunks()
-    cut = AccumulationCallback(PerSample(), micro_batching=MicroBatching(size=4))
-    fitted = trainer(callbacks=[BatchNormGuard("momentum"), cut])
-    fitted.fit(module, DataLoader(rows, batch_size=8))
-    # The first batch has forgotten twice.
-    means = [each[0] for each in module.means]
-    assert means == pytest.approx([after(k) for k in range(2, 8)], abs=1e-12)
-
-
 @pytest.mark.parametrize("position", [0, 1, 2, 3, 4])
 def test_momentum_that_the_user_changes_between_windows_is_theirs(
     position: int,

@@ -27,8 +27,6 @@ class ExactStatistics(Policy):
         memory: the same.
     """
 
-    computes_from_micro_batches = False
-
     def __init__(self, memory: Memory) -> None:
         check_memory(memory)
         self.memory: Memory = memory

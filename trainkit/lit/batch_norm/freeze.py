@@ -20,8 +20,6 @@ class Freeze(Policy):
     A `train()` by Lightning or by the user does not change that.
     """
 
-    computes_from_micro_batches = False
-
     def __init__(self, *, affine: bool) -> None:
         self._affine = affine
         self._parameters: list[nn.Parameter] = []

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.core.batch_norm.layers import (
-    BatchNorm,
-    every_layer,
-    is_training,
-    num_sharing_ranks,
-)
+from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
 from trainkit.core.joins.engine import Memory
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
-from trainkit.lit.batch_norm.announce import (
-    Announce,
-    check_last_batch,
-    rows_of_last_batch,
-)
+from trainkit.lit.batch_norm.announce import Announce
 from trainkit.lit.batch_norm.exact import ExactStatistics
 from trainkit.lit.batch_norm.freeze import Freeze
 from trainkit.lit.batch_norm.momentum import Momentum
@@ -26,12 +17,7 @@ from trainkit.lit.batch_norm.options import PolicyName, check_options
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_norm.recalibrate import Recalibrate
 from trainkit.lit.batch_norm.structure import GroupNormInstead
-from trainkit.lit.batch_norm.watch import ShapeWatch
-from trainkit.lit.batch_size.effective import (
-    longest_window,
-    micro_batch_of,
-    window_size,
-)
+from trainkit.lit.batch_size.effective import window_size
 from trainkit.lit.callback.base import OrderedCallback, window_ends
 from trainkit.lit.callback.table import Row
 
@@ -122,16 +108,14 @@ class BatchNormGuard(OrderedCallback):
         self._policy = made[policy]()
         self._layers: dict[str, BatchNorm] = {}
         self._num_layers = 0
-        self._watch: ShapeWatch | None = None
         self._window: int | None = None  # loader batches in a full window
         self._num_batches = 1  # loader batches in the window under way
         self._num_parts = 1  # micro-batches that a loader batch was cut into
-        self._chunks = 1.0  # parts into which the module cuts a micro-batch
         self._is_training = self._has_started = False
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes without the layers of a running `fit`."""
-        return {**super().__getstate__(), "_layers": {}, "_watch": None}
+        return {**super().__getstate__(), "_layers": {}}
 
     def convert(self, module: Any, trainer: Any = None) -> None:
         """Replace the layers of a module, if the policy does that.
@@ -169,7 +153,7 @@ class BatchNormGuard(OrderedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._is_training, self._has_started = True, False
-        self._window, self._num_parts, self._chunks = None, 1, 1.0
+        self._window, self._num_parts = None, 1
         self._policy.begin(trainer, pl_module)
 
     def _start(self, trainer: Any, pl_module: Any) -> None:
@@ -180,8 +164,6 @@ class BatchNormGuard(OrderedCallback):
         layers = self._training_layers()
         self._num_layers = len(layers)
         self._policy.start(trainer, pl_module, layers)
-        if self.policy != "ignore" and self._policy.computes_from_micro_batches:
-            self._watch = ShapeWatch(layers)
         self.show_table(trainer, pl_module, is_late=True)
 
     def _training_layers(self) -> dict[str, BatchNorm]:
@@ -223,48 +205,17 @@ class BatchNormGuard(OrderedCallback):
         self._open_window()
 
     def _open_window(self) -> None:
-        num_micro_batches = self._num_micro_batches(self._num_batches)
+        num_micro_batches = self._num_batches * self._num_parts
         self._policy.open_window(num_micro_batches, self._training_layers())
-
-    def _num_micro_batches(self, num_batches: int) -> int:
-        """The micro-batches in so many loader batches, all cut like this one."""
-        return round(num_batches * self._num_parts * self._chunks)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._watch is not None and self._watch.values:
-            watch, self._watch = self._watch, None
-            watch.close()
-            self._judge(trainer, watch)
+        self._policy.end_batch(trainer, self._training_layers(), self._num_parts)
         # Callbacks are not called when a checkpoint of weights alone is written.
         if any(saves_weights_now(c, trainer.global_step) for c in trainer.callbacks):
             if window_ends(trainer, batch_idx, window_size(trainer)):
                 self._policy.before_use(trainer, pl_module)
-
-    def _judge(self, trainer: Any, watch: ShapeWatch) -> None:
-        """Look at the micro-batch that the layers have really seen.
-
-        It may be a part of the loader's batch, and the loader may have no batch size.
-        """
-        how = "error" if self.policy == "error" else "warn"
-        num_rows = rows_of_last_batch(trainer)
-        micro_batch = micro_batch_of(trainer.train_dataloader)
-        seen = min(watch.rows.values())
-        self._chunks = max(watch.num_parts(micro_batch) / self._num_parts, 1)
-        if self._chunks > 1:
-            self._window = None  # the next batch opens a window that counts them
-        if num_rows is not None and micro_batch is not None and seen == micro_batch:
-            values = {
-                name: value * num_sharing_ranks(self._layers[name])
-                for name, value in watch.values.items()
-            }
-            check_last_batch(how, trainer, values, num_rows)
-        if isinstance(self._policy, Announce):
-            num_micro_batches = self._num_micro_batches(longest_window(trainer))
-            self._policy.judge(
-                trainer, self._training_layers(), seen, num_micro_batches
-            )
 
     # ---- where statistics are used or kept -------------------------------------------
 
@@ -303,6 +254,3 @@ class BatchNormGuard(OrderedCallback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._is_training = False
         self._policy.end()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None

@@ -8,14 +8,7 @@ from trainkit.core.batch_norm.layers import BatchNorm
 
 
 class Policy:
-    """Base of the policies; itself it does nothing.
-
-    Attributes:
-        computes_from_micro_batches: whether layers still normalise by the statistics
-            of one micro-batch.
-    """
-
-    computes_from_micro_batches = True
+    """Base of the policies; itself it does nothing."""
 
     def begin(self, trainer: Any, module: Any) -> None:
         """Prepare for training, before the first batch is loaded."""
@@ -31,6 +24,11 @@ class Policy:
 
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
         """Prepare for a window, in which these layers train."""
+
+    def end_batch(
+        self, trainer: Any, layers: dict[str, BatchNorm], num_parts: int
+    ) -> None:
+        """A loader batch, which was cut into so many micro-batches, has ended."""
 
     def before_use(self, trainer: Any, module: Any) -> None:
         """Complete the running statistics, which are about to be used or saved."""

@@ -16,8 +16,6 @@ from trainkit.lit.batch_norm.policy import Policy
 class GroupNormInstead(Policy):
     """Replaces BatchNorm by GroupNorm, which normalises each sample by itself."""
 
-    computes_from_micro_batches = False
-
     def __init__(self, *, groups: int) -> None:
         self._groups = groups
         self._made: dict[str, Any] = {}
