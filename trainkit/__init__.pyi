@@ -10,12 +10,12 @@ from .core.plan.effective_batch import BatchPlan as BatchPlan
 from .core.plan.effective_batch import EffectiveBatch as EffectiveBatch
 from .core.plan.effective_batch import EpochPlan as EpochPlan
 from .core.plan.rates import warmup_cosine as warmup_cosine
+from .core.said_weight import Weighed as Weighed
 from .core.split.micro_batching import MicroBatching as MicroBatching
 from .core.strategies import AccumulationStrategy as AccumulationStrategy
 from .core.strategies import PerSample as PerSample
 from .core.strategies import PerToken as PerToken
 from .core.strategies import Uniform as Uniform
-from .core.weighed import Weighed as Weighed
 from .core.window import WindowStats as WindowStats
 from .data.filler import WeighNothing as WeighNothing
 from .data.length_grouped import LengthGroupedSampler as LengthGroupedSampler

@@ -8,10 +8,10 @@ from .plan.effective_batch import BatchPlan as BatchPlan
 from .plan.effective_batch import EffectiveBatch as EffectiveBatch
 from .plan.effective_batch import EpochPlan as EpochPlan
 from .plan.rates import warmup_cosine as warmup_cosine
+from .said_weight import Weighed as Weighed
 from .split.micro_batching import MicroBatching as MicroBatching
 from .strategies import AccumulationStrategy as AccumulationStrategy
 from .strategies import PerSample as PerSample
 from .strategies import PerToken as PerToken
 from .strategies import Uniform as Uniform
-from .weighed import Weighed as Weighed
 from .window import WindowStats as WindowStats

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.core import refusals
+from trainkit.core.announced import Told, weights_by_term
 from trainkit.core.checks import Checks, Nonfinite, Watch
 from trainkit.core.division import Division
 from trainkit.core.gradient_sum import GradientSum, trained
@@ -37,7 +38,6 @@ from trainkit.core.strategies import (
     kind_of,
 )
 from trainkit.core.terms import Joined, join, leading, named_strategies, terms_of
-from trainkit.core.told import Told, weights_by_term
 from trainkit.core.window import Window, WindowStats, default_device, vector
 
 
@@ -332,7 +332,7 @@ class Accumulator:
         gradients.parameters = parameters_of(optimizer_or_parameters)
         if not self.division.has_scaler:  # which unscales them, so writes into them
             gradients.zeroed.check(window)
-        gradients.refuse_frozen()
+        refusals.refuse_frozen(gradients.trained_at_first, gradients.parameters)
         refusals.refuse_late_start(self._num_running, num_running())
         refusals.refuse_division(
             window,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.announced import Told
 from trainkit.core.gradients import HALF
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import LossReduction, Weight
-from trainkit.core.told import Told
 from trainkit.core.window import DIVISOR, WEIGHT, scalar
 
 HEADROOM = 256

@@ -55,6 +55,7 @@ class GradientSum:
         wide: the sums in float32, if `keep_wide` was called.
         zeroed: checks that nobody zeroes the gradients inside the window.
         norms: measures what each pass of the window adds, if somebody asks for it.
+        trained_at_first: which parameters trained when the window began, by their id.
     """
 
     def __init__(self, module: Any, ranks: Ranks) -> None:
@@ -65,7 +66,7 @@ class GradientSum:
         self.zeroed = ZeroedWatch()
         self.norms: Norms | None = None
         self._ranks = ranks
-        self._trained_at_first: dict[int, bool] = {}
+        self.trained_at_first: dict[int, bool] = {}
 
     def keep_wide(self, training: Callable[[], Iterable[Tensor]]) -> None:
         """Keep the window's gradient in float32 from now on, and round it once.
@@ -83,7 +84,7 @@ class GradientSum:
         if not self.parameters:
             self.parameters = leaves_of(loss)
         if not window.num_weighted:
-            self._trained_at_first = {id(p): p.requires_grad for p in self.parameters}
+            self.trained_at_first = {id(p): p.requires_grad for p in self.parameters}
         if self.norms is not None:
             self.norms.begin()
 
@@ -98,23 +99,6 @@ class GradientSum:
         # FSDP moves gradients about between passes, which must not look like zeroing.
         elif self._ranks.ddp is not None or not self._ranks.backend_sums:
             self.zeroed.hold(self.parameters)
-
-    def refuse_frozen(self) -> None:
-        """Refuse parameters that were frozen or unfrozen while the window was open."""
-        first = self._trained_at_first
-        changed = [
-            p
-            for p in self.parameters
-            if first.get(id(p), p.requires_grad) is not p.requires_grad
-        ]
-        if changed:
-            shape, number = list(changed[0].shape), len(changed)
-            raise TrainkitError(
-                f"requires_grad: it has changed for {number} parameters, the first of "
-                f"shape {shape}, while a window was open, so that a part of its "
-                f"micro-batches has trained them. Freeze and unfreeze between two "
-                f"windows, for example at the start of an epoch."
-            )
 
     def divide(self, scale: Tensor | None, *, is_apart: bool) -> None:
         """Multiply the sum by `scale`, and make it equal on all ranks.

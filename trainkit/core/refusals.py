@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.core._compat import communication_hooks, has_reduced, is_joining
+from trainkit.core.announced import Told
 from trainkit.core.ranks import Ranks
 from trainkit.core.strategies import AccumulationStrategy, kind_of
 from trainkit.core.terms import refuse_shape
-from trainkit.core.told import Told
 from trainkit.core.window import Window
 from trainkit.errors import TrainkitError
 
@@ -142,6 +142,23 @@ def refuse_late_start(num_at_first: int, num_now: int) -> None:
             f"Accumulator: the number of running ranks was {num_at_first} when it was "
             f"made, and is {num_now} now. Make it after the ranks have started "
             f"(init_process_group, fabric.launch)."
+        )
+
+
+def refuse_frozen(trained_at_first: Mapping[int, bool], now: Sequence[Tensor]) -> None:
+    """Refuse parameters that were frozen or unfrozen while a window was open."""
+    changed = [
+        p
+        for p in now
+        if trained_at_first.get(id(p), p.requires_grad) is not p.requires_grad
+    ]
+    if changed:
+        shape, number = list(changed[0].shape), len(changed)
+        raise TrainkitError(
+            f"requires_grad: it has changed for {number} parameters, the first of "
+            f"shape {shape}, while a window was open, so that a part of its "
+            f"micro-batches has trained them. Freeze and unfreeze between two "
+            f"windows, for example at the start of an epoch."
         )
 
 

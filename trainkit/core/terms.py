@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.core.announced import Told
 from trainkit.core.gradients import HALF
 from trainkit.core.strategies import (
     AccumulationStrategy,
@@ -17,7 +18,6 @@ from trainkit.core.strategies import (
     Weight,
     check_strategy,
 )
-from trainkit.core.told import Told
 from trainkit.core.window import quotient, scalar
 from trainkit.errors import TrainkitError
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainkit.core.said_weight import Weighed, said_weight
 from trainkit.core.strategies import AccumulationStrategy, Strategies, Weight
-from trainkit.core.weighed import Weighed, said_weight
 from trainkit.errors import TrainkitError
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainkit.core.checks import Checks
 from trainkit.core.plan.effective_batch import EffectiveBatch
 from trainkit.core.ranks import Aggregation
+from trainkit.core.said_weight import Weighed, said_weight
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import (
     AccumulationStrategy,
@@ -21,7 +22,6 @@ from trainkit.core.strategies import (
     checked_weight,
 )
 from trainkit.core.terms import leading
-from trainkit.core.weighed import Weighed, said_weight
 from trainkit.core.window import WindowStats
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import is_scaled, scaler_of

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from trainkit.core._compat import has_gradient_hook
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer
+from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
-from trainkit.core.weighed import Weighed
 from trainkit.lit._compat import has_own
 from trainkit.lit.inside.cuts import paths_of
 from trainkit.lit.proof import remedies

@@ -10,12 +10,12 @@ from torch import nn
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed
 from trainkit.core.class_weights import PerClassWeight
+from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import (
     AccumulationStrategy,
     PerSample,
     PerToken,
 )
-from trainkit.core.weighed import Weighed
 from trainkit.lit.proof.denominators import CONSTANT, SUM, UNIFORM, Candidate, line_of
 from trainkit.lit.proof.places import Located
 from trainkit.lit.proof.report import Cause

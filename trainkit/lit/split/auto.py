@@ -16,7 +16,7 @@ from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.core.ranks import Ranks
 from trainkit.core.split.cutting import Limit, MicroBatch
 from trainkit.core.split.rows import Rows
-from trainkit.core.split.search import SizeSearch
+from trainkit.core.split.size_search import SizeSearch
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import as_hook, current_hook
 from trainkit.lit.aside import Kept

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
+from trainkit.core.announced import weights_by_term
 from trainkit.core.nested import describe, is_array
+from trainkit.core.said_weight import Weighed
 from trainkit.core.split.cutting import Cutter, Limit, MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.strategies import PerToken, Strategies, Uniform, Weight
 from trainkit.core.terms import leading
-from trainkit.core.told import weights_by_term
-from trainkit.core.weighed import Weighed
 from trainkit.core.window import quotient
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.said_weight import says_weights

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core._compat import owe_forward_messages, send_forward_messages
-from trainkit.core.weighed import Weighed
+from trainkit.core.said_weight import Weighed
 from trainkit.lit._compat import (
     has_plain_backward,
     is_listened_to,

@@ -12,8 +12,8 @@ from torch.optim import LBFGS
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.ranks import Ranks
+from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import AccumulationStrategy, Uniform
-from trainkit.core.weighed import Weighed
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import (
     averages_models,

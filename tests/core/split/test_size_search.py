@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.core.split.search import SizeSearch, frontier
+from trainkit.core.split.size_search import SizeSearch, frontier
 
 WHOLE = 4096
 
