@@ -75,12 +75,6 @@ class Weighed(AccumulationStrategy):
             "loop of your own, and in log_exact(), pass the number as weight=."
         )
 
-    @property
-    def read(self) -> frozenset[str]:
-        """The names of attributes that `by` reads, as far as its own code shows."""
-        code = getattr(_function(self.by), "__code__", None)
-        return frozenset() if code is None else frozenset(code.co_names)
-
     def counted(self, module: Any, batch: Any) -> Weight:
         """What `by` returns for a batch that the module's `training_step` has seen."""
         count: Any = _function(self.by)

@@ -165,7 +165,8 @@ class ChunkedForward:
                 f"{self.name}: exact BatchNorm needs whole chunks of a whole module, "
                 f"and {why}. Cut by size= alone, under DDP, or use another policy."
             )
-        if not (self._cuts(self.sizes, call) or coupling.spans_ranks):
+        is_one_row = call.rows < 2  # its layers ask other ranks by themselves
+        if is_one_row or not (self._cuts(self.sizes, call) or coupling.spans_ranks):
             return call.run(call.values)
         with coupling.uncoupled(self.module):
             plan = self._plans.find(

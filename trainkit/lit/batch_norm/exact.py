@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from trainkit.core.batch_norm.layers import BatchNorm, layers_to_train
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from trainkit.core.batch_norm.layers import BatchNorm, layers_to_train, listed
 from trainkit.core.joins.engine import Memory, check_memory
+from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
-from trainkit.lit._compat import skips_backward
+from trainkit.lit._compat import has_own, skips_backward
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_size.effective import (
     num_replicas,
@@ -15,6 +21,8 @@ from trainkit.lit.batch_size.effective import (
     window_size,
 )
 from trainkit.lit.callback.base import WindowOwner, windows_of
+from trainkit.lit.inside.refusals import SELF
+from trainkit.lit.split.refusals import refuse_auto_between_ranks
 
 
 class ExactStatistics(Policy):
@@ -82,6 +90,61 @@ class ExactStatistics(Policy):
 
     def summary(self, num_layers: int) -> str:
         return f"normalised by the whole window, on all ranks (memory={self.memory!r})"
+
+
+def cut_inside(
+    trainer: Any,
+    pl_module: nn.Module,
+    callbacks: Sequence[Any],
+    options: MicroBatching | None,
+) -> MicroBatching | None:
+    """The options by which a loader batch is cut; inside the step where exact BatchNorm
+    needs all of it, and it was to be cut on the host.
+
+    Args:
+        trainer: in `fit`.
+        pl_module: what trains.
+        callbacks: the user's, a `BatchNormGuard("exact")` perhaps among them.
+        options: as the user gives them.
+    """
+    is_exact = any(getattr(each, "joins", None) is not None for each in callbacks)
+    if not is_exact or options is None or options.inside is not None:
+        return options
+    paths = tuple(_holders(pl_module, ""))
+    if not paths:
+        return options
+    refuse_auto_between_ranks(trainer, options.is_auto and trainer.world_size > 1)
+    if options.tokens is not None or options.collate is not None:
+        raise TrainkitError(
+            f"BatchNormGuard('exact'): statistics are those of rows and their padding, "
+            f"so loader batches are cut by rows alone, received {options!r}. Write "
+            f"MicroBatching(size=4), and let the loader collate."
+        )
+    own = [n for n in paths if isinstance(pl_module.get_submodule(n), BatchNorm)]
+    if own and has_own(pl_module, "forward"):
+        paths = (SELF,)
+    elif own:
+        others = [name for name in paths if name not in own]
+        more = f" Here {listed(others)} can be named." if others else ""
+        raise TrainkitError(
+            f"BatchNormGuard('exact'): {type(pl_module).__name__} calls {listed(own)} "
+            f"in its own step, and no part of a step can be cut but its forward() or "
+            f"a submodule that it calls with rows. Put such layers into one that holds "
+            f"what comes before and after them, and name it: "
+            f"MicroBatching(inside='net', size=4).{more}"
+        )
+    return replace(options, inside=paths, shared=(), lengths=None, trim=True)
+
+
+def _holders(module: nn.Module, path: str) -> Iterator[str]:
+    """The paths of the children that hold BatchNorm; those of a list one by one."""
+    for name, child in module.named_children():
+        where = f"{path}.{name}".lstrip(".")
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _holders(child, where)
+        elif not isinstance(child, Metric | MetricCollection):
+            if any(isinstance(each, BatchNorm) for each in child.modules()):
+                yield where
 
 
 def _refusal(why: str) -> TrainkitError:

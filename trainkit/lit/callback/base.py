@@ -143,6 +143,8 @@ class WindowOwner(OrderedCallback):
             window is one loader batch of each rank, and these count alike.
         own_sizes: of the windows that manual optimization has asked for in the last
             batch; none where Lightning ends them.
+        micro_batching: how the user lets loader batches be cut.
+        moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
         sharing: which ranks share BatchNorm's statistics, if micro-batches do, so that
             none has a gradient of its own.
     """
@@ -160,6 +162,7 @@ class WindowOwner(OrderedCallback):
     has_strategy: bool = True
     sharing: Sharing | None = None
     micro_batching: Any = None
+    moved_inside: Any = None
     split: Any = None
     proof: Any = "warn"
     wide_gradients: bool = False
@@ -201,7 +204,13 @@ class WindowOwner(OrderedCallback):
     @property
     def is_split(self) -> bool:
         """Whether it cuts loader batches, and so looks at the micro-batches itself."""
-        return self.micro_batching is not None and self.micro_batching.inside is None
+        return self.cut is not None and self.cut.inside is None
+
+    @property
+    def cut(self) -> Any:
+        """How loader batches are cut: as the user says it, or inside the step where
+        exact BatchNorm needs that."""
+        return self.moved_inside or self.micro_batching
 
     @abstractmethod
     def holds_schedulers(self, pl_module: Any) -> bool:

@@ -14,8 +14,6 @@ from trainkit.errors import TrainkitError
 class SaidWeight:
     """What `self.weigh()` has said of the loss of the `training_step` under way."""
 
-    of_micro_batch = ("_said",)
-
     def __init__(self) -> None:
         self._said: Weight | None = None
         self._is_open = self._is_unheard = False
@@ -120,50 +118,6 @@ class SaidWeight:
 def says_weights(strategies: Strategies) -> bool:
     """Whether micro-batches have no weight before `training_step` has seen them."""
     return any(isinstance(each, Weighed) for each in strategies.values())
-
-
-def left_for_counting(strategies: Strategies) -> frozenset[str]:
-    """The attributes in which a module leaves what `Weighed(by=...)` counts."""
-    found = (each.read for each in strategies.values() if isinstance(each, Weighed))
-    return frozenset().union(*found)
-
-
-class LeftInTurns:
-    """Numbers that a module leaves for `Weighed(by=...)`, where the steps of
-    micro-batches take turns: if one is set before the net is called, the next step
-    overwrites it before it is counted.
-
-    Args:
-        pl_module: what trains.
-        strategies: of a window, which begins.
-    """
-
-    def __init__(self, pl_module: Any, strategies: Strategies) -> None:
-        self._names = left_for_counting(strategies)
-        self._module, self._before = pl_module, {} if self._names else None
-        self._number = -1
-
-    def turn(self, index: int) -> None:
-        """Look at them before another micro-batch runs, until all have called."""
-        if self._before is None:
-            return
-        now = {
-            f"{path}.{name}".lstrip("."): value
-            for path, module in self._module.named_modules()
-            for name, value in vars(module).items()
-            if name in self._names and type(value) is int
-        }
-        changed = [n for n, number in now.items() if number != self._before.get(n)]
-        if changed and max(index, self._number) > 0:
-            raise TrainkitError(
-                f"Weighed(by=...): training_step sets {changed[0]} before it calls a "
-                f"module with BatchNorm, where the micro-batches of exact BatchNorm "
-                f"wait for each other, and others overwrite it. Set it after that "
-                f"call, or say the number by self.weigh(n), or cut inside the step: "
-                f"MicroBatching(inside=...)."
-            )
-        self._before = None if index < self._number else now
-        self._number = index
 
 
 def refuse_said_terms(strategies: Strategies) -> None:

@@ -18,6 +18,7 @@ from trainkit.core.strategies import Uniform
 from trainkit.core.terms import named_strategies
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import leaves_fit, replaced
+from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.callback.said_weight import refuse_said_terms
 from trainkit.lit.front.accumulation_callback import AccumulationCallback
 from trainkit.lit.front.mixin import AccumulationMixin
@@ -237,7 +238,8 @@ class _Check(Callback):
         return _beside_plain(report, subject)
 
     def _subject(self, trainer: Any, module: Any, batch: Any) -> Subject:
-        options, loader = self._options, trainer.train_dataloader
+        options = cut_inside(trainer, module, self._callbacks, self._options)
+        loader = trainer.train_dataloader
         is_inside = options is not None and options.inside is not None
         is_split = options is not None and not is_inside
         own, most = next(iter(self._strategies.values()), None), self._most

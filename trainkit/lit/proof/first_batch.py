@@ -86,7 +86,7 @@ class FirstBatches:
 
     def _rows(self, batch: Any) -> FewRows:
         windows = self._windows
-        return FewRows(batch, windows.micro_batching, leading(windows.strategies))
+        return FewRows(batch, windows.cut, leading(windows.strategies))
 
     def _subject(self, rows: FewRows) -> Subject:
         windows = self._windows
@@ -95,7 +95,7 @@ class FirstBatches:
         ]
         of = self._trainer, self._module, windows
         rehearsals = Rehearsals(*of, callbacks=own)  # guards change padding's part
-        how = windows.strategies, windows.micro_batching, rehearsals, rows
+        how = windows.strategies, windows.cut, rehearsals, rows
         return Subject(*of[:2], *how, [], has_batches=False)
 
     def may_trim(self, batch: Any) -> bool:

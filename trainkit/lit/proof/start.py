@@ -71,7 +71,7 @@ class ProofAtStart:
     def _subject(self, batch: Any) -> Subject:
         trainer, module, windows = self._trainer, self._module, self._windows
         refuse_backend(trainer)
-        options, loader = windows.micro_batching, trainer.train_dataloader
+        options, loader = windows.cut, trainer.train_dataloader
         if windows.inside is not None:
             options = replace(options, inside=tuple(windows.inside.paths))
         elif windows.is_split and not windows.split.trims:
@@ -81,7 +81,7 @@ class ProofAtStart:
         if is_split:
             has_batches = may_have_batches(trainer)
         # Loader batches have widths of their own, also where none is trimmed.
-        cuts = windows.micro_batching if has_batches else options
+        cuts = windows.cut if has_batches else options
         rows = few_rows(loader, batch, cuts if is_split else None, own)
         usual = EQUAL_SIZES if has_equal_batches(loader) and not is_split else SIZES
         sizes = next((each for each in usual if sum(each) <= rows.num_rows), None)

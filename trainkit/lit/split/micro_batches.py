@@ -47,8 +47,6 @@ class CutBatch:
         num_nothing: how many micro-batches returned None.
     """
 
-    of_micro_batch = ("index",)
-
     parts: list[MicroBatch]
     weights: dict[str, list[Weight]]
     are_said: bool

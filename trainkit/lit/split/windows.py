@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import parameters_of
-from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.split.cutting import MicroBatch
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.core.window import WindowStats
@@ -29,7 +28,6 @@ from trainkit.lit.proof.first_batch import first_batches
 from trainkit.lit.split import refusals
 from trainkit.lit.split.auto import AutoSizes, Hosts
 from trainkit.lit.split.errors import add_note, stop_iteration
-from trainkit.lit.split.joined import run_in_turns
 from trainkit.lit.split.logs import HeldLogs, WindowMetrics
 from trainkit.lit.split.micro_batches import CutBatch, MicroBatches
 from trainkit.lit.split.outputs import as_one
@@ -65,7 +63,6 @@ class Split:
         num_loader_batches: how many loader batches the open window has on this rank.
         trims: whether columns that are only padding are left out; None until the first
             batch that has some.
-        joined: what lets BatchNorm see the whole window, if somebody asks for it.
     """
 
     is_split = True
@@ -94,7 +91,6 @@ class Split:
         self.num_loader_batches = 0
         may_trim = True if is_rehearsal(trainer) else None
         self.trims: bool | None = may_trim if options.trim else False
-        self.joined: JoinedSteps | None = None
         hosts = Hosts(ranks) if run_alike else None
         of = options, trainer, accumulator.strategies
         self._micro_batches = MicroBatches(*of, self.sizes, hosts)
@@ -153,7 +149,7 @@ class Split:
 
     def is_one_micro_batch(self, batch: Any) -> bool:
         """Whether a size was asked for, and a loader batch has no more rows."""
-        size = self._windows.micro_batching.size
+        size = self._options.size
         try:
             rows = self._micro_batches.cutter.measure(batch)
         except TrainkitError:
@@ -175,18 +171,6 @@ class Split:
         first = first_batches(self._trainer, self._module, self._windows)
         self._patch.enter_context(first)
 
-    def join(self, joined: JoinedSteps) -> None:
-        """Let the steps of a window's micro-batches wait for each other at BatchNorm's
-        layers, until `stop`. No rank repeats rows then, and padding, which counts
-        there, stays."""
-        ranks = self._accumulator.ranks
-        several = self.sizes is not None and ranks.size > 1
-        refusals.refuse_auto_between_ranks(self._trainer, several)
-        self.joined, self._micro_batches.hosts = joined, None
-        self._passes.is_apart = ranks.backend_sums
-        joined.install()
-        self._patch.callback(joined.remove)
-
     def end_epoch(self) -> None:
         """Compare the weights that were not read yet."""
         arrivals = self._passes.transfer.arrivals if hasattr(self, "_passes") else None
@@ -199,7 +183,7 @@ class Split:
             self._patch.close()
         kept = {name: it for name, it in vars(self).items() if name in KEPT}
         vars(self).clear()
-        vars(self).update(kept, current=None, joined=None)
+        vars(self).update(kept, current=None)
 
     def _leave_on_host(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.training:
@@ -291,8 +275,8 @@ class Split:
         self, batch: Any, args: Any, kwargs: Any, closes: bool, is_forward_only: bool
     ) -> None:
         """Cut a loader batch, and run all its micro-batches."""
-        trim = bool(self.trims) and self.joined is None
-        current = self.current = self._micro_batches.of(batch, trim=trim)
+        current = self._micro_batches.of(batch, trim=bool(self.trims))
+        self.current = current
         current.closes, current.is_forward_only = closes, is_forward_only
         is_alone = self._trainer.accumulate_grad_batches == 1
         current.is_told = is_alone and not current.are_said
@@ -306,11 +290,7 @@ class Split:
         self._metrics.open(current)
         self._logs.open(current)
         try:
-            if self.joined is None:
-                self._passes.run(current, args, kwargs)
-            else:
-                of = self._passes, self._windows, current, self._module
-                run_in_turns(self.joined, *of, args, kwargs)
+            self._passes.run(current, args, kwargs)
         except StopIteration as error:
             raise stop_iteration("training_step") from error
         except Exception as error:

@@ -21,6 +21,7 @@ from trainkit.core.strategies import AccumulationStrategy, Strategies, Uniform, 
 from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
+from trainkit.lit.batch_norm.exact import cut_inside
 from trainkit.lit.batch_norm.unguarded import unguarded
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
 from trainkit.lit.callback.base import Stopped, WindowOwner, say_dropped
@@ -101,7 +102,7 @@ class WindowCallback(WindowOwner):
         self.longest_window = 0
         self._warned_short_epoch = False
         self._skipped_before, self._shown = 0, None
-        self._joined, self.sharing = Joined(), None
+        self._joined, self.sharing, self.moved_inside = Joined(), None, None
 
     def __getstate__(self) -> dict[str, Any]:
         return copied_without_fit(self)
@@ -137,7 +138,9 @@ class WindowCallback(WindowOwner):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         refuse_wrong_type(self.micro_batching)
-        options = self.micro_batching
+        moved = cut_inside(trainer, pl_module, trainer.callbacks, self.micro_batching)
+        self.moved_inside = moved if moved is not self.micro_batching else None
+        options = self.cut
         if options is not None and not self.is_split:
             self.inside = InsideCuts(pl_module, options)
             self.inside.load_state_dict(self._found or {})
@@ -195,9 +198,9 @@ class WindowCallback(WindowOwner):
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
         rows += unguarded(trainer, pl_module, self)
-        if self.micro_batching is not None and self.is_split:
+        if self.is_split:
             is_step = trainer.accumulate_grad_batches == 1
-            rows.append(("split", described(self.micro_batching, is_step=is_step)))
+            rows.append(("split", described(self.cut, is_step=is_step)))
         if self.inside is not None:
             how = {"has_strategy": self.has_strategy, "num_ranks": trainer.world_size}
             rows.append(self.inside.table_row(**how))
@@ -205,11 +208,10 @@ class WindowCallback(WindowOwner):
 
     def join_statistics(self, trainer: Any, pl_module: Any, memory: Any) -> None:
         ranks = self.accumulators[0].ranks
-        of = pl_module, memory, ranks, self.split, self.inside
-        self.sharing = self._joined.join(*of)
+        self.sharing = self._joined.join(pl_module, memory, ranks, self.inside)
 
     def bare(self) -> AbstractContextManager[None]:
-        return self._joined.bare(self.split, self.inside)
+        return self._joined.bare(self.inside)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.accumulators:

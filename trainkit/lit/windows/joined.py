@@ -8,7 +8,6 @@ from typing import Any
 
 from trainkit.core.joins.inside import JoinedChunks
 from trainkit.core.joins.layers import Sharing
-from trainkit.core.joins.steps import JoinedSteps
 from trainkit.core.ranks import Ranks
 
 
@@ -18,25 +17,19 @@ class Joined:
     def __init__(self) -> None:
         self._chunks: JoinedChunks | None = None
 
-    def join(
-        self, pl_module: Any, memory: Any, ranks: Ranks, split: Any, inside: Any
-    ) -> Sharing:
+    def join(self, pl_module: Any, memory: Any, ranks: Ranks, inside: Any) -> Sharing:
         """Join the statistics of a window's micro-batches.
 
         Args:
             pl_module: what trains.
             memory: as `exact_batch_norm` takes it.
             ranks: that share a window.
-            split: the driver, if loader batches are cut on the host.
             inside: the submodules that run in chunks, if some do.
 
         Returns:
             The ranks that share statistics.
         """
         sharing = Sharing(ranks)
-        if split is not None:
-            split.join(JoinedSteps(pl_module, memory, sharing))
-            return sharing
         self._chunks = joined = JoinedChunks(pl_module, memory, sharing)
         joined.install()
         if inside is not None:
@@ -44,10 +37,10 @@ class Joined:
         return sharing
 
     @contextmanager
-    def bare(self, split: Any, inside: Any) -> Iterator[None]:
+    def bare(self, inside: Any) -> Iterator[None]:
         """A context in which the module is as its author wrote it."""
-        joined = [self._chunks, None if split is None else split.joined]
-        taken = [*filter(None, joined), *(inside.cuts if inside else ())]
+        joined = [] if self._chunks is None else [self._chunks]
+        taken = [*joined, *(inside.cuts if inside else ())]
         for each in reversed(taken):
             each.remove()
         try:
