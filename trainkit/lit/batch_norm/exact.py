@@ -22,7 +22,6 @@ from trainkit.lit.batch_size.effective import (
 )
 from trainkit.lit.callback.base import WindowOwner, windows_of
 from trainkit.lit.inside.refusals import SELF
-from trainkit.lit.split.refusals import refuse_auto_between_ranks
 
 
 class ExactStatistics(Policy):
@@ -113,7 +112,12 @@ def cut_inside(
     paths = tuple(_holders(pl_module, ""))
     if not paths:
         return options
-    refuse_auto_between_ranks(trainer, options.is_auto and trainer.world_size > 1)
+    if options.is_auto and trainer.world_size > 1:
+        raise TrainkitError(
+            "BatchNormGuard('exact'): its layers communicate in forward passes, and a "
+            "rank whose memory runs out inside one leaves the others waiting, so a "
+            "size cannot be tried. Say it: MicroBatching(size=4)."
+        )
     if options.tokens is not None or options.collate is not None:
         raise TrainkitError(
             f"BatchNormGuard('exact'): statistics are those of rows and their padding, "
