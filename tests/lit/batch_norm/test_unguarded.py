@@ -113,6 +113,24 @@ STATES: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
 }
 
 
+class EvaluatedLater(ConvModule):
+    """Lets its layers evaluate before the first batch of each epoch, as segmentation
+    nets with pretrained encoders do."""
+
+    def on_train_epoch_start(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.eval()
+
+
+@pytest.mark.parametrize("kind", [ConvModule, EvaluatedLater])
+def test_layers_that_do_not_train_by_the_first_batch_are_not_named(
+    kind: Any, capsys: Any
+) -> None:
+    fit(module=kind())
+    assert bool(rows(capsys)) == (kind is ConvModule)
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_layer_is_named_where_the_step_is_not_the_big_batchs(
     state: str, capsys: Any

@@ -22,7 +22,7 @@ from trainkit.core.terms import ONE, named_strategies
 from trainkit.core.window import WindowStats
 from trainkit.lit._compat import scaler_of, unscales_itself, unwrapped
 from trainkit.lit.batch_norm.exact import cut_inside
-from trainkit.lit.batch_norm.unguarded import unguarded
+from trainkit.lit.batch_norm.unguarded import say_unguarded
 from trainkit.lit.batch_size.effective import loader_size, table_of_windows
 from trainkit.lit.callback.base import Stopped, WindowOwner, say_dropped
 from trainkit.lit.callback.left_behind import copied_without_fit, emptied
@@ -100,7 +100,7 @@ class WindowCallback(WindowOwner):
         self._undivided: set[int] = set()
         self.own_sizes, self.asked_sizes = frozenset[int](), set[int]()
         self.longest_window = 0
-        self._warned_short_epoch = False
+        self._warned_short_epoch = self._has_begun = False
         self._skipped_before, self._shown = 0, None
         self._joined, self.sharing, self.moved_inside = Joined(), None, None
 
@@ -197,7 +197,6 @@ class WindowCallback(WindowOwner):
 
     def table_rows(self, trainer: Any, pl_module: Any) -> list[Row]:
         rows = table_of_windows(trainer, self.strategies if self.has_strategy else {})
-        rows += unguarded(trainer, pl_module, self)
         if self.is_split:
             is_step = trainer.accumulate_grad_batches == 1
             rows.append(("split", described(self.cut, is_step=is_step)))
@@ -226,6 +225,9 @@ class WindowCallback(WindowOwner):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         begin_batch(trainer, pl_module)
+        if not self._has_begun:
+            self._has_begun = True
+            say_unguarded(trainer, pl_module, self)
         self._num_closed, self._batch_idx = 0, batch_idx
         if not self.accumulators:
             return
