@@ -22,6 +22,7 @@ from trainkit import (
     MicroBatching,
     NoiseScale,
     PerSample,
+    TrainkitError,
     WindowMonitor,
 )
 
@@ -192,6 +193,59 @@ def test_frozen_layers_and_other_norms_stay_as_they_are() -> None:
             assert torch.equal(value, start[name])
         assert torch.allclose(value.double(), before[name].double(), atol=1e-10)
     assert apart(module.net[8], whole.net[8]) <= 1e-10  # type: ignore[index]
+
+
+class Thawed(pl.Callback):
+    """Lets the layers evaluate until the second epoch begins."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for layer in pl_module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.train(trainer.current_epoch > 0)
+
+
+def without_statistics() -> Images:
+    torch.manual_seed(4)
+    return Images(
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4, track_running_stats=False),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, CLASSES),
+        )
+    )
+
+
+def evaluating() -> Images:
+    module = Images()
+    module.net.eval()
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.parametrize("cut", ["split", "inside"])
+@pytest.mark.parametrize("make", [evaluating, without_statistics])
+def test_it_is_looked_at_in_each_window_which_layers_train(make: Any, cut: str) -> None:
+    """Frozen at first, unfrozen later; without running statistics. The control: cut
+    alike, without exact statistics."""
+    whole, module, naive = make(), make(), make()
+    fit(whole, Thawed())
+    fit(module, Thawed(), *exact(CUTS[cut]))
+    assert apart(module, whole) <= 1e-10
+    parts = AccumulationCallback(PerSample(), micro_batching=CUTS["split"])
+    fit(naive, Thawed(), parts)
+    assert apart(naive, whole) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.filterwarnings("ignore:.*open window .* was dropped")
+@pytest.mark.parametrize("make", [evaluating, without_statistics])
+def test_windows_of_several_loader_batches_are_refused_once_layers_train(
+    make: Any,
+) -> None:
+    with pytest.raises(TrainkitError, match="made by 2 loader batches"):
+        fit(make(), Thawed(), *exact(CUTS["split"]), window=2)
 
 
 def test_noise_scale_says_that_it_cannot_measure() -> None:

@@ -26,13 +26,22 @@ from trainkit.errors import TrainkitError
 
 SPLIT = MicroBatching(size=4)
 INSIDE = MicroBatching(inside="net", size=4)
-ONE_BATCH = r"a window must be one loader batch.*MicroBatching\(size=4\)"
+ONE_BATCH = (
+    r"a window must be one loader batch.*MicroBatching\(size=4\), which is "
+    r"MicroBatching\(inside='net', size=4\) here"
+)
 
 
 @pytest.mark.parametrize("cut", [None, SPLIT, INSIDE])
 def test_windows_of_several_loader_batches(cut: MicroBatching | None) -> None:
     with pytest.raises(TrainkitError, match=rf"{ONE_BATCH}"):
         fit(Images(), *exact(cut), window=2)  # type: ignore[arg-type]
+
+
+def test_rows_of_a_whole_window_are_named() -> None:
+    text = r"20 in place of 10 rows \(batch_size\), set accumulate_grad_batches=1"
+    with pytest.raises(TrainkitError, match=text):
+        fit(Images(), *exact(SPLIT), window=2)
 
 
 def test_without_the_callback_too() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from trainkit.core.batch_norm.layers import BatchNorm, layers_to_train, listed
+from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_batch
 from trainkit.core.joins.engine import Memory, check_memory
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
 from trainkit.lit.batch_norm.policy import Policy
 from trainkit.lit.batch_size.effective import (
+    micro_batch_of,
     num_replicas,
     scheduled_sizes,
     window_size,
@@ -45,10 +46,12 @@ class ExactStatistics(Policy):
     def begin(self, trainer: Any, module: Any) -> None:
         self._trainer = trainer
         windows = windows_of(trainer)
-        if not layers_to_train(module):
+        if not any(isinstance(each, BatchNorm) for each in module.modules()):
             return
-        self._refuse_several(windows)
-        self._refuse_schedules()
+        if normalising_by_batch(module):
+            self._refuse_several(windows)
+            self._refuse_schedules()
+        # Layers that are frozen now may train in a later window.
         if windows is not None:
             windows.join_statistics(trainer, module, self.memory)
         elif num_replicas(trainer) > 1:
@@ -61,7 +64,9 @@ class ExactStatistics(Policy):
     def open_window(self, num_micro_batches: int, layers: dict[str, BatchNorm]) -> None:
         trainer = self._trainer
         # Without backward passes, each loader batch is complete by itself.
-        if trainer is not None and layers and not skips_backward(trainer):
+        if trainer is None or skips_backward(trainer):
+            return
+        if normalising_by_batch(trainer.lightning_module):
             self._refuse_several(windows_of(trainer))
 
     def _refuse_several(self, windows: WindowOwner | None) -> None:
@@ -71,17 +76,21 @@ class ExactStatistics(Policy):
         has_inside = windows is not None and windows.inside is not None
         if size > 1 or is_manual and not has_inside:
             how = "manual optimization" if is_manual else f"{size} loader batches"
+            rows = micro_batch_of(trainer.train_dataloader)
+            now = "" if rows is None else f", {rows * size} in place of {rows} rows"
             raise _refusal(
-                f"here it is made by {how}. Let the loader yield the whole window, set "
-                f"accumulate_grad_batches=1, and cut it"
+                trainer.lightning_module,
+                f"here it is made by {how}. Let the loader yield the whole window"
+                f"{now} (batch_size), set accumulate_grad_batches=1, and cut it",
             )
 
     def _refuse_schedules(self) -> None:
         """Refuse a callback that will make such windows, before training begins."""
         for name, size in scheduled_sizes(self._trainer).items():
             raise _refusal(
+                self._trainer.lightning_module,
                 f"{name} will make windows of {size} loader batches. Let the loader "
-                f"yield the whole window, leave {name} out, and cut each batch"
+                f"yield the whole window, leave {name} out, and cut each batch",
             )
 
     def end(self) -> None:
@@ -151,9 +160,11 @@ def _holders(module: nn.Module, path: str) -> Iterator[str]:
                 yield where
 
 
-def _refusal(why: str) -> TrainkitError:
+def _refusal(pl_module: nn.Module, why: str) -> TrainkitError:
+    paths = list(_holders(pl_module, ""))
+    inside = repr(paths[0] if len(paths) == 1 else tuple(paths))
     return TrainkitError(
         f"BatchNormGuard('exact'): a window must be one loader batch, so that all of "
         f"it is at hand before the first backward pass, and {why}: "
-        f"MicroBatching(inside='net', size=4), or MicroBatching(size=4)."
+        f"MicroBatching(size=4), which is MicroBatching(inside={inside}, size=4) here."
     )
