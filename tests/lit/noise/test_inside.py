@@ -29,7 +29,7 @@ def test_an_inner_cut_is_refused_by_name(accumulate: int) -> None:
 
 
 def test_training_without_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    noise = NoiseScale(1)
+    noise = NoiseScale(1, if_impossible="say")
     run = trained(noise, 1)
     assert noise.estimate is None
     assert "window/noise_scale" not in run.callback_metrics

@@ -165,15 +165,7 @@ class Look:
         is_full = sizes.is_auto or size == rows
         number = -(-size // 2) if is_full and size > 1 else min(2 * size, rows)
         picked = _picked(rows, number)
-        try:
-            found = self._run(picked)
-        except Exception as error:
-            if not is_out_of_memory(error) or number < size or size == 1:
-                raise
-            release(error)
-            picked = _picked(rows, size // 2)
-            found = self._run(picked)
-        plan = plan_of(found, self._run(range(size)), len(picked), size)
+        plan = plan_of(self._run(picked), self._run(range(size)), number, size)
         if self._has_drawn and not self._can_evaluate(picked, plan):
             return plan
         is_mixed = self._has_graph and self._has_mixed_gradients(
@@ -350,18 +342,10 @@ class Look:
         own backward pass may mix rows that the forward pass keeps apart."""
         rows = self._arguments.rows
         num = min(rows, FEW, size)
-        try:
-            # Once more on other rows: a kink may lie where rounding differs.
-            return all(
-                self._is_mixed(plan, range(at, at + num)) for at in (0, rows - num)
-            )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            release(error)
-            return False
-        finally:
-            self._shadows.clear()
+        # Once more on other rows: a kink may lie where rounding differs.
+        found = [self._is_mixed(plan, range(at, at + num)) for at in (0, rows - num)]
+        self._shadows.clear()
+        return all(found)
 
     def _is_mixed(self, plan: Plan, rows: Sequence[int]) -> bool:
         arguments, shadows, num = self._arguments, self._shadows, len(rows)

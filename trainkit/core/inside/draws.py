@@ -24,11 +24,12 @@ class States:
     """
 
     def __init__(self, devices: Iterable[torch.device], *, of_host: bool) -> None:
-        self._on_cuda = [each for each in devices if each.type == "cuda"]
-        self._of_torch: list[Tensor] = [
-            torch.get_rng_state(),
-            *(torch.cuda.get_rng_state(each) for each in self._on_cuda),
-        ]
+        self._on_cuda: list[torch.device] = []
+        self._of_torch: list[Tensor] = [torch.get_rng_state()]
+        for each in devices:
+            if each.type == "cuda":
+                self._on_cuda.append(each)
+                self._of_torch.append(torch.cuda.get_rng_state(each))
         self._of_host = host_states() if of_host else None
 
     def put_back(self) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
+from operator import is_
 from typing import Any
 
 import torch
@@ -143,6 +144,8 @@ def read_arguments(
         fields, build = take_apart((args, kwargs), lambda path, _: path in columns)
         paths = [names.path(each.path) for each in fields]
     values = [each.value for each in fields]
+    if len(values) == len(args) and all(map(is_, values, args)):
+        build = _positional
     cut = [
         _length(value) == rows and not names.is_shared(path)
         for value, path in zip(values, paths, strict=True)
@@ -174,6 +177,11 @@ def _length(value: Any) -> int:
         is_dense = not value.is_nested and value.layout is torch.strided
         return value.shape[0] if is_dense and value.ndim else -1
     return len(value) if is_array(value) or is_list(value) else -1
+
+
+def _positional(values: Iterator[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call that has no nested and no named ones."""
+    return list(values), {}
 
 
 def _is_plain(value: Any) -> bool:

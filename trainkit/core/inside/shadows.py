@@ -50,14 +50,9 @@ class Shadows:
     def fit(self, parameters: Sequence[Tensor]) -> bool:
         """Whether they can stand for these parameters, as they are now."""
         return (
-            len(parameters) == len(self.parameters)
-            and all(
-                one is other and one.data_ptr() == shadow.data_ptr()
-                for one, other, shadow in zip(
-                    parameters, self.parameters, self.own, strict=True
-                )
-            )
-            and all(place.get(name) is own for place, name, own, _ in self._places)
+            [id(each) for each in parameters] == [id(each) for each in self.parameters]
+            and [x.data_ptr() for x in parameters] == [x.data_ptr() for x in self.own]
+            and all([place.get(name) is x for place, name, x, _ in self._places])
         )
 
     @contextlib.contextmanager
@@ -163,7 +158,8 @@ def leaves_of(outputs: Sequence[Any], *, refused: str = "") -> list[Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found.append(leaf)
-        waiting += [following for following, _ in node.next_functions]
+        for following, _ in node.next_functions:
+            waiting.append(following)
     return list({id(each): each for each in found}.values())
 
 

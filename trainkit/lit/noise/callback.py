@@ -60,8 +60,9 @@ class NoiseScale(OrderedCallback):
         every_n_steps: one window of so many is measured, which costs one norm of each
             gradient.
         if_impossible: `"raise"` an error where nothing can be measured (a window is one
-            micro-batch of one rank; parameters are sharded; there are several
-            optimizers, or terms of the loss), or `"say"` so in the table and train.
+            micro-batch of one rank, or cut inside; parameters are sharded; there are
+            several optimizers, or terms of the loss), or `"say"` so in the table and
+            train.
         advise: whether to print after training what the estimate means.
 
     Attributes:
