@@ -127,7 +127,7 @@ def by_hand(net: nn.Module, rows: Tensor, chunk: int) -> Step:
     return step
 
 
-def inner(net: nn.Module, rows: Tensor, chunk: int, keep: Any = "auto") -> Step:
+def inner(net: nn.Module, rows: Tensor, chunk: int, keep: int = 1) -> Step:
     Chunked(net, size=chunk, keep=keep)
     return whole(net, rows, chunk)
 
@@ -244,7 +244,7 @@ def measure_times(name: str, rounds: int) -> None:
 def measure_keep(name: str, rounds: int, chunk: int = 8) -> None:
     make, draw = NETS[name]
     net, rows = make(), draw(WINDOW)
-    kept = ["auto", 0, 1, 2, 4, 8, 16, WINDOW // chunk]
+    kept = [0, 1, 2, 4, 8, 16, WINDOW // chunk]
     reference = Contestant(plain, net, rows, chunk)
     found = {k: Contestant(inner, net, rows, chunk, k) for k in kept}
     race([reference, *found.values()], rounds)

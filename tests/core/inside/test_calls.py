@@ -23,8 +23,6 @@ from tests.core.inside.common import (
 )
 from trainkit import Chunked, TrainkitError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*leaves values in (seen),")
-
 X, LABELS = batch()
 
 
@@ -56,7 +54,7 @@ class Named(Net):
         return out if table is None else out @ table.T
 
 
-def exact(net: Any, size: int = 8, **arguments: Any) -> None:
+def exact(net: Any, size: int, shared: list[str], **arguments: Any) -> None:
     """A call has the whole batch's gradient, for its arguments too."""
     leaves = [v for v in arguments.values() if isinstance(v, Tensor) and v.is_leaf]
 
@@ -68,11 +66,11 @@ def exact(net: Any, size: int = 8, **arguments: Any) -> None:
         return [each.grad for each in every if each.grad is not None]
 
     wanted = gradients()
-    with Chunked(net, size=size):
+    with Chunked(net, size=size, shared=shared):
         net.seen = ()
         found = gradients()
         assert len(net.seen) > 2
-        assert max(net.seen) <= max(2 * size, 4)  # two chunks are compared at first
+        assert max(net.seen) <= max(2 * size, 4)  # so many are compared at first
     for one, other in zip(found, wanted, strict=True):
         assert off_by(one, other) <= EXACT
 
@@ -99,7 +97,13 @@ def leaf(*shape: int) -> Tensor:
     ids=lambda a: ",".join(f"{k}{list(getattr(v, 'shape', ()))}" for k, v in a.items()),
 )
 def test_arguments_with_and_without_rows(arguments: Any, size: int) -> None:
-    exact(twin(Named()), size, **arguments)
+    """A table or a mask as long as the batch has rows must be named."""
+    named = [name for name in ("table", "mask") if name in arguments]
+    exact(twin(Named()), size, named, **arguments)
+    for name in named:
+        if len(arguments[name]) == len(X):
+            with pytest.raises(TrainkitError, match=f"22 of x, {name}, .* in shared="):
+                exact(twin(Named()), size, [], **arguments)
 
 
 def test_a_table_cut_by_its_length_would_be_wrong() -> None:
@@ -141,12 +145,8 @@ def test_a_table_that_is_looked_up_is_given_whole(entries: int, highest: int) ->
     with Chunked(net, size=4, shared=["table"]):
         assert off_by(gradient(net, looked_up)[1], wanted) <= EXACT
         assert off_by(table.grad, of_table) <= EXACT  # type: ignore[arg-type]
-    with Chunked(net, size=4):
-        if entries == len(index):
-            assert off_by(gradient(net, looked_up)[1], wanted) <= EXACT
-        else:
-            with pytest.raises(TrainkitError, match="shared="):
-                gradient(net, looked_up)
+    with Chunked(net, size=4), pytest.raises(TrainkitError, match="shared="):
+        gradient(net, looked_up)
 
 
 def test_one_tensor_twice_and_nested_arguments() -> None:
@@ -199,12 +199,12 @@ def test_without_gradients_and_in_evaluation() -> None:
                 net.seen = ()
                 with mode():
                     assert off_by(net(X.clone()), wanted) <= EXACT
-                # A teacher in training mode runs in chunks, an evaluation as it is. Two
-                # chunks are compared at first.
+                # A teacher in training mode runs in chunks, an evaluation as it is. So
+                # many rows as two chunks have are compared at first.
                 assert max(net.seen) == 22 if not is_training else max(net.seen) <= 16
         net.seen = ()
         assert off_by(net.eval()(X), wanted) <= EXACT  # it may train so
-        assert max(net.seen) in (14, 15)  # two chunks are compared at first
+        assert max(net.seen) == 16
 
 
 def test_calls_with_other_numbers_of_rows_in_one_step() -> None:
@@ -295,21 +295,35 @@ class Listed(Net):
         return super().forward(x) * torch.tensor(found, dtype=x.dtype)[:, None]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("kind", [list, np.array])
-def test_values_of_rows_that_are_no_tensors_are_refused(
-    kind: Any, dropout: float
-) -> None:
-    """They are not cut, so that each chunk would take the first rows'."""
-    net = twin(Listed(dropout=dropout))
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_lists_with_one_value_for_each_row_are_cut(kind: Any) -> None:
+    net, numbers = twin(Listed()), kind(list(range(22)))
+
+    def listed(net: Any) -> Tensor:
+        return nt_xent(net(X, numbers), LABELS)
+
+    _, wanted = gradient(net, listed)
     with Chunked(net, size=4):
         for _ in range(3):
-            net(X, kind([3] * 22))  # as good as one value for all
-        with pytest.raises(TrainkitError, match="numbers has 22 entries"):
-            net(X, kind(list(range(22))))
-        with Chunked(Listed(), size=4, shared=["numbers"]) as other:
-            with pytest.raises(TrainkitError, match="place in the batch"):
-                other(X.float(), kind(list(range(22))))
+            assert off_by(gradient(net, listed)[1], wanted) <= EXACT
+    with Chunked(net, size=4, shared=["numbers"]):  # each chunk takes the first ones
+        with pytest.raises(TrainkitError, match="place among them"):
+            gradient(net, listed)
+
+
+def test_a_pair_of_numbers_is_no_list_of_two_rows() -> None:
+    class Sized(Net):
+        def forward(self, x: Tensor, size: tuple[int, int]) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * (size[0] - size[1])
+
+    net = twin(Sized())
+    with Chunked(net, size=1):
+        net(X, (3, 5))
+        net(X[:2], (3, 5))  # once it had another length than the rows
+    with Chunked(net, size=1), pytest.raises(TrainkitError, match="shared="):
+        net(X[:2], (3, 5))
+    with Chunked(net, size=1, shared=["size"]):
+        net(X[:2], (3, 5))
 
 
 class Detector(nn.Module):

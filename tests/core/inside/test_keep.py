@@ -17,8 +17,7 @@ from tests.core.inside.common import (
     off_by,
     twin,
 )
-from trainkit import Chunked, TrainkitError
-from trainkit.core.inside.keep import Keeper, checked_keep
+from trainkit import Chunked, MicroBatching, TrainkitError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*leaves values in (passes|rows),")
 
@@ -52,7 +51,7 @@ def passes(net: Any, step: Any) -> int:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("keep", [0, 1, 2, 6, 99, "1B", "64KB", "1GB", "auto"])
+@pytest.mark.parametrize("keep", [0, 1, 2, 6, 99])
 def test_gradient_is_equal_however_many_are_kept(keep: Any, dropout: float) -> None:
     net = twin(Counting(dropout))
 
@@ -68,71 +67,30 @@ def test_gradient_is_equal_however_many_are_kept(keep: Any, dropout: float) -> N
 
 @pytest.mark.parametrize(
     ("keep", "second"),
-    [(0, 12), (1, 10), (2, 8), (6, 0), (99, 0), ("1B", 12), ("1GB", 0), ("auto", 11)],
+    [(0, 12), (1, 10), (2, 8), (6, 0), (99, 0)],
 )
 def test_kept_chunks_run_once(keep: Any, second: int) -> None:
-    """Two calls of six chunks: `auto` keeps the last chunk of the last call."""
+    """Two calls of six chunks."""
     net = twin(Counting())
     with Chunked(net, size=4, keep=keep):
-        for _ in range(3):
-            gradient(net, two_views)
+        for _ in range(4):
+            gradient(net, two_views)  # calls 1, 2, 4 and 8 look at rows as well
         assert passes(net, two_views) == 12 + second
 
 
-def test_auto_finds_the_last_call_anew() -> None:
-    net = twin(Counting())
-
-    def with_teacher(net: Any) -> Tensor:
-        with torch.no_grad():
-            net(X)
-        student = net(X)
-        with torch.no_grad():
-            target = net(X.flip(1))
-        return nt_xent(student - target, LABELS)
-
-    with Chunked(net, size=4):
-        for _ in range(3):
-            gradient(net, two_views)
-        for _ in range(3):
-            gradient(net, step)
-        assert passes(net, step) == 6 + 5
-        gradient(net, two_views)
-        assert passes(net, two_views) == 12 + 11
-        gradient(net, with_teacher)
-        assert passes(net, with_teacher) == 18 + 5
-
-
-def test_auto_keeps_more_while_there_is_room() -> None:
-    room = {"bytes": 0}
-    net = twin(Counting())
-    cut = Chunked(net, size=4)
-    cut._cut.keeper = keeper = Keeper(room=lambda device: room["bytes"])
-    for _ in range(9):
-        gradient(net, step)
-    assert passes(net, step) == 6 + 5
-    size = 4 * keeper.row_bytes
-    assert size
-    room["bytes"] = 2 * size + 1
-    for _ in range(8):
-        gradient(net, step)  # the room is looked at seldom
-    room["bytes"] = 0
-    assert passes(net, step) == 6 + 3
-    room["bytes"] = -size
-    for _ in range(20):
-        gradient(net, step)
-    assert passes(net, step) == 6 + 4
-    cut.remove()
-
-
-def test_without_a_device_auto_keeps_one() -> None:
-    net = twin(Counting())
-    with Chunked(net, size=4):
-        for _ in range(20):
-            gradient(net, step)
-        assert passes(net, step) == 6 + 5
-
-
-@pytest.mark.parametrize("keep", ["two", "2 TB", "", -1, 1.5, True, None])
-def test_what_is_no_number_and_no_bytes_is_refused(keep: Any) -> None:
-    with pytest.raises(TrainkitError, match="keep"):
-        checked_keep(keep)
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        ("auto", "'auto' and bytes are no longer known: .* write keep=1"),
+        ("2GB", "'auto' and bytes are no longer known"),
+        (None, "a whole number, received None"),
+        (-1, "keep"),
+        (1.5, "keep"),
+        (True, "keep"),
+    ],
+)
+def test_what_is_no_number_is_refused(keep: Any, words: str) -> None:
+    with pytest.raises(TrainkitError, match=words):
+        Chunked(Net(), size=4, keep=keep)
+    with pytest.raises(TrainkitError, match=words):
+        MicroBatching(size=4, inside="net", keep=keep)

@@ -1,4 +1,4 @@
-"""Large gradients are added as they arrive; the sums are the same."""
+"""Gradients are added up where they arrive, and once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.benchmarks.live_bytes import LiveBytes
-from tests.core.inside.common import EXACT, NAIVE, Net, batch, gradient, nt_xent, off_by
+from tests.core.inside.common import EXACT, Net, batch, gradient, nt_xent, off_by
 from trainkit import Chunked
-from trainkit.core.inside import sums
-from trainkit.core.inside.sums import Sums
-from trainkit.errors import TrainkitError
+from trainkit.core.inside.shadows import Shadows
 
 X, LABELS = batch(24)
 WIDTH, LAYERS = 256, 6
-
-
-@pytest.fixture(autouse=True)
-def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "LARGE", 1)
 
 
 class Deep(nn.Module):
@@ -36,20 +29,29 @@ class Deep(nn.Module):
         return self.net(x)
 
 
-def peak(large: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The most bytes of a step, as a multiple of the parameters'."""
-    monkeypatch.setattr(sums, "LARGE", large)
+def peak(size: int | None) -> float:
+    """The most bytes of the second step, as a multiple of the parameters'."""
     net, rows = Deep(), torch.randn(16, WIDTH)
-    with Chunked(net, size=4, keep=0), LiveBytes() as live:
-        net(rows).square().mean().backward()
+    with Chunked(net, size=4, keep=0):
+        net(rows).square().mean().backward()  # which looks at rows as well
+        net(rows)
+        net.zero_grad()
+        with LiveBytes() as live:
+            if size is None:
+                net(rows).square().mean().backward()
+            else:  # the control: sums beside each chunk's gradients
+                sums = [torch.zeros_like(p) for p in net.parameters()]
+                for part in rows.split(size):
+                    loss = net(part).square().mean()
+                    found = torch.autograd.grad(loss, list(net.parameters()))
+                    for one, other in zip(sums, found, strict=True):
+                        one.add_(other)
     return live.peak / (4 * sum(p.numel() for p in net.parameters()))
 
 
-def test_there_is_never_a_second_gradient_of_all_parameters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert peak(1, monkeypatch) < 1.5
-    assert peak(10**9, monkeypatch) > 1.9  # the control
+def test_there_is_never_a_second_gradient_of_all_parameters() -> None:
+    assert peak(None) < 1.5
+    assert peak(4) > 1.9
 
 
 class Within(nn.Module):
@@ -70,32 +72,6 @@ class Within(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = [checkpoint(self.inner, row, use_reentrant=False) for row in x.split(1)]
         return torch.cat(rows)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mine", [True, False], ids=["ours alone", "any pass"])
-def test_a_pass_within_the_pass_is_left_alone(
-    mine: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not mine:
-        monkeypatch.setattr(sums, "backward_pass", lambda: 0)
-    torch.manual_seed(0)
-    net, x = Within().double(), X[:, :6]
-    _, wanted = gradient(net, lambda m: nt_xent(m(x), LABELS))
-    with Chunked(net, size=5):
-        if mine:
-            _, found = gradient(net, lambda m: nt_xent(m(x), LABELS))
-            assert off_by(found, wanted) <= EXACT
-        else:  # the control: another pass's gradient is taken for this one's
-            with pytest.raises(TrainkitError, match="is not the sum of"):
-                net(x)
-
-
-def test_a_cut_within_a_cut() -> None:
-    net = Net().double()
-    _, wanted = gradient(net, lambda m: nt_xent(m(X), LABELS))
-    with Chunked(net, size=7), Chunked(net.body, size=2):
-        _, found = gradient(net, lambda m: nt_xent(m(X), LABELS))
-    assert off_by(found, wanted) <= EXACT
 
 
 def test_a_parameter_that_is_an_output() -> None:
@@ -139,32 +115,24 @@ def test_memory_that_ends_within_a_chunk_leaves_no_share_of_it(
             # The head's gradient has arrived when the body's has no room.
             return self.head(Stops.apply(self.body(x)))  # type: ignore[no-any-return]
 
-    if not again:
-        monkeypatch.setattr(Sums, "is_torn", False)
     net = Hungry().double()
     _, wanted = gradient(net, lambda m: nt_xent(m(X), LABELS))
-    monkeypatch.setattr(Stops, "left", 2)
     with Chunked(net, keep=0):
-        _, found = gradient(net, lambda m: nt_xent(m(X), LABELS))
+        loss = nt_xent(net(X), LABELS)
+        if not again:
+            monkeypatch.setattr(Shadows, "clear", lambda _: None)
+        monkeypatch.setattr(Stops, "left", 2)
+        net.zero_grad()
+        loss.backward()
+        found = torch.cat([p.grad.flatten() for p in net.parameters()])  # type: ignore[union-attr]
     assert not Stops.left
     assert (off_by(found, wanted) <= EXACT) == again
 
 
-def test_gradients_of_one_tensor_for_two_parameters() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Parameter(torch.randn(3))
-            self.two = nn.Parameter(torch.randn(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x[:, :3] * (self.one + self.two)
-
-    net = Both().double()
-    _, wanted = gradient(net, lambda m: nt_xent(m(X), LABELS))
+def test_a_pass_within_the_pass_is_left_alone() -> None:
+    torch.manual_seed(0)
+    net, x = Within().double(), X[:, :6]
+    _, wanted = gradient(net, lambda m: nt_xent(m(x), LABELS))
     with Chunked(net, size=5):
-        _, found = gradient(net, lambda m: nt_xent(m(X), LABELS))
-    assert off_by(found, wanted) <= EXACT
-    with Chunked(net, size=5):
-        _, naive = gradient(net, lambda m: nt_xent(m(X[:5]), LABELS[:5]))
-    assert off_by(naive, wanted) > NAIVE
+        _, found = gradient(net, lambda m: nt_xent(m(x), LABELS))
+        assert off_by(found, wanted) <= EXACT

@@ -42,19 +42,6 @@ class Reader(nn.Module):
         return self.out(x), (x * weights).sum(1) / weights.sum(1)
 
 
-class Recurrent(nn.Module):
-    """It is told the lengths, and returns positions first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, 8)
-        self.cell = nn.GRU(8, VOCABULARY, batch_first=True)
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        return self.cell(self.embed(ids))[0].transpose(0, 1)
-
-
 def batch(*, is_left: bool = False, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, WIDTH // 2, (ROWS,), generator=generator)
@@ -89,7 +76,7 @@ def both(
 
 
 @pytest.mark.parametrize("size", [None, 3])
-@pytest.mark.parametrize("keep", ["auto", 0, 2])
+@pytest.mark.parametrize("keep", [0, 1, 2])
 def test_loss_over_real_positions_cannot_tell(keep: Any, size: int | None) -> None:
     net, data = Reader().double(), batch()
 
@@ -149,15 +136,6 @@ def test_inputs_with_a_gradient_get_it_in_their_place() -> None:
         assert off_by(found, wanted) <= EXACT
 
 
-def test_whole_numbers_tell_the_lengths() -> None:
-    net, data = Recurrent().double(), batch()
-
-    def step(net: Any) -> Tensor:
-        return token_loss(net(data["ids"], data["lengths"]).transpose(0, 1), data)
-
-    assert max(both(net, step, net, tokens=TOKENS, lengths="lengths")) <= EXACT
-
-
 def test_dropout_is_that_of_the_second_pass_too() -> None:
     """A finite difference sees the draws of the forward pass alone."""
     net, data = Reader(dropout=0.5).double(), batch()
@@ -211,21 +189,20 @@ def test_padding_on_the_left_needs_positions() -> None:
             net(data["ids"], data["mask"])
 
 
-def test_lengths_are_needed() -> None:
-    net, data = Recurrent().double(), batch()
+def test_a_mask_is_needed() -> None:
+    net, data = Reader().double(), batch()
+    with Chunked(net, tokens=TOKENS, lengths="mask"):
+        with pytest.raises(TrainkitError, match="Pass 'mask' by name"):
+            net(data["ids"], data["mask"])
     with Chunked(net, tokens=TOKENS):
-        with pytest.raises(TrainkitError, match="Pass 'attention_mask' by name"):
-            net(data["ids"], data["lengths"])
-    with Chunked(net, tokens=TOKENS, lengths="lengths"):
-        with pytest.raises(TrainkitError, match="14 lengths, received"):
-            net(data["ids"], data["lengths"][:3])
-        with pytest.raises(TrainkitError, match="is 25, and no argument of 14 rows"):
-            net(data["ids"], data["lengths"] + 1)
+        for given in (data["lengths"], data["mask"][:3]):
+            with pytest.raises(TrainkitError, match="a mask of 14 rows and their col"):
+                net(data["ids"], given)
 
 
 def test_lengths_without_a_budget_are_refused() -> None:
     with pytest.raises(TrainkitError, match="Add tokens="):
-        Chunked(Recurrent(), size=3, lengths="lengths")
+        Chunked(Reader(), size=3, lengths="lengths")
 
 
 def test_lengths_are_read_once_in_a_call() -> None:

@@ -21,7 +21,6 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked
-from trainkit.errors import TrainkitError
 
 X, LABELS = batch(16)
 
@@ -97,21 +96,3 @@ def test_a_module_that_cannot_evaluate() -> None:
     net = twin(Trains())
     with Chunked(net, size=4):
         gradient(net, step)
-
-
-@pytest.mark.parametrize("uses", [False, True])
-def test_names_of_rows_that_nothing_reads(uses: bool) -> None:
-    class Named(Net):
-        def forward(self, given: Any) -> Tensor:  # pyright: ignore
-            scales = [1 + len(x) * uses for x, _ in zip(given["name"], X, strict=False)]
-            x = given["x"]
-            return super().forward(x) * torch.tensor(scales[: len(x)])[:, None]
-
-    given = {"x": X, "name": ["a" * i for i in range(16)]}
-    net = twin(Named())
-    with Chunked(net, size=4):
-        if uses:
-            with pytest.raises(TrainkitError, match=r"name has 16 entries, as many"):
-                net(given)
-        else:
-            net(given)

@@ -245,7 +245,7 @@ class Wanders(nn.Module):
 
 
 def test_ways_that_depend_on_the_data() -> None:
-    with pytest.raises(TrainkitError, match="a row depends on the number"):
+    with pytest.raises(TrainkitError, match="or on how many there are"):
         fit(Images(Wanders()), _unproven(SPLIT), BatchNormGuard("exact"))
 
 

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import (
-    ExitStack,
-    contextmanager,
-    nullcontext,
-)
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import save_on_cpu
+from torch import Tensor, nn
 
-from trainkit.core._compat import without_gradient_hooks
-from trainkit.core.inside.checks import Strangers
+from trainkit.core.gradients import HALF
 from trainkit.core.inside.chunks import Chunk
-from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.draws import (
-    are_same,
-    put_back_on_host,
-    states_of_host,
-    torch_states,
-)
-from trainkit.core.inside.hints import noted
-from trainkit.core.inside.joined import Joined
+from trainkit.core.inside.closeness import are_close
+from trainkit.core.inside.cut import Cut, noted
+from trainkit.core.inside.draws import States
 from trainkit.core.inside.moment import Moment, version_of
-from trainkit.core.inside.rows import Plan, output_name
-from trainkit.core.inside.sharded import pulled, replaced_parameters
-from trainkit.core.inside.sums import Pieces, Sums
+from trainkit.core.inside.outputs import Joined, Plan
+from trainkit.core.inside.padding import PaddingCheck
+from trainkit.core.inside.rows import Arguments
+from trainkit.core.inside.shadows import Shadows, leaves_of, refuse_strangers
 from trainkit.core.nested import Build, take_apart
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
@@ -38,10 +28,11 @@ from trainkit.errors import TrainkitError
 
 @dataclass
 class Graph:
-    """A chunk that ran with a graph: where its gradients go to, and come from."""
+    """A chunk that ran with a graph: what it gives, and the arguments that train, by
+    their places."""
 
-    sources: list[Tensor]
     outputs: list[Any]
+    leaves: dict[int, Tensor]
 
 
 class Call:
@@ -49,46 +40,56 @@ class Call:
 
     Args:
         cut: what is called.
-        plan: which arguments have rows, and how outputs are joined.
-        values: the arguments.
-        num_rows: how many rows they have.
+        arguments: of the call.
+        plan: how outputs are joined.
+        chunks: in which the rows run; default: as the cut's sizes say.
+        width: how many columns there are, where chunks leave some out.
+        is_checked: whether its two passes are compared.
+        padding: checks that the loss uses none, where chunks leave out columns.
 
     Attributes:
-        num_rows: of the arguments.
-        values: None once autograd holds them.
+        values: the arguments; None once autograd holds them.
         moment: what the module was like.
-        trained: the indices of the arguments that get a gradient.
+        trained: the places of the arguments that get a gradient.
         build: makes the output of its leaves.
         differentiable: which leaves of the output have a gradient.
         leaves: of the output, as made in the forward pass.
     """
 
-    def __init__(self, cut: Cut, plan: Plan, values: list[Any], num_rows: int) -> None:
-        self._cut, self._plan, self.num_rows = cut, plan, num_rows
-        self.values: list[Any] | None = values
-        tensors = {i: v for i, v in enumerate(values) if isinstance(v, Tensor)}
-        self._devices = {each.device for each in tensors.values()}
-        apart = cut.shards.own if cut.shards is not None else ()
-        self.moment = Moment(cut.module, cut.name, self._devices, apart)
-        self.trained = [i for i, each in tensors.items() if each.requires_grad]
+    def __init__(
+        self,
+        cut: Cut,
+        arguments: Arguments,
+        plan: Plan,
+        *,
+        chunks: list[Chunk] | None = None,
+        width: int = 0,
+        is_checked: bool = False,
+        padding: PaddingCheck | None = None,
+    ) -> None:
+        self._padding = padding
+        self._cut, self._arguments, self._plan = cut, arguments, plan
+        self._given, self._width, self._is_checked = chunks, width, is_checked
+        self.values: list[Any] | None = arguments.values
+        self._devices = arguments.devices
+        self.moment = Moment(cut.module, cut.name, self._devices)
+        self.trained = [
+            i
+            for i, each in enumerate(arguments.values)
+            if isinstance(each, Tensor) and each.requires_grad
+        ]
         self.build: Build | None = None
         self.differentiable: list[bool] = []
+        self.leaves: list[Any] = []
         self._done: list[Chunk] = []
         self._kept: dict[Chunk, Graph] = {}
-        self._states: list[Tensor] = []
-        self._strangers = Strangers(cut.name)
-        self.leaves: list[Any] = []
-        trains = torch.is_grad_enabled() and self.trains
-        rows = min(num_rows, cut.sizes.limit or num_rows)
-        may_keep = trains and cut.shards is None
-        self._num_kept = cut.keeper.begin(self._devices, rows) if may_keep else 0
+        self._strangers: list[weakref.ref[Tensor]] = []
+        self._first: list[Any] | None = None
 
     @property
     def trains(self) -> bool:
         """Whether a parameter or an argument gets a gradient."""
-        shards = self._cut.shards
-        has_more = shards is not None and shards.trains
-        return bool(self.trained or self.moment.parameters or has_more)
+        return bool(self.trained or self.moment.parameters)
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -99,127 +100,114 @@ class Call:
             has_graph: whether the last chunks run with a graph, which shows what of the
                 output has a gradient.
         """
-        assert self.values is not None
-        draws = self._cut.draws
-        put_back, on_host = draws.keep(self._devices), states_of_host()
-        versions = self._versions()
-        leaves = self._chunks(has_graph=has_graph)
+        cut, versions = self._cut, self._versions()
+        begun, joined = States(self._devices, of_host=True), None
+        while joined is None:
+            try:
+                joined = self._run(has_graph=has_graph)
+            except Exception as error:
+                if not (is_out_of_memory(error) and self._halves()):
+                    raise
+                release(error)
+                begun.put_back()
+            if joined and not cut.draws_of_host and begun.has_host_moved():
+                # Its chunks did not keep the states of a generator that it draws from.
+                cut.draws_of_host, joined = True, None
+                begun.put_back()
+        cut.note(joined.differs)
         self.moment.check_state()
         if versions != self._versions():
             raise TrainkitError(
-                f"{self._cut.name}: its forward pass must not change its arguments in "
+                f"{cut.name}: its forward pass must not change its arguments in "
                 f"place, since it runs once more in the backward pass. Give it a "
                 f"clone(), or name a module within it."
             )
-        if draws.note(on_host):
-            # Its chunks did not keep the states of a generator that it now draws from.
-            put_back()
-            put_back_on_host(on_host)
-            return self.forward(has_graph=has_graph)
-        return leaves
-
-    def _chunks(self, *, has_graph: bool) -> list[Any]:
-        cut, waits = self._cut, self._cut.check.is_on
-        cut.check.read(cut.name)
-        joined = Joined(self._plan, self.num_rows, cut.name, cut.width, waits=waits)
-        waiting = cut.sizes.cut(0, self.num_rows)
-        self._done, self._kept, self.differentiable = [], {}, []
-        while waiting:
-            is_last = has_graph and len(waiting) <= max(self._num_kept, 1)
-            if is_last and not self._kept and torch.is_autocast_cache_enabled():
-                # It holds casted weights, without a graph if they were made without.
-                torch.clear_autocast_cache()
-            with nullcontext() if is_last else torch.no_grad():
-                self._forward(waiting, joined, has_graph=is_last)
-        self._states = torch_states(self._devices)
-        cut.check.differs = joined.differs
         return joined.values
+
+    def _run(self, *, has_graph: bool) -> Joined:
+        cut, values, rows = self._cut, self.values, self._arguments.rows
+        assert values is not None
+        joined = Joined(self._plan, rows, cut.name, self._width)
+        self._done = self._given or cut.sizes.cut(rows)
+        self._kept, self.differentiable, self._first = {}, [], None
+        without = len(self._done) - has_graph * max(cut.keep, 1)
+        for number, chunk in enumerate(self._done):
+            chunk.states = cut.states(self._devices)
+            if number >= without:
+                outputs = self._run_with_graph(chunk, values)
+            else:
+                with torch.no_grad():
+                    given = self._arguments.of(chunk, values)
+                    outputs = self._outputs(chunk, given)
+            if self._is_checked and not number and chunk not in self._kept:
+                self._first = [_copied(each) for each in outputs]
+            joined.add(chunk, outputs)
+        self._ended = cut.states(self._devices)
+        return joined
+
+    def _run_with_graph(self, chunk: Chunk, values: list[Any]) -> list[Any]:
+        if not self._kept and torch.is_autocast_cache_enabled():
+            # It holds casted weights, without a graph if they were made without.
+            torch.clear_autocast_cache()
+        with self.shadows.in_place():
+            graph = self._graph(chunk, values)
+            self._look_for_strangers(graph)
+            if self._strangers and not self.trains:
+                chunk.states.put_back()
+                self._look_for_strangers(self._graph(chunk, values))
+        have = [_has_gradient(each) for each in graph.outputs]
+        before = self.differentiable or [False] * len(have)
+        self.differentiable = [a or b for a, b in zip(before, have, strict=True)]
+        if self._cut.keep:
+            self._kept[chunk] = graph
+        return graph.outputs
+
+    @cached_property
+    def shadows(self) -> Shadows:
+        """What stands for the parameters that train."""
+        return self._cut.shadows(self.moment.parameters)
 
     def _versions(self) -> list[int]:
         return [version_of(x) for x in self.values or () if isinstance(x, Tensor)]
 
-    def _forward(
-        self, waiting: list[Chunk], joined: Joined, *, has_graph: bool
-    ) -> None:
-        """Run the first chunk that waits. Where memory runs out, cut all finer."""
-        cut, values, chunk = self._cut, self.values, waiting[0]
-        assert values is not None
-        chunk.states = torch_states(self._devices)
-        chunk.put_back = cut.draws.keep(self._devices, chunk.states)
-        try:
-            if has_graph:
-                graph = self._graph(chunk, values)
-                outputs = graph.outputs
-            else:
-                arguments = self._taken(chunk, values)
-                graph, outputs = None, self._outputs(chunk, arguments)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if cut.keeper.failed():
-                self._num_kept = min(self._num_kept, 1)
-            elif cut.sizes.is_auto and chunk.num_rows > 1:
-                cut.sizes.failed(chunk.num_rows)
-            else:
-                raise
-            graph = None
-            release(error)
-            # All again: a chunk that has drawn cannot be cut in the backward pass.
-            [*self._done, chunk][0].put_back()
-            self._done, self._kept = [], {}
-            waiting[:] = cut.sizes.cut(0, self.num_rows)
-            return
-        joined.add(chunk, outputs)
-        self._done.append(waiting.pop(0))
-        if graph is None:
-            cut.check.ran(chunk, outputs)
-            return
-        self._look_for_strangers(graph)
-        if not self.trains and any(map(_has_gradient, outputs)):
-            chunk.put_back()
-            self._strangers.look(self._graph(chunk, values).outputs, ())
-        have = map(_has_gradient, outputs)
-        before = self.differentiable or [False] * len(outputs)
-        self.differentiable = [a or b for a, b in zip(before, have, strict=True)]
-        if self._num_kept:
-            self._kept[chunk] = graph
-        else:
-            cut.check.ran(chunk, outputs)
+    def _halves(self) -> bool:
+        return self._given is None and self._cut.sizes.halve(self._arguments.rows)
 
-    def _look_for_strangers(self, graph: Graph) -> None:
-        if self._cut.shards is not None:
-            return  # whose weights are other tensors in each pass
-        self._strangers.look(graph.outputs, graph.sources)
-
-    def _taken(self, chunk: Chunk, values: Sequence[Any]) -> list[Any]:
-        plan = self._plan
-        each = zip(values, plan.multiples, plan.columns, strict=True)
-        return [chunk.part(v, 0, m, c) if m or c else v for v, m, c in each]
-
-    def _outputs(self, chunk: Chunk, arguments: list[Any]) -> list[Any]:
-        rows = f"rows {chunk.start} to {chunk.stop - 1} of {self.num_rows}"
+    def _outputs(self, chunk: Chunk, given: list[Any]) -> list[Any]:
+        rows = f"rows {chunk.start} to {chunk.stop - 1} of {self._arguments.rows}"
         note = f"trainkit | {self._cut.name}: raised while it ran on {rows}"
         with noted(note), self._cut.around(self, chunk):
-            fields, build = take_apart(self._cut.run(arguments))
+            fields, build = take_apart(self._cut.run(self._arguments, given))
         self.build = self.build or build  # it holds outputs: the first have no graph
         return [field.value for field in fields]
 
     def _graph(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
         """Run a chunk with a graph that begins at its own arguments."""
-        arguments = self._taken(chunk, values)
+        given = self._arguments.of(chunk, values)
         for index in self.trained:
-            arguments[index] = arguments[index].detach().requires_grad_()
-        parameters, cut = self.moment.parameters, self._cut
-        with ExitStack() as stack:
-            if cut.shards is not None:
-                shadows = [each.detach().requires_grad_() for each in parameters]
-                others = list(zip(parameters, shadows, strict=True))
-                stack.enter_context(replaced_parameters(cut.module, others))
-                parameters = shadows
-            stack.enter_context(torch.enable_grad())
-            outputs = self._outputs(chunk, arguments)
-        sources = [*parameters, *(arguments[index] for index in self.trained)]
-        return Graph(sources, outputs)
+            given[index] = given[index].detach().requires_grad_()
+        leaves = {index: given[index] for index in self.trained}
+        with torch.enable_grad():
+            return Graph(self._outputs(chunk, given), leaves)
+
+    def _look_for_strangers(self, graph: Graph) -> None:
+        """Refuse tensors that train, and are neither parameters nor arguments.
+
+        A leaf that is made anew in each run is no such thing, as that of transformers'
+        `enable_input_require_grads`.
+        """
+        known = {id(each) for each in (*self.shadows.own, *graph.leaves.values())}
+        found = [each for each in leaves_of(graph.outputs) if id(each) not in known]
+        before = [each() for each in self._strangers]
+        refuse_strangers(
+            [
+                each
+                for each in found
+                if isinstance(each, nn.Parameter) or any(each is x for x in before)
+            ],
+            self._cut.name,
+        )
+        self._strangers = [weakref.ref(each) for each in found]
 
     # ---- backward --------------------------------------------------------------------
 
@@ -234,33 +222,42 @@ class Call:
         """
         self._refuse_graph()
         self.moment.check_weights()
-        self._cut.keeper.passed()
-        num, plan = len(self.moment.parameters), self._plan
-        sums, pieces = self._empty(values)
-        if self._cut.padding is not None:
-            self._cut.padding.look(gradients, plan, self._done, self._cut.name)
-        self._now = self._cut.draws.keep(self._devices)
+        cut, shadows = self._cut, self.shadows
+        if self._padding is not None:
+            self._padding.look(gradients, self._plan, self._done, cut.name)
+        now, pieces = cut.states(self._devices), Pieces(values, self._arguments)
         kept, self._kept = self._kept, {}
-        # The last comes first: its graph may be kept, and the order is always the same.
-        waiting = self._done[::-1]
         try:
-            with self.moment.again():
+            with self.moment.again(), shadows.in_place():
+                shadows.clear()
+                # The last comes first: its graph may be kept.
+                waiting = self._done[::-1]
                 while waiting:
                     graph = kept.pop(waiting[0], None)
-                    with self._chunk_of_shards(is_last=len(waiting) == 1):
-                        found = self._backward(waiting, graph, values, gradients, sums)
-                    if found is None and sums.is_torn:
-                        sums, pieces = self._empty(values)
+                    try:
+                        graph = graph or self._again(waiting[0], values)
+                        now.put_back()
+                        self._pull(waiting[0], graph, gradients)
+                        pieces.add(
+                            waiting[0], {i: x.grad for i, x in graph.leaves.items()}
+                        )
+                        waiting.pop(0)
+                        now = cut.states(self._devices)
+                    except Exception as error:
+                        if not (is_out_of_memory(error) and self._may_begin_again()):
+                            raise
+                        graph = None
+                        release(error)
+                        kept.clear()
+                        shadows.clear()
+                        pieces = Pieces(values, self._arguments)
                         waiting = self._done[::-1]
-                    elif found is not None:
-                        chunk = waiting.pop(0)
-                        sums.add(found[:num], chunk.num_rows)
-                        pieces.add(chunk, found[num:])
-                        del found  # not beside the next chunk's graph
+                    graph = None  # not beside the next one
+                found = shadows.gradients()
         finally:
-            self._now()
-        self._cut.check.passed()
-        return [*sums.results(), *pieces.results()]
+            shadows.clear()
+            now.put_back()
+        return [*found, *pieces.gradients(self.trained)]
 
     def _refuse_graph(self) -> None:
         if torch.is_grad_enabled():
@@ -270,117 +267,104 @@ class Call:
                 f"module to cut, or leave out the gradient penalty."
             )
 
-    def _empty(self, values: Sequence[Any]) -> tuple[Sums, Pieces]:
-        """The gradients of no chunk yet."""
-        plan, at = self._plan, self.trained
-        rows = [(values[i], plan.multiples[i]) for i in at]
-        shares = self._cut.shares(self.num_rows)
-        return Sums(self.moment.parameters, shares), Pieces(
-            rows, [plan.columns[i] for i in at]
-        )
+    def _again(self, chunk: Chunk, values: Sequence[Any]) -> Graph:
+        chunk.states.put_back()
+        graph = self._graph(chunk, values)
+        if self._strangers:
+            self._look_for_strangers(graph)
+        if self._first is None or chunk.start:
+            return graph
+        before, self._first = self._first, None
+        for one, other in zip(before, graph.outputs, strict=True):
+            if isinstance(one, Tensor) and not are_close(one, other):
+                raise TrainkitError(
+                    f"{self._cut.name}: a chunk of rows gives other outputs when it "
+                    f"runs again in the backward pass. Its forward must not change "
+                    f"anything that it depends on, and must not draw from a generator "
+                    f"of its own. Name a module within it that does not."
+                )
+        return graph
 
-    def _backward(
-        self,
-        waiting: list[Chunk],
-        graph: Graph | None,
-        values: Sequence[Any],
-        gradients: Sequence[Tensor | None],
-        sums: Sums,
-    ) -> Sequence[Tensor | None] | None:
-        """The gradients of the first chunk that waits; None if it was cut finer."""
-        chunk = waiting[0]
-        try:
-            if graph is None:
-                chunk.put_back()
-                with save_on_cpu() if chunk.is_on_host else nullcontext():
-                    graph = self._graph(chunk, values)
-                self._cut.check.ran_again(chunk, graph.outputs, self._cut.name)
-                self._look_for_strangers(graph)
-            return self._pulled(chunk, graph, gradients, sums)
-        except Exception as error:
-            sizes = self._cut.sizes
-            self._cut.keeper.failed()
-            if not sizes.is_auto or not is_out_of_memory(error) or chunk.is_on_host:
-                raise
-            graph = None
-            release(error)
-            if chunk.num_rows > 1:
-                sizes.failed(chunk.num_rows)
-            if chunk.num_rows == 1 or self._has_drawn(chunk):
-                chunk.is_on_host = True  # halves would draw otherwise
-                return None
-            halves = sizes.cut(chunk.start, chunk.stop)
-            for half in halves:
-                half.put_back, half.states = chunk.put_back, chunk.states
-            waiting[:1] = halves[::-1]
-            at = self._done.index(chunk)
-            self._done[at : at + 1] = halves
-            return None
+    def _may_begin_again(self) -> bool:
+        """Whether the rows can run in smaller chunks. Those that drew would draw
+        otherwise than in the forward pass."""
+        first = self._done[0].states
+        if not first.are(self._ended) or not self._halves():
+            return False
+        self._first, self._done = None, self._cut.sizes.cut(self._arguments.rows)
+        for chunk in self._done:
+            chunk.states = first
+        return True
 
-    def _chunk_of_shards(self, *, is_last: bool) -> Any:
-        shards = self._cut.shards
-        return nullcontext() if shards is None else shards.chunk(is_last=is_last)
-
-    def _has_drawn(self, chunk: Chunk) -> bool:
-        """Whether a chunk drew random numbers in its forward pass."""
-        draws, following = self._cut.draws, self._done.index(chunk) + 1
-        is_last = following == len(self._done)
-        after = self._states if is_last else self._done[following].states
-        return draws.of_host or bool(draws.own) or not are_same(chunk.states, after)
-
-    def _pulled(
-        self,
-        chunk: Chunk,
-        graph: Graph,
-        gradients: Sequence[Tensor | None],
-        sums: Sums,
-    ) -> Sequence[Tensor | None]:
-        """The gradients of a chunk's sources."""
+    def _pull(
+        self, chunk: Chunk, graph: Graph, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Run the backward pass of a chunk."""
         outputs, given = [], []
         for index, output in enumerate(graph.outputs):
             if not _has_gradient(output):
                 continue
             if not self.differentiable[index]:
                 raise TrainkitError(
-                    f"{self._cut.name}: {output_name(self._plan.paths[index])} has a "
-                    f"gradient in some chunks of rows and none in others. Name a "
-                    f"module within it, or around it."
+                    f"{self._cut.name}: {self._plan[index].name} has a gradient in "
+                    f"some chunks of rows and none in others. Name a module within "
+                    f"it, or around it."
                 )
             gradient = self._part(chunk, index, gradients[index])
             if gradient is not None:
                 outputs.append(output)
                 given.append(gradient)
-        if not outputs:
-            return [None] * len(graph.sources)
-        if self._cut.shards is not None:
-            return pulled(outputs, given, graph.sources)
-        # Hooks on a gradient are for the sum, not for each chunk's share.
-        hooked = [each for each in self.moment.parameters if each._backward_hooks]
-        with (
-            self._draws_follow(),
-            without_gradient_hooks(hooked),
-            sums.arriving(outputs, graph.sources),
-        ):
-            return torch.autograd.grad(outputs, graph.sources, given, allow_unused=True)
+        if outputs:
+            torch.autograd.backward(outputs, given)
 
     def _part(self, chunk: Chunk, index: int, gradient: Tensor | None) -> Tensor | None:
         """A chunk's part of the gradient of a leaf of the output."""
-        joint = self._plan.joints[index]
+        joint = self._plan[index]
         if joint.dim is not None and gradient is not None:
             return chunk.part(gradient, joint.dim, joint.multiple, joint.padded)
         # A value that all chunks share is the last one's.
-        return gradient if chunk.stop == self.num_rows else None
+        return gradient if chunk.stop == self._arguments.rows else None
 
-    @contextmanager
-    def _draws_follow(self) -> Iterator[None]:
-        """What backward passes draw follows on what the one before has drawn."""
-        draws = self._cut.draws
-        if draws.of_backward:
-            self._now()
-        yield
-        if draws.of_backward:
-            self._now = draws.keep(self._devices)
+
+class Pieces:
+    """The gradients of arguments: a chunk writes its rows, or adds its share.
+
+    Args:
+        values: of the arguments.
+        arguments: of the call.
+    """
+
+    def __init__(self, values: Sequence[Any], arguments: Arguments) -> None:
+        self._values, self._arguments = values, arguments
+        self._found: dict[int, Tensor] = {}
+
+    def add(self, chunk: Chunk, gradients: dict[int, Tensor | None]) -> None:
+        """Take the gradients of a chunk's arguments; None for those it did not use."""
+        arguments = self._arguments
+        for index, gradient in gradients.items():
+            if gradient is None:
+                continue
+            value, is_cut = self._values[index], arguments.cut[index]
+            if index not in self._found:
+                wide = value.dtype in HALF and not is_cut
+                self._found[index] = torch.zeros_like(
+                    value, dtype=torch.float32 if wide else value.dtype
+                )
+            padded = arguments.padded[index] if arguments.padded else ()
+            own = chunk.part(self._found[index], 0 if is_cut else None, 1, padded)
+            own.add_(gradient)
+
+    def gradients(self, trained: Sequence[int]) -> list[Tensor | None]:
+        """The gradient of each argument that trains; None where nothing came."""
+        return [
+            self._found[i].to(self._values[i].dtype) if i in self._found else None
+            for i in trained
+        ]
 
 
 def _has_gradient(output: Any) -> bool:
     return isinstance(output, Tensor) and output.requires_grad
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

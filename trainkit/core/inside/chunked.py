@@ -10,7 +10,6 @@ from torch import nn
 from trainkit.core.in_place_of import InPlaceOf
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
-from trainkit.core.inside.keep import Keep, Keeper
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.nested import Path
 from trainkit.core.plan.options import check_whole_number
@@ -31,11 +30,12 @@ class Chunked(InPlaceOf):
 
     Forward hooks on the module run once; those on modules within it run for each chunk,
     and again in the backward pass. The `use_cache` of a model of transformers is off
-    while it runs in chunks: pass `use_cache=True` and it is refused. Lists of samples
-    are not cut: every chunk gets the whole list.
+    while it runs in chunks: pass `use_cache=True` and it is refused. Lists of
+    tensors are not cut: every chunk gets the whole list.
 
     This object has the module's parameters under their own names, and can be called in
-    its place.
+    its place. The first tensor among the arguments tells how many rows there are: what
+    is as long is cut, unless `shared` names it.
 
     Args:
         module: whose rows do not see each other.
@@ -43,11 +43,9 @@ class Chunked(InPlaceOf):
         tokens: the most tokens in a chunk. Rows of like length then run together,
             without the columns that are padding in all of them. The outputs are 0
             there, and the loss must give padding no weight.
-        lengths: the name of the argument that tells rows from padding: whole numbers,
-            or a mask, in which 1 or True marks tokens (padding, if its name ends in
-            `key_padding_mask`); default: `"attention_mask"`.
-        keep: how many chunks keep their graph and need no second pass: a number, the
-            bytes that they may take (`"2GB"`), or `"auto"`.
+        lengths: the name of the argument that tells rows from padding: a mask, in which
+            1 or True marks tokens; default: `"attention_mask"`.
+        keep: how many chunks of a call keep their graph and need no second pass.
         shared: names of the arguments that every chunk gets whole.
     """
 
@@ -58,7 +56,7 @@ class Chunked(InPlaceOf):
         size: int | None = None,
         tokens: int | None = None,
         lengths: str | None = None,
-        keep: Keep = "auto",
+        keep: int = 1,
         shared: Sequence[Path] = (),
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -76,9 +74,7 @@ class Chunked(InPlaceOf):
             )
         super().__init__(module)
         by_tokens = None if tokens is None else ByTokens(tokens, lengths, size)
-        self._cut = ChunkedForward(
-            module, name, Sizes(size), Keeper(keep), shared, by_tokens
-        )
+        self._cut = ChunkedForward(module, name, Sizes(size), keep, shared, by_tokens)
         self._cut.install()
 
     def remove(self) -> None:

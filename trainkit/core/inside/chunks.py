@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.partition import even_runs
+from trainkit.errors import TrainkitError
+
+Span = tuple[int, int]
 
 
 @dataclass(eq=False)
@@ -17,18 +21,14 @@ class Chunk:
     Attributes:
         start: the first row.
         stop: the row behind the last.
-        put_back: restores the random states that it began with.
-        states: those states of torch's generators.
-        is_on_host: whether its second pass keeps its graph in the host's memory.
         columns: the first that it keeps, and that behind the last; None for all.
+        states: the random states that it began with.
     """
 
     start: int
     stop: int
-    put_back: Callable[[], None] = field(default=lambda: None, repr=False)
-    states: list[Tensor] = field(default_factory=list, repr=False)
-    is_on_host: bool = False
-    columns: tuple[int, int] | None = None
+    columns: Span | None = None
+    states: Any = field(default=None, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -37,25 +37,24 @@ class Chunk:
     def part(
         self,
         whole: Tensor,
-        dim: int,
-        multiple: int,
-        padded: int | Sequence[int] | None = None,
+        dim: int | None,
+        multiple: int = 1,
+        padded: tuple[int, ...] = (),
     ) -> Tensor:
-        """A view of its rows of an argument or an output, or of their gradient.
+        """A view of its rows of a tensor.
 
         Args:
             whole: of all rows.
-            dim: the dimension of the rows.
-            multiple: how many entries of it belong to a row; 0 if all rows share it.
-            padded: the dimensions of columns that are to be cut.
+            dim: the dimension of the rows; None for a tensor that has no rows.
+            multiple: how many entries of that dimension belong to a row.
+            padded: the dimensions of columns, of which it keeps its own.
         """
-        if multiple:
+        if dim is not None:
             whole = whole.narrow(dim, self.start * multiple, self.num_rows * multiple)
-        if padded is None or self.columns is None:
-            return whole
-        first, behind = self.columns
-        for each in (padded,) if isinstance(padded, int) else padded:
-            whole = whole.narrow(each, first, behind - first)
+        if self.columns is not None:
+            first, behind = self.columns
+            for each in padded:
+                whole = whole.narrow(each, first, behind - first)
         return whole
 
 
@@ -64,23 +63,37 @@ class Sizes:
 
     Args:
         size: the most rows; None: as many as fit.
-        start: the first size tried, if it is to be found; default: all rows.
 
     Attributes:
         limit: the most rows at present; None for all.
-        is_auto: whether memory errors are answered by finer chunks.
+        is_auto: whether memory errors are answered by smaller chunks.
     """
 
-    def __init__(self, size: int | None = None, *, start: int | None = None) -> None:
+    def __init__(self, size: int | None = None) -> None:
         self.is_auto = size is None
-        self.limit = size or start
+        self.limit = size
 
-    def cut(self, start: int, stop: int) -> list[Chunk]:
-        """Rows in order, in as few chunks as the limit allows, of like size."""
-        rows = stop - start
-        runs = even_runs(rows, -(-rows // (self.limit or max(rows, 1)))) if rows else []
-        return [Chunk(start + first, start + behind) for first, behind in runs]
+    def cut(self, num_rows: int) -> list[Chunk]:
+        """All rows in order, in as few chunks as the limit allows, of like size."""
+        num = -(-num_rows // (self.limit or num_rows))
+        return [Chunk(*run) for run in even_runs(num_rows, num)]
 
-    def failed(self, rows: int) -> None:
-        """Memory ran out with a chunk of so many rows."""
-        self.limit = max(1, rows // 2)
+    def halve(self, num_rows: int) -> bool:
+        """Memory ran out for so many rows. Returns whether chunks can be smaller."""
+        most = max(each.num_rows for each in self.cut(num_rows))
+        if not self.is_auto or most == 1:
+            return False
+        self.limit = most // 2
+        return True
+
+
+def checked_keep(keep: Any) -> int:
+    """A number of chunks; refuses all else."""
+    if isinstance(keep, str) or keep is None:
+        raise TrainkitError(
+            f"keep: must be how many chunks of a call keep their graph, a whole "
+            f"number, received {keep!r}. 'auto' and bytes are no longer known: leave "
+            f"it out, or write keep=1."
+        )
+    check_whole_number("keep", keep, least=0)
+    return keep

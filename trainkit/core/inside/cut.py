@@ -1,21 +1,22 @@
-"""What all calls of a module that is cut have in common."""
+"""A module that is cut, as each of its calls knows it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trainkit.core.inside.checks import Check
-from trainkit.core.inside.chunks import Chunk, Sizes
-from trainkit.core.inside.draws import Draws
-from trainkit.core.inside.keep import Keeper
-from trainkit.core.inside.padding import PaddingCheck
-from trainkit.core.inside.sharded import Shards
-from trainkit.core.inside.sums import Shares
+from trainkit.core.inside.chunks import Chunk, Sizes, checked_keep
+from trainkit.core.inside.draws import States
+from trainkit.core.inside.outputs import Plan
+from trainkit.core.inside.rows import Arguments, without_cache
+from trainkit.core.inside.shadows import Shadows
+from trainkit.core.nested import Field, take_apart
+from trainkit.errors import TrainkitError
 
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
 
@@ -32,45 +33,93 @@ class Coupling(Protocol):
         """A context in which the rows of a module do not see each other."""
         ...
 
-    def call(self, cut: Cut, plan: Any, values: list[Any], num_rows: int) -> Any:
+    def call(self, cut: Cut, arguments: Arguments, plan: Plan) -> Any:
         """A call whose chunks see each other; it has the methods of `Call`."""
         ...
 
 
-def no_shares(num_rows: int) -> None:
-    """Nothing looks at the chunks of a call."""
+def nothing_around(call: Any, chunk: Any) -> AbstractContextManager[None]:
+    """The context of a chunk that nobody looks at."""
+    return contextlib.nullcontext()
 
 
-@dataclass(frozen=True)
 class Cut:
-    """A module that is cut, as each of its calls knows it.
+    """What all calls of a module that is cut have in common.
 
-    Attributes:
+    Args:
         module: whose forward runs in chunks.
-        run: that forward, on a list of arguments.
         name: of the module, for messages.
         sizes: how large a chunk may be.
-        draws: keeps random states.
-        check: of the first calls.
-        keeper: says how many chunks keep their graph.
-        around: a context for each run of a chunk of a call.
-        shares: what looks at the chunks of a call of so many rows, or None.
-        shards: what FSDP2 shards within the module.
-        padding: checks that the loss uses none, where chunks leave out columns.
-        width: how many columns there are.
-        turning: what holds something of the chunk under way, where chunks take turns.
+        keep: how many chunks keep their graph until the backward pass.
+
+    Attributes:
+        around: makes a context for each run of a chunk of a call; the chunk is None
+            where rows are only looked at.
+        draws_of_host: whether the module draws from NumPy's or Python's generator.
+        differs: whether chunks gave other values of an output without rows, as far as
+            nobody has waited for the device that knows it.
     """
 
-    module: nn.Module
-    run: Callable[[list[Any]], Any]
-    name: str
-    sizes: Sizes
-    draws: Draws
-    check: Check
-    keeper: Keeper
-    around: Around
-    shares: Callable[[int], Shares | None] = no_shares
-    shards: Shards | None = None
-    padding: PaddingCheck | None = None
-    width: int = 0
-    turning: Sequence[Any] = ()
+    def __init__(
+        self, module: nn.Module, name: str, sizes: Sizes, keep: int = 1
+    ) -> None:
+        self.module, self.name, self.sizes = module, name, sizes
+        self.keep = checked_keep(keep)
+        self.around: Around = nothing_around
+        self.draws_of_host = False
+        self.differs: Tensor | None = None
+        self._shadows: Shadows | None = None
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self.module.forward
+
+    def run(self, arguments: Arguments, values: Sequence[Any]) -> Any:
+        """The output of the module's own forward.
+
+        Args:
+            arguments: of a call.
+            values: other values in place of its own.
+        """
+        positional, named = arguments.build(iter(values))
+        with without_cache(self.module):
+            return self.original(*positional, **named)
+
+    def fields(
+        self, call: Any, chunk: Chunk | None, arguments: Arguments, values: Any
+    ) -> list[Field]:
+        """The parts of that output, in the context of a chunk."""
+        with self.around(call, chunk):
+            return take_apart(self.run(arguments, values))[0]
+
+    def states(self, devices: Collection[torch.device]) -> States:
+        """The random states of now."""
+        return States(devices, of_host=self.draws_of_host)
+
+    def shadows(self, parameters: Sequence[Tensor]) -> Shadows:
+        """What stands for the parameters that train."""
+        if self._shadows is None or not self._shadows.fit(parameters):
+            self._shadows = Shadows(self.module, parameters)
+        return self._shadows
+
+    def note(self, differs: Tensor | None) -> None:
+        """Refuse what the call before this one has found on a device."""
+        before, self.differs = self.differs, differs
+        if before is not None and before:
+            self.differs = None
+            raise TrainkitError(
+                f"{self.name}: an output that has no rows must be the same for all "
+                f"chunks, and in the call before this one it was not. Name a module "
+                f"within it, or around it."
+            )
+
+
+@contextlib.contextmanager
+def noted(text: str) -> Iterator[None]:
+    """An error that is raised meanwhile gets a note, where Python knows notes."""
+    try:
+        yield
+    except Exception as error:
+        getattr(error, "add_note", lambda _: None)(text)
+        raise

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -15,35 +12,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
-from trainkit.core.batch_norm.layers import normalising_by_batch
-from trainkit.core.inside.arguments import (
-    Arguments,
-    Names,
-    Watched,
-    refuse_layouts,
-)
+from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.inside.call import Call
-from trainkit.core.inside.checks import Check
+from trainkit.core.inside.check import Checks
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Around, Coupling, Cut, no_shares
-from trainkit.core.inside.draws import Draws
-from trainkit.core.inside.keep import Keeper
-from trainkit.core.inside.padding import PaddingCheck
-from trainkit.core.inside.plans import Plans, refusing
-from trainkit.core.inside.rows import Plan, num_rows
+from trainkit.core.inside.cut import Coupling, Cut, nothing_around
+from trainkit.core.inside.rows import Arguments, Names, read_arguments
 from trainkit.core.inside.run import run_in_chunks
-from trainkit.core.inside.sharded import (
-    FixedNumber,
-    Shards,
-    shards_within,
-)
-from trainkit.core.inside.sums import Shares
-from trainkit.core.inside.tokens import Blocks, ByTokens
-from trainkit.core.nested import Path, take_apart
+from trainkit.core.inside.tokens import ByTokens
+from trainkit.core.nested import Path
 from trainkit.errors import TrainkitError
 
 
-class ChunkedForward:
+class ChunkedForward(Cut):
     """A module's forward, in chunks of rows; it stands on the instance.
 
     It is an object, not a function: a copy of the module then has a copy of it, which
@@ -53,16 +34,12 @@ class ChunkedForward:
         module: whose forward is replaced.
         name: of the module, for messages.
         sizes: how large a chunk may be.
-        keeper: how many chunks keep their graph.
+        keep: how many chunks keep their graph until the backward pass.
         shared: paths of the arguments that every chunk gets whole.
         by_tokens: cuts by the lengths of rows.
 
     Attributes:
-        around: makes a context for each run of a chunk, and of the rows of a probe.
-        shares: makes what looks at the chunks of a call of so many rows.
         coupling: lets rows see each other where layers of the module need it.
-        turning: what holds something of the chunk under way, while draws are measured.
-        is_off: whether the module runs uncut for a while.
         was_called: whether it was called to train.
         was_cut: whether a call ran in chunks.
         most_rows: that a call had.
@@ -74,26 +51,20 @@ class ChunkedForward:
         module: nn.Module,
         name: str,
         sizes: Sizes,
-        keeper: Keeper,
+        keep: int = 1,
         shared: Sequence[Path] = (),
         by_tokens: ByTokens | None = None,
     ) -> None:
-        self.module, self.name = module, name
-        self.sizes, self.keeper = sizes, keeper
-        self.around: Around = _nothing
-        self.shares: Callable[[int], Shares | None] = no_shares
-        self.coupling: Coupling | None = None
-        self.turning: Sequence[Any] = ()
-        self.is_off = self.was_called = self.was_cut = False
-        self.most_rows, self.is_copy = 0, False
         _remove_copied(module)
-        self._shared = {str(path) for path in shared}
         self._before = vars(module).get("forward")
-        self._names = Names(self._original())
-        self._names.check(self._shared, name)
-        self._draws, self._check = Draws(), Check()
-        self.by_tokens, self._padding = by_tokens, PaddingCheck()
-        self._plans = Plans(module, name, self._draws)
+        super().__init__(module, name, sizes, keep)
+        self.coupling: Coupling | None = None
+        self.was_called = self.was_cut = self.is_copy = False
+        self.most_rows = 0
+        self.by_tokens = by_tokens
+        self._shared = {str(path) for path in shared}
+        self._names = Names(self.original, self._shared, name)
+        self._checks = Checks(self)
 
     def install(self) -> None:
         """Take the place of the module's forward."""
@@ -106,195 +77,112 @@ class ChunkedForward:
             del vars(self.module)["forward"]
             if self._before is not None:
                 vars(self.module)["forward"] = self._before
-        if sys.exc_info()[0] is None:
-            self._padding.read()
+        if self.by_tokens is not None and sys.exc_info()[0] is None:
+            self.by_tokens.padding.read()
+
+    @property
+    def original(self) -> Any:
+        """The module's own forward."""
+        if self._before is not None:
+            return self._before
+        return type(self.module).forward.__get__(self.module)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original, module = self._original(), self.module
-        is_evaluation = not module.training and not torch.is_grad_enabled()
-        if self.is_off or is_evaluation:
-            return original(*args, **kwargs)
+        module = self.module
+        if not module.training and not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
         if is_transformed():
             raise TrainkitError(
                 f"{self.name}: it runs in chunks of rows, which transforms of "
                 f"torch.func cannot see through. Use loss.backward(), or do not cut it."
             )
         self.was_called = True
-        call = self._read(args, kwargs)
-        self.most_rows = max(self.most_rows, call.rows)
-        shards = shards_within(module, self.name, self.keeper.keep)
-        if self.coupling is not None and normalising_by_batch(module):
-            return self._coupled(call, self.coupling, is_sharded=shards is not None)
-        if shards is None and self.by_tokens is None:
-            if not self._cuts(self.sizes, call):
-                return original(*args, **kwargs)
-            plan = self._plans.find(call, self.sizes.limit, self.around)
-            return run_in_chunks(self._call(call, plan, self.sizes))
-        return self._by_shards(call, shards) if shards else self._by_tokens(call)
+        arguments = read_arguments(args, kwargs, self._names, self.name)
+        self.most_rows = max(self.most_rows, arguments.rows)
+        found = normalising_by_batch(module)
+        if found and self.coupling is not None:
+            return self._coupled(arguments, self.coupling)
+        if arguments.rows <= 1 or self.by_tokens is None and self._is_one(arguments):
+            return self.original(*args, **kwargs)
+        self._refuse_batch_norm(found)
+        self.was_cut = True
+        if self.by_tokens is not None:
+            return self._by_tokens(arguments, self.by_tokens)
+        plan, is_checked = self._checks.find(arguments, self.sizes)
+        return run_in_chunks(Call(self, arguments, plan, is_checked=is_checked))
 
-    def _cuts(self, sizes: Sizes, call: Arguments) -> bool:
-        is_one = not sizes.is_auto and len(sizes.cut(0, call.rows)) <= 1
-        return call.rows > 1 and not is_one
+    def _is_one(self, arguments: Arguments) -> bool:
+        sizes = self.sizes
+        return not sizes.is_auto and arguments.rows <= (sizes.limit or 0)
 
-    def _call(self, call: Arguments, plan: Plan, sizes: Sizes, **options: Any) -> Call:
-        cut = self._cut(call, sizes, **options)
-        return Call(cut, plan, call.values, call.rows)
-
-    def _cut(self, call: Arguments, sizes: Sizes, **options: Any) -> Cut:
-        self.was_cut, keeper = True, self.keeper
-        keeper.row_bytes = max(keeper.row_bytes, self._plans.row_bytes)
-        return Cut(
-            self.module,
-            call.run,
-            self.name,
-            sizes,
-            self._draws,
-            self._check,
-            keeper,
-            self.around,
-            self.shares,
-            **options,
-        )
-
-    def _coupled(self, call: Arguments, coupling: Coupling, *, is_sharded: bool) -> Any:
-        """Run chunks whose BatchNorm layers see all rows."""
-        if is_sharded or self.by_tokens is not None:
-            why = "FSDP2 shards it" if is_sharded else "tokens= leaves out padding"
+    def _refuse_batch_norm(self, found: list[str]) -> None:
+        if found:
+            names = [each or "the module itself" for each in found]
             raise TrainkitError(
-                f"{self.name}: exact BatchNorm needs whole chunks of a whole module, "
-                f"and {why}. Cut by size= alone, under DDP, or use another policy."
+                f"{self.name}: its rows must not see each other, and BatchNorm "
+                f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
+                f'BatchNormGuard("exact"), or name a module without it.'
             )
-        is_one_row = call.rows < 2  # its layers ask other ranks by themselves
-        if is_one_row or not (self._cuts(self.sizes, call) or coupling.spans_ranks):
-            return call.run(call.values)
-        with coupling.uncoupled(self.module):
-            plan = self._plans.find(
-                call, self.sizes.limit, self.around, is_coupled=True
-            )
-        cut = self._cut(call, self.sizes, turning=self.turning)
-        return run_in_chunks(coupling.call(cut, plan, call.values, call.rows))
 
-    def _by_shards(self, call: Arguments, shards: Shards) -> Any:
-        """Run as many chunks as all ranks do, whose parts FSDP2 shards."""
+    def _coupled(self, arguments: Arguments, coupling: Coupling) -> Any:
+        """Run chunks whose BatchNorm layers see all rows."""
         if self.by_tokens is not None:
             raise TrainkitError(
-                f"{self.name}: parts of it are sharded by FSDP2, whose ranks need "
-                f"equally many chunks, and a budget of tokens gives each rank its own "
-                f"number. Cut by size= alone."
+                f"{self.name}: exact BatchNorm needs whole chunks of a whole module, "
+                f"and tokens= leaves out padding. Cut by size= alone, or use another "
+                f"policy."
             )
-        wants = self._plans.wants_probe(call)
-        number, probes = shards.agreed(self.sizes, call.rows, probes=wants)
-        sizes = FixedNumber(number)
-        if not self._cuts(sizes, call):
-            return call.run(call.values)
-        with shards.probing() if probes else contextlib.nullcontext():
-            plan = self._plans.find(
-                call, self.sizes.limit, self.around, probes=probes, is_sharded=True
-            )
-        return run_in_chunks(self._call(call, plan, sizes, shards=shards))
+        # One row's layers ask other ranks by themselves.
+        is_one = self._is_one(arguments) and not coupling.spans_ranks
+        if is_one or arguments.rows <= 1:
+            return self.run(arguments, arguments.values)
+        self.was_cut = True
+        with coupling.uncoupled(self.module):
+            plan, _ = self._checks.find(arguments, self.sizes)
+        return run_in_chunks(coupling.call(self, arguments, plan))
 
-    def _by_tokens(self, call: Arguments) -> Any:
+    def _by_tokens(self, arguments: Arguments, by_tokens: ByTokens) -> Any:
         """Run rows of like length together."""
-        assert self.by_tokens is not None
-        if call.rows <= 1:
-            return call.run(call.values)
-        ordered = self.by_tokens.sort(call, self.name)
-        self._padding.read()  # the device has been waited for
-        sizes = Blocks(ordered.runs, ordered.columns)
-        if not self._cuts(sizes, call):
-            return call.run(call.values)
-        plan = self._plans.find(call, self.sizes.limit, self.around)
-        values, options = ordered.values(call.values, plan), {}
-        if ordered.is_trimmed:
-            key = self._plans.key(call)
-            with refusing(self.module, self.name, call), self.around(None, None):
-                plan = self.by_tokens.plan(
-                    plan, key, call.run, values, ordered, self.module, self._draws
-                )
-            options = {"padding": self._padding, "width": ordered.width}
-        call = replace(call, values=values)
-        return run_in_chunks(
-            self._call(call, plan, sizes, **options),
-            lambda leaves: ordered.restored(leaves, plan),
+        ordered = by_tokens.sort(arguments, self.name)
+        if len(ordered.chunks) == 1:
+            return self.run(arguments, arguments.values)
+        arguments = replace(arguments, values=ordered.values(arguments))
+        sizes = by_tokens.sizes(ordered.width)
+        plan, is_checked = self._checks.find(arguments, sizes)
+        arguments, plan = by_tokens.trimmed(
+            self, arguments, plan, ordered, looks=is_checked
         )
+        call = Call(
+            self,
+            arguments,
+            plan,
+            chunks=ordered.chunks,
+            width=ordered.width,
+            is_checked=is_checked,
+            padding=by_tokens.padding,
+        )
+        return run_in_chunks(call, lambda leaves: ordered.restored(leaves, plan))
 
-    def probe(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Refuse a module that cannot run in chunks, as one call of it shows; return
-        what a user would be warned of."""
+    def probe(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse a module that cannot run in chunks, as one call of it shows."""
         _refuse_module(self.module, self.name)
-        call, coupling = self._read(args, kwargs), self.coupling
-        apart = contextlib.nullcontext()
-        if coupling is not None:
-            apart = coupling.uncoupled(self.module)
-        with apart:
-            self._plans.probe(
-                call, self.sizes.limit, self.around, is_coupled=coupling is not None
-            )
-        return self._plans.announced
-
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        original, module = self._original(), self.module
-        fields, build = take_apart((args, kwargs))
-
-        values = [each.value for each in fields]
-        is_flat = len(values) == len(args) and all(map(is_, values, args))
-
-        def run(given: list[Any]) -> Any:
-            if is_flat and not self._plans.is_probing:
-                with _without_cache(module):
-                    return original(*given, **kwargs)
-            watched = Watched(given) if self._plans.is_probing else None
-            positional, named = build(iter(given))
-            with _without_cache(module):
-                found = original(*positional, **named)
-            if watched is not None:
-                self._plans.written |= watched.changed((positional, named), found)
-            return found
-
-        paths = [self._names.path(each.path) for each in fields]
-        shared = {i for i, path in enumerate(paths) if self._is_shared(path)}
-        rows = num_rows(values, paths, shared, self._plans.with_rows)
-        if rows == 1:
-            refuse_layouts(values, paths, shared, self.name)
-        return Arguments(run, values, paths, shared, rows)
+        arguments = read_arguments(args, kwargs, self._names, self.name)
+        found = normalising_by_batch(self.module)
+        if found and self.coupling is not None:
+            with self.coupling.uncoupled(self.module):
+                self._checks.look(arguments, self.sizes)
+            return
+        self._refuse_batch_norm(found)
+        self._checks.look(arguments, self.sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins anew: what it has seen holds graphs."""
-        return vars(self) | {
-            "_check": Check(),
-            "around": _nothing,
-            "shares": no_shares,
-            "is_copy": True,
-        }
+        anew = {"around": nothing_around, "_shadows": None, "differs": None}
+        return {**vars(self), **anew, "is_copy": True, "_checks": None}
 
-    def _original(self) -> Any:
-        if self._before is not None:
-            return self._before
-        return type(self.module).forward.__get__(self.module)
-
-    def _is_shared(self, path: str) -> bool:
-        parts = path.split(".")
-        return any(".".join(parts[: n + 1]) in self._shared for n in range(len(parts)))
-
-
-def _nothing(call: Any, chunk: Any) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _without_cache(module: nn.Module) -> Iterator[None]:
-    """Models of transformers return a cache of keys in training too, where nothing
-    reads it, and its rows cannot be joined."""
-    config = getattr(module, "config", None)
-    if getattr(config, "use_cache", False) is not True:
-        yield
-        return
-    config.use_cache = False  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        config.use_cache = True  # type: ignore[union-attr]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _checks=Checks(self))
 
 
 def _remove_copied(module: nn.Module) -> None:

@@ -12,13 +12,49 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.settings import changed, put_back, settings_of
 from trainkit.errors import TrainkitError
+
+Settings = dict[tuple[nn.Module, str], object]
+
+KINDS = frozenset({int, float, bool, str})
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes that torch gives each module."""
 
 MANY = 2**16
 """Of larger tensors so many entries are looked at."""
 
-Autocast = tuple[str, bool, torch.dtype]
+
+def settings_of(module: nn.Module) -> Settings:
+    """The numbers and words in attributes of a module and of those in it; the modes of
+    its layers are among them."""
+    return {
+        (each, name): value
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if type(value) in KINDS and name not in OF_TORCH
+    }
+
+
+def changed(before: Settings, after: Settings) -> set[tuple[nn.Module, str]]:
+    """The attributes that are other ones than before."""
+    if before == after:
+        return set()
+    both = before.keys() & after.keys()
+    return (before.keys() ^ after.keys()) | {k for k in both if before[k] != after[k]}
+
+
+def put_back(settings: Settings, where: Collection[tuple[nn.Module, str]]) -> None:
+    """Give attributes the values that they had."""
+    for module, name in where:
+        if (module, name) in settings:
+            vars(module)[name] = settings[module, name]
+        else:
+            vars(module).pop(name, None)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, where torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Moment:
@@ -32,30 +68,26 @@ class Moment:
         module: which is called.
         name: of the module, for messages.
         devices: of its arguments.
-        apart: ids of parameters whose gradients come another way.
 
     Attributes:
         parameters: the parameters that train.
+        settings: the numbers and words in attributes.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        devices: Iterable[torch.device],
-        apart: Collection[int] = (),
+        self, module: nn.Module, name: str, devices: Iterable[torch.device]
     ) -> None:
         self._module, self._name = module, name
-        self._settings = settings_of(module)
-        self._flags = [
-            (p, p.requires_grad) for p in module.parameters() if id(p) not in apart
-        ]
+        self.settings = settings_of(module)
+        self._flags = [(p, p.requires_grad) for p in module.parameters()]
         self.parameters: list[Tensor] = [p for p, trains in self._flags if trains]
-        named = module.named_parameters()
-        self._apart = {name for name, each in named if id(each) in apart}
+        self._left_out: set[str] = set()
         self._state = self._state_now()
-        kinds = {"cpu", *(device.type for device in devices)}
-        self._autocast = [_autocast_of(kind) for kind in sorted(kinds)]
+        kinds = sorted({"cpu", *(device.type for device in devices)})
+        self._autocast = [
+            (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
+            for each in kinds
+        ]
         self._caches = torch.is_autocast_cache_enabled()
 
     def check_weights(self, *, with_buffers: bool = True) -> None:
@@ -79,17 +111,8 @@ class Moment:
 
     def leave_out(self, names: Collection[str]) -> None:
         """Let these weights and buffers change."""
-        self._apart |= set(names)
+        self._left_out |= set(names)
         self._state = self._state_now()
-
-    def _refuse_moved(self, moved: list[str]) -> NoReturn:
-        raise TrainkitError(
-            f"{self._name}: its forward pass must not move buffers or weights, "
-            f"which each part of a batch would do once more, and it moved "
-            f"{listed(moved)}. "
-            f"Name a module within it, or put the layer into evaluation mode. If that "
-            f"is a cache, fill it before, by a call with the longest rows."
-        )
 
     def moved(self) -> list[str]:
         """The names of the weights and buffers that were changed since."""
@@ -100,8 +123,11 @@ class Moment:
         return [each for each in names if self._state.get(each) != now.get(each)]
 
     def _state_now(self) -> dict[str, tuple[int, int]]:
-        found = _state_of(self._module)
-        return {name: each for name, each in found.items() if name not in self._apart}
+        return {
+            name: (id(each), version_of(each))
+            for name, each in _own_tensors(self._module)
+            if name not in self._left_out
+        }
 
     def sums(self) -> dict[str, float]:
         """The sum of each weight and buffer, which also shows what is written behind
@@ -120,16 +146,25 @@ class Moment:
         if moved := [name for name in before if repr(before[name]) != repr(now[name])]:
             self._refuse_moved(moved)
 
+    def _refuse_moved(self, moved: list[str]) -> NoReturn:
+        raise TrainkitError(
+            f"{self._name}: its forward pass must not move buffers or weights, "
+            f"which each part of a batch would do once more, and it moved "
+            f"{listed(moved)}. "
+            f"Name a module within it, or put the layer into evaluation mode. If that "
+            f"is a cache, fill it before, by a call with the longest rows."
+        )
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Attributes, flags and autocast as they were, for a while."""
         now = settings_of(self._module)
-        put_back(self._settings, changed(self._settings, now))
+        put_back(self.settings, changed(self.settings, now))
         flags = [(p, p.requires_grad) for p, _ in self._flags]
         _set_flags(flags, self._flags)
         try:
             with ExitStack() as stack:
-                for kind, is_on, dtype in self._autocast:
+                for kind, dtype, is_on in self._autocast:
                     stack.enter_context(
                         torch.autocast(
                             kind, dtype, enabled=is_on, cache_enabled=self._caches
@@ -141,21 +176,12 @@ class Moment:
             _set_flags(self._flags, flags)
 
 
-def _autocast_of(kind: str) -> Autocast:
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
 def _set_flags(
     now: Sequence[tuple[Any, bool]], wanted: Sequence[tuple[Any, bool]]
 ) -> None:
     for (parameter, is_on), (_, flag) in zip(now, wanted, strict=True):
         if is_on != flag:
             parameter.requires_grad_(flag)
-
-
-def _state_of(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensors a module has, and how often each was changed in place."""
-    return {name: (id(each), version_of(each)) for name, each in _own_tensors(module)}
 
 
 def _some_of(value: Tensor) -> Tensor:
@@ -166,8 +192,3 @@ def _some_of(value: Tensor) -> Tensor:
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, where torch counts that."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -20,10 +20,9 @@ class Run(torch.autograd.Function):
         leaves = call.forward(has_graph=True)
         # Saved, they raise as usual if they are changed before the backward pass.
         ctx.at = [i for i, v in enumerate(call.values) if isinstance(v, Tensor)]
-        ctx.save_for_backward(*(call.values[i] for i in ctx.at))
+        ctx.save_for_backward(*[call.values[i] for i in ctx.at])
         ctx.others = [None if isinstance(v, Tensor) else v for v in call.values]
         ctx.call, call.values = call, None
-        ctx.num_trained = len(trained)
         ctx.set_materialize_grads(False)
         call.leaves = leaves
         tensors = {i: v for i, v in enumerate(leaves) if isinstance(v, Tensor)}
@@ -40,8 +39,7 @@ class Run(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(ctx.call.differentiable)
         for place, gradient in zip(ctx.outputs, given, strict=True):
             gradients[place] = gradient
-        found = ctx.call.backward(values, gradients)
-        return (None, *found, *[None] * (ctx.num_trained - len(found)))
+        return (None, *ctx.call.backward(values, gradients))
 
 
 def run_in_chunks(
@@ -57,9 +55,7 @@ def run_in_chunks(
     if not (torch.is_grad_enabled() and call.trains):
         leaves = call.forward(has_graph=torch.is_grad_enabled())
     else:
-        trained = [*call.moment.parameters, *(call.values[i] for i in call.trained)]
-        # Where FSDP2 has all that trains, autograd still needs a reason to come back.
-        trained = trained or [torch.zeros((), requires_grad=True)]
+        trained = [*call.moment.parameters, *[call.values[i] for i in call.trained]]
         outputs = iter(Run.apply(call, *trained))  # type: ignore[arg-type]
         leaves = [next(outputs) if isinstance(v, Tensor) else v for v in call.leaves]
         call.leaves = []

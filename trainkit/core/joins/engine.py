@@ -9,16 +9,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from trainkit.core.inside.checks import (
-    Strangers,
-    leaves_of,
-    refuse_strangers,
-    strangers,
-)
-from trainkit.core.inside.draws import Draws
 from trainkit.core.inside.moment import Moment
+from trainkit.core.inside.shadows import leaves_of, refuse_strangers
 from trainkit.core.joins.attributes import Attributes
 from trainkit.core.joins.device import DevicePass
+from trainkit.core.joins.draws import Draws
 from trainkit.core.joins.flat import FlatPass
 from trainkit.core.joins.host import transport_to
 from trainkit.core.joins.layers import Sharing, devices_of, refuse_other_layers
@@ -32,6 +27,7 @@ from trainkit.core.joins.net import (
 )
 from trainkit.core.joins.program import Untraceable
 from trainkit.core.joins.programs import Programs
+from trainkit.core.joins.strangers import Strangers, strangers
 from trainkit.core.joins.transport import Transport
 from trainkit.core.joins.watch import Watch, refuse_sharded
 from trainkit.core.nested import Build

@@ -12,7 +12,6 @@ from torch import nn
 from trainkit.core.in_place_of import InPlaceOf
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
-from trainkit.core.inside.keep import Keeper
 from trainkit.core.joins.engine import Memory
 from trainkit.core.joins.inside import JoinedChunks
 from trainkit.core.joins.layers import sharing_of
@@ -44,7 +43,7 @@ class ExactBatchNorm(InPlaceOf):
         if size is not None:
             self._joined = JoinedChunks(module, memory, sharing)
             name = type(module).__name__
-            self._chunked = ChunkedForward(module, name, Sizes(size), Keeper(0))
+            self._chunked = ChunkedForward(module, name, Sizes(size))
             self._chunked.coupling = self._joined
         self._joined.install()
         if self._chunked is not None:

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from trainkit.core._compat import uncached_weights, without_gradient_hooks
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.draws import (
+from trainkit.core.inside.moment import Moment, version_of
+from trainkit.core.joins.draws import (
     Draws,
     are_same,
     put_back_on_host,
     states_of_host,
     torch_states,
 )
-from trainkit.core.inside.moment import Moment, version_of
-from trainkit.core.inside.sums import Sums
 from trainkit.core.joins.layers import Moves, devices_of
 from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import Gradients, Net
@@ -32,6 +31,7 @@ from trainkit.core.joins.program import Constant, Program, Segment, Untraceable
 from trainkit.core.joins.proof import prove
 from trainkit.core.joins.segments import Graph, Segments, can_train
 from trainkit.core.joins.statistics import Normal, combined, num_entries, partial
+from trainkit.core.joins.sums import Sums
 from trainkit.core.joins.waiting import Waiting
 from trainkit.errors import TrainkitError
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.core.batch_norm.layers import BatchNorm
-from trainkit.core.inside.call import Call
+from trainkit.core.inside.call import Call, Pieces
 from trainkit.core.inside.cut import Cut
-from trainkit.core.inside.joined import Joined
-from trainkit.core.inside.rows import Plan
+from trainkit.core.inside.draws import States
+from trainkit.core.inside.outputs import Joined, Plan
+from trainkit.core.inside.rows import Arguments
 from trainkit.core.joins.engine import Engine, Memory, check_memory
 from trainkit.core.joins.intercepted import Interceptions
 from trainkit.core.joins.layers import Sharing, normalises_by_batch
 from trainkit.core.joins.net import Pass
 from trainkit.core.joins.statistics import Normal, Statistics
-from trainkit.core.joins.turns import Turns
 from trainkit.core.out_of_memory import is_out_of_memory, release
 from trainkit.errors import TrainkitError
 
@@ -87,15 +87,13 @@ class JoinedChunks:
                 if forward is None:
                     del vars(each)["forward"]
 
-    def call(
-        self, cut: Cut, plan: Plan, values: list[Any], num_rows: int
-    ) -> JoinedCall:
+    def call(self, cut: Cut, arguments: Arguments, plan: Plan) -> JoinedCall:
         self.install()  # also the layers that have come into the module since
         if cut.module not in self._engines:
             self._engines[cut.module] = Engine(
                 cut.module, cut.name, self._memory, self._sharing
             )
-        return JoinedCall(self._engines[cut.module], cut, plan, values, num_rows)
+        return JoinedCall(self._engines[cut.module], cut, arguments, plan)
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -108,38 +106,34 @@ class JoinedCall(Call):
     Args:
         engine: runs the chunks.
         cut: what is called.
-        plan: which arguments have rows, and how outputs are joined.
-        values: the arguments.
-        num_rows: how many rows they have.
+        arguments: of the call.
+        plan: how outputs are joined.
     """
 
     _ran: Pass
 
     def __init__(
-        self, engine: Engine, cut: Cut, plan: Plan, values: list[Any], num_rows: int
+        self, engine: Engine, cut: Cut, arguments: Arguments, plan: Plan
     ) -> None:
-        super().__init__(cut, plan, values, num_rows)
+        super().__init__(cut, arguments, plan)
         self._engine = engine
 
     def forward(self, *, has_graph: bool) -> list[Any]:
         """Run all chunks, and join the leaves of their outputs."""
-        assert self.values is not None
-        cut, sizes, versions = self._cut, self._cut.sizes, self._versions()
-        put_back = cut.draws.keep(self._devices)
+        cut, versions = self._cut, self._versions()
+        begun = States(self._devices, of_host=True)
         with torch.enable_grad() if has_graph else torch.no_grad():
             while True:
-                self._done = sizes.cut(0, self.num_rows)
+                self._done = cut.sizes.cut(self._arguments.rows)
                 try:
-                    joined = self._run()
+                    joined = self._run_joined()
                     break
                 except Exception as error:
-                    most = max(chunk.num_rows for chunk in self._done)
-                    is_one = self._engine.sharing.ranks.size > 1 or most == 1
-                    if is_one or not (sizes.is_auto and is_out_of_memory(error)):
+                    is_alone = self._engine.sharing.ranks.size == 1
+                    if not (is_alone and is_out_of_memory(error) and self._halves()):
                         raise
                     release(error)
-                    sizes.failed(most)
-                    put_back()
+                    begun.put_back()
         if versions != self._versions():
             raise TrainkitError(
                 f"{cut.name}: its forward pass must not change its arguments in "
@@ -148,23 +142,21 @@ class JoinedCall(Call):
         self.build, self.differentiable = self._ran.build, self._ran.differentiable
         return joined.values
 
-    def _run(self) -> Joined:
+    def _run_joined(self) -> Joined:
         assert self.values is not None
         cut, done, own = self._cut, self._done, weakref.ref(self)
-        arguments = [self._taken(chunk, self.values) for chunk in done]
+        arguments, values = self._arguments, self.values
         self._ran = self._engine.begin(
-            cut.run,
-            arguments,
+            lambda given: cut.run(arguments, given),
+            [arguments.of(chunk, values) for chunk in done],
             self.moment,
             # No reference back: what a window held must go without the collector.
             around=lambda index: cut.around(own(), done[index]),
-            switched=Turns(cut.turning),
-            in_one_graph=bool(cut.turning),
         )
         self._engine.attributes.forget()
         self.moment.check_state()
-        joined = Joined(self._plan, self.num_rows, cut.name, waits=cut.check.is_on)
-        for index, chunk in enumerate(self._done):
+        joined = Joined(self._plan, arguments.rows, cut.name)
+        for index, chunk in enumerate(done):
             joined.add(chunk, self._ran.leaves(index))
         return joined
 
@@ -177,11 +169,10 @@ class JoinedCall(Call):
             parts = enumerate(gradients)
             self._ran.give(index, [self._part(chunk, n, each) for n, each in parts])
         found = self._ran.backward()
-        _, pieces = self._empty(values)
+        pieces = Pieces(values, self._arguments)
         for chunk, each in zip(self._done, found.arguments, strict=True):
-            pieces.add(chunk, [each[place] for place in self.trained])
-        self._cut.check.passed()
-        return [*found.parameters, *pieces.results()]
+            pieces.add(chunk, {place: each[place] for place in self.trained})
+        return [*found.parameters, *pieces.gradients(self.trained)]
 
 
 class _Fixed:

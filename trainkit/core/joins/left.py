@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.core.inside.settings import OF_TORCH
+from trainkit.core.inside.moment import OF_TORCH
 
 
 class Left:

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
-from trainkit.core.inside.moment import version_of
-from trainkit.core.inside.settings import OF_TORCH
+from trainkit.core.inside.moment import OF_TORCH, version_of
 from trainkit.core.joins.sameness import Is
 
 Place = tuple[Is, Any]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.core.inside.rows import are_equal
-from trainkit.core.inside.settings import settings_of
+from trainkit.core.inside.closeness import are_equal
+from trainkit.core.inside.moment import settings_of
 from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Program, Untraceable
 from trainkit.core.joins.sameness import Is

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
+from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.moment import version_of
-from trainkit.core.inside.rows import are_close
 from trainkit.core.joins.left import Left
 from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Program, Untraceable

@@ -22,9 +22,9 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainkit.core._compat import has_hooks_for_all, uncached_weights
-from trainkit.core.inside.draws import Draws, are_same, states_of_host, torch_states
-from trainkit.core.inside.settings import changed, put_back, settings_of
+from trainkit.core.inside.moment import changed, put_back, settings_of
 from trainkit.core.joins.constants import Constants
+from trainkit.core.joins.draws import Draws, are_same, states_of_host, torch_states
 from trainkit.core.joins.layers import devices_of
 from trainkit.core.joins.net import Net
 from trainkit.core.joins.program import Entry, Program, Splitter, Untraceable

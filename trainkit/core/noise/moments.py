@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from trainkit.core.accumulator import Accumulator
 from trainkit.core.gradients import gradients_of, parameters_of
-from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.noise.blocks import Blocks
-from trainkit.core.noise.chunks import ChunkNorms
 from trainkit.core.noise.estimate import NoiseEstimate
 from trainkit.core.noise.norms import PassNorms, refuse_shards
 from trainkit.core.plan.options import check_whole_number
@@ -42,8 +40,6 @@ class NoiseMoments:
         accumulator: of the windows.
         optimizer_or_parameters: what trains.
         last: the estimate is over at most so many measured windows.
-        cuts: returns the submodules that run in chunks, where loader batches are not
-            cut themselves. Only their parameters are looked at.
 
     Attributes:
         why_not: why nothing can be measured, once that is known.
@@ -60,7 +56,6 @@ class NoiseMoments:
         optimizer_or_parameters: Any,
         *,
         last: int = 160,
-        cuts: Callable[[], Sequence[ChunkedForward]] | None = None,
     ) -> None:
         check_whole_number("NoiseMoments last", last, hint="160 is the default.")
         if len(accumulator.strategies) > 1:
@@ -75,8 +70,7 @@ class NoiseMoments:
         refuse_shards(found, accumulator.module)
         # Finetuning may add some to an optimizer; a generator is used up now.
         self._source = optimizer_or_parameters if is_optimizer else found
-        self._cuts = cuts
-        self._norms: PassNorms | ChunkNorms = PassNorms()
+        self._norms = PassNorms()
         self._blocks = Blocks(last)
         self.newest: Tensor | None = None
 
@@ -105,12 +99,7 @@ class NoiseMoments:
         """Measure the window that begins now."""
         parameters = parameters_of(self._source)
         refuse_shards(parameters)
-        if self._cuts is None:
-            self._norms = PassNorms(parameters)
-        elif cuts := self._cuts():
-            self._norms = ChunkNorms(self._accumulator, cuts)
-        else:
-            return  # they have not been found yet
+        self._norms = PassNorms(parameters)
         self._accumulator.gradients.norms = self._norms
 
     def stop(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from trainkit.core.inside.keep import checked_keep
+from trainkit.core.inside.chunks import checked_keep
 from trainkit.core.nested import Path
 from trainkit.core.plan.options import check_whole_number
 from trainkit.errors import TrainkitError
@@ -63,10 +63,10 @@ class MicroBatching(_Chosen):
             all of it, and the submodules at these paths run in chunks of rows, without
             a graph, and once more with one in the backward pass. The loss may then be
             anything, and needs no strategy. `"auto"` finds the submodules, `"self"` is
-            the module's own `forward`. With it, `size`, `tokens`, `lengths`, `start`
-            are about chunks, and `shared` names arguments.
-        keep: of the inner cut: how many chunks keep their graph and need no second
-            pass: a number, the bytes that they may take (`"2GB"`), or `"auto"`.
+            the module's own `forward`. With it, `size`, `tokens`, `lengths` are
+            about chunks, and `shared` names arguments.
+        keep: of the inner cut: how many chunks of a call keep their graph and need no
+            second pass.
     """
 
     how: Literal["auto"] = "auto"
@@ -82,7 +82,7 @@ class MicroBatching(_Chosen):
     attention: float = 0.0
     start: int | None = None
     inside: str | Sequence[str] | None = None
-    keep: int | str = "auto"
+    keep: int = 1
 
     def __post_init__(self) -> None:
         for name, (fits, rule) in _RULES.items():
@@ -109,8 +109,9 @@ class MicroBatching(_Chosen):
             self._exclude("overhead", ("size",), "weighs padding in a budget of tokens")
         of_batch = ("ragged", "shared", "trim")
         self._exclude("collate", of_batch, "samples are cut before there is a batch")
-        self._exclude("inside", ("collate", "ragged"), "the loader batch is not cut")
-        if self.inside is None and self.keep != "auto":
+        of_host = ("collate", "ragged", "start")
+        self._exclude("inside", of_host, "the loader batch is not cut")
+        if self.inside is None and self.keep != 1:
             raise TrainkitError(
                 f"MicroBatching keep: is for the inner cut, received "
                 f"keep={self.keep!r} without inside=. Name a submodule there."
@@ -120,6 +121,11 @@ class MicroBatching(_Chosen):
     def is_auto(self) -> bool:
         """Whether the size is to be found."""
         return self.size is None and self.tokens is None
+
+    @property
+    def inside_paths(self) -> tuple[str, ...]:
+        """The paths that `inside` names."""
+        return () if self.inside is None else _several(self.inside)
 
     @property
     def length_paths(self) -> tuple[Path, ...]:

@@ -13,11 +13,11 @@ from trainkit.core.batches import num_samples
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Coupling
 from trainkit.core.inside.forward import ChunkedForward
-from trainkit.core.inside.keep import Keeper
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row, say
+from trainkit.lit.inside.choose import choose
 from trainkit.lit.inside.refusals import SELF, refusing_logs
 
 
@@ -31,7 +31,7 @@ class InsideCuts:
 
     def __init__(self, pl_module: Any, options: MicroBatching) -> None:
         self._module, self._options = pl_module, options
-        self._sizes = Sizes(options.size, start=options.start)
+        self._sizes = Sizes(options.size)
         self._cuts: list[ChunkedForward] = []
         self._paths: list[str] = []
         self._is_checked = False
@@ -40,7 +40,7 @@ class InsideCuts:
     def start(self) -> None:
         """Cut the submodules that are named; `"auto"` waits for the first batch."""
         if self._options.inside != "auto":
-            self._install(paths_of(self._options))
+            self._install(self._options.inside_paths)
 
     def couple(self, coupling: Coupling) -> None:
         """Let the chunks of all calls see each other where layers need it."""
@@ -60,15 +60,17 @@ class InsideCuts:
             cut.remove()
         self._cuts, self._coupling = [], None
 
-    def find(self, paths: Sequence[str]) -> None:
-        """Cut the submodules that were found on rows of the first batch."""
+    def find(self, trainer: Any, windows: Any, batch: Any) -> None:
+        """Find submodules on rows of the first batch, if none is cut yet."""
+        if self._cuts:
+            return
+        paths = choose(trainer, self._module, windows, batch)
         self._install(paths)
-        if self._module.trainer.is_global_zero:
-            row = ("inside", f'found by inside="auto": {listed(list(paths))}')
-            say(self._module.trainer, row)
+        if trainer.is_global_zero:
+            say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
 
     def _install(self, paths: Sequence[str]) -> None:
-        options, keeper = self._options, Keeper(self._options.keep)
+        options = self._options
         self._paths = list(paths)
         modules = [_submodule(self._module, path) for path in paths]
         if len(set(modules)) < len(modules):
@@ -81,7 +83,7 @@ class InsideCuts:
                 _submodule(self._module, path),
                 path,
                 self._sizes,
-                keeper,
+                options.keep,
                 options.shared,
                 _by_tokens(options),
             )
@@ -142,7 +144,7 @@ class InsideCuts:
     def table_row(self, *, has_strategy: bool, num_ranks: int) -> Row:
         """How the step runs, for the table before training."""
         options = self._options
-        names = listed(list(paths_of(options)))
+        names = listed(list(options.inside_paths))
         what = "the modules found" if options.inside == "auto" else names
         limits = {"rows": options.size, "tokens": options.tokens}
         said = [f"{limit} {unit}" for unit, limit in limits.items() if limit]
@@ -175,12 +177,6 @@ def _by_tokens(options: MicroBatching) -> ByTokens | None:
             f"submodule, received {options.lengths!r}."
         )
     return ByTokens(options.tokens, str(paths[0]) if paths else None, options.size)
-
-
-def paths_of(options: MicroBatching) -> tuple[str, ...]:
-    """The paths that `inside` names."""
-    inside = options.inside
-    return (inside,) if isinstance(inside, str) else tuple(inside or ())
 
 
 def _submodule(pl_module: nn.Module, path: str) -> nn.Module:

@@ -60,8 +60,9 @@ class NoiseScale(OrderedCallback):
         every_n_steps: one window of so many is measured, which costs one norm of each
             gradient.
         if_impossible: `"raise"` an error where nothing can be measured (a window is one
-            micro-batch of one rank; parameters are sharded; there are several
-            optimizers, or terms of the loss), or `"say"` so in the table and train.
+            micro-batch of one rank, or cut inside; parameters are sharded; there are
+            several optimizers, or terms of the loss), or `"say"` so in the table and
+            train.
         advise: whether to print after training what the estimate means.
 
     Attributes:
@@ -125,12 +126,9 @@ class NoiseScale(OrderedCallback):
         if self.why_not is None:
             windows = self._windows = windows_of(trainer)
             assert windows is not None
-            inside = windows.inside
             try:
                 self._moments = NoiseMoments(
-                    windows.accumulators[0],
-                    unwrapped(trainer.optimizers[0]),
-                    cuts=None if inside is None else lambda: inside.cuts,
+                    windows.accumulators[0], unwrapped(trainer.optimizers[0])
                 )
             except TrainkitError as error:
                 self.why_not = str(error).removeprefix("noise scale: ")
@@ -272,6 +270,12 @@ def _why_not(trainer: Any, pl_module: Any) -> str | None:
             "neither is there. Add AccumulationCallback(PerToken()), say, to the "
             "Trainer's callbacks."
         )
+    if windows.inside is not None:
+        return (
+            "MicroBatching(inside=...) runs a loader batch in one backward pass, whose "
+            "chunks of rows have no gradient of their own to compare. Measure with "
+            "MicroBatching(size=...) or trainer.accumulate_grad_batches."
+        )
     if windows.sharing is not None:
         return (
             "BatchNormGuard('exact') lets micro-batches share statistics, so none has "
@@ -283,8 +287,7 @@ def _why_not(trainer: Any, pl_module: Any) -> str | None:
             f"{len(trainer.optimizers)}."
         )
     has_ranks = windows.accumulators[0].ranks.size > 1
-    is_cut = windows.inside is not None
-    if not has_ranks and not is_cut and not may_be_several(trainer, pl_module, windows):
+    if not has_ranks and not may_be_several(trainer, pl_module, windows):
         return (
             "each window is one micro-batch of one rank, and it compares several. "
             "Raise trainer.accumulate_grad_batches, or cut the batch with "

@@ -17,7 +17,6 @@ from trainkit.core.said_weight import Weighed
 from trainkit.core.strategies import Uniform
 from trainkit.core.terms import ONE, leading
 from trainkit.lit._compat import has_own
-from trainkit.lit.inside.cuts import paths_of
 from trainkit.lit.proof import remedies
 from trainkit.lit.proof.denominators import (
     SUM,
@@ -108,7 +107,7 @@ class Causes:
             return False
         alone = replace(subject, has_batches=False)
         if alone.window().off_from(alone.whole()) > self._most:
-            self.found.append(remedies.of_chunks(", ".join(paths_of(options))))
+            self.found.append(remedies.of_chunks(", ".join(options.inside_paths)))
             return True
         self._subject = replace(subject, options=None)
         return not subject.has_batches

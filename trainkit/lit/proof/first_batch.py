@@ -12,7 +12,6 @@ from trainkit.lit._compat import replaced
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import fetches_batches, is_rehearsal, is_taken_out
 from trainkit.lit.callback.table import say
-from trainkit.lit.proof.choose import choose
 from trainkit.lit.proof.rehearse import Rehearsals
 from trainkit.lit.proof.report import Report
 from trainkit.lit.proof.rows import FewRows
@@ -71,8 +70,8 @@ class FirstBatches:
         """Rehearse what is to be rehearsed; returns whether nothing is left."""
         windows = self._windows
         split: Any = windows.split
-        if windows.inside is not None and not windows.inside.cuts:
-            windows.inside.find(choose(self._trainer, self._module, windows, batch))
+        if windows.inside is not None:
+            windows.inside.find(self._trainer, windows, batch)
         if split is not None and split.trims is None:
             has_padding = split.has_padding(batch)
             if has_padding is not False:

@@ -177,7 +177,7 @@ class Subject:
         if options.inside is not None:
             size = None if options.tokens else 1 if self.has_batches else self.half
             tokens = 1 if options.tokens else None
-            return replace(options, size=size, tokens=tokens, keep=0, start=None)
+            return replace(options, size=size, tokens=tokens)
         return replace(
             options, size=max(map(len, self.parts)), tokens=None, overhead=None,
             start=None, trim=options.trim and not self.are_alike,

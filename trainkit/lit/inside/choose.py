@@ -11,12 +11,12 @@ from warnings import catch_warnings, simplefilter
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from trainkit.core.batch_norm.layers import listed
 from trainkit.core.generators import random_kept
 from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.cut import Coupling
 from trainkit.core.inside.forward import ChunkedForward
-from trainkit.core.inside.hints import paths_within
-from trainkit.core.inside.keep import Keeper
+from trainkit.core.inside.refusals import paths_within
 from trainkit.core.joins.inside import JoinedChunks
 from trainkit.core.joins.layers import Sharing
 from trainkit.core.nested import describe
@@ -165,7 +165,8 @@ class _Watch:
 
 @dataclass
 class _Chooser:
-    """Tries submodules on their first calls.
+    """Tries submodules on their first calls. It takes none that leaves tensors in
+    attributes, which would be those of a chunk.
 
     Attributes:
         pl_module: what trains.
@@ -194,12 +195,25 @@ class _Chooser:
             yield from self.fitting(child, f"{path}.{name}".lstrip("."))
 
     def _reason(self, module: nn.Module, name: str, called: _Called) -> str:
-        """Why a module is not taken: it is refused, or would be warned of."""
-        cut = ChunkedForward(module, name, Sizes(1), Keeper(0))
+        """Why a module is not taken; empty if it is."""
+        cut = ChunkedForward(module, name, Sizes(1))
         cut.around = refusing_logs(self.pl_module, module, name)
         cut.coupling = self.coupling
         try:
-            said = cut.probe(*called.arguments[0], **called.arguments[1])
+            cut.probe(*called.arguments[0], **called.arguments[1])
+            cached = _tensors_in_attributes(module)
+            cut.probe(*called.arguments[0], **called.arguments[1])
         except Exception as error:
-            said = [in_one_line(error).removeprefix(f"{name}: ")]
-        return said[0].split(". ")[0] if said else ""
+            return in_one_line(error).removeprefix(f"{name}: ").split(". ")[0]
+        now = _tensors_in_attributes(module)
+        left = [path for path, tensor in now.items() if cached.get(path) is not tensor]
+        return f"its forward leaves values in {listed(left)}" if left else ""
+
+
+def _tensors_in_attributes(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, Tensor)
+    }

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.core._compat import backward_pass
 from trainkit.core.gradients import HALF
-from trainkit.core.inside.chunks import Chunk
 
 LARGE = 2**16
 """Gradients of so many entries are added as they arrive; a hook costs little then."""
-
-
-class Shares(Protocol):
-    """Looks at what each chunk of a call adds to the gradients."""
-
-    def see(self, gradient: Tensor) -> None:
-        """A chunk's share of the gradient of one parameter."""
-
-    def end_chunk(self, num_rows: int) -> None:
-        """All shares of a chunk have been seen."""
-
-    def end(self, gradients: Sequence[Tensor | None]) -> None:
-        """All chunks have been seen; their sums."""
 
 
 class Sums:
@@ -38,16 +23,13 @@ class Sums:
 
     Args:
         parameters: which get a gradient.
-        shares: looks at each chunk's, if somebody asks for it.
 
     Attributes:
         is_torn: whether some of a chunk's gradients were added, and not all.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], shares: Shares | None = None
-    ) -> None:
-        self._parameters, self._shares = parameters, shares
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
         self._sums: list[Tensor | None] = [None] * len(parameters)
         self._is_own = [False] * len(parameters)
         self._large = [i for i, each in enumerate(parameters) if _is_large(each)]
@@ -78,8 +60,6 @@ class Sums:
                 if gradient.is_sparse or backward_pass() not in passes[:1]:
                     return None
                 self._arrived.add(index)
-                if self._shares is not None:
-                    self._shares.see(gradient)
                 self._add(index, gradient)
                 return gradient.new_zeros(()).expand_as(gradient)
 
@@ -93,7 +73,7 @@ class Sums:
             for hook in hooks:
                 hook.remove()
 
-    def add(self, gradients: Sequence[Tensor | None], num_rows: int = 0) -> None:
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add a chunk's gradients that have not arrived yet; None for a parameter that
         it did not use."""
         totals: list[Tensor] = []
@@ -101,8 +81,6 @@ class Sums:
         for index, gradient in enumerate(gradients):
             if gradient is None or index in self._arrived:
                 continue
-            if self._shares is not None:
-                self._shares.see(gradient)
             total = self._sums[index]
             is_plain = type(gradient) is type(total) is Tensor
             if total is not None and self._is_own[index] and is_plain:
@@ -113,8 +91,6 @@ class Sums:
         self._arrived.clear()
         if totals:
             torch._foreach_add_(totals, shares)  # pyright: ignore[reportPrivateImportUsage]
-        if self._shares is not None:
-            self._shares.end_chunk(num_rows)
 
     def _add(self, index: int, gradient: Tensor) -> None:
         gradient, total = _widened(gradient), self._sums[index]
@@ -131,8 +107,6 @@ class Sums:
 
     def results(self) -> list[Tensor | None]:
         """The sums, in the parameters' own precision."""
-        if self._shares is not None:
-            self._shares.end(self._sums)
         return [
             None if total is None else total.to(parameter.dtype)
             for total, parameter in zip(self._sums, self._parameters, strict=True)
@@ -145,43 +119,3 @@ def _is_large(parameter: Tensor) -> bool:
 
 def _widened(gradient: Tensor) -> Tensor:
     return gradient.float() if gradient.dtype in HALF else gradient
-
-
-class Pieces:
-    """One gradient for each argument: a chunk writes its rows, or adds its share.
-
-    Args:
-        arguments: pairs of an argument and how many entries of it belong to a row; 0 if
-            every chunk got it whole.
-        columns: for each, the dimensions of which a chunk leaves out columns.
-    """
-
-    def __init__(
-        self,
-        arguments: Sequence[tuple[Tensor, int]],
-        columns: Sequence[tuple[int, ...]],
-    ) -> None:
-        self._arguments, self._columns = arguments, columns
-        self._shared = Sums([value for value, _ in arguments])
-        self._rows: dict[int, Tensor] = {}
-
-    def add(self, chunk: Chunk, gradients: Sequence[Tensor | None]) -> None:
-        """Take a chunk's gradients; None for an argument that it did not use."""
-        shared: list[Tensor | None] = [None] * len(gradients)
-        for index, (value, multiple) in enumerate(self._arguments):
-            gradient, columns = gradients[index], self._columns[index]
-            if not multiple and gradient is not None and columns:
-                own, gradient = gradient, torch.zeros_like(value)
-                chunk.part(gradient, 0, 0, columns).copy_(own)
-            if not multiple or gradient is None:
-                shared[index] = gradient
-                continue
-            if index not in self._rows:
-                self._rows[index] = torch.zeros_like(value)
-            chunk.part(self._rows[index], 0, multiple, columns).copy_(gradient)
-        self._shared.add(shared)
-
-    def results(self) -> list[Tensor | None]:
-        """The gradients of all arguments."""
-        shared = self._shared.results()
-        return [self._rows.get(index, each) for index, each in enumerate(shared)]

@@ -1,0 +1,70 @@
+"""Whether values differ by no more than rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.core.gradients import HALF
+
+ROUNDING, HALF_ROUNDING = 1024, 8
+"""Runs of the same rows beside others may differ by so many units in the last place of
+the largest entry; by fewer in half precision, in which a layer rounds only what it
+returns."""
+
+ON_DEVICE = 2**-18
+"""The least unit of a device, whose kernels may round products to few digits (TF32)."""
+
+OUTLIER = 1e6
+"""Entries of this size, such as those of a mask, do not say what rounding is, where a
+tenth of all is far smaller."""
+
+
+def are_equal(value: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are the same."""
+    if value is other:
+        return True
+    try:
+        return type(value) is type(other) and bool(value == other)
+    except Exception:
+        return False
+
+
+def are_close(value: Tensor, other: Tensor, *, eps: float = 0.0) -> bool:
+    """Whether two tensors differ by no more than rounding; waits for the device.
+
+    Args:
+        value: a tensor.
+        other: another.
+        eps: the unit in the last place, if something within was coarser.
+    """
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return not differ(value, other, eps=eps)
+
+
+def differ(value: Tensor, other: Tensor, *, eps: float = 0.0) -> Tensor:
+    """Whether two tensors of one shape differ by more than rounding; does not wait.
+
+    Args:
+        value: a tensor.
+        other: another.
+        eps: as of `are_close`.
+    """
+    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+        return (value != other).any()
+    wide = torch.promote_types(value.dtype, torch.float32)
+    one, two = (torch.nan_to_num(x.detach().to(wide)) for x in (value, other))
+    found, sizes = torch.finfo(value.dtype), one.abs()
+    small = sizes.flatten().kthvalue(sizes.numel() // 10 + 1).values
+    limit = (1e4 * small).clamp_min(min(OUTLIER, found.max / 9))
+    usual = sizes.where(sizes < limit, 0).max()
+    usual = usual.where(usual > 0, sizes.max())
+    least = 0.0 if value.device.type == "cpu" else ON_DEVICE
+    allowed = max(
+        (HALF_ROUNDING if value.dtype in HALF else ROUNDING) * max(found.eps, least),
+        HALF_ROUNDING * eps,
+    )
+    return ((one - two).abs() > sizes.maximum(usual) * allowed).any()
