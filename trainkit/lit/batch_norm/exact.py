@@ -21,7 +21,7 @@ class ExactStatistics(Policy):
     """Normalises by the statistics of the whole window, on all ranks.
 
     Args:
-        memory: as `exact_batch_norm` takes it.
+        memory: `"auto"`, `"device"` or `"flat"`.
 
     Attributes:
         memory: the same.

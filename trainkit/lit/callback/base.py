@@ -254,7 +254,7 @@ class WindowOwner(OrderedCallback):
         Args:
             trainer: in `fit`.
             pl_module: what trains.
-            memory: as `exact_batch_norm` takes it.
+            memory: `"auto"`, `"device"` or `"flat"`.
         """
 
     @abstractmethod

@@ -25,7 +25,7 @@ class Joined:
 
         Args:
             pl_module: what trains.
-            memory: as `exact_batch_norm` takes it.
+            memory: `"auto"`, `"device"` or `"flat"`.
             ranks: that share a window.
             split: the driver, if loader batches are cut on the host.
             inside: the submodules that run in chunks, if some do.
