@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.core.tape.between import made
 from tests.core.tape.cases import images
 from tests.core.tape.common import EXACT, gradients, off_by, state, summed
 from tests.core.tape.nets import ResNet, pooled
@@ -151,6 +152,32 @@ def test_without_gradients_and_in_evaluation() -> None:
     net.train()
     with torch.inference_mode(), pytest.raises(TrainkitError, match="inference mode"):
         net(X)
+
+
+def test_a_forward_that_sets_the_mode_itself() -> None:
+    class Trains(Trap):
+        def forward(self, x: Tensor) -> Any:
+            with torch.enable_grad():
+                return super().forward(x)
+
+    own, big, net = pair(Trains)
+    for each in (net, big):
+        with torch.no_grad():
+            out = each(X)
+        summed([out]).backward()
+    assert off_by(gradients(own), gradients(big)) <= EXACT
+
+
+def test_types_that_differ_between_chunks_are_refused() -> None:
+    def between(net: Any, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        x = x + torch.zeros(x.shape[0], 1, 1, 1)
+        torch.set_default_dtype(torch.float32)
+        return x
+
+    own = made(between)
+    with pytest.raises(TrainkitError, match="zeros returns float32"):
+        exact_batch_norm(own, size=2)(X)
 
 
 def test_what_trains_may_change_between_calls() -> None:

@@ -73,8 +73,8 @@ class Tape:
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients of the arguments, and of the tensors that chunks share."""
-        chunks, numbers = Store(len(self.layout.sizes), self.store.transport), None
         numbers = range(len(self.layout.sizes))
+        chunks = Store(len(numbers), self.store.transport)
         for (slot, dim), gradient in zip(self.outputs, gradients, strict=True):
             if gradient is not None and slot in self.trains:
                 for number in numbers:
@@ -115,11 +115,11 @@ class Tape:
                 if slot in self.trains:
                     begins[slot] = each.requires_grad_()
                 values[slot] = each
+            chunk = Chunk(values, shadows, is_small=self.is_small(number))
             with torch.enable_grad():
-                for slot in segment.copied & needed:
-                    values[slot] = values[slot].clone()
-                chunk = Chunk(values, shadows, is_small=self.is_small(number))
-                segment.run(number, chunk, self.surroundings, leaves=leaves, again=True)
+                segment.run(
+                    number, chunk, self.surroundings, leaves=leaves, draws="again"
+                )
             given = [gradients.pop(number, slot) for slot in ends]
             pairs = [
                 (values[slot], gradient)

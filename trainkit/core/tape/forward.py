@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from trainkit.core._compat import is_transformed, uncompiled
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.nested import is_array, take_apart
+from trainkit.core.nested import take_apart, tensors
 from trainkit.core.ranks import Ranks
 from trainkit.core.tape.call import Tape, Taped
 from trainkit.core.tape.left import left_in
@@ -63,14 +63,24 @@ class TapedForward:
         original = self._before or type(self.module).forward.__get__(self.module)
         if not self.module.training or is_recording():
             return original(*args, **kwargs)
-        fields, build = take_apart((args, kwargs))
-        values = [each.value for each in fields]
-        rows = next((len(x) for x in values if isinstance(x, Tensor) and x.ndim), None)
+        rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
         if rows is None or (rows <= self.size and self.ranks.size == 1):
             return original(*args, **kwargs)
         self._refuse_module()
-        if rows > self.size:
-            self._refuse_lists([*args, *kwargs.values()], rows)
+
+        def is_long(path: str, value: Any) -> bool:
+            return isinstance(value, list) and len(value) == rows > self.size
+
+        fields, build = take_apart((args, kwargs), is_long)
+        values = [each.value for each in fields]
+        for each in values:
+            is_array = hasattr(each, "shape") and not isinstance(each, Tensor)
+            if is_long("", each) or (is_array and [*each.shape[:1]] == [rows]):
+                raise TrainkitError(
+                    f"{self.name}: an argument is a {type(each).__name__} as long as "
+                    f"the batch ({rows} rows), and its forward runs once, on the first "
+                    f"chunk. Give a tensor."
+                )
 
         def run(given: list[Any]) -> Any:
             positional, named = build(iter(given))
@@ -90,10 +100,10 @@ class TapedForward:
         surroundings = Surroundings(device)
         store = Store(len(layout.sizes), transport_to(device))
         recorder = Recorder(self.name, layout, store, surroundings, self.ranks)
-        given, has_graph = list(values), torch.is_grad_enabled()
+        given = list(values)
         for place in cut:
             chunks = list(values[place].detach().split(layout.sizes))
-            trains = has_graph and values[place].requires_grad
+            trains = values[place].requires_grad
             given[place] = recorder.add_argument(chunks, trains=trains)
         is_checked = _is_power_of_two(self._num_calls)
         with recording(recorder, is_checked=is_checked):
@@ -127,13 +137,14 @@ class TapedForward:
         tape.tidy()
         if layout.last and is_checked:
             refuse_mixing(tape, [values[place].detach() for place in cut], self.name)
-        inputs = [*(values[place] for place in cut), *tape.shared]
-        if has_graph and any(each.requires_grad for each in inputs):
-            outputs = list(Taped.apply(tape, outputs, *inputs))  # type: ignore[call-overload]
+        if not tape.trains.isdisjoint(made):
+            inputs = [*(values[place] for place in cut), *tape.shared]
+            with torch.enable_grad():  # the forward may have set it
+                outputs = list(Taped.apply(tape, outputs, *inputs))  # type: ignore[call-overload]
         results = dict(zip(made, outputs, strict=True))
         results |= {slot: values[place] for slot, place in enumerate(cut)}
         for each in left:
-            each.put(results[each.slot])
+            each.holder[each.key] = results[each.slot]
         pairs = zip(slots, leaves, strict=True)
         whole = [each if slot is None else results[slot] for slot, each in pairs]
         return build(x.whole if type(x) is NumberOfRows else x for x in whole)
@@ -198,23 +209,6 @@ class TapedForward:
                     f"{listed(paths)} {why}, which hides them. Give the plain module."
                 )
 
-    def _refuse_lists(self, values: Any, rows: int) -> None:
-        """Refuse lists and arrays as long as the batch, which Python would read."""
-        for each in values:
-            is_long = isinstance(each, list) or is_array(each)
-            if isinstance(each, Tensor):
-                continue
-            if is_long and len(each) == rows and not isinstance(each[0], Tensor):
-                raise TrainkitError(
-                    f"{self.name}: an argument is a {type(each).__name__} as long as "
-                    f"the batch ({rows} rows), and its forward runs once, on the first "
-                    f"chunk. Give a tensor."
-                )
-            if isinstance(each, dict | list | tuple):
-                self._refuse_lists(
-                    each.values() if isinstance(each, dict) else each, rows
-                )
-
 
 def _joined(tape: Tape, recorder: Recorder) -> list[Tensor]:
     """What a call returns, of all chunks."""
@@ -224,7 +218,7 @@ def _joined(tape: Tape, recorder: Recorder) -> list[Tensor]:
         for slot, dim in dims.items():
             each = values[slot] if slot in values else tape.store.get(number, slot)
             if not tape.layout.last:
-                whole[slot] = each.detach()
+                whole[slot] = each.clone()
                 continue
             if slot not in whole:
                 shape = list(each.shape)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from trainkit.core.tape.rows import NumberOfRows
 
+OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
+
 
 @dataclass(frozen=True)
 class Left:
@@ -18,12 +20,14 @@ class Left:
     Attributes:
         name: of the attribute, with that of its module.
         slot: of the value.
-        put: puts another tensor in its place.
+        holder: of the attribute, or the list or dict in it.
+        key: of the value there.
     """
 
     name: str
     slot: int
-    put: Callable[[Tensor], None]
+    holder: Any
+    key: Any
 
 
 def left_in(module: nn.Module, slot_of: Callable[[Any], int | None]) -> list[Left]:
@@ -31,42 +35,23 @@ def left_in(module: nn.Module, slot_of: Callable[[Any], int | None]) -> list[Lef
     rows become those of the batch."""
     found = []
     for path, each in module.named_modules():
-        for holder, key, value, name in _places(each):
-            if type(value) is NumberOfRows:
+        for name, holder, key, value in _places(each):
+            if isinstance(value, NumberOfRows):
                 holder[key] = value.whole
             slot = slot_of(value) if isinstance(value, Tensor) else None
             if slot is not None:
-                put = _putter(holder, key)
-                found.append(Left(f"{path}.{name}".lstrip("."), slot, put))
+                found.append(Left(f"{path}.{name}".lstrip("."), slot, holder, key))
     return found
 
 
-def _places(module: nn.Module) -> Iterator[tuple[Any, Any, Any, str]]:
+def _places(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
     own = vars(module)
-    for holder in (own, own["_buffers"]):
-        for name, value in list(holder.items()):
-            yield holder, name, value, name
-            if name.startswith("_") and holder is own and name in OF_TORCH:
-                continue
-            inside = value if isinstance(value, dict) else vars_of(value)
-            if isinstance(value, list):
-                inside = value
-                yield from ((value, i, v, name) for i, v in enumerate(value))
-            elif inside is not None:
-                yield from ((inside, k, v, name) for k, v in list(inside.items()))
-
-
-OF_TORCH = frozenset(vars(nn.Module()))
-
-
-def vars_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of a plain object."""
-    is_plain = not isinstance(value, nn.Module | Tensor | type | Callable)  # type: ignore[arg-type]
-    return vars(value) if is_plain and hasattr(value, "__dict__") else None
-
-
-def _putter(holder: Any, key: Any) -> Callable[[Tensor], None]:
-    def put(tensor: Tensor) -> None:
-        holder[key] = tensor
-
-    return put
+    for name, value in [*own.items()]:
+        if name in OF_TORCH:
+            continue
+        yield name, own, name, value
+        if isinstance(value, list | dict):
+            pairs = enumerate(value) if isinstance(value, list) else value.items()
+            for key, each in [*pairs]:
+                place = str(key) if name == "_buffers" else name
+                yield place, value, key, each

@@ -104,13 +104,22 @@ def gaps_in(part: Any) -> Iterator[Any]:
         yield part
 
 
+def leaves_in(value: Any) -> Iterator[Any]:
+    """All that is in an argument."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from leaves_in(each)
+    elif isinstance(value, dict):
+        yield from leaves_in([*value.values()])
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
 def tensors_in(result: Any) -> list[Tensor]:
     """The tensors in what a function returns, in order."""
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, tuple | list):
-        return [each for part in result for each in tensors_in(part)]
-    return []
+    return [each for each in leaves_in(result) if isinstance(each, Tensor)]
 
 
 def rebuilt(result: Any, tensors: Iterator[Tensor]) -> Any:

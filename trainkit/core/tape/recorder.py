@@ -21,6 +21,7 @@ from trainkit.core.tape.parts import (
     Slot,
     fill,
     gaps_in,
+    leaves_in,
     rebuilt,
     tensors_in,
     with_gaps,
@@ -190,21 +191,9 @@ class Recorder(TorchFunctionMode):
 
     def _look(self, args: Any, kwargs: Any) -> tuple[bool, bool]:
         """Whether arguments hold values of the batch, and numbers of rows."""
-        depends = has_rows = False
-        waiting = [*args, *kwargs.values()]
-        while waiting:
-            each = waiting.pop()
-            if isinstance(each, Tensor):
-                depends = depends or self.slot_of(each) is not None
-            elif type(each) is NumberOfRows:
-                has_rows = True
-            elif isinstance(each, tuple | list):
-                waiting.extend(each)
-            elif isinstance(each, dict):
-                waiting.extend(each.values())
-            elif isinstance(each, slice):
-                waiting += [each.start, each.stop, each.step]
-        return depends, has_rows
+        each = [*leaves_in(args), *leaves_in(kwargs)]
+        depends = any(self.slot_of(x) is not None for x in each)
+        return depends, any(isinstance(x, NumberOfRows) for x in each)
 
     def _refuse_function(
         self, name: str, args: Any, kwargs: Any, *, has_rows: bool
@@ -301,7 +290,8 @@ class Recorder(TorchFunctionMode):
         trains = settings[0] and name not in ("detach", "data") and self._goes_on(gaps)
         results = []
         for first, last in zip(tensors, others, strict=True):
-            operation.shapes.append((first.shape, last.shape))
+            like = (first.shape, first.dtype), (last.shape, last.dtype)
+            operation.likes.append(like)
             is_new = not any(first is each for each in given)
             dim = self._row_dim(first, last, operation)
             if is_new:  # without the graph of views, which would keep others
@@ -465,8 +455,6 @@ class Recorder(TorchFunctionMode):
                 values = self._last.values
             else:
                 values = {s: self._store.get(number, s) for s in segment.needed}
-                for slot in segment.copied & segment.needed:
-                    values[slot] = values[slot].clone()
                 chunk = Chunk(values, self.fixed, is_small=rows < sizes[0])
                 segment.run(number, chunk, self._surroundings)
             yield number, values

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from trainkit.core.nested import describe
 from trainkit.core.tape.parts import Chunk, Slot, fill, gaps_in, tensors_in
 from trainkit.core.tape.settings import Settings, Surroundings
 from trainkit.core.tape.statistics import Normal
 from trainkit.errors import TrainkitError
+
+Draws = Literal["new", "again", "none"]
 
 
 @dataclass(eq=False)
@@ -26,7 +29,7 @@ class Operation:
         settings: in which it runs.
         states: the random states before it, for each chunk; None if it draws nothing.
         outs: the slots of the tensors that it returns; None for an argument.
-        shapes: of these, in the first chunk and in the last.
+        likes: their shapes and types, in the first chunk and in the last.
         written: the slots of the arguments it writes into, and of what they are then.
         over: the slots that nothing needs after it.
         uses: the slots of its arguments.
@@ -39,7 +42,7 @@ class Operation:
     settings: Settings
     states: dict[int, Any] | None = None
     outs: list[int | None] = field(default_factory=list)
-    shapes: list[tuple[Any, Any]] = field(default_factory=list)
+    likes: list[tuple[Any, Any]] = field(default_factory=list)
     written: list[tuple[int, int]] = field(default_factory=list)
     over: list[int] = field(default_factory=list)
 
@@ -56,18 +59,29 @@ class Operation:
         """Repeat it for a chunk."""
         kwargs = fill(self.kwargs, chunk)
         found = tensors_in(self.function(*fill(self.args, chunk), **kwargs))
-        for slot, tensor, shapes in zip(self.outs, found, self.shapes, strict=True):
-            if tensor.shape != shapes[chunk.is_small]:
+        for slot, tensor, likes in zip(self.outs, found, self.likes, strict=True):
+            like = likes[chunk.is_small]
+            if (tensor.shape, tensor.dtype) != like:
                 raise TrainkitError(
-                    f"exact BatchNorm: {self.name} returns a tensor of shape "
-                    f"{list(shapes[chunk.is_small])} for one chunk and of "
-                    f"{list(tensor.shape)} for another, and all chunks must run alike. "
-                    f"Keep shapes free of values, as torch.where() does."
+                    f"exact BatchNorm: {self.name} returns {describe(tensor)} for one "
+                    f"chunk, and shape {list(like[0])} of {like[1]} for another. All "
+                    f"chunks must run alike. Keep shapes free of values, as "
+                    f"torch.where() does."
                 )
             if slot is not None:
                 chunk.values[slot] = tensor
         for old, new in self.written:
             chunk.values[new] = chunk.values[old]
+
+    def leave_out(self, chunk: Chunk) -> None:
+        """Stand in for what it draws: by its first argument where that has the shape of
+        the result, else by one number."""
+        given = [chunk.values[slot] for slot in sorted(self.uses)]
+        self.run(chunk)
+        for slot in self.makes():
+            found = chunk.values[slot]
+            like = [x for x in given if x.shape == found.shape and not self.written]
+            chunk.values[slot] = like[0].clone() if like else found.fill_(0.5)
 
 
 @dataclass(eq=False)
@@ -139,7 +153,7 @@ class Segment:
         surroundings: Surroundings,
         *,
         leaves: list[Tensor] | None = None,
-        again: bool = False,
+        draws: Draws = "new",
     ) -> None:
         """Run it for a chunk, whose values from before it are there.
 
@@ -147,28 +161,31 @@ class Segment:
             number: of the chunk.
             chunk: holds the values, and gets new ones.
             surroundings: sets the modes in which operations run.
-            leaves: weight and bias of the meeting, for gradients.
-            again: in the backward pass: with gradients, and random states as before.
+            leaves: weight and bias of the meeting; gradients are wanted where given.
+            draws: what is drawn: new numbers, those of the first time, or none.
         """
+        again = leaves is not None
+        for slot in self.copied & self.needed:
+            chunk.values[slot] = chunk.values[slot].clone()
         if self.meeting is not None:
-            self._meet(chunk, surroundings, leaves, again)
+            self._meet(self.meeting, chunk, surroundings, leaves)
         for each in self.operations:
             surroundings.enter(each.settings, gradients=again)
-            if each.states is not None:
-                if again:
-                    surroundings.set_random(each.states[number])
-                else:
-                    each.states[number] = surroundings.random()
-            each.run(chunk)
+            if each.states is not None and draws == "again":
+                surroundings.set_random(each.states[number])
+            elif each.states is not None and draws == "new":
+                each.states[number] = surroundings.random()
+            if each.states is None or draws != "none":
+                each.run(chunk)
+            else:
+                each.leave_out(chunk)
             for slot in each.over:
                 chunk.values.pop(slot, None)
 
     def _meet(
-        self, chunk: Chunk, surroundings: Surroundings, leaves: Any, again: bool
+        self, meeting: Meeting, chunk: Chunk, surroundings: Surroundings, leaves: Any
     ) -> None:
-        meeting = self.meeting
-        assert meeting is not None
         surroundings.enter(meeting.settings, gradients=False)
-        with torch.set_grad_enabled(again and meeting.trains):
+        with torch.set_grad_enabled(leaves is not None and meeting.trains):
             found = meeting.normal(chunk.values[meeting.x], leaves or meeting.fixed)
         chunk.values[meeting.y] = found

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from trainkit.core.tape.call import Tape
-from trainkit.core.tape.parts import Chunk, Slot, gaps_in
-from trainkit.core.tape.segments import Operation
+from trainkit.core.tape.parts import Chunk
 from trainkit.errors import TrainkitError
 
 
@@ -31,10 +30,7 @@ def refuse_mixing(tape: Tape, arguments: list[Tensor], name: str) -> None:
     for number, source in enumerate(sources):
         index = torch.tensor(source, device=arguments[0].device)
         given = [each.index_select(0, index) for each in arguments]
-        outputs = _play(tape, given, is_small=number > 0)
-        if outputs is None:
-            return
-        found.append(outputs)
+        found.append(_play(tape, given, is_small=number > 0))
     limit = max((torch.finfo(each).eps for each in _types(tape, found[0])), default=0.0)
     for (_, dim), head, tail, turned in zip(tape.outputs, *found, strict=True):
         if not (head.is_floating_point() or head.is_complex()):
@@ -68,51 +64,16 @@ def _types(tape: Tape, outputs: list[Tensor]) -> set[torch.dtype]:
     return types
 
 
-def _play(
-    tape: Tape, arguments: list[Tensor], *, is_small: bool
-) -> list[Tensor] | None:
-    """The outputs of some rows, without what is drawn; None where that cannot be."""
-    values = dict(enumerate(arguments))
-    chunk = Chunk(values, tape.fixed, is_small=is_small)
-    needed = [each.needed for each in tape.segments]
-    ends = {slot for slot, _ in tape.outputs}
+def _play(tape: Tape, arguments: list[Tensor], *, is_small: bool) -> list[Tensor]:
+    """The outputs of some rows, without what is drawn."""
+    chunk = Chunk(dict(enumerate(arguments)), tape.fixed, is_small=is_small)
+    wanted = {slot for slot, _ in tape.outputs}
     with torch.no_grad(), tape.surroundings.kept():
+        states = tape.surroundings.random()
         for number, segment in enumerate(tape.segments):
-            for slot in segment.copied & values.keys():
-                values[slot] = values[slot].clone()
-            if segment.meeting is not None:
-                meeting = segment.meeting
-                tape.surroundings.enter(meeting.settings, gradients=False)
-                values[meeting.y] = meeting.normal(values[meeting.x], meeting.fixed)
-            for each in segment.operations:
-                tape.surroundings.enter(each.settings, gradients=False)
-                if each.states is None:
-                    each.run(chunk)
-                elif not _leave_out(each, chunk):
-                    return None
-            wanted = ends.union(*needed[number + 1 :])
-            for slot in values.keys() - wanted:
-                del values[slot]
-    return [values[slot] for slot, _ in tape.outputs]
-
-
-def _leave_out(operation: Operation, chunk: Chunk) -> bool:
-    """Stand in for an operation that draws: by its argument where that has the same
-    shape, else by one number. Whether that can be."""
-    for old, new in operation.written:
-        chunk.values[new] = chunk.values[old].fill_(0.5)
-    slots = [slot for slot in operation.outs if slot is not None]
-    if operation.written or not slots:
-        return bool(operation.written) and not slots
-    if len(slots) > 1:
-        return False
-    shape = operation.shapes[0][chunk.is_small]
-    gaps = [each for each in gaps_in(operation.args) if isinstance(each, Slot)]
-    like = [chunk.values[each.number] for each in gaps]
-    same = [each for each in like if each.shape == shape]
-    if same:
-        chunk.values[slots[0]] = same[0].clone()
-        return True
-    operation.run(chunk)
-    chunk.values[slots[0]].fill_(0.5)
-    return True
+            segment.run(0, chunk, tape.surroundings, draws="none")
+            later = wanted.union(*(each.needed for each in tape.segments[number + 1 :]))
+            for slot in chunk.values.keys() - later:
+                del chunk.values[slot]
+        tape.surroundings.set_random(states)
+    return [chunk.values[slot] for slot, _ in tape.outputs]
