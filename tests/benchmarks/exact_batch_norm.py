@@ -7,7 +7,7 @@ gradient of a window:
 
 - whole: all rows at once;
 - plain: accumulation over chunks, each normalised by itself: another gradient;
-- device, flat: `exact_batch_norm`, in one graph and in segments.
+- device, flat: what `BatchNormGuard("exact")` uses, in one graph and in segments.
 
 Times are the processor's, on one thread, the best of all rounds; each round runs all
 kinds of step in an order of its own. Peaks are the most bytes of operators' outputs
@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.benchmarks.inside import Contestant, Step, distance, race, table
 from tests.benchmarks.live_bytes import LiveBytes
-from tests.core.joins.resnet import resnet
-from trainkit import exact_batch_norm
+from tests.core.tape.resnet import resnet
 from trainkit.core.batch_norm.layers import BatchNorm
 from trainkit.core.joins import engine
+from trainkit.core.joins.exact import exact_batch_norm
 from trainkit.core.joins.host import OnHost
 
 MIB = 2**20

@@ -36,6 +36,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Whether the backward pass that runs in this thread keeps its graph."""
+    return vars(torch._C)["_autograd"]._get_current_graph_task_keep_graph()
+
+
 class Drawn(TorchDispatchMode):
     """Within it, operators that draw random numbers are counted.
 
@@ -55,6 +60,25 @@ class Drawn(TorchDispatchMode):
             one = found[0] if isinstance(found, list | tuple) else found
             self.counts[f"{func} of shape {list(getattr(one, 'shape', []))}"] += 1
         return found
+
+
+class Looking(TorchDispatchMode):
+    """Within it, a function is given the arguments of each operator, also of those
+    that a TorchFunctionMode does not see: in scripts, transforms and extensions.
+
+    Args:
+        look: at an operator's name and arguments.
+    """
+
+    def __init__(self, look: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._look(str(func), args)
+        return func(*args, **(kwargs or {}))
 
 
 def is_transformed() -> bool:

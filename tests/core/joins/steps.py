@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.core.joins.cases import images
 from tests.core.joins.common import (
     EXACT,
     gradients,
@@ -17,9 +16,10 @@ from tests.core.joins.common import (
     state,
     summed,
 )
-from tests.core.joins.nets import conv_bn
-from tests.core.joins.traps import Trap
-from trainkit import exact_batch_norm
+from tests.core.tape.cases import images
+from tests.core.tape.nets import conv_bn
+from tests.core.tape.traps import Trap
+from trainkit.core.joins.exact import exact_batch_norm
 
 SIZES = [4, 2, 3]
 X = images(9)

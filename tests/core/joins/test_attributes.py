@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from tests.core.joins.common import EXACT, gradients, off_by, state, summed
-from tests.core.joins.nets import pooled
 from tests.core.joins.steps import SIZES, X, compare, run, simple
-from tests.core.joins.traps import Trap
-from trainkit import exact_batch_norm
+from tests.core.tape.nets import pooled
+from tests.core.tape.traps import Trap
+from trainkit.core.joins.exact import exact_batch_norm
 from trainkit.errors import TrainkitError
 
 

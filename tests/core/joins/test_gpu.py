@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.core.joins.resnet import resnet
+from tests.core.tape.resnet import resnet
 from tests.helpers import gradients
-from trainkit import exact_batch_norm
+from trainkit.core.joins.exact import exact_batch_norm
 from trainkit.core.joins.host import OnHost, transport_to
 
 pytestmark = [

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.core.joins.simulated import CPU, SimulatedStreams
 from tests.core.test_host_syncs import Waits
 from tests.helpers import gradients
-from trainkit import exact_batch_norm
 from trainkit.core.joins import engine
+from trainkit.core.joins.exact import exact_batch_norm
 from trainkit.core.joins.host import OnHost, _Handle
 from trainkit.core.joins.joint_graph import meet, normalised
 from trainkit.core.joins.transport import OnDevice

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.joins.cases import made as made_case
 from tests.core.joins.common import (
     EXACT,
     check_clean,
@@ -18,10 +17,11 @@ from tests.core.joins.common import (
     off_by,
     summed,
 )
-from tests.core.joins.nets import pooled
 from tests.core.joins.steps import SIZES, X, compare, run, several, simple
-from tests.core.joins.traps import Trap, made
-from trainkit import exact_batch_norm
+from tests.core.tape.cases import made as made_case
+from tests.core.tape.nets import pooled
+from tests.core.tape.traps import Trap, made
+from trainkit.core.joins.exact import exact_batch_norm
 from trainkit.errors import TrainkitError
 
 pytestmark = pytest.mark.parametrize("memory", ["device", "flat"])

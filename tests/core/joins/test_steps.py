@@ -20,8 +20,8 @@ from tests.core.joins.common import (
     summed,
 )
 from tests.core.joins.steps import SIZES, X, compare, run, several, simple
-from tests.core.joins.traps import Checkpointed, Trap, made
-from trainkit import exact_batch_norm
+from tests.core.tape.traps import Checkpointed, Trap, made
+from trainkit.core.joins.exact import exact_batch_norm
 from trainkit.errors import TrainkitError
 
 pytestmark = pytest.mark.parametrize("memory", ["device", "flat"])

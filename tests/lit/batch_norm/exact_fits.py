@@ -74,14 +74,12 @@ def loader(batch_size: int = 10, number: int = 26) -> DataLoader[Any]:
     return DataLoader(images(number), batch_size=batch_size)
 
 
-def exact(
-    cut: MicroBatching, memory: Any = "auto", strategy: Any = None
-) -> list[pl.Callback]:
+def exact(cut: MicroBatching, strategy: Any = None) -> list[pl.Callback]:
     """The callbacks of a training whose micro-batches share statistics."""
     strategy = strategy or PerSample()
     return [
         AccumulationCallback(strategy, micro_batching=cut),
-        BatchNormGuard("exact", memory=memory),
+        BatchNormGuard("exact"),
     ]
 
 

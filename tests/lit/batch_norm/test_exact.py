@@ -32,7 +32,6 @@ CUTS = {
     "inside": MicroBatching(inside="net", size=4),
     "inside, found": MicroBatching(inside="auto", size=3),
 }
-MEMORIES = ["auto", "device", "flat"]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +46,12 @@ def numbers(fitted: pl.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in fitted.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_training_equals_whole_batches(
-    cut: str, memory: str, whole: tuple[Images, pl.Trainer]
+    cut: str, whole: tuple[Images, pl.Trainer]
 ) -> None:
     module = Images()
-    fitted = fit(module, *exact(CUTS[cut], memory))
+    fitted = fit(module, *exact(CUTS[cut]))
     reference, plain = whole
     assert apart(module, reference) <= 1e-10
     assert int(module.net.norm.num_batches_tracked) == 12  # type: ignore[union-attr, arg-type]
@@ -71,12 +69,11 @@ def test_plain_accumulation_does_not(
     assert apart(module, whole[0]) > 0.1 * apart(whole[0], start)
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("cut", ["split", "inside"])
-def test_windows_of_a_schedule_clipping_and_rates(cut: str, memory: str) -> None:
+def test_windows_of_a_schedule_clipping_and_rates(cut: str) -> None:
     """What others do with a step is as with whole batches."""
     trained = []
-    for callbacks in ([], exact(CUTS[cut], memory)):
+    for callbacks in ([], exact(CUTS[cut])):
         module = Images()
         more: list[Any] = [LRScaling("sqrt", reference_batch=5)] if callbacks else []
         more += [WindowMonitor(every_n_steps=1)] if callbacks else []
@@ -116,11 +113,10 @@ class Bare(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_layers_called_in_the_step_itself(memory: str) -> None:
+def test_layers_called_in_the_step_itself() -> None:
     whole, module = Bare(), Bare()
     plain = fit(whole)
-    fitted = fit(module, *exact(CUTS["split"], memory))
+    fitted = fit(module, *exact(CUTS["split"]))
     assert apart(module, whole) <= 1e-10
     assert numbers(fitted) == pytest.approx(numbers(plain), rel=1e-9)
 
@@ -186,7 +182,7 @@ def test_frozen_layers_and_other_norms_stay_as_they_are() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*in eval mode")
         fit(whole)
-        fit(module, *exact(CUTS["split"], "flat"))
+        fit(module, *exact(CUTS["split"]))
     start, before = dict(made().named_buffers()), dict(whole.named_buffers())
     for name, value in module.named_buffers():
         if name.startswith("net.4."):
@@ -269,8 +265,7 @@ def test_state_dict_has_the_same_names() -> None:
     assert names[0] == list(Images().state_dict())
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_precision_of_half(memory: str) -> None:
+def test_precision_of_half() -> None:
     """In bfloat16 the window is as far from float64 as the whole batch is, over several
     nets: how one of them is rounded is decided by the processor."""
 
@@ -291,9 +286,7 @@ def test_precision_of_half(memory: str) -> None:
     for seed in range(5):
         true = run(seed, "64-true")
         whole += apart(run(seed, "bf16-mixed"), true) ** 2
-        exactly += (
-            apart(run(seed, "bf16-mixed", *exact(CUTS["split"], memory)), true) ** 2
-        )
+        exactly += apart(run(seed, "bf16-mixed", *exact(CUTS["split"])), true) ** 2
         parts = AccumulationCallback(PerSample(), micro_batching=CUTS["split"])
         naive += apart(run(seed, "bf16-mixed", parts), true) ** 2
     assert exactly <= 2**2 * whole

@@ -39,11 +39,9 @@ def batches(shares: list[tuple[int, ...]], rank: int | None) -> DataLoader[Any]:
     return DataLoader(data, batch_sampler=found)
 
 
-def train_on_rank(
-    rank: int, world_size: int, cut: str, memory: str, policy: str
-) -> Any:
+def train_on_rank(rank: int, world_size: int, cut: str, policy: str) -> Any:
     module = Images()
-    callbacks: list[Any] = exact(CUTS[cut], memory)  # type: ignore[arg-type]
+    callbacks: list[Any] = exact(CUTS[cut])  # type: ignore[arg-type]
     if policy != "exact":
         callbacks[1] = BatchNormGuard("ignore")
     calls: list[Any] = []
@@ -87,25 +85,18 @@ def trained(world_size: int, *how: Any) -> list[tuple[Images, int]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cut", "memory"),
-    [
-        (2, "split", "auto"),
-        (2, "split", "device"),
-        (2, "inside", "flat"),
-        (2, "inside", "device"),
-        (2, "whole", "auto"),
-        (3, "split", "flat"),
-    ],
+    ("world_size", "cut"),
+    [(2, "split"), (2, "inside"), (2, "whole"), (3, "split")],
 )
-def test_ranks_equal_one_batch(world_size: int, cut: str, memory: str) -> None:
+def test_ranks_equal_one_batch(world_size: int, cut: str) -> None:
     whole = whole_batches(world_size)
-    for module, calls in trained(world_size, cut, memory, "exact"):
+    for module, calls in trained(world_size, cut, "exact"):
         assert apart(module, whole) <= 1e-10
         assert calls == 12 * 2 * 2  # steps x layers x (forward and backward)
 
 
 def test_plain_accumulation_on_ranks_does_not() -> None:
-    module, _ = trained(2, "split", "auto", "ignore")[0]
+    module, _ = trained(2, "split", "ignore")[0]
     whole = whole_batches(2)
     assert apart(module, whole) > 0.1 * apart(whole, Images())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.helpers import trainer
-from tests.lit.batch_norm.exact_fits import Images, Net, apart, exact, fit, images
+from tests.lit.batch_norm.exact_fits import Images, apart, exact, fit, images
 from trainkit import (
     AccumulationCallback,
     AccumulationMixin,
@@ -27,113 +25,52 @@ from trainkit import (
     Weighed,
     WindowMonitor,
 )
+from trainkit.core.tape.forward import TapedForward
 
 SPLIT = MicroBatching(size=4)
 INSIDE = MicroBatching(inside="net", size=4)
 
 
-class _Fails(torch.autograd.Function):
-    """Fails in the backward pass, if it is to."""
+def run_short(
+    monkeypatch: pytest.MonkeyPatch, most: int, **options: Any
+) -> tuple[Images, Any, list[int]]:
+    """A training in which no more rows than `most` fit into memory: the module, its
+    callback, and the sizes that failed."""
+    failed: list[int] = []
+    run = TapedForward._run
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fail: Any) -> Tensor:
-        ctx.fail = fail
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.fail()
-        return gradients[0], None
-
-
-class Short(nn.Module):
-    """Its memory runs out when `need(place, rows)` says so."""
-
-    def __init__(self, need: Callable[[str, int], None]) -> None:
-        super().__init__()
-        self.need = need
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.need("forward", len(x))
-        return _Fails.apply(x, lambda: self.need("backward", len(x)))  # type: ignore[return-value]
-
-
-def short_of_memory(
-    at: str = "", call: int = -1, most: int = 99
-) -> tuple[Callable[[str, int], None], list[str]]:
-    """What fails in one call, or with more rows than fit; and the list of its failures.
-
-    Args:
-        at: `"forward"` or `"backward"`.
-        call: the number of the call that fails, of all micro-batches'.
-        most: so many rows fit.
-    """
-    failures: list[str] = []
-    counts = Counter[str]()
-
-    def need(place: str, rows: int) -> None:
-        counts[place] += 1
-        if (place == at and counts[place] == call) or rows > most:
-            failures.append(place)
+    def short(self: Any, *args: Any) -> Any:
+        if (rows := self.sizes.limit or args[-1]) > most:
+            failed.append(rows)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 byte")
+        return run(self, *args)
 
-    return need, failures
-
-
-class ShortNet(Net):
-    """Its memory runs out between its layers."""
-
-    def __init__(self, need: Callable[[str, int], None]) -> None:
-        torch.manual_seed(8)
-        super().__init__()
-        self.second = nn.Sequential(self.second, Short(need))  # type: ignore[assignment]
+    monkeypatch.setattr(TapedForward, "_run", short)
+    cut, module = MicroBatching(**options), Images()
+    # Without the proof, whose passes would be counted too.
+    callback = AccumulationCallback(PerSample(), micro_batching=cut, proof="off")
+    fit(module, callback, BatchNormGuard("exact"), epochs=2)
+    return module, callback, failed
 
 
-def whole(**options: Any) -> Images:
-    module = Images(ShortNet(short_of_memory()[0]))
-    fit(module, **options)
-    return module
-
-
-def unproven(cut: MicroBatching, memory: Any = "auto") -> list[pl.Callback]:
-    """Without the proof, whose passes would be counted too."""
-    return [
-        AccumulationCallback(PerSample(), micro_batching=cut, proof="off"),
-        BatchNormGuard("exact", memory=memory),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("at", "call"),  # none of which is one of the calls that are checked
-    [("forward", 14), ("backward", 9), ("backward", 16)],
-)
-def test_auto_runs_in_segments_once_memory_has_run_out(at: str, call: int) -> None:
-    need, failures = short_of_memory(at, call)
-    module = Images(ShortNet(need))
-    fit(module, *unproven(SPLIT), epochs=2)
-    assert failures == [at]
-    assert apart(module, whole(epochs=2)) <= 1e-10
+@pytest.mark.parametrize("inside", [None, "net"])
+def test_finer_chunks_once_memory_has_run_out(
+    inside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, callback, failed = run_short(monkeypatch, 3, inside=inside)
+    assert failed == [10, 5]
+    assert callback.micro_batch_size == 2
+    whole = Images()
+    fit(whole, epochs=2)
+    assert apart(module, whole) <= 1e-10
 
 
 @pytest.mark.filterwarnings("ignore:.*open window .* was dropped")
-@pytest.mark.parametrize("at", ["forward", "backward"])
-def test_device_does_not(at: str) -> None:
-    need, failures = short_of_memory(at, 30 if at == "forward" else 10)
+def test_memory_that_runs_out_with_a_size_of_the_users_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        fit(Images(ShortNet(need)), *unproven(SPLIT, "device"), epochs=2)
-    assert failures == [at]
-
-
-@pytest.mark.parametrize("memory", ["device", "flat"])
-@pytest.mark.parametrize("inside", [None, "net"])
-def test_finer_micro_batches_once_memory_has_run_out(inside: Any, memory: str) -> None:
-    need, _ = short_of_memory(most=3)
-    module = Images(ShortNet(need))
-    start = 8 if inside is None else None
-    callbacks = unproven(MicroBatching("auto", start=start, inside=inside), memory)
-    fit(module, *callbacks, epochs=2)
-    assert callbacks[0].micro_batch_size <= 3  # type: ignore[attr-defined]
-    assert apart(module, whole(epochs=2)) <= 1e-10
+        run_short(monkeypatch, 3, size=4)
 
 
 class Average(WeightAveraging):
@@ -158,15 +95,14 @@ def test_averages_of_weights(cut: MicroBatching) -> None:
     assert apart(*trained) <= 1e-10
 
 
-@pytest.mark.parametrize("memory", ["device", "flat"])
 @pytest.mark.parametrize("cut", [SPLIT, INSIDE])
-def test_statistics_epoch_of_weight_averaging(cut: MicroBatching, memory: str) -> None:
+def test_statistics_epoch_of_weight_averaging(cut: MicroBatching) -> None:
     """The last epoch takes no step: its statistics are those of loader batches."""
     trained = []
     for callbacks in (
         [],
         [AccumulationCallback(PerSample())],
-        exact(cut, memory),
+        exact(cut),
         [AccumulationCallback(PerSample(), micro_batching=SPLIT)],
     ):
         module = Images()
@@ -190,10 +126,9 @@ class NoMetrics(Images):
         return loss
 
 
-@pytest.mark.parametrize("memory", ["device", "flat"])
 @pytest.mark.parametrize("cut", [SPLIT, INSIDE])
 def test_resumed_training_is_the_same_to_the_bit(
-    cut: MicroBatching, memory: str, tmp_path: Path
+    cut: MicroBatching, tmp_path: Path
 ) -> None:
     def train(folder: Path, steps: int, ckpt_path: Any = None) -> Images:
         module = NoMetrics()
@@ -201,7 +136,7 @@ def test_resumed_training_is_the_same_to_the_bit(
         resume = ExactResume(dirpath=folder, every_n_train_steps=1)
         loader = ResumableLoader(images(), batch_size=10, shuffle=True)
         run = trainer(
-            callbacks=[*exact(cut, memory), resume],
+            callbacks=[*exact(cut), resume],
             max_epochs=-1,
             max_steps=steps,
             enable_checkpointing=True,
@@ -266,29 +201,3 @@ def test_window_numbers() -> None:
     fitted = fit(Images(), *exact(SPLIT), monitor, epochs=1)
     assert float(fitted.callback_metrics["window/micro_batches"]) == 1
     assert float(fitted.callback_metrics["window/weight"]) == 6
-
-
-def test_dropout_is_the_same_in_both_ways() -> None:
-    trained = []
-    for memory in ("device", "flat"):
-        net = nn.Sequential(
-            nn.Conv2d(3, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.Dropout(0.4),
-            nn.GELU(),
-            nn.Conv2d(6, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Dropout(0.2),
-            nn.Linear(6, 4),
-        )
-        torch.manual_seed(2)
-        for each in net:
-            if hasattr(each, "reset_parameters"):
-                each.reset_parameters()  # type: ignore[operator]
-        module = Images(net)
-        torch.manual_seed(9)
-        fit(module, *exact(SPLIT, memory))
-        trained.append(module)
-    assert apart(*trained) <= 1e-12

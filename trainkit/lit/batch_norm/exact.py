@@ -10,7 +10,6 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_batch
-from trainkit.core.joins.engine import Memory, check_memory
 from trainkit.core.split.micro_batching import MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
@@ -26,18 +25,9 @@ from trainkit.lit.inside.refusals import SELF
 
 
 class ExactStatistics(Policy):
-    """Normalises by the statistics of the whole window, on all ranks.
+    """Normalises by the statistics of the whole window, on all ranks."""
 
-    Args:
-        memory: as `exact_batch_norm` takes it.
-
-    Attributes:
-        memory: the same.
-    """
-
-    def __init__(self, memory: Memory) -> None:
-        check_memory(memory)
-        self.memory: Memory = memory
+    def __init__(self) -> None:
         self._trainer: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -53,7 +43,7 @@ class ExactStatistics(Policy):
             self._refuse_schedules()
         # Layers that are frozen now may train in a later window.
         if windows is not None:
-            windows.join_statistics(trainer, module, self.memory)
+            windows.join_statistics(trainer, module)
         elif num_replicas(trainer) > 1:
             raise TrainkitError(
                 "BatchNormGuard('exact'): on several ranks it needs the callback that "
@@ -97,7 +87,7 @@ class ExactStatistics(Policy):
         self._trainer = None
 
     def summary(self, num_layers: int) -> str:
-        return f"normalised by the whole window, on all ranks (memory={self.memory!r})"
+        return "normalised by the whole window, on all ranks"
 
 
 def cut_inside(
@@ -115,7 +105,7 @@ def cut_inside(
         callbacks: the user's, a `BatchNormGuard("exact")` perhaps among them.
         options: as the user gives them.
     """
-    is_exact = any(getattr(each, "joins", None) is not None for each in callbacks)
+    is_exact = any(getattr(each, "is_exact", False) for each in callbacks)
     if not is_exact or options is None or options.inside is not None:
         return options
     paths = tuple(_holders(pl_module, ""))

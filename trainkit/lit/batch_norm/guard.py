@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from trainkit.core.batch_norm.layers import BatchNorm, every_layer, is_training
-from trainkit.core.joins.engine import Memory
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import saves_weights_now
 from trainkit.lit.batch_norm.announce import Announce
@@ -61,10 +61,7 @@ class BatchNormGuard(OrderedCallback):
         forward: with `"recalibrate"`: runs the model on a batch, `(module, batch)`;
             default: `training_step`.
         groups: with `"group_norm"`: the most groups; each has at least 4 channels.
-        memory: with `"exact"`: `"device"` keeps one graph of all micro-batches;
-            `"flat"` splits the net at its layers and runs each segment once more in
-            the backward pass, in the memory of one micro-batch; `"auto"` does so on
-            several ranks, and once memory has run out.
+        memory: has no effect any more.
     """
 
     order = 3
@@ -79,7 +76,7 @@ class BatchNormGuard(OrderedCallback):
         exact: bool = True,
         forward: Callable[[Any, Any], object] | None = None,
         groups: int = 32,
-        memory: Memory = "auto",
+        memory: Any = None,
     ) -> None:
         super().__init__()
         check_options(
@@ -92,11 +89,18 @@ class BatchNormGuard(OrderedCallback):
             groups=groups,
             memory=memory,
         )
+        if memory is not None:
+            warnings.warn(
+                "BatchNormGuard('exact'): memory= has no effect any more, and goes "
+                "with the next release. A window takes the memory of one chunk; leave "
+                "memory= out.",
+                stacklevel=2,
+            )
         made: dict[str, Callable[[], Policy]] = {
             "warn": lambda: Announce("warn", min_samples=min_samples),
             "error": lambda: Announce("error", min_samples=min_samples),
             "ignore": Policy,
-            "exact": lambda: ExactStatistics(memory),
+            "exact": ExactStatistics,
             "freeze": lambda: Freeze(affine=freeze_affine),
             "momentum": Momentum,
             "recalibrate": lambda: Recalibrate(
@@ -126,10 +130,9 @@ class BatchNormGuard(OrderedCallback):
         self._policy.convert(module, trainer)
 
     @property
-    def joins(self) -> Memory | None:
-        """How the layers see whole windows, if the policy lets them."""
-        policy = self._policy
-        return policy.memory if isinstance(policy, ExactStatistics) else None
+    def is_exact(self) -> bool:
+        """Whether the layers see whole windows."""
+        return self.policy == "exact"
 
     def freeze(self, trainer: Any, module: Any) -> None:
         """Freeze the layers, if the policy does that, and say nothing; `teardown`

@@ -33,7 +33,7 @@ LEAST = {
 
 # The options that belong to one policy, with their defaults.
 OWN: dict[str, dict[str, Any]] = {
-    "exact": {"memory": "auto"},
+    "exact": {"memory": None},
     "freeze": {"freeze_affine": False},
     "recalibrate": {"num_batches": 200, "exact": True, "forward": None},
     "group_norm": {"groups": 32},

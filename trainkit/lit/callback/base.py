@@ -14,7 +14,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from trainkit.core.accumulator import Accumulator
-from trainkit.core.joins.layers import Sharing
 from trainkit.core.ledger import FirstWindows, Ledger
 from trainkit.core.strategies import AccumulationStrategy, Weight
 from trainkit.core.terms import leading
@@ -145,8 +144,6 @@ class WindowOwner(OrderedCallback):
             batch; none where Lightning ends them.
         micro_batching: how the user lets loader batches be cut.
         moved_inside: the same cut inside of the step, where exact BatchNorm needs it.
-        sharing: which ranks share BatchNorm's statistics, if micro-batches do, so that
-            none has a gradient of its own.
     """
 
     accumulators: dict[int, Accumulator]
@@ -160,7 +157,6 @@ class WindowOwner(OrderedCallback):
     counts_samples: bool
     inside: Any = None
     has_strategy: bool = True
-    sharing: Sharing | None = None
     micro_batching: Any = None
     moved_inside: Any = None
     split: Any = None
@@ -256,15 +252,20 @@ class WindowOwner(OrderedCallback):
         )
 
     @abstractmethod
-    def join_statistics(self, trainer: Any, pl_module: Any, memory: Any) -> None:
+    def join_statistics(self, trainer: Any, pl_module: Any) -> None:
         """Let BatchNorm see whole windows, each of one loader batch, until training
         ends.
 
         Args:
             trainer: in `fit`.
             pl_module: what trains.
-            memory: as `exact_batch_norm` takes it.
         """
+
+    @property
+    @abstractmethod
+    def shares_statistics(self) -> bool:
+        """Whether BatchNorm sees whole windows, so that no micro-batch has a gradient
+        of its own."""
 
     @abstractmethod
     def close(self, trainer: Any, index: int, *others: int) -> WindowStats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -11,15 +10,14 @@ from warnings import catch_warnings, simplefilter
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainkit.core.batch_norm.layers import listed
+from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.generators import random_kept
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Coupling
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.refusals import paths_within
-from trainkit.core.joins.inside import JoinedChunks
-from trainkit.core.joins.layers import Sharing
 from trainkit.core.nested import describe
+from trainkit.core.ranks import Ranks
+from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import find_callback
@@ -85,14 +83,10 @@ def choose(trainer: Any, pl_module: Any, windows: Any, batch: Any) -> list[str]:
             f"{why}{in_one_line(error)}",
         ) from error
     copied = watch.module.to(pl_module.device)
-    with catch_warnings(), random_kept(pl_module.device), ExitStack() as stack:
+    with catch_warnings(), random_kept(pl_module.device):
         simplefilter("ignore")  # what others say of a few rows is not for the user
-        coupling = None
-        if guard is not None and guard.joins is not None:
-            coupling = JoinedChunks(copied, guard.joins, Sharing())
-            coupling.install()
-            stack.callback(coupling.remove)
-        chooser = _Chooser(copied, watch, coupling)
+        is_exact = guard is not None and guard.is_exact
+        chooser = _Chooser(copied, watch, is_exact)
         found = list(chooser.fitting(copied))
     if found:
         return found
@@ -171,13 +165,13 @@ class _Chooser:
     Attributes:
         pl_module: what trains.
         watch: has seen these calls.
-        coupling: lets rows see each other in BatchNorm.
+        is_exact: whether rows may see each other in BatchNorm.
         reasons: why a submodule does not fit, by its path.
     """
 
     pl_module: Any
     watch: _Watch
-    coupling: Coupling | None
+    is_exact: bool
     reasons: dict[str, str] = field(default_factory=dict)
 
     def fitting(self, module: nn.Module, path: str = "") -> Iterator[str]:
@@ -196,13 +190,15 @@ class _Chooser:
 
     def _reason(self, module: nn.Module, name: str, called: _Called) -> str:
         """Why a module is not taken; empty if it is."""
-        cut = ChunkedForward(module, name, Sizes(1))
+        cut: Any = ChunkedForward(module, name, Sizes(1))
+        probe = cut.probe
+        if self.is_exact and normalising_by_batch(module):
+            cut = probe = TapedForward(module, Sizes(1), Ranks(), name)
         cut.around = refusing_logs(self.pl_module, module, name)
-        cut.coupling = self.coupling
         try:
-            cut.probe(*called.arguments[0], **called.arguments[1])
+            probe(*called.arguments[0], **called.arguments[1])
             cached = _tensors_in_attributes(module)
-            cut.probe(*called.arguments[0], **called.arguments[1])
+            probe(*called.arguments[0], **called.arguments[1])
         except Exception as error:
             return in_one_line(error).removeprefix(f"{name}: ").split(". ")[0]
         now = _tensors_in_attributes(module)

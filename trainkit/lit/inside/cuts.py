@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from trainkit.core.batch_norm.layers import listed
+from trainkit.core.batch_norm.layers import BatchNorm, listed
 from trainkit.core.batches import num_samples
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Coupling
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.tokens import ByTokens
+from trainkit.core.ranks import Ranks
 from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
@@ -32,33 +33,37 @@ class InsideCuts:
     def __init__(self, pl_module: Any, options: MicroBatching) -> None:
         self._module, self._options = pl_module, options
         self._sizes = Sizes(options.size)
-        self._cuts: list[ChunkedForward] = []
+        self._cuts: list[ChunkedForward | TapedForward] = []
         self._paths: list[str] = []
         self._is_checked = False
-        self._coupling: Coupling | None = None
+        self._ranks: Ranks | None = None
 
     def start(self) -> None:
         """Cut the submodules that are named; `"auto"` waits for the first batch."""
         if self._options.inside != "auto":
             self._install(self._options.inside_paths)
 
-    def couple(self, coupling: Coupling) -> None:
-        """Let the chunks of all calls see each other where layers need it."""
-        self._coupling = coupling
+    def join_statistics(self, ranks: Ranks) -> None:
+        """Let BatchNorm layers see all chunks of a call, and those of these ranks."""
+        self._ranks = ranks
         for cut in self._cuts:
-            cut.coupling = coupling
+            cut.remove()
+        if self._cuts:
+            self._cuts = []
+            self._install(self._paths)
 
     def around_chunks(self, around: Any) -> None:
         """Let each chunk run in a context, made of its call and its rows."""
         for cut in self._cuts:
             of = self._module, cut.module, cut.name
-            cut.around = refusing_logs(*of, around)
+            if isinstance(cut, ChunkedForward):
+                cut.around = refusing_logs(*of, around)
 
     def stop(self) -> None:
         """Give all submodules their own forward back."""
         for cut in self._cuts:
             cut.remove()
-        self._cuts, self._coupling = [], None
+        self._cuts, self._ranks = [], None
 
     def find(self, trainer: Any, windows: Any, batch: Any) -> None:
         """Find submodules on rows of the first batch, if none is cut yet."""
@@ -70,7 +75,6 @@ class InsideCuts:
             say(trainer, ("inside", f'found by inside="auto": {listed(paths)}'))
 
     def _install(self, paths: Sequence[str]) -> None:
-        options = self._options
         self._paths = list(paths)
         modules = [_submodule(self._module, path) for path in paths]
         if len(set(modules)) < len(modules):
@@ -79,18 +83,25 @@ class InsideCuts:
                 f"and two of {listed(self._paths)} lead to one. Name it once."
             )
         for path in paths:
-            cut = ChunkedForward(
-                _submodule(self._module, path),
-                path,
-                self._sizes,
-                options.keep,
-                options.shared,
-                _by_tokens(options),
-            )
+            cut = self._cut(_submodule(self._module, path), path)
             cut.around = refusing_logs(self._module, cut.module, path)
-            cut.coupling = self._coupling
             cut.install()
             self._cuts.append(cut)
+
+    def _cut(self, module: nn.Module, path: str) -> ChunkedForward | TapedForward:
+        options = self._options
+        by_tokens = _by_tokens(options)
+        has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
+        if self._ranks is None or not has_layers:
+            of = self._sizes, options.keep, options.shared, by_tokens
+            return ChunkedForward(module, path, *of)
+        if by_tokens is not None:
+            raise TrainkitError(
+                f"{path}: exact BatchNorm needs whole chunks of a whole module, and "
+                f"tokens= leaves out padding. Cut by size= alone, or use another "
+                f"policy."
+            )
+        return TapedForward(module, self._sizes, self._ranks, path)
 
     def check_called(self, batch: Any) -> None:
         """Warn of submodules that the first training step has not called, or not with
@@ -132,7 +143,7 @@ class InsideCuts:
         return listed(self._paths)
 
     @property
-    def cuts(self) -> list[ChunkedForward]:
+    def cuts(self) -> list[ChunkedForward | TapedForward]:
         """The forwards that run in chunks; none before they were found."""
         return self._cuts
 

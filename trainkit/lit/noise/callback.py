@@ -276,7 +276,7 @@ def _why_not(trainer: Any, pl_module: Any) -> str | None:
             "chunks of rows have no gradient of their own to compare. Measure with "
             "MicroBatching(size=...) or trainer.accumulate_grad_batches."
         )
-    if windows.sharing is not None:
+    if windows.shares_statistics:
         return (
             "BatchNormGuard('exact') lets micro-batches share statistics, so none has "
             "a gradient of its own to compare. Use another policy to measure."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from trainkit.lit.split.refusals import refuse_several_terms, refuse_wrong_type
 from trainkit.lit.split.windows import KEY, Split
 from trainkit.lit.windows import refusals
 from trainkit.lit.windows.held_schedulers import hold_schedulers, release_schedulers
-from trainkit.lit.windows.joined import Joined
+from trainkit.lit.windows.joined import SharedLayers
 from trainkit.lit.windows.step_watch import StepWatch
 from trainkit.lit.windows.streamed import Streamed
 
@@ -102,7 +102,8 @@ class WindowCallback(WindowOwner):
         self.longest_window = 0
         self._warned_short_epoch = self._has_begun = False
         self._skipped_before, self._shown = 0, None
-        self._joined, self.sharing, self.moved_inside = Joined(), None, None
+        self._shared: SharedLayers | None = None
+        self.moved_inside: MicroBatching | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return copied_without_fit(self)
@@ -205,12 +206,29 @@ class WindowCallback(WindowOwner):
             rows.append(self.inside.table_row(**how))
         return rows
 
-    def join_statistics(self, trainer: Any, pl_module: Any, memory: Any) -> None:
+    def join_statistics(self, trainer: Any, pl_module: Any) -> None:
         ranks = self.accumulators[0].ranks
-        self.sharing = self._joined.join(pl_module, memory, ranks, self.inside)
+        if self.inside is not None:
+            self.inside.join_statistics(ranks)
+        within = [] if self.inside is None else [e.module for e in self.inside.cuts]
+        self._shared = SharedLayers(pl_module, within, ranks)
+        self._shared.install()
 
-    def bare(self) -> AbstractContextManager[None]:
-        return self._joined.bare(self.inside)
+    @property
+    def shares_statistics(self) -> bool:
+        return self._shared is not None
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        replaced = [] if self._shared is None else [self._shared]
+        replaced += [] if self.inside is None else self.inside.cuts
+        for each in reversed(replaced):
+            each.remove()
+        try:
+            yield
+        finally:
+            for each in replaced:
+                each.install()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.accumulators:
@@ -362,7 +380,8 @@ class WindowCallback(WindowOwner):
     def _stop(self, pl_module: Any) -> None:
         """Give back what was taken for a `fit`."""
         release_schedulers(pl_module)
-        self._joined.stop()
+        if self._shared is not None:
+            self._shared.remove()
         for each in filter(None, (self.driver, self.inside)):
             each.stop()
         for watch in self._step_watches:

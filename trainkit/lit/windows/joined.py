@@ -1,56 +1,40 @@
-"""BatchNorm over whole windows, while a `fit` runs."""
+"""BatchNorm layers outside of a cut, which share their statistics with other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from torch import nn
 
-from trainkit.core.joins.inside import JoinedChunks
-from trainkit.core.joins.layers import Sharing
+from trainkit.core.batch_norm.layers import BatchNorm
+from trainkit.core.inside.chunks import Sizes
 from trainkit.core.ranks import Ranks
+from trainkit.core.tape.forward import TapedForward
 
 
-class Joined:
-    """Lets BatchNorm see whole windows, until `stop`."""
+class SharedLayers:
+    """Lets layers be normalised by the rows of all ranks, until `remove`.
 
-    def __init__(self) -> None:
-        self._chunks: JoinedChunks | None = None
+    Args:
+        module: what trains.
+        within: the submodules that run in chunks, which do it by themselves.
+        ranks: that share statistics; nothing is to be done for one.
+    """
 
-    def join(self, pl_module: Any, memory: Any, ranks: Ranks, inside: Any) -> Sharing:
-        """Join the statistics of a window's micro-batches.
+    def __init__(
+        self, module: nn.Module, within: list[nn.Module], ranks: Ranks
+    ) -> None:
+        cut = {part for each in within for part in each.modules()}
+        self._layers = [
+            TapedForward(each, Sizes(), ranks, name)
+            for name, each in module.named_modules()
+            if isinstance(each, BatchNorm) and each not in cut and ranks.size > 1
+        ]
 
-        Args:
-            pl_module: what trains.
-            memory: as `exact_batch_norm` takes it.
-            ranks: that share a window.
-            inside: the submodules that run in chunks, if some do.
+    def install(self) -> None:
+        """Take the place of their forwards."""
+        for each in self._layers:
+            each.install()
 
-        Returns:
-            The ranks that share statistics.
-        """
-        sharing = Sharing(ranks)
-        self._chunks = joined = JoinedChunks(pl_module, memory, sharing)
-        joined.install()
-        if inside is not None:
-            inside.couple(joined)
-        return sharing
-
-    @contextmanager
-    def bare(self, inside: Any) -> Iterator[None]:
-        """A context in which the module is as its author wrote it."""
-        joined = [] if self._chunks is None else [self._chunks]
-        taken = [*joined, *(inside.cuts if inside else ())]
-        for each in reversed(taken):
+    def remove(self) -> None:
+        """Give the layers their own forwards back."""
+        for each in self._layers:
             each.remove()
-        try:
-            yield
-        finally:
-            for each in taken:
-                each.install()
-
-    def stop(self) -> None:
-        """Give the layers back."""
-        chunks, self._chunks = self._chunks, None
-        if chunks is not None:
-            chunks.remove()

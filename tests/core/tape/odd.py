@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.core.joins.traps import Trap
+from tests.core.tape.traps import Trap
 
 GLOBAL = {"scale": 1.0, "is_on": False}
 

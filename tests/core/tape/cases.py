@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.core.joins.nets import (
+from tests.core.tape.nets import (
     Both,
     Bottleneck,
     DenseNet,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.joins.nets import CLASSES, conv, conv_bn, pooled
+from tests.core.tape.nets import CLASSES, conv, conv_bn, pooled
 
 
 class Trap(nn.Module):

@@ -1,0 +1,100 @@
+"""What is on the device does not grow with the batch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.benchmarks.live_bytes import LiveBytes
+from tests.core.tape.cases import images
+from tests.core.tape.common import summed
+from tests.core.tape.nets import Bottleneck, DenseNet, ResNet, UNet, pooled
+from trainkit import exact_batch_norm
+
+SIZE = 16
+
+
+class ToNumPy:
+    """Keeps tensors in memory that torch does not count, as a host does for a GPU."""
+
+    copies = True
+
+    def put(self, tensor: Tensor) -> Any:
+        return np.array(tensor.detach().numpy(), copy=True)
+
+    def get(self, kept: Any) -> Tensor:
+        return torch.from_numpy(kept).clone()
+
+
+class Small(nn.Module):
+    """A net whose output takes next to no memory."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pooled(self.net(x))
+
+
+def step(net: nn.Module, x: Tensor) -> None:
+    summed([net(x)]).backward()
+
+
+def peak(make: Any, rows: int, *, is_whole: bool = False) -> int:
+    """The most live bytes of the third call, in which nothing is checked."""
+    torch.manual_seed(0)
+    own: nn.Module = make()
+    net = own if is_whole else exact_batch_norm(own, size=SIZE)
+    x, most = images(rows, torch.float32), 0
+    for _ in range(3):
+        own.zero_grad()
+        with LiveBytes() as live:
+            step(net, x)
+        most = live.peak
+    return most
+
+
+NETS = {
+    "resnet": ResNet,
+    "unet": lambda: Small(UNet()),
+    "densenet": DenseNet,
+    "bottleneck": lambda: ResNet(Bottleneck),
+}
+
+
+@pytest.mark.parametrize("make", NETS.values(), ids=NETS)
+def test_a_batch_takes_the_memory_of_one_chunk(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = "trainkit.core.tape.forward.transport_to"
+    monkeypatch.setattr(host, lambda device: ToNumPy())
+    few, more = peak(make, 64), peak(make, 256)
+    assert more <= 1.25 * few
+    if make is ResNet:
+        assert peak(make, 1024) <= 1.35 * few
+    assert peak(make, 256, is_whole=True) > 5 * more
+
+
+def test_a_call_leaves_no_tensor_to_the_collector() -> None:
+    """A GPU's memory would wait for Python's collector, which does not see it."""
+    net, x = exact_batch_norm(ResNet(), size=SIZE), images(3 * SIZE, torch.float32)
+
+    def tensors() -> int:
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    for _ in range(4):
+        step(net, x)
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        step(net, x)
+        assert tensors() <= before
+    finally:
+        gc.enable()

@@ -1,0 +1,79 @@
+"""Exact BatchNorm in many nets: loss, gradient and statistics of the big batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from tests.core.tape.cases import CASES, images, made
+from tests.core.tape.common import (
+    EXACT,
+    NAIVE,
+    any_loss,
+    apart,
+    check_same,
+    off_by,
+    step,
+)
+from trainkit import exact_batch_norm
+
+CUT = sorted(set(CASES) - {"a_layer"})
+SIZES = [(8, 4), (9, 8), (6, 1), (12, 3), (3, 1), (2, 1), (4, 7)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cut_batch_is_the_big_batch(name: str) -> None:
+    check_same(step(name, 11, 4), step(name, 11))
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_chunks_that_are_normalised_apart_are_not(name: str) -> None:
+    assert off_by(apart(name, 11, 4), step(name, 11).gradients) > NAIVE
+
+
+@pytest.mark.parametrize(("rows", "size"), SIZES)
+@pytest.mark.parametrize("name", ["resnet18", "shuffle_by_index", "no_momentum"])
+def test_any_numbers_of_rows(name: str, rows: int, size: int) -> None:
+    check_same(step(name, rows, size), step(name, rows), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "unet", "mobilenet", "no_momentum"])
+def test_ten_steps(name: str) -> None:
+    big = made(name)
+    own, plain = copy.deepcopy(big), copy.deepcopy(big)
+    nets: list[nn.Module] = [big, exact_batch_norm(own, size=4), plain]
+    optimizers = [SGD(net.parameters(), 0.002) for net in nets]
+    for number in range(10):
+        x = images(10 + number % 3, seed=number)
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            parts = x.split(4) if net is plain else [x]
+            any_loss([torch.cat([net(part) for part in parts])]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found, wanted = own.state_dict().values(), big.state_dict().values()
+    for one, other in zip(found, wanted, strict=True):
+        assert off_by([one], [other]) <= 1e-10
+    assert off_by(plain.state_dict().values(), wanted) > 1e-3
+
+
+def test_single_precision_where_activations_are_smooth() -> None:
+    wide, found = step("other_dims", 11), step("other_dims", 11, 4, torch.float32)
+    assert off_by(found.gradients, wide.gradients) <= 2e-5
+    assert off_by(found.state, wide.state) <= 2e-5
+
+
+def test_running_statistics_of_later_batches() -> None:
+    """The buffers, not only the gradient, are followed over two batches."""
+    big = made("twice")
+    own = copy.deepcopy(big)
+    net = exact_batch_norm(own, size=3)
+    for number in range(2):
+        x = images(7, seed=number)
+        any_loss([big(x)]).backward()
+        any_loss([net(x)]).backward()
+    for one, other in zip(own.buffers(), big.buffers(), strict=True):
+        assert off_by([one], [other]) <= EXACT

@@ -1,0 +1,78 @@
+"""Exact BatchNorm for any loop."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from trainkit.core.in_place_of import InPlaceOf
+from trainkit.core.inside.chunks import Sizes
+from trainkit.core.plan.options import check_whole_number
+from trainkit.core.tape.forward import TapedForward
+from trainkit.core.tape.statistics import ranks_of
+from trainkit.errors import TrainkitError
+
+
+class ExactBatchNorm(InPlaceOf):
+    """A module whose BatchNorm layers are normalised by the whole batch.
+
+    `exact_batch_norm` makes it. It has the module's parameters under their own names,
+    and can be called in its place.
+    """
+
+    def __init__(self, module: nn.Module, size: int, process_group: Any) -> None:
+        super().__init__(module)
+        self._forward = TapedForward(module, Sizes(size), ranks_of(process_group))
+        self._forward.install()
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        self._forward.remove()
+
+    def __enter__(self) -> nn.Module:
+        return self._stands_for
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+
+def exact_batch_norm(
+    module: nn.Module, *, size: int, process_group: Any = None, memory: Any = None
+) -> ExactBatchNorm:
+    """Let the BatchNorm layers of a module see the whole batch, in any loop.
+
+    The module runs in chunks of rows. Each layer is normalised by the mean and variance
+    of all rows, on all ranks; its running statistics move once; the gradient is the big
+    batch's.
+
+        net = exact_batch_norm(net, size=8)
+        loss = any_loss(net(batch), labels)
+        loss.backward()
+
+    The forward of the module runs once, on the first chunk, and the others repeat its
+    operations: so it may see of a value no more than its shape, type and device. What
+    cannot be repeated is refused. Layers in evaluation mode stay as they are; a
+    SyncBatchNorm keeps its group. `remove`, or the end of a `with` block, gives the
+    module its own forward back.
+
+    Args:
+        module: which holds the layers.
+        size: the most rows in a chunk.
+        process_group: of the ranks that share a batch; default: all.
+        memory: has no effect any more.
+    """
+    if not isinstance(module, nn.Module):
+        raise TrainkitError(
+            f"exact_batch_norm: must be given a torch module, received "
+            f"{type(module).__name__}."
+        )
+    check_whole_number("exact_batch_norm size", size)
+    if memory is not None:
+        warnings.warn(
+            "exact_batch_norm: memory= has no effect any more, and goes with the next "
+            "release. A call takes the memory of one chunk; leave memory= out.",
+            stacklevel=2,
+        )
+    return ExactBatchNorm(module, size, process_group)

@@ -1,0 +1,154 @@
+"""Numbers of rows, which are different ones in different chunks of a batch."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from trainkit.errors import TrainkitError
+
+
+def chunk_sizes(rows: int, size: int) -> list[int]:
+    """The rows of each chunk: of two sizes that differ by one, the larger first.
+
+    So what depends on the number of rows shows itself, in every call.
+
+    >>> chunk_sizes(11, 4), chunk_sizes(8, 4), chunk_sizes(3, 4)
+    ([4, 4, 3], [3, 3, 2], [3])
+
+    Args:
+        rows: of the batch.
+        size: the most in a chunk; 1 means that one chunk has two.
+    """
+    number = -(-rows // size)
+    if number <= 1:
+        return [rows]
+    more = range(number, rows)
+    fewer = range(number, 0, -1)
+    number = next((n for n in [*more, *fewer] if rows % n), 1)
+    large = rows % number
+    return [rows // number + 1] * large + [rows // number] * (number - large)
+
+
+class NumberOfRows:
+    """A number that follows from the number of rows in a chunk.
+
+    Python may add, multiply and divide it by whole numbers, give it to functions of
+    torch that make tensors, and compare it where all chunks and the batch answer alike.
+    It is no `int`, which could get lost in a product with a float.
+
+    Attributes:
+        each: the number in the first chunk, in the last, and in the whole batch.
+    """
+
+    def __init__(self, *each: int) -> None:
+        self.each = each
+
+    @property
+    def whole(self) -> int:
+        return self.each[2]
+
+    def __index__(self) -> int:
+        """For torch, which asks before it shows the recorder a call."""
+        return self.each[0]
+
+    def __repr__(self) -> str:
+        return repr(self.whole)
+
+    def __hash__(self) -> int:
+        return hash(self.each)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TrainkitError(
+            f"exact BatchNorm: the forward computes with the number of rows "
+            f"({self.each[0]} in a chunk, {self.whole} in the batch) where trainkit "
+            f"cannot follow. Give it to view, reshape, expand, zeros or the like, or "
+            f"compute with it outside of the module."
+        )
+
+    __float__ = __int__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _refuse
+
+    def _with(self, other: Any, of: Callable[[int, int], Any]) -> Any:
+        """A number, or a yes or no, that is found for each."""
+        if not isinstance(other, int | NumberOfRows):
+            is_number = isinstance(other, float | Tensor)
+            return self._refuse() if is_number else NotImplemented
+        others = other.each if isinstance(other, NumberOfRows) else [other] * 3
+        found = [of(a, b) for a, b in zip(self.each, others, strict=True)]
+        if len(set(found)) == 1:
+            return found[0]
+        return self._refuse() if isinstance(found[0], bool) else NumberOfRows(*found)
+
+
+def _method(of: Callable[[int, int], Any], *, turned: bool = False) -> Any:
+    if turned:
+        return lambda self, other: self._with(other, lambda a, b: of(b, a))
+    return lambda self, other: self._with(other, of)
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    setattr(NumberOfRows, f"__{_name}__", _method(getattr(operator, _name)))
+    setattr(
+        NumberOfRows, f"__r{_name}__", _method(getattr(operator, _name), turned=True)
+    )
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(NumberOfRows, f"__{_name}__", _method(getattr(operator, _name)))
+
+
+class Shape(tuple):  # type: ignore[type-arg]
+    """The shape of a value, whose number of rows is one of `NumberOfRows`."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        return math.prod(self)
+
+
+class Layout:
+    """The chunks of a batch.
+
+    Attributes:
+        rows: of the batch.
+        sizes: the rows of each chunk, the largest first.
+        starts: the first row of each.
+    """
+
+    def __init__(self, rows: int, size: int) -> None:
+        self.rows, self.sizes = rows, chunk_sizes(rows, size)
+        self.starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
+
+    @property
+    def last(self) -> int:
+        """The number of the last chunk."""
+        return len(self.sizes) - 1
+
+    def both(self, first: Any, last: Any) -> Any:
+        """What Python gets for a number, or numbers, that two chunks have.
+
+        Returns None where these do not follow from the number of rows.
+        """
+        if isinstance(first, tuple | list):
+            found = [self.both(a, b) for a, b in zip(first, last, strict=True)]
+            return None if None in map(_is_none, found) else Shape(found)
+        if first == last:
+            return first
+        is_number = type(first) is int and type(last) is int
+        if not is_number or first * self.sizes[-1] != last * self.sizes[0]:
+            return None
+        return NumberOfRows(first, last, first * self.rows // self.sizes[0])
+
+    def row_dims(self, first: Any, last: Any) -> list[int] | None:
+        """The dimensions along which two shapes differ, as their rows do."""
+        if len(first) != len(last):
+            return None
+        differing = [d for d, (a, b) in enumerate(zip(first, last)) if a != b]  # noqa: B905
+        fits = all(self.both(first[d], last[d]) is not None for d in differing)
+        return differing if fits else None
+
+
+def _is_none(value: Any) -> Any:
+    return value if value is None else True
