@@ -171,12 +171,3 @@ def test_transforms_of_torch_func_are_seen() -> None:
     torch.func.grad(noted)(torch.ones(2))
     noted(torch.ones(2))
     assert seen == [True, False]
-
-
-def test_draws_are_counted_by_shape() -> None:
-    with _compat.Drawn() as drawn:
-        torch.rand(3, 2)
-        torch.nn.functional.dropout(torch.ones(4, 5), 0.5)
-        torch.ones(7).cos()
-    shapes = [each.rpartition(" of shape ")[2] for each in drawn.counts]
-    assert sorted(shapes) == ["[3, 2]", "[4, 5]"]

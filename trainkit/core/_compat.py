@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.backends import cuda as backends
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def gradient_divide_factors(module: nn.Module) -> set[float | None]:
@@ -34,27 +32,6 @@ def backward_pass() -> int:
     Passes may run within each other: torch's checkpoints ask for the same number.
     """
     return torch._C._current_graph_task_id()
-
-
-class Drawn(TorchDispatchMode):
-    """Within it, operators that draw random numbers are counted.
-
-    Attributes:
-        counts: how often, by operator and shape of the result.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            one = found[0] if isinstance(found, list | tuple) else found
-            self.counts[f"{func} of shape {list(getattr(one, 'shape', []))}"] += 1
-        return found
 
 
 def is_transformed() -> bool:
@@ -129,109 +106,6 @@ def _groups(state: Any) -> list[Any]:
     if several is not None:
         return several
     return [group] if (group := state._fsdp_param_group) is not None else []
-
-
-def shared_units(parts: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules that FSDP2 gathers together with one of these."""
-    return {each for state in _states(parts) for each in state._modules}
-
-
-def ranks_of_shards(part: nn.Module) -> tuple[Any, torch.device] | None:
-    """The process group over which FSDP2 gathers a module's weights, and their device;
-    None if it has no weights of its own."""
-    for group in _groups(_state(part)):
-        mesh = group.mesh_info
-        found = getattr(mesh, "shard_process_group", None)
-        return found or mesh.replicate_process_group, group.device
-    return None
-
-
-@contextlib.contextmanager
-def gathered(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, FSDP2 has all weights of these modules whole, so that their forward
-    passes send nothing: ranks may run different numbers of them, and they may fail."""
-    for state in _states(parts):
-        state._lazy_init()
-    groups = [group for state in _states(parts) for group in _groups(state)]
-    held = [
-        (group, group.is_unsharded, group.post_forward_mesh_info) for group in groups
-    ]
-    orders = [group.comm_ctx.post_forward_order for group in groups]
-    orders += [group._post_forward_indices for group in groups]
-    lengths = [len(order) for order in orders]
-    for part in parts:
-        part.unshard()  # type: ignore[operator]
-    try:
-        for group in groups:
-            group.post_forward_mesh_info = None
-        yield
-    finally:
-        _rest(parts)
-        for group, was_whole, mesh in held:
-            group.post_forward_mesh_info = mesh
-            if not was_whole:
-                group.reshard()
-        # Or ranks would gather ahead in the backward pass what they have run here.
-        for order, length in zip(orders, lengths, strict=True):
-            del order[length:]
-
-
-@contextlib.contextmanager
-def nested_pass(parts: Sequence[nn.Module], *, reduces: bool) -> Iterator[None]:
-    """One forward and backward pass of modules of FSDP2 within another backward pass.
-
-    Gradients stay on their ranks if not `reduces`. Weights that are sharded after a
-    forward pass are so here as well, which FSDP2 leaves out in a backward pass; all
-    others stay whole, if not `reduces`.
-    """
-    _rest(parts)
-    groups = [group for state in _states(parts) for group in _groups(state)]
-    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
-    held = [(group, name, getattr(group, name)) for group in groups for name in names]
-    handles = []
-    for part in parts:
-        if any(group._reshard_after_forward for group in _groups(_state(part))):
-            handles.append(part.register_forward_hook(_reshard))
-    if not reduces:
-        for group in groups:
-            group.reduce_grads = group.all_reduce_grads = False
-            group.reshard_after_backward &= group._reshard_after_forward
-    try:
-        yield
-        # FSDP2 misses the end of a backward pass where no input has a gradient.
-        for group in reversed(groups):
-            if group._training_state.name != "POST_BACKWARD":
-                group.post_backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for group, name, value in held:
-            setattr(group, name, value)
-
-
-def _reshard(part: Any, arguments: Any, output: Any) -> None:
-    part.reshard()
-
-
-def _rest(parts: Iterable[nn.Module]) -> None:
-    """Let FSDP2 take these modules' next forward pass as the first of a step."""
-    for state in _states(parts):
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        state._modules_to_run_forward.clear()
-        if state._state_ctx.iter_forward_root is state:
-            state._state_ctx.iter_forward_root = None
-        for group in _groups(state):
-            group._training_state = idle
-
-
-def _state(part: Any) -> Any:
-    return part._get_fsdp_state()
-
-
-def _states(parts: Iterable[nn.Module]) -> list[Any]:
-    """The states of modules of FSDP2: one for all that are gathered together."""
-    return list({id(state): state for state in map(_state, parts)}.values())
 
 
 LAST_RATES = "_last_lr"
