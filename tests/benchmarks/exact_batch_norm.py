@@ -1,4 +1,4 @@
-"""What exact BatchNorm costs in time, memory and traffic.
+"""What exact BatchNorm costs in time and memory.
 
     python -m tests.benchmarks.exact_batch_norm [--rounds 7] [--only time peak gpu]
 
@@ -7,13 +7,12 @@ gradient of a window:
 
 - whole: all rows at once;
 - plain: accumulation over chunks, each normalised by itself: another gradient;
-- device, flat: what `BatchNormGuard("exact")` uses, in one graph and in segments.
+- exact: `exact_batch_norm`, as `BatchNormGuard("exact")` uses it.
 
 Times are the processor's, on one thread, the best of all rounds; each round runs all
 kinds of step in an order of its own. Peaks are the most bytes of operators' outputs
-that live at once. For them and for the traffic a stand-in plays the host: what waits
-there is copied, and not counted. On a GPU a ResNet-50 runs a window of 256 in chunks
-of 16.
+that live at once. For them NumPy plays the host: what waits there is copied, and not
+counted. On a GPU a ResNet-50 runs a window of 256 in chunks of 16.
 """
 
 from __future__ import annotations
@@ -21,25 +20,20 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.benchmarks.inside import Contestant, Step, distance, race, table
 from tests.benchmarks.live_bytes import LiveBytes
 from tests.core.tape.resnet import resnet
-from trainkit.core.batch_norm.layers import BatchNorm
-from trainkit.core.joins import engine
-from trainkit.core.joins.exact import exact_batch_norm
-from trainkit.core.joins.host import OnHost
+from tests.core.tape.test_live_bytes import ToNumPy
+from trainkit import exact_batch_norm
+from trainkit.core.tape import forward
 
 MIB = 2**20
-CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -90,27 +84,16 @@ def plain(net: nn.Module, data: Data, chunk: int) -> Step:
     return step
 
 
-def exact(memory: Any) -> Callable[..., Step]:
-    def kind(net: nn.Module, data: Data, chunk: int) -> Step:
-        own = exact_batch_norm(net, memory=memory)
-
-        def loss_of(part: Data) -> Tensor:
-            return F.cross_entropy(net(part[0]), part[1])
-
-        def step() -> None:
-            for (_, labels), loss in own.run(loss_of, chunks(data, chunk)):
-                (loss * len(labels) / len(data[1])).backward()
-
-        return step
-
-    return kind
+def exact(net: nn.Module, data: Data, chunk: int) -> Step:
+    images, labels = data
+    own = exact_batch_norm(net, size=chunk)
+    return lambda: F.cross_entropy(own(images), labels).backward()
 
 
 KINDS: dict[str, Callable[..., Step]] = {
     "whole": whole,
     "plain": plain,
-    "device": exact("device"),
-    "flat": exact("flat"),
+    "exact": exact,
 }
 
 
@@ -118,79 +101,18 @@ def draw(window: int, size: int = 32, classes: int = 10) -> Data:
     return torch.randn(window, 3, size, size), torch.randint(0, classes, (window,))
 
 
-# ---- the host ------------------------------------------------------------------------
-
-
-class Host:
-    """Stands for the streams of a GPU: copies are made at once.
-
-    Attributes:
-        bytes: that were put on the host, and got from there.
-    """
-
-    out, back = "put", "got"
-
-    def __init__(self) -> None:
-        self.bytes = {self.out: 0, self.back: 0}
-
-    def current(self) -> None: ...
-
-    def record(self, stream: Any) -> None: ...
-
-    def wait(self, stream: Any, event: Any) -> None: ...
-
-    def empty_on_host(self, like: Tensor) -> Tensor:
-        with _disable_current_modes():  # the bytes of a GPU are counted
-            return torch.empty_like(like)
-
-    def empty_on_device(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like)
-
-    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
-        self.bytes[stream] += source.nbytes
-        target.copy_(source)
-
-
-@contextmanager
-def with_host() -> Iterator[Host]:
-    """Let tensors wait on a host."""
-    host: Any = Host()
-    before = engine.transport_to
-    engine.transport_to = lambda device, stays: OnHost(host, CPU, stays)
+def peak_of(step: Step) -> float:
+    """In MiB, of the third of three steps, in which nothing is checked."""
+    before = forward.transport_to
+    forward.transport_to = lambda device: ToNumPy()
     try:
-        yield host
-    finally:
-        engine.transport_to = before
-
-
-def peak_and_traffic(step: Step) -> tuple[float, dict[str, int]]:
-    """In MiB, and bytes, of the second of two steps."""
-    with with_host() as host:
         step()
-        host.bytes.update(put=0, got=0)
+        step()
         with LiveBytes() as live:
             step()
-    return live.peak / MIB, host.bytes
-
-
-def map_bytes(net: nn.Module, data: Data) -> int:
-    """The bytes that all BatchNorm layers of a net get of a window."""
-    found = 0
-
-    def note(layer: Any, inputs: Any, output: Any) -> None:
-        nonlocal found
-        found += inputs[0].nbytes
-
-    hooks = [
-        each.register_forward_hook(note)
-        for each in net.modules()
-        if isinstance(each, BatchNorm)
-    ]
-    with torch.no_grad():
-        net(data[0])
-    for each in hooks:
-        each.remove()
-    return found
+    finally:
+        forward.transport_to = before
+    return live.peak / MIB
 
 
 # ---- tables --------------------------------------------------------------------------
@@ -198,15 +120,13 @@ def map_bytes(net: nn.Module, data: Data) -> int:
 
 def measure_times(rounds: int, window: int = 64) -> None:
     net, data = small_resnet(), draw(window)
-    for chunk in (4, 8, 16):
+    for chunk in (4, 16, 64):
         found = {k: Contestant(kind, net, data, chunk) for k, kind in KINDS.items()}
         race(list(found.values()), rounds)
         times = {k: each.seconds for k, each in found.items()}
         figures = " | ".join(f"{1000 * each:.0f}" for each in times.values())
         ratios = " | ".join(
-            f"{times[kind] / times[to]:.2f}"
-            for kind in ("device", "flat")
-            for to in ("plain", "whole")
+            f"{times['exact'] / times[to]:.2f}" for to in ("plain", "whole")
         )
         off = " | ".join(f"{deviation(kind, chunk):.0e}" for kind in list(KINDS)[1:])
         print(f"| chunks of {chunk} | {figures} | {ratios} | {off} |", flush=True)
@@ -225,17 +145,8 @@ def measure_peaks(chunk: int = 8) -> None:
     net = small_resnet()
     for window in (64, 256, 1024):
         data = draw(window)
-        found = {}
-        for name, kind in KINDS.items():
-            found[name] = peak_and_traffic(kind(net, data, chunk))
-        maps = map_bytes(net, data)
-        figures = " | ".join(f"{peak:.1f}" for peak, _ in found.values())
-        traffic = " | ".join(
-            f"{found[kind][1][way] / MIB:.0f} ({found[kind][1][way] / maps:.2f})"
-            for kind in ("device", "flat")
-            for way in ("put", "got")
-        )
-        print(f"| {window} | {figures} | {maps / MIB:.0f} | {traffic} |", flush=True)
+        peaks = [peak_of(kind(net, data, chunk)) for kind in KINDS.values()]
+        print(f"| {window} | {' | '.join(f'{each:.1f}' for each in peaks)} |")
 
 
 def measure_gpu(rounds: int, window: int = 256, chunk: int = 16) -> None:
@@ -284,15 +195,12 @@ def main() -> None:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     if "time" in options.only:
-        ratios = [
-            f"{k} / {to}" for k in ("device", "flat") for to in ("plain", "whole")
-        ]
+        ratios = [f"exact / {to}" for to in ("plain", "whole")]
         off = [f"{kind}, off by" for kind in list(KINDS)[1:]]
         table("ms a step, 64 rows", *KINDS, *ratios, *off)
         measure_times(options.rounds)
     if "peak" in options.only:
-        ways = [f"{k}, {way}" for k in ("device", "flat") for way in ("put", "got")]
-        table("peak, MiB, window", *KINDS, "maps", *ways)
+        table("peak, MiB, window", *KINDS)
         measure_peaks()
     if "gpu" in options.only:
         measure_gpu(options.rounds)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler as lrs
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -54,45 +53,6 @@ def test_a_gradient_hook_is_found_until_it_is_removed(register: str) -> None:
     assert _compat.has_gradient_hook(parameter)
     handle.remove()
     assert not _compat.has_gradient_hook(parameter)
-
-
-def test_gradient_hooks_are_taken_off_for_a_while() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    seen = []
-    parameter.register_hook(lambda gradient: 2 * gradient)
-    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-    with _compat.without_gradient_hooks([parameter, torch.ones(1)]):
-        torch.autograd.backward(parameter.sum())
-    assert not seen
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [1.0, 1.0]
-    torch.autograd.backward(parameter.sum())
-    assert len(seen) == 1
-    assert parameter.grad.tolist() == [3.0, 3.0]
-
-
-def test_weights_are_computed_anew_within_a_cache() -> None:
-    net = torch.nn.Linear(2, 2)
-    parametrize.register_parametrization(net, "weight", torch.nn.ReLU())
-    with parametrize.cached():
-        first = net.weight
-        assert net.weight is first
-        with _compat.uncached_weights():
-            other = net.weight
-            assert net.weight is not other
-        assert net.weight is first
-    assert net.weight is not first
-
-
-@pytest.mark.parametrize("kind", ["forward", "full_backward", "full_backward_pre"])
-def test_hooks_for_all_modules_are_seen(kind: str) -> None:
-    register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
-    handle = register(lambda *_: None)
-    try:
-        assert _compat.has_hooks_for_all()
-    finally:
-        handle.remove()
-    assert not _compat.has_hooks_for_all()
 
 
 class Counting(TorchFunctionMode):
@@ -144,23 +104,6 @@ def test_version_counts_writes_in_place() -> None:
     assert _compat.versions_of([tensor]) > before
 
 
-def test_a_backward_pass_has_a_number_of_its_own() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    seen: list[int] = []
-
-    def note(_: Any) -> None:
-        seen.append(_compat.backward_pass())
-        if len(seen) == 1:
-            with torch.enable_grad():
-                torch.autograd.grad((weight * 3).sum(), weight)  # one within it
-
-    weight.register_hook(note)
-    (2 * weight).sum().backward()
-    assert len(set(seen)) == 2
-    assert -1 not in seen
-    assert _compat.backward_pass() == -1
-
-
 def test_transforms_of_torch_func_are_seen() -> None:
     seen: list[bool] = []
 
@@ -171,12 +114,3 @@ def test_transforms_of_torch_func_are_seen() -> None:
     torch.func.grad(noted)(torch.ones(2))
     noted(torch.ones(2))
     assert seen == [True, False]
-
-
-def test_draws_are_counted_by_shape() -> None:
-    with _compat.Drawn() as drawn:
-        torch.rand(3, 2)
-        torch.nn.functional.dropout(torch.ones(4, 5), 0.5)
-        torch.ones(7).cos()
-    shapes = [each.rpartition(" of shape ")[2] for each in drawn.counts]
-    assert sorted(shapes) == ["[3, 2]", "[4, 5]"]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.backends import cuda as backends
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -28,38 +24,9 @@ def gradient_divide_factors(module: nn.Module) -> set[float | None]:
     return {getattr(group, "gradient_divide_factor", None) for group in groups}
 
 
-def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread; -1 for none.
-
-    Passes may run within each other: torch's checkpoints ask for the same number.
-    """
-    return torch._C._current_graph_task_id()
-
-
 def keeps_graph() -> bool:
     """Whether the backward pass that runs in this thread keeps its graph."""
     return vars(torch._C)["_autograd"]._get_current_graph_task_keep_graph()
-
-
-class Drawn(TorchDispatchMode):
-    """Within it, operators that draw random numbers are counted.
-
-    Attributes:
-        counts: how often, by operator and shape of the result.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            one = found[0] if isinstance(found, list | tuple) else found
-            self.counts[f"{func} of shape {list(getattr(one, 'shape', []))}"] += 1
-        return found
 
 
 class Looking(TorchDispatchMode):
@@ -155,109 +122,6 @@ def _groups(state: Any) -> list[Any]:
     return [group] if (group := state._fsdp_param_group) is not None else []
 
 
-def shared_units(parts: Iterable[nn.Module]) -> set[nn.Module]:
-    """The modules that FSDP2 gathers together with one of these."""
-    return {each for state in _states(parts) for each in state._modules}
-
-
-def ranks_of_shards(part: nn.Module) -> tuple[Any, torch.device] | None:
-    """The process group over which FSDP2 gathers a module's weights, and their device;
-    None if it has no weights of its own."""
-    for group in _groups(_state(part)):
-        mesh = group.mesh_info
-        found = getattr(mesh, "shard_process_group", None)
-        return found or mesh.replicate_process_group, group.device
-    return None
-
-
-@contextlib.contextmanager
-def gathered(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, FSDP2 has all weights of these modules whole, so that their forward
-    passes send nothing: ranks may run different numbers of them, and they may fail."""
-    for state in _states(parts):
-        state._lazy_init()
-    groups = [group for state in _states(parts) for group in _groups(state)]
-    held = [
-        (group, group.is_unsharded, group.post_forward_mesh_info) for group in groups
-    ]
-    orders = [group.comm_ctx.post_forward_order for group in groups]
-    orders += [group._post_forward_indices for group in groups]
-    lengths = [len(order) for order in orders]
-    for part in parts:
-        part.unshard()  # type: ignore[operator]
-    try:
-        for group in groups:
-            group.post_forward_mesh_info = None
-        yield
-    finally:
-        _rest(parts)
-        for group, was_whole, mesh in held:
-            group.post_forward_mesh_info = mesh
-            if not was_whole:
-                group.reshard()
-        # Or ranks would gather ahead in the backward pass what they have run here.
-        for order, length in zip(orders, lengths, strict=True):
-            del order[length:]
-
-
-@contextlib.contextmanager
-def nested_pass(parts: Sequence[nn.Module], *, reduces: bool) -> Iterator[None]:
-    """One forward and backward pass of modules of FSDP2 within another backward pass.
-
-    Gradients stay on their ranks if not `reduces`. Weights that are sharded after a
-    forward pass are so here as well, which FSDP2 leaves out in a backward pass; all
-    others stay whole, if not `reduces`.
-    """
-    _rest(parts)
-    groups = [group for state in _states(parts) for group in _groups(state)]
-    names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
-    held = [(group, name, getattr(group, name)) for group in groups for name in names]
-    handles = []
-    for part in parts:
-        if any(group._reshard_after_forward for group in _groups(_state(part))):
-            handles.append(part.register_forward_hook(_reshard))
-    if not reduces:
-        for group in groups:
-            group.reduce_grads = group.all_reduce_grads = False
-            group.reshard_after_backward &= group._reshard_after_forward
-    try:
-        yield
-        # FSDP2 misses the end of a backward pass where no input has a gradient.
-        for group in reversed(groups):
-            if group._training_state.name != "POST_BACKWARD":
-                group.post_backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for group, name, value in held:
-            setattr(group, name, value)
-
-
-def _reshard(part: Any, arguments: Any, output: Any) -> None:
-    part.reshard()
-
-
-def _rest(parts: Iterable[nn.Module]) -> None:
-    """Let FSDP2 take these modules' next forward pass as the first of a step."""
-    for state in _states(parts):
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        state._modules_to_run_forward.clear()
-        if state._state_ctx.iter_forward_root is state:
-            state._state_ctx.iter_forward_root = None
-        for group in _groups(state):
-            group._training_state = idle
-
-
-def _state(part: Any) -> Any:
-    return part._get_fsdp_state()
-
-
-def _states(parts: Iterable[nn.Module]) -> list[Any]:
-    """The states of modules of FSDP2: one for all that are gathered together."""
-    return list({id(state): state for state in map(_state, parts)}.values())
-
-
 LAST_RATES = "_last_lr"
 """Where torch's schedulers keep what `get_last_lr()` returns."""
 
@@ -280,33 +144,6 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 def has_gradient_hook(tensor: Tensor) -> bool:
     """Whether `register_hook` or `register_post_accumulate_grad_hook` was called."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
-@contextlib.contextmanager
-def without_gradient_hooks(
-    tensors: Iterable[Tensor],
-) -> Iterator[Callable[[], None]]:
-    """Within it, what `register_hook` and `register_post_accumulate_grad_hook` have
-    registered does not run. It yields what takes off those registered meanwhile."""
-    listed = list(tensors)
-    kept = [(hooks, dict(hooks)) for hooks in _gradient_hooks(listed)]
-
-    def clear() -> None:
-        for hooks in _gradient_hooks(listed):
-            hooks.clear()
-
-    clear()
-    try:
-        yield clear
-    finally:
-        clear()
-        for hooks, before in kept:
-            hooks.update(before)
-
-
-def _gradient_hooks(tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
-    each = ((t._backward_hooks, t._post_accumulate_grad_hooks) for t in tensors)
-    return [hooks for pair in each for hooks in pair if hooks]
 
 
 def backward_in_modes(
@@ -340,74 +177,3 @@ uncompiled = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 
 ATTENTION = "flash", "mem_efficient", "math", "cudnn"
 """The kernels of attention."""
-
-
-def settings_of_thread() -> Callable[[], None]:
-    """What torch holds for a thread or the process, and contexts set: gradients on or
-    off, autocast, the hooks on saved tensors, the default type of numbers, the kernels
-    of attention, the stream. Returns what puts it back.
-
-    The hooks are taken off, so that a function that runs meanwhile has its own.
-    """
-    own: Any = vars(torch._C)["_autograd"]
-    hooks = []
-    while (top := own._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        own._pop_saved_tensors_default_hooks()
-    kinds = [each for each in ("cpu", "cuda") if each == "cpu" or _has_cuda()]
-    casts = [
-        (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-        for each in kinds
-    ]
-    gradients, caches = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-    numbers = torch.get_default_dtype()
-    kernels = {k: getattr(backends, f"{k}_sdp_enabled")() for k in ATTENTION}
-    stream = torch.cuda.current_stream() if _has_cuda() else None
-
-    def put_back() -> None:
-        while own._top_saved_tensors_default_hooks(True) is not None:
-            own._pop_saved_tensors_default_hooks()
-        for pack, unpack in reversed(hooks):
-            own._push_saved_tensors_default_hooks(pack, unpack)
-        for kind, is_on, dtype in casts:
-            torch.set_autocast_enabled(kind, is_on)
-            torch.set_autocast_dtype(kind, dtype)
-        torch._C._set_grad_enabled(gradients)
-        torch.set_autocast_cache_enabled(caches)
-        if torch.get_default_dtype() != numbers:
-            torch.set_default_dtype(numbers)
-        for kernel, was_on in kernels.items():
-            getattr(backends, f"enable_{kernel}_sdp")(was_on)
-        if stream is not None:
-            torch.cuda.set_stream(stream)
-
-    return put_back
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def num_modes() -> int:
-    """How many function and dispatch modes are open in this thread."""
-    functions = torch._C._len_torch_function_stack()
-    return functions + torch._C._len_torch_dispatch_stack()
-
-
-@contextlib.contextmanager
-def uncached_weights() -> Iterator[None]:
-    """Within it, a `torch.nn.utils.parametrize.cached()` around it has no effect: each
-    graph computes the weights that it needs."""
-    before = parametrize._cache_enabled
-    parametrize._cache_enabled = 0
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled = before
-
-
-def has_hooks_for_all() -> bool:
-    """Whether a forward or backward hook is registered for all modules, as
-    `register_module_forward_hook` of torch.nn.modules.module does."""
-    kinds = "forward_hooks", "backward_hooks", "backward_pre_hooks"
-    return any(getattr(torch.nn.modules.module, f"_global_{each}") for each in kinds)

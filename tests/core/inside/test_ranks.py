@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -24,7 +25,8 @@ from tests.core.inside.common import (
     off_by,
 )
 from tests.helpers import NAIVE
-from trainkit import Chunked
+from trainkit import Chunked, TrainkitError
+from trainkit.core.inside.shadows import refuse_shards
 from trainkit.core.split.partition import even_runs
 
 EXACT = 1e-12
@@ -235,23 +237,58 @@ def test_ranks_of_ddp_may_have_unlike_numbers_of_chunks(on_ranks: OnRanks) -> No
         assert off_by(found, wanted) <= EXACT
 
 
-def by_hand(rank: int, world_size: int) -> Tensor:
-    """FSDP2 around a cut whose own parts are not sharded."""
+def by_hand(rank: int, world_size: int, part: str) -> Tensor:
+    """FSDP2 of a cut whose own parts are not sharded, or around it."""
     torch.manual_seed(0)
     x = torch.randn(20, WIDTH, dtype=torch.float64)
     found = []
     for size in (None, 6):
         model: Any = Model().double()
-        fully_shard(model)
+        fully_shard(model.get_submodule(part))
+        if part:
+            fully_shard(model)
         if size is not None:
             Chunked(model.net, size=size, keep=3)
-        nt_xent(model(x), x).backward()
+        for _ in range(3):
+            model.zero_grad()
+            nt_xent(model(x), x).backward()
         found.append(
             torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
         )
     return torch.stack(found)
 
 
-def test_graphs_are_kept_where_fsdp_shards_the_whole_cut(on_ranks: OnRanks) -> None:
-    for wanted, found in on_ranks(by_hand, 2):
+@pytest.mark.parametrize("part", ["", "net"], ids=["around", "itself"])
+def test_graphs_are_kept_where_fsdp_shards_the_whole_cut(
+    part: str, on_ranks: OnRanks
+) -> None:
+    for wanted, found in on_ranks(by_hand, 2, part):
         assert off_by(found, wanted) <= EXACT
+
+
+def by_parts(rank: int, world_size: int) -> str:
+    """FSDP2 on a part of the cut."""
+    model: Any = Model().double()
+    fully_shard(model.net.body)
+    fully_shard(model)
+    try:
+        with Chunked(model.net, size=6):
+            model(torch.randn(20, WIDTH, dtype=torch.float64))
+    except TrainkitError as error:
+        return str(error)
+    return "ran"
+
+
+def test_parts_of_a_cut_that_fsdp2_shards_are_refused(on_ranks: OnRanks) -> None:
+    for found in on_ranks(by_parts, 2):
+        assert re.search(
+            "sharded by fully_shard .FSDP2. each for .* as one grou", found
+        )
+
+
+def test_the_first_fsdp_within_is_refused() -> None:
+    wrapper: Any = FullyShardedDataParallel
+    wrapped = wrapper.__new__(wrapper)
+    nn.Module.__init__(wrapped)  # it wants a GPU to be made
+    with pytest.raises(TrainkitError, match="net: FullyShardedDataParallel flattens"):
+        refuse_shards(nn.ModuleList([wrapped]), "net")

@@ -21,8 +21,7 @@ from tests.core.inside.common import (
     twin,
 )
 from trainkit import Chunked
-from trainkit.core.inside import moment, outputs
-from trainkit.core.inside.check import Look
+from trainkit.core.inside import check, moment, outputs
 from trainkit.core.inside.closeness import are_close
 from trainkit.errors import TrainkitError
 
@@ -109,7 +108,7 @@ def test_a_backward_pass_that_sees_rows_is_refused(
     net = twin(Between(change))
     with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
         off(net)
-    monkeypatch.setattr(Look, "_has_mixed_gradients", lambda *_: False)
+    monkeypatch.setattr(check, "has_mixed_gradients", lambda *_: False)
     assert off(net) > NAIVE  # the control: its forward pass shows nothing
 
 
@@ -130,7 +129,7 @@ def test_so_is_that_of_a_module_whose_arguments_alone_train(
 
     with pytest.raises(TrainkitError, match="is not the sum of their gradients"):
         found()
-    monkeypatch.setattr(Look, "_has_mixed_gradients", lambda *_: False)
+    monkeypatch.setattr(check, "has_mixed_gradients", lambda *_: False)
     assert found() > NAIVE
 
 

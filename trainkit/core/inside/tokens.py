@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from trainkit.core.batch_norm.layers import listed
-from trainkit.core.inside.check import looking
 from trainkit.core.inside.chunks import Chunk, Sizes, Span
 from trainkit.core.inside.closeness import are_close
 from trainkit.core.inside.cut import Cut
@@ -25,6 +24,7 @@ from trainkit.core.inside.moment import Moment
 from trainkit.core.inside.outputs import Joint, Plan, Unfit, rows_of
 from trainkit.core.inside.padding import PaddingCheck
 from trainkit.core.inside.rows import Arguments, reordered
+from trainkit.core.inside.trial import looking
 from trainkit.core.plan.options import check_whole_number
 from trainkit.core.split.partition import columns_of, partition
 from trainkit.core.split.rows import spans_of
@@ -180,8 +180,8 @@ class ByTokens:
         """Refuse a module that computes something else without padding."""
         assert sample.columns is not None
         moment = Moment(cut.module, cut.name, arguments.devices)
-        with looking(cut, arguments, moment) as look:
-            whole, narrow = look.with_and_without(sample)
+        with looking(cut, arguments, moment) as trial:
+            whole, narrow = trial.with_and_without(sample)
             pairs = zip(plan, whole, narrow, strict=True)
             joints = [
                 _without_columns(*each, sample) if each[0].has_rows else each[0]

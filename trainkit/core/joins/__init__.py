@@ -1,1 +1,0 @@
-"""Exact BatchNorm: micro-batches meet at each layer and share their statistics."""
