@@ -18,6 +18,10 @@ class _Chosen:
     `class_path` only by an option that came with its version 4.46."""
 
 
+SELF = "self"
+"""The path of the module's own `forward`, for `inside=`."""
+
+
 @dataclass(frozen=True)
 class MicroBatching(_Chosen):
     """How a loader batch is cut: on the host, or inside `training_step` (`inside=`).

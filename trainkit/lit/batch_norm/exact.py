@@ -10,7 +10,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from trainkit.core.batch_norm.layers import BatchNorm, listed, normalising_by_batch
-from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.errors import TrainkitError
 from trainkit.lit._compat import has_own, skips_backward
 from trainkit.lit.batch_norm.policy import Policy
@@ -21,7 +21,6 @@ from trainkit.lit.batch_size.effective import (
     window_size,
 )
 from trainkit.lit.callback.base import WindowOwner, windows_of
-from trainkit.lit.inside.refusals import SELF
 
 
 class ExactStatistics(Policy):

@@ -17,11 +17,12 @@ from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.refusals import paths_within
 from trainkit.core.nested import describe
 from trainkit.core.ranks import Ranks
+from trainkit.core.split.micro_batching import SELF
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.batch_norm.guard import BatchNormGuard
 from trainkit.lit.callback.base import find_callback
-from trainkit.lit.inside.refusals import SELF, refusing_logs
+from trainkit.lit.inside.refusals import refusing_logs
 from trainkit.lit.proof.rehearse import Plan, Rehearsals
 from trainkit.lit.proof.rows import FewRows
 from trainkit.lit.proof.verdict import NotMeasured, in_one_line

@@ -14,12 +14,12 @@ from trainkit.core.inside.chunks import Sizes
 from trainkit.core.inside.forward import ChunkedForward
 from trainkit.core.inside.tokens import ByTokens
 from trainkit.core.ranks import Ranks
-from trainkit.core.split.micro_batching import MicroBatching
+from trainkit.core.split.micro_batching import SELF, MicroBatching
 from trainkit.core.tape.forward import TapedForward
 from trainkit.errors import TrainkitError
 from trainkit.lit.callback.table import Row, say
 from trainkit.lit.inside.choose import choose
-from trainkit.lit.inside.refusals import SELF, refusing_logs
+from trainkit.lit.inside.refusals import refusing_logs
 
 
 class InsideCuts:

@@ -29,9 +29,6 @@ def refuse_several_unweighed(
         )
 
 
-SELF = "self"
-"""The path of the module's own `forward`, for `inside=`."""
-
 LOGS = ("log", "log_dict", "log_exact")
 
 Around = Callable[[Any, Any], AbstractContextManager[Any]]
