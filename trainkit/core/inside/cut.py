@@ -5,37 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.core.inside.chunks import Chunk, Sizes, checked_keep
 from trainkit.core.inside.draws import States
-from trainkit.core.inside.outputs import Plan
 from trainkit.core.inside.rows import Arguments, without_cache
 from trainkit.core.inside.shadows import Shadows
 from trainkit.core.nested import Field, take_apart
 from trainkit.errors import TrainkitError
 
 Around = Callable[[Any, Chunk | None], AbstractContextManager[Any]]
-
-
-class Coupling(Protocol):
-    """Layers of a module by which rows see each other, and how all of them do."""
-
-    @property
-    def spans_ranks(self) -> bool:
-        """Whether rows of other ranks are seen, so that a single chunk counts too."""
-        ...
-
-    def uncoupled(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the rows of a module do not see each other."""
-        ...
-
-    def call(self, cut: Cut, arguments: Arguments, plan: Plan) -> Any:
-        """A call whose chunks see each other; it has the methods of `Call`."""
-        ...
 
 
 def nothing_around(call: Any, chunk: Any) -> AbstractContextManager[None]:

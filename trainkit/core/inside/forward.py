@@ -16,7 +16,7 @@ from trainkit.core.batch_norm.layers import listed, normalising_by_batch
 from trainkit.core.inside.call import Call
 from trainkit.core.inside.check import Checks
 from trainkit.core.inside.chunks import Sizes
-from trainkit.core.inside.cut import Coupling, Cut, nothing_around
+from trainkit.core.inside.cut import Cut, nothing_around
 from trainkit.core.inside.rows import Arguments, Names, read_arguments
 from trainkit.core.inside.run import run_in_chunks
 from trainkit.core.inside.tokens import ByTokens
@@ -39,7 +39,6 @@ class ChunkedForward(Cut):
         by_tokens: cuts by the lengths of rows.
 
     Attributes:
-        coupling: lets rows see each other where layers of the module need it.
         was_called: whether it was called to train.
         was_cut: whether a call ran in chunks.
         most_rows: that a call had.
@@ -58,7 +57,6 @@ class ChunkedForward(Cut):
         _remove_copied(module)
         self._before = vars(module).get("forward")
         super().__init__(module, name, sizes, keep)
-        self.coupling: Coupling | None = None
         self.was_called = self.was_cut = self.is_copy = False
         self.most_rows = 0
         self.by_tokens = by_tokens
@@ -100,12 +98,9 @@ class ChunkedForward(Cut):
         self.was_called = True
         arguments = read_arguments(args, kwargs, self._names, self.name)
         self.most_rows = max(self.most_rows, arguments.rows)
-        found = normalising_by_batch(module)
-        if found and self.coupling is not None:
-            return self._coupled(arguments, self.coupling)
         if arguments.rows <= 1 or self.by_tokens is None and self._is_one(arguments):
             return self.original(*args, **kwargs)
-        self._refuse_batch_norm(found)
+        self._refuse_batch_norm()
         self.was_cut = True
         if self.by_tokens is not None:
             return self._by_tokens(arguments, self.by_tokens)
@@ -116,31 +111,14 @@ class ChunkedForward(Cut):
         sizes = self.sizes
         return not sizes.is_auto and arguments.rows <= (sizes.limit or 0)
 
-    def _refuse_batch_norm(self, found: list[str]) -> None:
-        if found:
+    def _refuse_batch_norm(self) -> None:
+        if found := normalising_by_batch(self.module):
             names = [each or "the module itself" for each in found]
             raise TrainkitError(
                 f"{self.name}: its rows must not see each other, and BatchNorm "
                 f"normalises by all rows of a batch: {listed(names)}. Freeze it, use "
                 f'BatchNormGuard("exact"), or name a module without it.'
             )
-
-    def _coupled(self, arguments: Arguments, coupling: Coupling) -> Any:
-        """Run chunks whose BatchNorm layers see all rows."""
-        if self.by_tokens is not None:
-            raise TrainkitError(
-                f"{self.name}: exact BatchNorm needs whole chunks of a whole module, "
-                f"and tokens= leaves out padding. Cut by size= alone, or use another "
-                f"policy."
-            )
-        # One row's layers ask other ranks by themselves.
-        is_one = self._is_one(arguments) and not coupling.spans_ranks
-        if is_one or arguments.rows <= 1:
-            return self.run(arguments, arguments.values)
-        self.was_cut = True
-        with coupling.uncoupled(self.module):
-            plan, _ = self._checks.find(arguments, self.sizes)
-        return run_in_chunks(coupling.call(self, arguments, plan))
 
     def _by_tokens(self, arguments: Arguments, by_tokens: ByTokens) -> Any:
         """Run rows of like length together."""
@@ -168,12 +146,7 @@ class ChunkedForward(Cut):
         """Refuse a module that cannot run in chunks, as one call of it shows."""
         _refuse_module(self.module, self.name)
         arguments = read_arguments(args, kwargs, self._names, self.name)
-        found = normalising_by_batch(self.module)
-        if found and self.coupling is not None:
-            with self.coupling.uncoupled(self.module):
-                self._checks.look(arguments, self.sizes)
-            return
-        self._refuse_batch_norm(found)
+        self._refuse_batch_norm()
         self._checks.look(arguments, self.sizes)
 
     def __getstate__(self) -> dict[str, Any]:
